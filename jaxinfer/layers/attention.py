@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.norm import LayerNorm, RMSNorm
+from jaxinfer.layers.norm import AllHeadsNorm, LayerNorm, RMSNorm, unit_rms
 from jaxinfer.layers.rope import rotate
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, plus_bias
@@ -64,10 +64,12 @@ class Attention(Layer):
     that sharding over kv_heads keeps a group together; ``out`` [heads * head_dim, d].
 
     Attributes:
+        qk_l2_eps: rotated queries and keys are divided by their root mean square, without weights (Llama 4).
         scale: of the scores; None: 1 / sqrt(head_dim).
         qk_norm_eps: queries and keys are normalised over head_dim before they are rotated.
         norm_offset: see `RMSNorm`, of these two norms.
         qk_layer_norm: they are `LayerNorm` instead.
+        qk_norm_whole: they are over all heads together: their weights are [heads, head_dim], [kv_heads, head_dim].
         interleaved: see `rotate`.
         sinks: a learned score for nothing, one a head (``sinks`` [heads]).
     """
@@ -81,6 +83,8 @@ class Attention(Layer):
     qk_norm_eps: float | None = None
     norm_offset: float = 0.0
     qk_layer_norm: bool = False
+    qk_norm_whole: bool = False
+    qk_l2_eps: float | None = None
     scale: float | None = None
     interleaved: bool = False
     sinks: bool = False
@@ -119,7 +123,7 @@ class Attention(Layer):
     ) -> tuple[jax.Array, Any]:
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         rest = (cache, self.layer, scale, self.weight("sinks") if self.sinks else None)
-        plain = self.qk_norm_eps is None and temperature is None
+        plain = self.qk_norm_eps is None and self.qk_l2_eps is None and temperature is None
         if rope is not None and plain and isinstance(attend, FusedAttend):
             done = attend.fused(qkv, rope, self.interleaved, *rest)
             if done is not None:
@@ -133,16 +137,22 @@ class Attention(Layer):
     def encoded(
         self, q: jax.Array, k: jax.Array, rope: tuple[jax.Array, jax.Array] | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys as they meet: normalised over head_dim, then rotated."""
+        """Queries and keys as they meet: normalised, then rotated."""
         if self.qk_norm_eps is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k) if rope is None else self.rotated(q, k, rope)
+        if rope is not None:
+            q, k = self.rotated(q, k, rope)
+        if self.qk_l2_eps is not None:
+            q, k = unit_rms(q, self.qk_l2_eps), unit_rms(k, self.qk_l2_eps)
+        return q, k
 
     def rotated(self, q: jax.Array, k: jax.Array, rope: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return rotate(q, *rope, interleaved=self.interleaved), rotate(k, *rope, interleaved=self.interleaved)
 
     def norm(self, eps: float) -> Layer:
         """Make the norm of queries, or of keys: of [..., heads, head_dim]."""
+        if self.qk_norm_whole:
+            return AllHeadsNorm(eps)
         return LayerNorm(eps) if self.qk_layer_norm else RMSNorm(eps, self.norm_offset)
 
     def _project(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch kv_heads parts head_dim"]:

@@ -33,22 +33,25 @@ class RoutingRule:
 
     Attributes:
         top_k: experts of a token.
-        scores: "softmax" and "sigmoid" of all logits (Mixtral and Qwen; DeepSeek-V3); "softmax of chosen": of the
-            chosen logits alone (gpt-oss).
-        renormalise: the chosen scores are divided by their sum.
+        scores: "softmax" and "sigmoid" of all logits (Mixtral and Qwen; DeepSeek-V3); "softmax of chosen" and "sigmoid
+            of chosen": of the chosen logits alone (gpt-oss; Llama 4); "sparsemixer": see `_sparsemixer` (PhiMoE).
+        renormalise: the chosen scores are divided by their sum, or by ``norm_min`` where that is more.
         scale: of the weights, at last.
         groups: the experts lie in this many groups of neighbours.
         top_groups: only the best groups' experts can be chosen (DeepSeek-V2, Liu et al. 2024).
         group_score: what makes a group good: its best expert ("max") or the sum of its best two ("top2").
+        jitter: of the sparsemixer: experts that are further behind the best, as a share, have no part in the softmax.
     """
 
     top_k: int
-    scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "softmax of chosen", "sigmoid of chosen", "sparsemixer"] = "softmax"
     renormalise: bool = False
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
+    norm_min: float = 0.0
+    jitter: float = 0.0
 
 
 class Routing(NamedTuple):
@@ -67,9 +70,12 @@ def route(
         correction: added to the scores while experts are chosen, not to their weights (Wang et al. 2024).
     """
     logits = logits.astype(jnp.float32)
-    if rule.scores == "softmax of chosen":
+    if rule.scores == "sparsemixer":
+        return _sparsemixer(logits, rule)
+    if rule.scores in ("softmax of chosen", "sigmoid of chosen"):
         best, experts = top_k(logits, rule.top_k)
-        return Routing(experts, jax.nn.softmax(best, axis=-1) * rule.scale)
+        weights = jax.nn.softmax(best, axis=-1) if rule.scores == "softmax of chosen" else jax.nn.sigmoid(best)
+        return Routing(experts, weights * rule.scale)
     scores = jax.nn.softmax(logits, axis=-1) if rule.scores == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction.astype(jnp.float32)
     if rule.top_groups < rule.groups:
@@ -77,8 +83,24 @@ def route(
     _, experts = top_k(choice, rule.top_k)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if rule.renormalise:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        total = weights.sum(axis=-1, keepdims=True)
+        weights = weights / (jnp.maximum(total, rule.norm_min) if rule.norm_min else total + 1e-20)
     return Routing(experts, weights * rule.scale)
+
+
+def _sparsemixer(logits: Float[Array, "tokens experts"], rule: RoutingRule) -> Routing:
+    """The best experts one after the other (Liu et al. 2024, SparseMixer-v2): the weight of each is its softmax among
+    those that are left and near it."""
+    left, chosen, weights = logits, [], []
+    for _ in range(rule.top_k):
+        best = left.max(axis=-1, keepdims=True)
+        expert = jnp.argmax(left, axis=-1)[:, None]
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2.0 * rule.jitter
+        shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+        chosen.append(expert)
+        weights.append(jnp.take_along_axis(shares, expert, axis=-1))
+        left = jnp.where(jnp.arange(logits.shape[-1]) == expert, -jnp.inf, left)
+    return Routing(jnp.concatenate(chosen, -1), jnp.concatenate(weights, -1) * rule.scale)
 
 
 def _of_best_groups(choice: Float[Array, "tokens experts"], rule: RoutingRule) -> Float[Array, "tokens experts"]:
@@ -136,6 +158,8 @@ def run_experts(
     glu: Callable[[jax.Array, jax.Array], jax.Array],
     first: Int[Array, ""] | int = 0,
     spread: int | None = None,
+    *,
+    scaled_inputs: bool = False,
 ) -> Float[Array, "tokens d"]:
     """The weighted sum of the chosen experts' outputs for each token, float32.
 
@@ -143,6 +167,7 @@ def run_experts(
         routing: a pair whose expert is not among ``experts`` adds nothing: several devices' results add up.
         first: the index of the first of ``experts`` among all.
         spread: the number of experts on all devices; None: ``experts`` are all.
+        scaled_inputs: weights are of what experts see, not of their outputs.
     """
     (tokens, top_k), count = routing.experts.shape, experts.gate_up.shape[0]
     local = routing.experts - first
@@ -150,6 +175,9 @@ def run_experts(
     path = grouped_path(x, experts.gate_up, experts.down)
     groups = group(local, count, most=tokens, spread=spread, path=path)
     rows = x.at[groups.entries // top_k].get(mode="fill", fill_value=0)
+    if scaled_inputs:
+        scales = routing.weights.reshape(-1).at[groups.entries].get(mode="fill", fill_value=0)
+        rows = (rows * scales[..., None]).astype(x.dtype)
     hidden = grouped_matmul(rows, experts.gate_up, groups)
     if experts.gate_up_bias is not None:
         hidden = plus_bias(hidden, groups.of_tiles(experts.gate_up_bias))
@@ -161,7 +189,7 @@ def run_experts(
     total = jnp.zeros(x.shape, jnp.float32)
     for choice in range(top_k):
         output = results.at[places[:, choice]].get(mode="fill", fill_value=0).astype(jnp.float32)
-        total = total + routing.weights[:, choice, None] * output
+        total = total + (output if scaled_inputs else routing.weights[:, choice, None] * output)
     return total
 
 
@@ -192,6 +220,8 @@ def run_experts_over_ranks(
     routing: Routing,
     experts: Experts,
     glu: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    scaled_inputs: bool = False,
 ) -> Float[Array, "tokens d"]:
     """Run experts where each rank has its tokens and some of the experts, in the dtype of ``x``.
 
@@ -201,6 +231,7 @@ def run_experts_over_ranks(
 
     Args:
         experts: this rank's; the ranks have equally many, in order.
+        scaled_inputs: see `run_experts`.
     """
     ranks, (tokens, d) = traced_dp_ranks(), x.shape
     top_k, count = routing.experts.shape[1], experts.gate_up.shape[0]
@@ -213,7 +244,8 @@ def run_experts_over_ranks(
     widths = (d, top_k, top_k + slots.shape[-1])
     rows, weights, numbers = unpacked(received.reshape(ranks * tokens, -1), x.dtype, widths)
     chosen, experts = numbers[:, :top_k], _of_rows(experts, numbers[:, top_k:])
-    parts = run_experts(rows, Routing(chosen, weights), experts, glu, spread=ranks * count).astype(x.dtype)
+    run = functools.partial(run_experts, spread=ranks * count, scaled_inputs=scaled_inputs)
+    parts = run(rows, Routing(chosen, weights), experts, glu).astype(x.dtype)
     returned = lax.all_to_all(parts.reshape(ranks, tokens, d), "dp_attn", 0, 0)
     return functools.reduce(jnp.add, returned.astype(jnp.float32)).astype(x.dtype)
 
@@ -268,18 +300,21 @@ def run_spread_experts(
     experts: Experts,
     glu: Callable[[jax.Array, jax.Array], jax.Array],
     shared: SharedExpert | None = None,
+    *,
+    scaled_inputs: bool = False,
 ) -> Float[Array, "tokens d"]:
     """Run experts where each device has some, or a shard of their hidden numbers, in the dtype of ``x``.
 
     Tokens of ranks go to their experts (`run_experts_over_ranks`). Else all tokens are on every device, whose results
-    are parts of one sum; so are the shared expert's.
+    are parts of one sum; so are the shared expert's. ``scaled_inputs``: see `run_experts`.
     """
+    scaled = {"scaled_inputs": scaled_inputs}
     if traced_dp_ranks() > 1:
-        result = run_experts_over_ranks(x, routing, experts, glu)
+        result = run_experts_over_ranks(x, routing, experts, glu, **scaled)
         return result if shared is None else result + shared(x)
     dealt, within = RULES["expert"], RULES["expert_mlp"]
     if traced_size("expert") * traced_size("expert_mlp") == 1:
-        result = run_experts(x, routing, experts, glu).astype(x.dtype)
+        result = run_experts(x, routing, experts, glu, **scaled).astype(x.dtype)
         return result if shared is None else result + shared(x)
 
     def run_shard(x: jax.Array, routing: Routing, experts: Experts, mlp: Any, gate: Any) -> jax.Array:
@@ -288,7 +323,7 @@ def run_spread_experts(
             experts = experts._replace(down_bias=jnp.where(once, experts.down_bias, 0))
         count = experts.gate_up.shape[0]
         first, spread = lax.axis_index(dealt) * count, lax.axis_size(dealt) * count
-        result = run_experts(x, routing, experts, glu, first, spread)
+        result = run_experts(x, routing, experts, glu, first, spread, **scaled)
         if shared is not None:
             result = result + dataclasses.replace(shared, mlp=mlp, gate=gate)(x).astype(jnp.float32)
         return lax.psum(result, (*dealt, *within))
@@ -318,6 +353,7 @@ class MoE(Layer):
         correction: see `route`.
         shared_activation: of the expert that all tokens share; None: there is none.
         shared_gate: the shared expert's result is multiplied with a sigmoid of the token.
+        scaled_inputs: see `run_experts`.
     """
 
     rule: RoutingRule
@@ -326,6 +362,7 @@ class MoE(Layer):
     correction: bool = False
     shared_activation: str | None = None
     shared_gate: bool = False
+    scaled_inputs: bool = False
 
     def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
         """Run the experts of ``live`` tokens; the others choose no expert and their results are not used."""
@@ -333,7 +370,8 @@ class MoE(Layer):
         routing = self.routing(flat)
         nobody = jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
-        mixed = run_spread_experts(flat, routing, self.experts(), self.glu, self._shared())
+        run = functools.partial(run_spread_experts, scaled_inputs=self.scaled_inputs)
+        mixed = run(flat, routing, self.experts(), self.glu, self._shared())
         return own_tokens(mixed.reshape(x.shape))
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:

@@ -10,6 +10,12 @@ from jaxtyping import Array, Float
 from jaxinfer.layers.base import Layer
 
 
+def unit_rms(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
+    """Divide by the root mean square over the last dimension, in float32: `RMSNorm` without a scale."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class RMSNorm(Layer):
     """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32.
 

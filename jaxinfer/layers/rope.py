@@ -96,7 +96,8 @@ class RopeConfig(Brief):
         """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated."""
         wavelength = 2 * math.pi / inverse
         turns = self.original_max_position / wavelength
-        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        # Llama 4's two factors are the same: nothing is between them.
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor or 1e-9)
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * inverse / self.factor + smooth * inverse
 

@@ -18,7 +18,7 @@ from jaxinfer.layers.rope import RopeConfig, yarn_mscale
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.sparse import SparseContext
-from jaxinfer.models.specs import decoder, gated_experts, gated_mlp, linear, plain, rms_norm
+from jaxinfer.models.specs import correction_bias, decoder, gated_experts, gated_mlp, linear, plain, rms_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 _ROPES = ("default", "linear", "yarn", "llama3")
@@ -101,10 +101,10 @@ class DeepseekConfig(DecoderConfig):
             ConfigError: a field is missing, of the wrong type or not supported.
         """
         read = ConfigReader(config, _V2)
-        _require(read, "scoring_func", "softmax")
-        _require(read, "mlp_bias", False)
+        require_only(read, "scoring_func", "softmax")
+        require_only(read, "mlp_bias", False)
         # transformers takes no notice of it, and DeepSeek's own code does not scale the weights that it divides.
-        _require(read, "norm_topk_prob", False)
+        require_only(read, "norm_topk_prob", False)
         limited = read.choice("topk_method", "greedy", ("greedy", "group_limited_greedy")) != "greedy"
         rule = RoutingRule(read.positive("num_experts_per_tok"), scale=read.number("routed_scaling_factor", 1.0))
         if limited:
@@ -115,18 +115,9 @@ class DeepseekConfig(DecoderConfig):
     def from_v3(config: Mapping[str, Any]) -> DeepseekConfig:
         """Read the config.json of a DeepseekV3ForCausalLM; errors as in `from_v2`."""
         read = ConfigReader(config, _V3)
-        _require(read, "scoring_func", "sigmoid")
-        _require(read, "topk_method", "noaux_tc")
-        rule = RoutingRule(
-            read.positive("num_experts_per_tok", 8),
-            scores="sigmoid",
-            renormalise=read.flag("norm_topk_prob", True),
-            scale=read.number("routed_scaling_factor", 2.5),
-            groups=read.positive("n_group", 8),
-            top_groups=read.positive("topk_group", 4),
-            group_score="top2",
-        )
-        return _common(read, rule, corrected=True, interleaved=read.flag("rope_interleave", True))
+        require_only(read, "scoring_func", "sigmoid")
+        require_only(read, "topk_method", "noaux_tc")
+        return _common(read, v3_rule(read), corrected=True, interleaved=read.flag("rope_interleave", True))
 
     @staticmethod
     def from_glm(config: Mapping[str, Any]) -> DeepseekConfig:
@@ -148,9 +139,22 @@ class DeepseekConfig(DecoderConfig):
         return DeepseekConfig.from_v3({**_YOUTU, **config, "first_k_dense_replace": layers})
 
 
+def v3_rule(read: ConfigReader) -> RoutingRule:
+    """Read the router of DeepSeek-V3, of which the best of groups of experts are chosen with a correction."""
+    return RoutingRule(
+        read.positive("num_experts_per_tok", 8),
+        scores="sigmoid",
+        renormalise=read.flag("norm_topk_prob", True),
+        scale=read.number("routed_scaling_factor", 2.5),
+        groups=read.positive("n_group", 8),
+        top_groups=read.positive("topk_group", 4),
+        group_score="top2",
+    )
+
+
 def _common(read: ConfigReader, rule: RoutingRule, *, corrected: bool, interleaved: bool) -> DeepseekConfig:
-    _require(read, "num_key_value_heads", read.positive("num_attention_heads"))
-    _require(read, "moe_layer_freq", 1)
+    require_only(read, "num_key_value_heads", read.positive("num_attention_heads"))
+    require_only(read, "moe_layer_freq", 1)
     nope, rope_dim = read.positive("qk_nope_head_dim", 128), read.positive("qk_rope_head_dim", 64)
     read.require(rope_dim % 2 == 0, "qk_rope_head_dim", "must be even")
     rank, count = read.positive("kv_lora_rank", 512), read.positive("num_hidden_layers")
@@ -169,17 +173,17 @@ def _common(read: ConfigReader, rule: RoutingRule, *, corrected: bool, interleav
         scale=(nope + rope_dim) ** -0.5 * _score_scale(read, rope),
         interleaved=interleaved,
         attention_bias=read.flag("attention_bias", False),
-        dense=min(_count(read, "first_k_dense_replace"), count),
-        experts=_experts(read, rule),
+        dense=min(count_of(read, "first_k_dense_replace"), count),
+        experts=routed_experts(read, rule),
         expert_size=expert_size,
         shared_size=expert_size * read.positive("n_shared_experts"),
         rule=rule,
         corrected=corrected,
-        predictors=_count(read, "num_nextn_predict_layers"),
+        predictors=count_of(read, "num_nextn_predict_layers"),
     )
 
 
-def _require(read: ConfigReader, name: str, value: Any) -> None:
+def require_only(read: ConfigReader, name: str, value: Any) -> None:
     """Refuse any value of a field but the one that the models' published code implements."""
     read.require(read.fields.get(name) in (None, value), name, f"is not supported (known: {value})")
 
@@ -190,13 +194,15 @@ def _q_rank(read: ConfigReader) -> int | None:
     return None if null else read.positive("q_lora_rank", 1536)
 
 
-def _count(read: ConfigReader, name: str) -> int:
+def count_of(read: ConfigReader, name: str) -> int:
+    """Read a number of layers, 0 where it is left out."""
     value = read.get(name, 0)
     read.require(type(value) is int and 0 <= value <= 1024, name, "must be >= 0 and at most 1024")
     return value
 
 
-def _experts(read: ConfigReader, rule: RoutingRule) -> int:
+def routed_experts(read: ConfigReader, rule: RoutingRule) -> int:
+    """Read the number of experts, which the groups must divide."""
     count = read.positive("n_routed_experts")
     least = 2 if rule.group_score == "top2" else 1
     read.require(
@@ -273,11 +279,12 @@ def block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]
         "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
         "attention": _attention_specs(cfg, f"{prefix}.self_attn"),
         "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": gated_mlp(mlp, d, cfg.intermediate_size) if dense else _moe_specs(cfg, mlp),
+        "mlp": gated_mlp(mlp, d, cfg.intermediate_size) if dense else moe_specs(cfg, mlp),
     }
 
 
-def _moe_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
+def moe_specs(cfg: Any, prefix: str) -> dict[str, Any]:
+    """`MoE`'s parameters, with the sizes and switches that ``cfg`` names as `DeepseekConfig`."""
     d = cfg.hidden_size
     tree: dict[str, Any] = {
         "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),
@@ -285,9 +292,7 @@ def _moe_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
         "shared": gated_mlp(f"{prefix}.shared_experts", d, cfg.shared_size),
     }
     if cfg.corrected:
-        name = f"{prefix}.gate.e_score_correction_bias"
-        # Trained in float32: rounding it changes which experts are chosen.
-        tree["correction"] = dataclasses.replace(plain(name, (cfg.experts,), ("router",), "zeros"), dtype="float32")
+        tree["correction"] = correction_bias(f"{prefix}.gate.e_score_correction_bias", cfg.experts)
     return tree
 
 

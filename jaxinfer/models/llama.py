@@ -29,7 +29,7 @@ from jaxinfer.models.config import (
     sliding_layers,
 )
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, linear, plain, rms_norm
+from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, heads_norm, linear, plain, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 # What transformers takes where config.json leaves these out.
@@ -188,4 +188,9 @@ def attention_specs(cfg: Any, prefix: str, norms: str = "ones") -> dict[str, Any
         tree["out_bias"] = plain(f"{prefix}.o_proj.bias", (d,), ("embed",), "zeros")
     if cfg.qk_norm:
         tree |= {name: rms_norm(f"{prefix}.{name}", dim, norms) for name in ("q_norm", "k_norm")}
+    if cfg.qk_norm and getattr(cfg, "qk_norm_whole", False):
+        tree |= {
+            "q_norm": heads_norm(f"{prefix}.q_norm.weight", cfg.heads, dim),
+            "k_norm": heads_norm(f"{prefix}.k_norm.weight", cfg.kv_heads, dim),
+        }
     return tree

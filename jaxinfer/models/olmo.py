@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import GatedMLP
-from jaxinfer.layers.norm import AllHeadsNorm, RMSNorm
+from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import SLIDING_WINDOW, ConfigReader, layer_rope, sliding_layers
 from jaxinfer.models.decoder import Decoder
@@ -90,13 +90,6 @@ def _ropes(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**top, **wide, **(read.fields.get("rope_scaling") or {})}, {"rope_theta": _THETA3, **near}
 
 
-class AllHeadsAttention(Attention):
-    """`Attention` whose queries, and keys, are normalised over all heads at once."""
-
-    def norm(self, eps: float) -> Layer:
-        return AllHeadsNorm(eps)
-
-
 class OlmoBlock(Layer):
     """One decoder layer."""
 
@@ -106,7 +99,8 @@ class OlmoBlock(Layer):
     def setup(self) -> None:
         cfg = self.config
         sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
-        self.attention = AllHeadsAttention(*sizes, cfg.qkv_bias, cfg.out_bias, qk_norm_eps=cfg.norm_eps)
+        biases = cfg.qkv_bias, cfg.out_bias
+        self.attention = Attention(*sizes, *biases, qk_norm_eps=cfg.norm_eps, qk_norm_whole=True)
         self.attention_out_norm, self.mlp_out_norm = RMSNorm(cfg.norm_eps), RMSNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation)
 

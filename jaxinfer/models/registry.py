@@ -14,10 +14,12 @@ from jaxinfer.models import (
     deepseek,
     eagle,
     ernie,
+    ernie_moe,
     exaone4,
     falcon,
     gemma,
     glm,
+    glm4_moe,
     gpt2,
     gpt_oss,
     gptj,
@@ -25,11 +27,13 @@ from jaxinfer.models import (
     hunyuan,
     llama,
     medusa,
+    minimax,
     ministral,
     mixtral,
     mtp,
     neox,
     olmo,
+    olmoe,
     phi,
     phi3,
     qwen_moe,
@@ -93,6 +97,10 @@ GPT_OSS = Family(gpt_oss.config_from_json, gpt_oss.param_specs, cache_spec, spar
 DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, cache_spec, deepseek.Deepseek)
 DEEPSEEK_V3 = Family(deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cache_spec, deepseek.Deepseek)
 GLM4_MOE_LITE = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_glm)
+GLM4_MOE = Family(glm4_moe.config_from_json, glm4_moe.param_specs, cache_spec, sparse.Sparse)
+MINIMAX_M2 = Family(minimax.config_from_json, minimax.param_specs, cache_spec, sparse.Sparse, minimax.IGNORE)
+OLMOE = Family(olmoe.config_from_json, olmoe.param_specs, cache_spec, sparse.Sparse)
+ERNIE4_5_MOE = Family(ernie_moe.config_from_json, ernie_moe.param_specs, cache_spec, sparse.Sparse, ernie_moe.IGNORE)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
@@ -132,6 +140,10 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "OlmoeForCausalLM": OLMOE,
+    "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "YoutuForCausalLM": YOUTU,
 }
 

@@ -1,4 +1,4 @@
-"""The decoder of Mixtral, Qwen's mixtures of experts and gpt-oss: a Llama with experts for feed-forward layers.
+"""The decoder of most mixtures of experts, from Mixtral to MiniMax-M2: a Llama with experts for feed-forward layers.
 
 A family's module reads its config.json into a `SparseConfig` and names its experts' tensors.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -16,7 +16,7 @@ from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, ClampedGLU, MoE, RoutingRule
-from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
@@ -34,7 +34,10 @@ class SparseConfig(DecoderConfig):
         expert_size: the hidden size of an expert.
         expert_bias: router and experts have biases.
         shared_size: the hidden size of the expert that all tokens share; None: there is none.
-        sinks: see `Attention`.
+        shared_gate: see `MoE`, where there is one.
+        corrected: experts have a bias that counts while they are chosen.
+        sinks, qk_norm_whole, interleaved: see `Attention`.
+        predictors: layers behind the last one that predict further tokens, which are left out.
     """
 
     sparse: tuple[bool, ...]
@@ -46,9 +49,19 @@ class SparseConfig(DecoderConfig):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    interleaved: bool = False
     sinks: bool = False
     expert_bias: bool = False
     shared_size: int | None = None
+    shared_gate: bool = True
+    corrected: bool = False
+    predictors: int = dataclasses.field(default=0, compare=False)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Patterns of tensors that the model has no place for: those of ``predictors``."""
+        return tuple(f"model.layers.{len(self.layers) + index}.*" for index in range(self.predictors))
 
 
 def reader(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigReader:
@@ -59,8 +72,14 @@ def reader(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigRead
     return ConfigReader(config, known, {"num_experts": "num_local_experts"} if local else {})
 
 
-def read_config(read: ConfigReader, windows: list[int | None], rule: RoutingRule, **switches: Any) -> SparseConfig:
-    """Read the fields that all families name alike; ``switches`` are the other fields of `SparseConfig`.
+def read_config(
+    read: ConfigReader, windows: list[int | None], rule: RoutingRule, *, partial: bool = False, **switches: Any
+) -> SparseConfig:
+    """Read the fields that all families name alike.
+
+    Args:
+        partial: see `rope_config`.
+        switches: the other fields of `SparseConfig`.
 
     Raises:
         ConfigError: a field is missing, of the wrong type or not supported.
@@ -71,7 +90,7 @@ def read_config(read: ConfigReader, windows: list[int | None], rule: RoutingRule
         **fields,
         "layers": tuple(LayerSpec(window) for window in windows),
         "sparse": (True,) * len(windows),
-        "rope": rope_config(read, fields["max_position"]),
+        "rope": rope_config(read, fields["max_position"], partial=partial),
         "experts": experts,
         "rule": rule,
         "glu": GLU(fields["activation"]),
@@ -93,18 +112,21 @@ class SparseBlock(Layer):
     layer: LayerSpec
     sparse: bool
 
+    norm: ClassVar[type[RMSNorm] | type[LayerNorm]] = RMSNorm
+
     def setup(self) -> None:
         cfg, eps = self.config, self.config.norm_eps if self.config.qk_norm else None
         sizes, biases = (cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer), (cfg.qkv_bias, cfg.out_bias)
-        self.attention_norm = RMSNorm(cfg.norm_eps)
-        self.attention = Attention(*sizes, *biases, qk_norm_eps=eps, sinks=cfg.sinks)
-        self.mlp_norm = RMSNorm(cfg.norm_eps)
+        self.attention_norm = self.norm(cfg.norm_eps)
+        others = {name: getattr(cfg, name) for name in ("sinks", "qk_norm_whole", "interleaved")}
+        self.attention = Attention(*sizes, *biases, qk_norm_eps=eps, **others)
+        self.mlp_norm = self.norm(cfg.norm_eps)
         self.mlp: Any = self._experts() if self.sparse else GatedMLP(cfg.activation)
 
     def _experts(self) -> MoE:
         cfg, shared = self.config, self.config.shared_size is not None
-        activation = cfg.activation if shared else None
-        return MoE(cfg.rule, cfg.glu, cfg.expert_bias, shared_activation=activation, shared_gate=shared)
+        beside = (cfg.activation, cfg.shared_gate) if shared else (None, False)
+        return MoE(cfg.rule, cfg.glu, cfg.expert_bias, cfg.corrected, *beside)
 
     def __call__(
         self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any

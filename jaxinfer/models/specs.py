@@ -159,3 +159,31 @@ def gated_experts(
         ),
         "down": ParamSpec((experts, d, hidden), ("expert", "embed", "expert_mlp"), sources=down, inputs=-1),
     }
+
+
+def fused_experts(gate_up: str, down: str, experts: int, d: int, hidden: int) -> dict[str, Any]:
+    """`MoE`'s ``gate_up`` and ``down`` of two tensors: [experts, d, 2 hidden], gates first; [experts, hidden, d]."""
+    whole, every = (experts, d, 2 * hidden), slice(None)
+    halves = (slice(0, hidden), slice(hidden, 2 * hidden))
+    sources = tuple(
+        Source(gate_up, whole, transpose=True, where=(expert, index), part=(expert, every, half))
+        for expert in range(experts)
+        for index, half in enumerate(halves)
+    )
+    downs = tuple(
+        Source(down, (experts, hidden, d), transpose=True, where=(expert,), part=(expert,)) for expert in range(experts)
+    )
+    axes = ("expert", None, "expert_mlp", "embed")
+    return {
+        "gate_up": ParamSpec((experts, 2, hidden, d), axes, sources=sources, inputs=-1),
+        "down": ParamSpec((experts, d, hidden), ("expert", "embed", "expert_mlp"), sources=downs, inputs=-1),
+    }
+
+
+def correction_bias(name: str, experts: int, form: tuple[int, ...] | None = None) -> ParamSpec:
+    """`MoE`'s ``correction``, trained in float32: rounding it changes which experts are chosen.
+
+    ``form``: the tensor's own shape, where it is not [experts].
+    """
+    source = Source(name, form or (experts,), reshape=(experts,) if form else None)
+    return ParamSpec((experts,), ("router",), init="zeros", sources=(source,), dtype="float32")

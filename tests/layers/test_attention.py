@@ -1,10 +1,11 @@
 """Contiguous attention and rotary embeddings against the equations in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers.attention import causal_attend
+from jaxinfer.layers.attention import Attention, causal_attend
 from jaxinfer.layers.rope import RopeConfig, rope_angles, rotate
 from jaxinfer.types import LayerSpec
 
@@ -41,6 +42,28 @@ def test_batch_dimensions_are_independent():
         for j in range(2):
             one, _ = causal_attend(q[i, j], k[i, j], v[i, j], None, LayerSpec(), 0.3)
             np.testing.assert_allclose(whole[i, j], one, atol=1e-6)
+
+
+def test_norms_may_be_over_all_heads_and_after_the_rotation():
+    rng = np.random.default_rng(4)
+    params = {name: rng.standard_normal(shape) for name, shape in (("qkv", (6, 2, 4, 8)), ("out", (32, 6)))}
+    params |= {"q_norm": {"scale": rng.standard_normal(32)}, "k_norm": {"scale": rng.standard_normal(16)}}
+    x, inverse = rng.standard_normal((5, 6)), RopeConfig(theta=100.0).inverse_frequencies(8)
+    rope = rope_angles(jnp.arange(5), inverse)
+    module = Attention(4, 2, 8, LayerSpec(), qk_norm_eps=1e-3, qk_norm_whole=True, qk_l2_eps=1e-2)
+    as32 = jax.tree.map(np.float32, params)
+    got, _ = module.apply({"params": as32}, jnp.asarray(x, jnp.float32), rope, causal_attend, None)
+
+    def unit(values: np.ndarray, eps: float) -> np.ndarray:
+        return values / np.sqrt((values**2).mean(-1, keepdims=True) + eps)
+
+    qkv = np.einsum("td,dkgh->tkgh", x, params["qkv"])
+    heads = {"q": qkv[:, :, :2].reshape(5, 32), "k": qkv[:, :, 2].reshape(5, 16)}
+    for name, values in heads.items():
+        whole = (unit(values, 1e-3) * params[f"{name}_norm"]["scale"]).reshape(5, -1, 8)
+        heads[name] = unit(np.asarray(rotate(jnp.asarray(whole, jnp.float32), *rope), np.float64), 1e-2)
+    mixed = attention64(heads["q"], heads["k"], qkv[:, :, 3], 8**-0.5, None)
+    np.testing.assert_allclose(got, mixed.reshape(5, 32) @ params["out"], atol=1e-4)
 
 
 def test_rotation_depends_on_distance_alone():

@@ -66,6 +66,38 @@ def test_a_softmax_of_the_chosen_ones_alone():
         assert list(got.values()) == pytest.approx(softmax(token[best(token, 4)]), rel=1e-6)
 
 
+def test_a_sigmoid_of_the_chosen_ones_alone():
+    logits = 30.0 * numbers(6, 20, 9)  # where sigmoids are 1, logits still differ
+    for token, got in zip(logits, routed(logits, RoutingRule(4, "sigmoid of chosen")), strict=True):
+        assert list(got) == best(token, 4)
+        assert list(got.values()) == pytest.approx(1 / (1 + np.exp(-token[best(token, 4)])), rel=1e-5)
+
+
+def test_the_sparsemixer_weighs_each_choice_among_those_near_it():
+    logits, near = numbers(7, 40, 6) + 1.0, 0
+    for token, got in zip(logits, routed(logits, RoutingRule(2, "sparsemixer", jitter=0.3)), strict=True):
+        first, second = best(token, 2)
+        expected, left = [], token.copy()
+        for chosen in (first, second):
+            far = (token[chosen] - token) / np.maximum(np.abs(token), token[chosen]) > 0.6
+            near += int((~far).sum() > 1)
+            expected.append(softmax(np.where(far, -np.inf, left))[chosen])
+            left[chosen] = -np.inf
+        assert list(got) == [first, second]
+        assert list(got.values()) == pytest.approx(expected, rel=1e-5)
+    assert near > 20
+
+
+def test_a_sum_of_scores_below_the_least_is_not_divided_by():
+    rule = RoutingRule(2, renormalise=True, norm_min=0.5)
+    logits, below = numbers(8, 30, 9), 0
+    for token, got in zip(logits, routed(logits, rule), strict=True):
+        scores = softmax(token)[best(token, 2)]
+        below += scores.sum() < 0.5
+        assert list(got.values()) == pytest.approx(scores / max(scores.sum(), 0.5), rel=1e-5)
+    assert 3 < below < 27
+
+
 def test_a_correction_changes_the_choice_and_not_the_weights():
     logits, correction = numbers(2, 30, 8), 2.0 * numbers(3, 8)
     differs = 0
@@ -182,6 +214,19 @@ def test_devices_with_some_experts_each_add_up():
         for first in (0, 2, 4)
     ]
     np.testing.assert_allclose(sum(parts[1:], parts[0]), whole, rtol=0, atol=1e-4)
+
+
+def test_weights_may_be_of_what_experts_see():
+    params, x = parameters(), numbers(27, 9, D)
+    routing = route(as32(numbers(28, 9, EXPERTS)), RoutingRule(2, "sigmoid of chosen"))
+    every = Experts(as32(params["gate_up"]), as32(params["down"]))
+    got = run_experts(as32(x), routing, every, GLU("silu"), scaled_inputs=True)
+    for token, experts, weights, result in zip(x, routing.experts, np.asarray(routing.weights), got, strict=True):
+        expected = np.zeros(D)
+        for expert, weight in zip(experts.tolist(), weights, strict=True):
+            gate, up = params["gate_up"][expert] @ (token * weight)
+            expected += params["down"][expert] @ (gate / (1 + np.exp(-gate)) * up)
+        np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
 def test_gradients_reach_the_router_and_the_experts():

@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss: what is read and refused, and how their engines' steps behave."""
+"""Mixtures of experts: what is read and refused, and how their engines' steps behave."""
 
 import pathlib
 from typing import Any
@@ -50,6 +50,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "sliding_window": 20,
     },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 20,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "num_local_experts": 6,
+        "head_dim": 8,
+        "rotary_dim": 4,
+    },
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 6},
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 20,
+    },
 }
 
 
@@ -94,6 +117,22 @@ def model(request: pytest.FixtureRequest) -> Model:
         ("qwen3_moe", {"norm_topk_prob": 1}, ["norm_topk_prob", "1"]),
         ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "full_attention"]),
         ("gpt_oss", {"swiglu_limit": "none"}, ["swiglu_limit", "none"]),
+        ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace", "-1"]),
+        ("glm4_moe", {"n_group": 4}, ["n_group", "4"]),
+        ("glm4_moe", {"n_shared_experts": 0}, ["n_shared_experts", "0"]),
+        ("glm4_moe", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
+        ("minimax_m2", {"rotary_dim": 10}, ["rotary_dim", "10", "8"]),
+        ("minimax_m2", {"scoring_func": "softmax"}, ["scoring_func", "softmax"]),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, ["qk_norm_type", "per_head"]),
+        ("minimax_m2", {"use_routing_bias": False}, ["use_routing_bias", "False"]),
+        ("minimax_m2", {"shared_intermediate_size": 8}, ["shared_intermediate_size", "8"]),
+        ("minimax_m2", {"attn_type_list": [0, 1]}, ["attn_type_list", "0, 1"]),
+        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
+        ("olmoe", {"head_dim": 16}, ["head_dim", "16"]),
+        ("ernie4_5_moe", {"use_bias": True}, ["use_bias", "True"]),
+        ("ernie4_5_moe", {"moe_k": 7}, ["moe_k", "7", "6"]),
+        ("ernie4_5_moe", {"moe_norm_min": -1.0}, ["moe_norm_min", "-1.0"]),
+        ("ernie4_5_moe", {"moe_layer_end_index": "last"}, ["moe_layer_end_index", "last"]),
     ],
 )
 def test_a_bad_field_is_named_with_its_value(family: str, changes: dict[str, Any], words: list[str]):
@@ -118,6 +157,31 @@ def test_what_is_left_out_is_what_transformers_takes():
     assert (oss.experts, oss.rule.top_k, oss.expert_size) == (128, 4, 2880)
     assert (oss.rope.kind, oss.rope.factor, oss.rope.theta, oss.rope.truncate) == ("yarn", 32.0, 150000.0, False)
     assert (oss.glu, oss.sinks, oss.qkv_bias, oss.out_bias) == (moe.ClampedGLU(1.702, 7.0), True, True, True)
+
+
+def test_what_is_left_out_of_newer_families_is_what_transformers_takes():
+    bare = {"num_experts_per_tok": None, "intermediate_size": None, "moe_intermediate_size": None}
+    bare |= {"num_key_value_heads": 4}
+    glm = config("glm4_moe", **bare, n_routed_experts=None)
+    assert (glm.experts, glm.rule.top_k, glm.rule.scale, glm.expert_size) == (128, 8, 1.0, 1408)
+    assert (glm.shared_size, glm.rope.partial, glm.sparse, glm.out_bias) == (1408, 0.5, (False, True), False)
+    m2 = config("minimax_m2", **bare, num_local_experts=None, rotary_dim=None, head_dim=None)
+    assert (m2.experts, m2.rule.top_k, m2.expert_size, m2.rope.theta, m2.rope.partial) == (256, 8, 1536, 5e6, 1.0)
+    olmoe = config("olmoe", **bare, num_experts=None)
+    assert (olmoe.experts, olmoe.rule.top_k, olmoe.expert_size, olmoe.norm_eps) == (64, 8, 2048, 1e-5)
+    ernie = config("ernie4_5_moe", **bare, moe_num_experts=None, moe_k=None)
+    assert (ernie.experts, ernie.rule.top_k, ernie.expert_size, ernie.shared_size) == (64, 6, 1536, 3072)
+    assert (ernie.tied, ernie.rope.theta, ernie.sparse) == (True, 5e5, (False, True))
+
+
+def test_minimax_rotates_a_share_of_a_head_that_is_given_in_numbers():
+    assert config("minimax_m2").rope.partial == 0.5
+    assert config("minimax_m2", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}).rope.partial == 0.25
+
+
+def test_layers_for_drafts_are_left_out():
+    assert config("glm4_moe").ignored == ("model.layers.2.*",)
+    assert config("glm4_moe", num_nextn_predict_layers=2).ignored == ("model.layers.2.*", "model.layers.3.*")
 
 
 def test_heads_that_are_left_out_and_heads_that_are_null():

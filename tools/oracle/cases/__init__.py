@@ -1,9 +1,9 @@
 """All cases, by family."""
 
-from tools.oracle.cases import deepseek, dense, gemma, gpt, llama, moe, phi3, wrapped
+from tools.oracle.cases import deepseek, dense, gemma, gpt, llama, mixtures, moe, phi3, wrapped
 from tools.oracle.cases.case import Case
 
-_FAMILIES = (llama, moe, gemma, phi3, deepseek, gpt, wrapped, dense)
+_FAMILIES = (llama, moe, mixtures, gemma, phi3, deepseek, gpt, wrapped, dense)
 
 ARCHITECTURES: dict[str, str] = {kind: name for family in _FAMILIES for kind, name in family.ARCHITECTURES.items()}
 CASES: tuple[Case, ...] = tuple(case for family in _FAMILIES for case in family.CASES)
