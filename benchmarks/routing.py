@@ -166,7 +166,7 @@ def router(program: pathlib.Path, fleet: Fleet, replicas: Sequence[Replica], log
     addresses = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1"]
     arguments = [*addresses, "--prometheus-port", str(metrics), "--policy", fleet.policy, *fleet.options]
     with log.open("wb") as output:
-        command = [program.resolve(), "launch", *arguments, "--worker-urls", *workers]
+        command = [str(program.resolve()), "launch", *arguments, "--worker-urls", *workers]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
         _wait_for_workers(f"http://127.0.0.1:{port}", len(replicas), log)
