@@ -20,6 +20,7 @@ from jaxinfer.models import (
     gpt_oss,
     gptj,
     llama,
+    llama4,
     medusa,
     minimax,
     ministral,
@@ -28,6 +29,7 @@ from jaxinfer.models import (
     olmoe,
     phi,
     phi3,
+    phimoe,
     qwen_moe,
     sparse,
 )
@@ -75,7 +77,9 @@ DEEPSEEK_V3 = Family(deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cach
 GLM4_MOE_LITE = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_glm)
 GLM4_MOE = Family(glm4_moe.config_from_json, glm4_moe.param_specs, cache_spec, sparse.Sparse)
 MINIMAX_M2 = Family(minimax.config_from_json, minimax.param_specs, cache_spec, sparse.Sparse, minimax.IGNORE)
+LLAMA4 = Family(llama4.Llama4Config.from_json, llama4.param_specs, cache_spec, llama4.Llama4)
 OLMOE = Family(olmoe.config_from_json, olmoe.param_specs, cache_spec, sparse.Sparse)
+PHIMOE = Family(phimoe.PhiMoeConfig.from_json, phimoe.param_specs, cache_spec, phimoe.module)
 ERNIE4_5_MOE = Family(ernie_moe.config_from_json, ernie_moe.param_specs, cache_spec, sparse.Sparse, ernie_moe.IGNORE)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
@@ -104,7 +108,10 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "Llama4ForCausalLM": LLAMA4,
     "OlmoeForCausalLM": OLMOE,
+    "PhimoeForCausalLM": PHIMOE,
+    "PhiMoEForCausalLM": PHIMOE,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "YoutuForCausalLM": YOUTU,
 }
