@@ -19,6 +19,7 @@ _TEXT = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
+    "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3"),
 }
@@ -38,6 +39,7 @@ _WRAPPERS = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
 }

@@ -31,10 +31,11 @@ def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def param_specs(cfg: SparseConfig) -> ParamTree:
-    return sparse.param_specs(cfg, _experts)
+    return sparse.param_specs(cfg, experts)
 
 
-def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
+def experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
+    """`MoE`'s parameters of the layer whose tensors' names begin as given."""
     prefix, d = f"{prefix}.block_sparse_moe", cfg.hidden_size
     return {
         "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),

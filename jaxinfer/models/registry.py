@@ -26,6 +26,7 @@ from jaxinfer.models import (
     granite,
     hunyuan,
     llama,
+    llama4,
     medusa,
     minimax,
     ministral,
@@ -36,6 +37,7 @@ from jaxinfer.models import (
     olmoe,
     phi,
     phi3,
+    phimoe,
     qwen_moe,
     smollm3,
     sparse,
@@ -99,7 +101,9 @@ DEEPSEEK_V3 = Family(deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cach
 GLM4_MOE_LITE = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_glm)
 GLM4_MOE = Family(glm4_moe.config_from_json, glm4_moe.param_specs, cache_spec, sparse.Sparse)
 MINIMAX_M2 = Family(minimax.config_from_json, minimax.param_specs, cache_spec, sparse.Sparse, minimax.IGNORE)
+LLAMA4 = Family(llama4.Llama4Config.from_json, llama4.param_specs, cache_spec, llama4.Llama4)
 OLMOE = Family(olmoe.config_from_json, olmoe.param_specs, cache_spec, sparse.Sparse)
+PHIMOE = Family(phimoe.PhiMoeConfig.from_json, phimoe.param_specs, cache_spec, phimoe.module)
 ERNIE4_5_MOE = Family(ernie_moe.config_from_json, ernie_moe.param_specs, cache_spec, sparse.Sparse, ernie_moe.IGNORE)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
@@ -142,7 +146,10 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "Llama4ForCausalLM": LLAMA4,
     "OlmoeForCausalLM": OLMOE,
+    "PhimoeForCausalLM": PHIMOE,
+    "PhiMoEForCausalLM": PHIMOE,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "YoutuForCausalLM": YOUTU,
 }

@@ -65,7 +65,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "rotary_dim": 4,
     },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "num_local_experts": 6,
+        "head_dim": 8,
+        "intermediate_size_mlp": 40,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 64,
+    },
     "olmoe": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 6},
+    "phimoe": {
+        "architectures": ["PhimoeForCausalLM"],
+        "model_type": "phimoe",
+        "num_local_experts": 6,
+        "lm_head_bias": True,
+    },
     "ernie4_5_moe": {
         "architectures": ["Ernie4_5_MoeForCausalLM"],
         "model_type": "ernie4_5_moe",
@@ -73,6 +88,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_k": 2,
         "moe_intermediate_size": 20,
     },
+}
+
+PHI_ROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4} | {
+    "short_mscale": 1.25,
+    "long_mscale": 1.25,
+    "original_max_position_embeddings": 64,
 }
 
 
@@ -127,8 +148,17 @@ def model(request: pytest.FixtureRequest) -> Model:
         ("minimax_m2", {"use_routing_bias": False}, ["use_routing_bias", "False"]),
         ("minimax_m2", {"shared_intermediate_size": 8}, ["shared_intermediate_size", "8"]),
         ("minimax_m2", {"attn_type_list": [0, 1]}, ["attn_type_list", "0, 1"]),
+        ("llama4", {"layer_types": ["full"]}, ["layer_types", "full"]),
+        ("llama4", {"no_rope_layers": [1]}, ["no_rope_layers", "1"]),
+        ("llama4", {"moe_layers": "all"}, ["moe_layers", "all"]),
+        ("llama4", {"attention_chunk_size": 0}, ["attention_chunk_size", "0"]),
+        ("llama4", {"floor_scale": 0}, ["floor_scale", "0"]),
         ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
         ("olmoe", {"head_dim": 16}, ["head_dim", "16"]),
+        ("phimoe", {"num_experts_per_tok": 3}, ["num_experts_per_tok", "3"]),
+        ("phimoe", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]),
+        ("phimoe", {"rope_scaling": PHI_ROPE | {"long_mscale": 1.5}}, ["long_mscale", "1.5", "1.25"]),
+        ("phimoe", {"rope_scaling": PHI_ROPE | {"long_factor": [1.0]}}, ["long_factor", "1.0", "4"]),
         ("ernie4_5_moe", {"use_bias": True}, ["use_bias", "True"]),
         ("ernie4_5_moe", {"moe_k": 7}, ["moe_k", "7", "6"]),
         ("ernie4_5_moe", {"moe_norm_min": -1.0}, ["moe_norm_min", "-1.0"]),
@@ -167,8 +197,14 @@ def test_what_is_left_out_of_newer_families_is_what_transformers_takes():
     assert (glm.shared_size, glm.rope.partial, glm.sparse, glm.out_bias) == (1408, 0.5, (False, True), False)
     m2 = config("minimax_m2", **bare, num_local_experts=None, rotary_dim=None, head_dim=None)
     assert (m2.experts, m2.rule.top_k, m2.expert_size, m2.rope.theta, m2.rope.partial) == (256, 8, 1536, 5e6, 1.0)
+    llama4 = config("llama4", **bare, num_hidden_layers=4, no_rope_layer_interval=None, attention_chunk_size=None)
+    assert (llama4.rule.top_k, llama4.expert_size, llama4.rope.theta, llama4.chunk) == (1, 8192, 5e5, None)
+    assert llama4.rotated == (True, True, True, False)
     olmoe = config("olmoe", **bare, num_experts=None)
     assert (olmoe.experts, olmoe.rule.top_k, olmoe.expert_size, olmoe.norm_eps) == (64, 8, 2048, 1e-5)
+    phi = config("phimoe", **bare | {"num_local_experts": None})
+    assert (phi.experts, phi.rule.jitter, phi.expert_size, phi.qkv_bias, phi.head_bias) == (16, 0.01, 6400, False, True)
+    assert phi.rope.theta == 1e6
     ernie = config("ernie4_5_moe", **bare, moe_num_experts=None, moe_k=None)
     assert (ernie.experts, ernie.rule.top_k, ernie.expert_size, ernie.shared_size) == (64, 6, 1536, 3072)
     assert (ernie.tied, ernie.rope.theta, ernie.sparse) == (True, 5e5, (False, True))
@@ -182,6 +218,18 @@ def test_minimax_rotates_a_share_of_a_head_that_is_given_in_numbers():
 def test_layers_for_drafts_are_left_out():
     assert config("glm4_moe").ignored == ("model.layers.2.*",)
     assert config("glm4_moe", num_nextn_predict_layers=2).ignored == ("model.layers.2.*", "model.layers.3.*")
+
+
+def test_a_context_of_llama4_ends_with_its_first_chunk():
+    model = random_model(**config_json("llama4", max_position_embeddings=256))
+    assert model.config.max_position == 64
+    assert model.apply(model.params, jnp.zeros((1, 64), jnp.int32)).shape == (1, 64, 97)
+    with pytest.raises(ValueError, match=r"65 tokens .* attention_chunk_size \(64\)"):
+        model.apply(model.params, jnp.zeros((1, 65), jnp.int32))
+    with pytest.raises(ValueError, match="max_model_len = 65"):
+        LLM(model, max_model_len=65)
+    assert config("llama4", no_rope_layers=[0, 0]).chunk is None
+    assert config("llama4", layer_types=["full_attention"] * 2).chunk is None
 
 
 def test_heads_that_are_left_out_and_heads_that_are_null():

@@ -1,4 +1,4 @@
-"""GLM-4.5, MiniMax-M2, OLMoE, Ernie 4.5."""
+"""GLM-4.5, MiniMax-M2, Llama 4, OLMoE, Phi-3.5-MoE, Ernie 4.5."""
 
 from typing import Any
 
@@ -7,7 +7,9 @@ from tools.oracle.cases.case import Case, rope, sizes
 ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
 }
 
@@ -66,6 +68,41 @@ MINIMAX_M2 = (
     ),
 )
 
+_LLAMA4: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "head_dim": 16,
+    "intermediate_size_mlp": 72,
+    "attention_chunk_size": 256,
+    "floor_scale": 8,
+}
+_LLAMA4_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 32}
+
+LLAMA4 = (
+    Case(
+        "llama4_text-hub",
+        sizes(64, 24, 4, 4, 2, **_LLAMA4, rope_theta=5e5, no_rope_layers=[], interleave_moe_layer_step=2)
+        | {"rope_scaling": {"rope_type": "llama3", **_LLAMA4_ROPE}},
+        style="hub",
+        prompt_length=50,
+        served=True,
+        overlooked={"floor_scale": 8192},
+    ),
+    Case(
+        "llama4_text-plain-heads-tied",
+        sizes(48, 20, 2, 4, 1, **{**_LLAMA4, "num_experts_per_tok": 2}, use_qk_norm=False, attention_bias=True)
+        | {"no_rope_layers": [0, 1], "moe_layers": [0, 1], "tie_word_embeddings": True},
+        shards=2,
+        overlooked={"no_rope_layers": [1, 0]},
+    ),
+    Case(
+        "llama4_text-not-tuned",
+        sizes(40, 20, 2, 2, 2, **_LLAMA4, no_rope_layer_interval=2, attn_temperature_tuning=False),
+        prompt_length=40,
+        overlooked={"use_qk_norm": False},
+    ),
+)
+
 OLMOE = (
     Case(
         "olmoe-hub",
@@ -80,6 +117,27 @@ OLMOE = (
         | {"tie_word_embeddings": True},
         shards=2,
         overlooked={"num_experts_per_tok": 3},
+    ),
+)
+
+_MSCALE = {"short_mscale": 1.25, "long_mscale": 1.25}
+_LONG = {"short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5], "long_factor": [4.0] * 8}
+
+PHIMOE = (
+    Case(
+        "phimoe-hub",
+        sizes(64, 24, 2, 4, 2, num_local_experts=8, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True)
+        | {"rope_scaling": {"type": "longrope", **_LONG, **_MSCALE, "original_max_position_embeddings": 256}}
+        | {"original_max_position_embeddings": 256, "sliding_window": 256, "router_jitter_noise": 0.3},
+        style="hub",
+        served=True,
+        overlooked={"router_jitter_noise": 0.01},
+    ),
+    Case(
+        "phimoe-window-tied",
+        sizes(48, 20, 2, 4, 4, num_local_experts=4, num_experts_per_tok=2, sliding_window=9, tie_word_embeddings=True),
+        prompt_length=30,
+        overlooked={"sliding_window": 10},
     ),
 )
 
@@ -103,4 +161,4 @@ ERNIE4_5_MOE = (
     ),
 )
 
-CASES = (*GLM4_MOE, *MINIMAX_M2, *OLMOE, *ERNIE4_5_MOE)
+CASES = (*GLM4_MOE, *MINIMAX_M2, *LLAMA4, *OLMOE, *PHIMOE, *ERNIE4_5_MOE)

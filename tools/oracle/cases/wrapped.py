@@ -9,6 +9,7 @@ ARCHITECTURES = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
 }
 
 COMMON: dict[str, dict] = {name: {} for name in ARCHITECTURES}
@@ -88,6 +89,34 @@ WRAPPED = (
         },
         style="hub",
         served=True,
+    ),
+    Case(
+        "llama4-hub",
+        {
+            **_text(
+                "llama4_text",
+                *(64, 24, 2, 4, 2),
+                num_local_experts=8,
+                num_experts_per_tok=1,
+                head_dim=16,
+                intermediate_size_mlp=72,
+                attention_chunk_size=256,
+                floor_scale=8,
+                no_rope_layers=[1, 0],
+                rope_theta=5e5,
+            ),
+            "vision_config": {
+                "model_type": "llama4_vision_model",
+                **_TOWER,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            },
+            "tie_word_embeddings": False,
+        },
+        style="hub",
     ),
 )
 
