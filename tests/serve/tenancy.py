@@ -25,13 +25,18 @@ from jaxinfer.serve.auth import Authoriser, key_entry
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference
 from jaxinfer.serve.grpc.server import GrpcServers
+from jaxinfer.serve.grpc.vllm.messages import pb
 from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.doors import METHODS
-from tests.serve.fake_engine import FakeEngine, fake_card, fake_template, fake_tokenizer
+from tests.serve.fake_engine import FakeEngine, fake_card, fake_template, fake_tokenizer, write_fake_folder
 from tests.serve.grpc.running import FakeSupervisor, plain
+from tests.serve.grpc.vllm.serving import State, vllm_service
+
+_VLLM = "vllm.grpc.engine.VllmEngine/"
+_METHODS = METHODS | {_VLLM + method.name: method for method in pb.DESCRIPTOR.services_by_name["VllmEngine"].methods}
 
 ALICE, BOB, OPERATOR = "jaxinfer-alice", "jaxinfer-bob", "jaxinfer-operator"
 UNTOLD = ("date",)  # headers that the clock alone decides
@@ -69,7 +74,8 @@ async def tenancy(
         frontend = Frontend(backend, fake_card(engine.config), fake_tokenizer(), fake_template(), **more)
         stack.push_async_callback(frontend.aclose)
         oip = [(SERVICE, OpenInference(lambda: frontend, lambda: True))]
-        rpcs = GrpcServers(config, lambda: frontend, FakeSupervisor(), keys, more=oip)
+        vllm = vllm_service(lambda: frontend, State(folder=write_fake_folder(folder / "model")))
+        rpcs = GrpcServers(config, lambda: frontend, FakeSupervisor(), keys, more=oip + vllm)
         await rpcs.start()
         stack.push_async_callback(rpcs.stop, 0)
         door = Door(version="1", authoriser=keys, frontend=frontend)
@@ -130,6 +136,16 @@ def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+def _vllm(**more: Any) -> Probe:
+    sampling = {"maxTokens": 1, "seed": 1, "n": 2, "logprobs": 2, "promptLogprobs": 1}
+
+    def asked(text: str) -> Asked:
+        sent = {"requestId": "r", "text": text, "samplingParams": sampling, **more}
+        return _VLLM + "Generate", [{name: value for name, value in sent.items() if value is not None}]
+
+    return asked
+
+
 def _said(rpc: str, /, **sent: Any) -> Probe:
     """``{text}`` in what is sent stands for the prompt."""
     return lambda text: (rpc, [json.loads(json.dumps(sent).replace("{text}", text))])
@@ -169,6 +185,13 @@ PROBES: dict[str, Probe] = {
     "model, metadata": _said(_OIP + "ModelMetadata", name="fake"),
     "server, metadata": _said(_OIP + "ServerMetadata"),
     "reflection": _said("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", listServices=""),
+    "vllm": _vllm(),
+    "vllm, stream": _vllm(stream=True),
+    "vllm, from ids": lambda text: _vllm(tokenized={"inputIds": [3 + b for b in text.encode()]}, text=None)(text),
+    "vllm, abort": _said(_VLLM + "Abort", requestIds=["r", "{text}"]),
+    "vllm, model": _said(_VLLM + "GetModelInfo"),
+    "vllm, tokenizer": _said(_VLLM + "GetTokenizer"),
+    "vllm, embed": _said(_VLLM + "Embed", requestId="r"),
     "completions": _posted("/v1/completions", prompt="{text}", **_ASKED),
     "completions, listed": _posted("/v1/completions", prompt=["{text}"], **_ASKED),
     "completions, echo": _posted("/v1/completions", prompt="{text}", echo=True, **_ASKED),
@@ -200,7 +223,7 @@ async def ask(server: Tenancy, key: str, asked: Asked) -> Any:
 
 
 async def _rpc(channel: aio.Channel, key: str, path: str, sent: Sequence[Mapping[str, Any]]) -> Any:
-    method = METHODS[path]
+    method = _METHODS[path]
     kind, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
     messages = [ParseDict(each, kind()).SerializeToString() for each in sent]
     metadata = (("authorization", f"Bearer {key}"), ("traceparent", ""))
