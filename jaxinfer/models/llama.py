@@ -136,7 +136,7 @@ class LlamaBlock(Layer):
         self.mlp = GatedMLP(cfg.activation, cfg.mlp_bias)
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + mixed
