@@ -80,8 +80,7 @@ class SmolLM3Block(LlamaBlock):
     def __call__(
         self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        chosen: Any = rope if self.rotated else None
-        return super().__call__(x, chosen, attend, cache)
+        return super().__call__(x, rope if self.rotated else None, attend, cache)
 
 
 class SmolLM3(Llama):

@@ -137,10 +137,8 @@ def _base64(text: str) -> str:
 
 
 def _vllm(**more: Any) -> Probe:
-    sampling = {"maxTokens": 1, "seed": 1, "n": 2, "logprobs": 2, "promptLogprobs": 1}
-
     def asked(text: str) -> Asked:
-        sent = {"requestId": "r", "text": text, "samplingParams": sampling, **more}
+        sent = {"requestId": "r", "text": text, "samplingParams": _sampled()["sampling"], **more}
         return _VLLM + "Generate", [{name: value for name, value in sent.items() if value is not None}]
 
     return asked
@@ -187,6 +185,7 @@ PROBES: dict[str, Probe] = {
     "reflection": _said("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", listServices=""),
     "vllm": _vllm(),
     "vllm, stream": _vllm(stream=True),
+    "vllm, prompt logprobs": _vllm(samplingParams=_sampled(promptLogprobs=1)["sampling"]),
     "vllm, from ids": lambda text: _vllm(tokenized={"inputIds": [3 + b for b in text.encode()]}, text=None)(text),
     "vllm, abort": _said(_VLLM + "Abort", requestIds=["r", "{text}"]),
     "vllm, model": _said(_VLLM + "GetModelInfo"),

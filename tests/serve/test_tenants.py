@@ -37,8 +37,8 @@ LENGTH = 120  # characters, and tokens: seven pages and a part of one
 
 
 def secret(number: int) -> str:
-    """One of 83 texts, no two of which begin alike."""
-    first = (string.ascii_letters + string.digits + "+-!#$%&()*,./:;<=>?@_")[number]
+    """One of 92 texts, no two of which begin alike."""
+    first = (string.ascii_letters + string.digits + "+-!#$%&()*,./:;<=>?@_[]{}^~|'`")[number]
     return first + "".join(random.Random(number).choices(string.ascii_letters, k=LENGTH - 1))
 
 
