@@ -80,7 +80,7 @@ class GlmBlock(LlamaBlock):
             self.attention_out_norm, self.mlp_out_norm = (RMSNorm(self.config.norm_eps) for _ in range(2))
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + (self.attention_out_norm(mixed) if self.config.sandwich else mixed)

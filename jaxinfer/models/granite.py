@@ -65,7 +65,7 @@ class GraniteBlock(LlamaBlock):
         return {"scale": self.config.scale}
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         share = self.config.residual_multiplier
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)

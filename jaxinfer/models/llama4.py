@@ -197,10 +197,9 @@ def _block_specs(cfg: Llama4Config, index: int, prefix: str) -> dict[str, Any]:
 
 
 def _experts(cfg: Llama4Config, prefix: str) -> dict[str, Any]:
-    d, size = cfg.hidden_size, cfg.expert_size
-    names = (f"{prefix}.experts.{name}_proj" for name in ("gate_up", "down"))
+    d, size, fused = cfg.hidden_size, cfg.expert_size, f"{prefix}.experts"
     return {
         "router": plain(f"{prefix}.router.weight", (cfg.experts, d), ("router", "embed")),
-        **fused_experts(*names, cfg.experts, d, size),
+        **fused_experts(f"{fused}.gate_up_proj", f"{fused}.down_proj", cfg.experts, d, size),
         "shared": gated_mlp(f"{prefix}.shared_expert", d, size),
     }

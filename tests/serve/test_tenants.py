@@ -133,7 +133,7 @@ async def _told_apart(server: Tenancy, name: str, numbers: range) -> None:
     for number, primed in order:
         if primed:
             await ask(server, ALICE, probe(secret(number)))
-    await ask(server, BOB, probe(secret(61)))  # prompts may have a beginning in common: a template's, or a list's
+    await ask(server, BOB, probe(secret(91)))  # prompts may have a beginning in common: a template's, or a list's
     cached: dict[bool, list[float]] = {True: [], False: []}
     work: dict[bool, list[float]] = {True: [], False: []}
     for number, primed in order:
