@@ -47,11 +47,11 @@ def test_batch_dimensions_are_independent():
 def test_norms_may_be_over_all_heads_and_after_the_rotation():
     rng = np.random.default_rng(4)
     params = {name: rng.standard_normal(shape) for name, shape in (("qkv", (6, 2, 4, 8)), ("out", (32, 6)))}
-    params |= {"q_norm": {"scale": rng.standard_normal(32)}, "k_norm": {"scale": rng.standard_normal(16)}}
+    params |= {f"{name}_norm": {"scale": rng.standard_normal((heads, 8))} for name, heads in (("q", 4), ("k", 2))}
     x, inverse = rng.standard_normal((5, 6)), RopeConfig(theta=100.0).inverse_frequencies(8)
     rope = rope_angles(jnp.arange(5), inverse)
     module = Attention(4, 2, 8, LayerSpec(), qk_norm_eps=1e-3, qk_norm_whole=True, qk_l2_eps=1e-2)
-    as32 = jax.tree.map(np.float32, params)
+    as32 = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
     got, _ = module.apply({"params": as32}, jnp.asarray(x, jnp.float32), rope, causal_attend, None)
 
     def unit(values: np.ndarray, eps: float) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_norms_may_be_over_all_heads_and_after_the_rotation():
     qkv = np.einsum("td,dkgh->tkgh", x, params["qkv"])
     heads = {"q": qkv[:, :, :2].reshape(5, 32), "k": qkv[:, :, 2].reshape(5, 16)}
     for name, values in heads.items():
-        whole = (unit(values, 1e-3) * params[f"{name}_norm"]["scale"]).reshape(5, -1, 8)
+        whole = (unit(values, 1e-3) * params[f"{name}_norm"]["scale"].reshape(-1)).reshape(5, -1, 8)
         heads[name] = unit(np.asarray(rotate(jnp.asarray(whole, jnp.float32), *rope), np.float64), 1e-2)
     mixed = attention64(heads["q"], heads["k"], qkv[:, :, 3], 8**-0.5, None)
     np.testing.assert_allclose(got, mixed.reshape(5, 32) @ params["out"], atol=1e-4)

@@ -269,7 +269,7 @@ def test_a_sequence_goes_on_after_a_swap(bench, params):
     _, want = generated(bench, params, 9)
     sequence, _ = generated(bench, params, 4)
     exports = [Export(tuple(map(int, bench.tables[:, 0, page])), 5 + page) for page in range(3)]
-    sequence.swapped = Swapped((5, 6, 7), (0, 0))
+    sequence.swapped = Swapped((5, 6, 7), (0, 0), 0)
     other = bench.sequence(0, PENALISED, 0)
     bench.step(exports=exports, preempted=[Preempted(sequence, 0)], admitted=[other])
     assert (sequence.sampler_state is not None) is sequence.stateful
