@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from jaxinfer.bench.http1 import HttpError, Pool, ResponseParser
 from jaxinfer.protos.oip import open_inference_pb2
 from jaxinfer.protos.v1 import control_pb2, inference_pb2
+from jaxinfer.serve.grpc.vllm.messages import pb
 from tests.serve.processes import ServerProcess
 
 FILES = (inference_pb2, control_pb2, open_inference_pb2, health_pb2, reflection_pb2)
@@ -29,6 +30,8 @@ METHODS: dict[str, MethodDescriptor] = {
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
+VLLM = "vllm.grpc.engine.VllmEngine/"
+VLLM_METHODS = {VLLM + method.name: method for method in pb.DESCRIPTOR.services_by_name["VllmEngine"].methods}
 CONTROL = "jaxinfer.v1.Control/"
 GENERATE = "jaxinfer.v1.Inference/Generate"
 COMPLETIONS = "/v1/completions"

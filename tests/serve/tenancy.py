@@ -25,18 +25,14 @@ from jaxinfer.serve.auth import Authoriser, key_entry
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference
 from jaxinfer.serve.grpc.server import GrpcServers
-from jaxinfer.serve.grpc.vllm.messages import pb
 from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
-from tests.serve.doors import METHODS
+from tests.serve.doors import METHODS, VLLM, VLLM_METHODS
 from tests.serve.fake_engine import FakeEngine, fake_card, fake_template, fake_tokenizer, write_fake_folder
 from tests.serve.grpc.running import FakeSupervisor, plain
 from tests.serve.grpc.vllm.serving import State, vllm_service
-
-_VLLM = "vllm.grpc.engine.VllmEngine/"
-_METHODS = METHODS | {_VLLM + method.name: method for method in pb.DESCRIPTOR.services_by_name["VllmEngine"].methods}
 
 ALICE, BOB, OPERATOR = "jaxinfer-alice", "jaxinfer-bob", "jaxinfer-operator"
 UNTOLD = ("date",)  # headers that the clock alone decides
@@ -139,7 +135,7 @@ def _base64(text: str) -> str:
 def _vllm(**more: Any) -> Probe:
     def asked(text: str) -> Asked:
         sent = {"requestId": "r", "text": text, "samplingParams": _sampled()["sampling"], **more}
-        return _VLLM + "Generate", [{name: value for name, value in sent.items() if value is not None}]
+        return VLLM + "Generate", [{name: value for name, value in sent.items() if value is not None}]
 
     return asked
 
@@ -187,10 +183,10 @@ PROBES: dict[str, Probe] = {
     "vllm, stream": _vllm(stream=True),
     "vllm, prompt logprobs": _vllm(samplingParams=_sampled(promptLogprobs=1)["sampling"]),
     "vllm, from ids": lambda text: _vllm(tokenized={"inputIds": [3 + b for b in text.encode()]}, text=None)(text),
-    "vllm, abort": _said(_VLLM + "Abort", requestIds=["r", "{text}"]),
-    "vllm, model": _said(_VLLM + "GetModelInfo"),
-    "vllm, tokenizer": _said(_VLLM + "GetTokenizer"),
-    "vllm, embed": _said(_VLLM + "Embed", requestId="r"),
+    "vllm, abort": _said(VLLM + "Abort", requestIds=["r", "{text}"]),
+    "vllm, model": _said(VLLM + "GetModelInfo"),
+    "vllm, tokenizer": _said(VLLM + "GetTokenizer"),
+    "vllm, embed": _said(VLLM + "Embed", requestId="r"),
     "completions": _posted("/v1/completions", prompt="{text}", **_ASKED),
     "completions, listed": _posted("/v1/completions", prompt=["{text}"], **_ASKED),
     "completions, echo": _posted("/v1/completions", prompt="{text}", echo=True, **_ASKED),
@@ -222,7 +218,7 @@ async def ask(server: Tenancy, key: str, asked: Asked) -> Any:
 
 
 async def _rpc(channel: aio.Channel, key: str, path: str, sent: Sequence[Mapping[str, Any]]) -> Any:
-    method = _METHODS[path]
+    method = (METHODS | VLLM_METHODS)[path]
     kind, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
     messages = [ParseDict(each, kind()).SerializeToString() for each in sent]
     metadata = (("authorization", f"Bearer {key}"), ("traceparent", ""))

@@ -20,7 +20,18 @@ from jaxinfer.serve.grpc.auth import SCOPES as RPC_SCOPES
 from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.door import OPEN, Door
 from tests.serve import corpus
-from tests.serve.doors import COMPLETIONS, CONTROL, GENERATE, METHODS, Doors, Page, Rpc, doors, request_class
+from tests.serve.doors import (
+    COMPLETIONS,
+    CONTROL,
+    GENERATE,
+    METHODS,
+    VLLM_METHODS,
+    Doors,
+    Page,
+    Rpc,
+    doors,
+    request_class,
+)
 from tests.serve.fake_engine import expected_text, fake_tokenizer
 from tests.serve.processes import ServerProcess, fake_server
 
@@ -367,7 +378,7 @@ async def refused(client: Doors, method: str, url: str, key: str) -> bool:
 def test_a_wrong_key_on_every_rpc(server, keys):
     async def story(client):
         names = await served(client, client.inference) | await served(client, client.control)
-        paths = {path for path in METHODS if path.split("/")[0] in names}
+        paths = {path for path in METHODS | VLLM_METHODS if path.split("/")[0] in names}
         assert {path.split("/")[0] for path in paths} == names, "a service is served that no descriptor here has"
         assert paths == set(RPC_SCOPES)
         for path in sorted(paths):
