@@ -117,6 +117,7 @@ WRAPPED = (
             "tie_word_embeddings": False,
         },
         style="hub",
+        served=True,
     ),
 )
 
