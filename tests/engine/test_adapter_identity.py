@@ -17,7 +17,8 @@ from tests.fakes import random_model
 from tests.lora.drawn import drawn
 
 NAMES = ("pirate", None, "poet", "clerk")
-LORAS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+MODULES = ("all-linear", "embed_tokens", "lm_head")
+LORAS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "lora_target_modules": MODULES}
 FAST = ("full batch", "swapped", "drafts, recomputed")
 
 
@@ -37,7 +38,9 @@ def request(params: SamplingParams) -> LoRARequest | None:
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are names: what would be read there is `drawn`."""
-    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name))
+    monkeypatch.setattr(
+        "jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name, modules=MODULES)
+    )
 
 
 @functools.cache
