@@ -2,8 +2,8 @@
 
     python benchmarks/routing.py --smg build/fleet/bin/smg --out FILE.json     some minutes
 
-Three fleets serve the same requests in the same order: one replica with a cache of twice the size, two behind SMG that
-goes by their KV events (cache_aware), and two behind SMG that goes round (round_robin). The replicas have no device:
+Three fleets serve the same requests in the same order: one replica with a cache of twice the size, two to four behind
+SMG that goes by their KV events (cache_aware), and as many behind SMG that goes round (round_robin). The replicas have no device:
 scheduler, pages, journal and doors are real. A block of the trace is one page, and prompts are scaled with it.
 """
 
@@ -37,7 +37,7 @@ from jaxinfer.bench.traces import TraceRequest, read_mooncake, scale_mooncake
 _TRACE = pathlib.Path(__file__).resolve().parents[2] / "shared/data/traces/mooncake_synthetic.jsonl"
 _SECONDS = 120.0
 GOALS = {"hits": 0.95, "prefilled": 1.5}
-"""Hits of two replicas over those of one; tokens computed when going round over those when going by events."""
+"""Hits of all replicas over those of one with twice the cache; tokens computed when going round over those when going by events."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     requests = trace.requests[: options.requests]
     fleets = [
         Fleet("one of twice the size", 1, 2 * options.pages, "round_robin"),
-        Fleet("two, by events", 2, options.pages, "cache_aware", tuple(options.option)),
-        Fleet("two, going round", 2, options.pages, "round_robin"),
+        Fleet("by events", options.replicas, options.pages, "cache_aware", tuple(options.option)),
+        Fleet("going round", options.replicas, options.pages, "round_robin"),
     ]
     rows = [{**dataclasses.asdict(fleet), **serve(fleet, requests, options)} for fleet in fleets]
     result = record.base(options, 1, quiet.others(1)) | {"requests": len(requests), "rows": rows, **judged(rows)}
@@ -81,7 +81,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--trace", type=pathlib.Path, default=_TRACE, help="the Mooncake trace")
     add("--skip", type=int, default=3000, help="requests of the trace before the first one (default 3000)")
     add("--requests", type=int, default=993, help="requests (default 993)")
-    add("--pages", type=int, default=4000, help="pages of each of two replicas (default 4000)")
+    add("--pages", type=int, default=4000, help="pages of each of them (default 4000)")
+    add("--replicas", type=int, default=2, help="replicas behind the router (default 2)")
     add("--page-size", type=int, default=16, help="tokens of a page, which is a block of the trace (default 16)")
     add("--outstanding", type=int, default=4, help="requests at once (default 4)")
     add("--option", action="append", default=[], help="of SMG, where it goes by events: --option=--cache-threshold=0.5")

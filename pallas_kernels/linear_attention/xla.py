@@ -1,0 +1,93 @@
+"""linear_attention in plain XLA: a step for rows of one token, and chunks of some tens for prompts.
+
+Within a chunk all is matrix products; from one chunk to the next goes the state (Yang et al. 2024, "Gated Delta
+Networks"; Dao & Gu 2024 without the delta rule). Every product has the shape of one chunk of one head, so the bits of
+a token do not depend on how many chunks a program has.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.linear_attention.reference import step
+
+__all__ = ["chunks", "step"]
+
+
+def chunks(
+    q: Float[Array, "batch time heads key"],
+    k: Float[Array, "batch time heads key"],
+    v: Float[Array, "batch time heads value"],
+    decay: Float[Array, "batch time heads"],
+    beta: Float[Array, "batch time heads"] | None,
+    state: Float[Array, "batch heads key value"],
+    size: int,
+) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:
+    """All outputs, and the state after each chunk of ``size`` tokens; ``time`` is a multiple of it."""
+    time = q.shape[1]
+    given = [_cut(x, size) for x in (q, k, v, decay[..., None], *([] if beta is None else [beta[..., None]]))]
+
+    def once(state: jax.Array, now: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        out, state = _chunk(*now[:3], now[3][..., 0], now[4][..., 0] if len(now) > 4 else None, state)
+        return state, (out, state)
+
+    outs, states = lax.scan(once, state, given)[1]
+    whole = jnp.moveaxis(outs, (0, 2), (1, 3))  # [batch, chunks, size, heads, value]
+    return whole.reshape(q.shape[0], time, *whole.shape[3:]), jnp.moveaxis(states, 0, 1)
+
+
+def _cut(x: Float[Array, "batch time heads d"], size: int) -> Float[Array, "chunks batch heads size d"]:
+    cut = x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:])
+    return jnp.moveaxis(cut, (1, 3), (0, 2))
+
+
+def _chunk(
+    q: Float[Array, "batch heads size key"],
+    k: Float[Array, "batch heads size key"],
+    v: Float[Array, "batch heads size value"],
+    decay: Float[Array, "batch heads size"],
+    beta: Float[Array, "batch heads size"] | None,
+    state: Float[Array, "batch heads key value"],
+) -> tuple[Float[Array, "batch heads size value"], Float[Array, "batch heads key value"]]:
+    """The outputs of one chunk, and the state after it."""
+    size = q.shape[-2]
+    since = jnp.cumsum(decay, axis=-1)  # the decay since the chunk began, the token's own included
+    index = jnp.arange(size)
+    causal = index[:, None] >= index[None, :]
+    between = jnp.exp(jnp.where(causal, since[..., :, None] - since[..., None, :], -jnp.inf))
+    before = jnp.exp(since)[..., None]
+    if beta is not None:
+        seen = jnp.where(index[:, None] > index[None, :], _product("bhik,bhjk->bhij", k * beta[..., None], k), 0.0)
+        solved = _inverse(seen * between)
+        written = _product("bhij,bhjv->bhiv", solved, v * beta[..., None])
+        taken = _product("bhij,bhjk->bhik", solved, k * beta[..., None] * before)
+        v = written - _product("bhik,bhkv->bhiv", taken, state)
+    scores = _product("bhik,bhjk->bhij", q, k) * between
+    out = _product("bhik,bhkv->bhiv", q * before, state) + _product("bhij,bhjv->bhiv", scores, v)
+    left = jnp.exp(since[..., -1:] - since)[..., None]
+    kept = state * jnp.exp(since[..., -1])[..., None, None]
+    return out, kept + _product("bhik,bhiv->bhkv", k * left, v)
+
+
+def _product(form: str, one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.einsum(form, one, other, precision=lax.Precision.HIGHEST)
+
+
+def _inverse(lower: Float[Array, "*batch size size"]) -> Float[Array, "*batch size size"]:
+    """The inverse of ``1 + lower``, which is strictly lower triangular, of a power of two: from blocks of one number
+    to those twice as large. As stable as substitution; powers of ``lower`` would be products of huge numbers."""
+    size, width = lower.shape[-1], 1
+    inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)  # of the blocks along the diagonal
+    while width < size:
+        count = size // (2 * width)
+        blocks = lower.reshape(*lower.shape[:-2], count, 2 * width, count, 2 * width)
+        own = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., width:, :width]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        below = -_product("...ij,...jk->...ik", _product("...ij,...jk->...ik", second, own), first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)
+        width *= 2
+    return inverse[..., 0, :, :]
