@@ -60,6 +60,8 @@ class CacheConfig:
         page_size: tokens per KV page, a power of two.
         num_pages: size of the KV pool (default: on a GPU what ``memory_utilization`` leaves, on a CPU room for
             max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
+        num_states: of models whose layers have states of fixed size: how many are kept, of sequences that run and of
+            prefixes that are cached (default: four for each of max_num_seqs).
         kv_cache_dtype: of keys and values in the pool: "auto": the model's; "int8" or "fp8" (e4m3): rounded to 8 bits,
             with a scale for each head of each token, for nearly twice the tokens in the same memory.
         kv_cache_bytes: bound on the size of the pool where num_pages does not say it, on each device (default: none on
@@ -72,6 +74,7 @@ class CacheConfig:
 
     page_size: int = 64
     num_pages: int | None = None
+    num_states: int | None = None
     kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     memory_utilization: float = 0.9
@@ -160,12 +163,14 @@ class ResolvedEngine(EngineConfig):
         rows: slots; each decode program has an equal share of them, one for each of ``microbatches`` (see `Scheduler`).
         table_width: pages of one sequence.
         prefill_batch_sizes: chunks in the wide program of each of ``prefill_sizes`` (1: there is none).
-        host_pages: pages that fit into ``swap_space_gib``.
+        num_states: 0 where the model has none.
+        host_pages: pages that fit into ``swap_space_gib``; none where the model has states, which are computed again.
     """
 
     max_model_len: int
     max_num_batched_tokens: int
     num_pages: int
+    num_states: int
     attention_backend: Backend
     rows: int
     table_width: int
@@ -234,17 +239,17 @@ def resolve(
     rows = microbatches * max(math.ceil(config.max_num_seqs / microbatches), least_rows)
     budget = config.max_num_batched_tokens
     caches = [spec.stored_as(config.kv_cache_dtype) for spec in (cache, draft) if spec is not None]
-    pages = _num_pages(config, caches, width, itemsize)
+    pages, states = _num_pages(config, caches, width, itemsize), _num_states(config, cache)
+    batches = _prefill_batch_sizes(config, prefill_rows, width, pages)
     found = {
         "max_model_len": length,
         "max_num_batched_tokens": max(_BATCHED_TOKENS, _least_tokens(config)) if budget is None else budget,
         "num_pages": pages,
+        "num_states": states,
         "rows": rows,
         "table_width": width,
-        "prefill_batch_sizes": _prefill_batch_sizes(config, prefill_rows, width, pages),
-        "host_pages": int(
-            config.swap_space_gib * 2**30 / sum(spec.bytes_per_page(config.page_size, itemsize) for spec in caches)
-        ),
+        "prefill_batch_sizes": tuple(max(1, min(each, states // 2)) for each in batches) if states else batches,
+        "host_pages": 0 if states else _host_pages(config, caches, itemsize),
     }
     return ResolvedEngine(**vars(config) | found)
 
@@ -424,6 +429,29 @@ def _num_pages(config: EngineConfig, caches: Sequence[CacheSpec], width: int, it
         _require_sequence(config.kv_cache_bytes // page, width, page, config)
     bound = _KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
     return max(width, min(width * config.max_num_seqs, bound // page))
+
+
+def _host_pages(config: EngineConfig, caches: Sequence[CacheSpec], itemsize: int) -> int:
+    page = sum(spec.bytes_per_page(config.page_size, itemsize) for spec in caches)
+    return int(config.swap_space_gib * 2**30 / page)
+
+
+_LEAST_STATES = 4  # of one sequence alone: that it goes on from, those of its next pages
+
+
+def _num_states(config: EngineConfig, cache: CacheSpec) -> int:
+    """States that are kept; EngineConfigError for what a model with states cannot be served with."""
+    if not cache.stateful:
+        _require(config.num_states is None, "num_states", config.num_states, "is of models with states: this has none")
+        return 0
+    why = "cannot be with a model that has states (docs/states.md)"
+    _require(config.speculative is None, "speculative", config.speculative, f"{why}: a draft could not be taken back")
+    _require(not config.enable_dp_attention, "enable_dp_attention", config.enable_dp_attention, why)
+    least = f"must be at most page_size ({config.page_size}) with a model that has states"
+    _require(config.multi_step <= config.page_size, "multi_step", config.multi_step, least)
+    states = _LEAST_STATES * config.max_num_seqs if config.num_states is None else config.num_states
+    _require(states >= _LEAST_STATES, "num_states", states, f"must be at least {_LEAST_STATES}")
+    return states
 
 
 def _require_sequence(pages: int, width: int, page: int, config: EngineConfig) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from jaxinfer.brief import Brief
 from jaxinfer.sampling_params import SamplingParams
@@ -223,10 +226,25 @@ def walk_specs(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class StateSpec(Brief):
+    """One array of a layer's state: of fixed size, however long a sequence is.
+
+    Attributes:
+        shape: the first dimension is spread over devices as heads are.
+        dtype: None: the model's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class LayerSpec(Brief):
     """Differences between one layer's attention and another's.
 
     Attributes:
+        attends: whether it has keys and values (or latents) of each token.
+        states: arrays of fixed size that it has of each sequence, instead of them or beside them (docs/states.md).
         window: the sliding window in tokens (None: full).
         softcap: scores become ``softcap * tanh(score / softcap)`` (None: they stay).
         latent_rank: a key is a latent of the token, whose first ``latent_rank`` numbers are its value (None: keys and
@@ -236,6 +254,8 @@ class LayerSpec(Brief):
     window: int | None = None
     softcap: float | None = None
     latent_rank: int | None = None
+    attends: bool = True
+    states: tuple[StateSpec, ...] = ()
 
 
 # What a user may say of a cache's elements, and their dtype; None: the model's.
@@ -247,6 +267,10 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = {
 }
 _SCALE_BYTES = 4  # float32
 
+STATE = 0
+"""The window of the group of states, in which a page has room for the states of one sequence behind its last token in
+that page: all that is before is in it."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CacheSpec(Brief):
@@ -256,6 +280,9 @@ class CacheSpec(Brief):
     have a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value.
 
     ``groups`` are the windows of the whole model's layers, where these are but some of them (`part`).
+
+    Layers with states have pools ``[states, *shape]`` besides, whose pages are those of a group of their own (`STATE`).
+    ``page_size`` is the number of tokens behind which a state may be kept; an engine sets it.
 
     ``dtype`` is that of 8-bit elements, "int8" or "float8_e4m3fn": then each head of each token has a float32 scale, in
     ``[pages, 2, kv_heads, page_size]``. Of a latent the first ``latent_rank`` numbers have one and the rotated key
@@ -267,15 +294,29 @@ class CacheSpec(Brief):
     head_dim: int
     groups: tuple[int | None, ...] | None = None
     dtype: str | None = None
+    page_size: int = 0
+
+    @property
+    def attending(self) -> tuple[LayerSpec, ...]:
+        """The layers that have keys and values."""
+        return tuple(layer for layer in self.layers if layer.attends)
 
     @property
     def latent(self) -> bool:
         return any(layer.latent_rank is not None for layer in self.layers)
 
     @property
+    def stateful(self) -> bool:
+        """Whether layers have states, of this part of a model or of another one."""
+        return STATE in self.windows
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each cache group. Layers of one window share block tables."""
-        return self.groups or tuple(dict.fromkeys(layer.window for layer in self.layers))
+        if self.groups is not None:
+            return self.groups
+        found = tuple(dict.fromkeys(layer.window for layer in self.layers if layer.attends)) or (None,)
+        return (*found, STATE) if any(layer.states for layer in self.layers) else found
 
     def group(self, layer: LayerSpec) -> int:
         return self.windows.index(layer.window)
@@ -306,14 +347,31 @@ class CacheSpec(Brief):
             itemsize: bytes of an element of the model's dtype, which the cache has unless ``dtype`` says another.
             stages: to which layers are dealt out: these are the bytes of the one that has most.
         """
-        layers = -(-len(self.layers) // stages)
+        layers = _most_in_stage([int(layer.attends) for layer in self.layers], stages)
         elements = math.prod(self.pool_shape(1, page_size, devices))
         scales = math.prod(self.scales_shape(1, page_size, devices))
-        return layers * (elements * (1 if self.dtype else itemsize) + scales * _SCALE_BYTES)
+        # Without a layer that attends a page is an entry of tables alone.
+        return max(1, layers * (elements * (1 if self.dtype else itemsize) + scales * _SCALE_BYTES))
+
+    def bytes_per_state(self, itemsize: int, devices: int = 1, stages: int = 1) -> int:
+        """Bytes of the states of one sequence in all layers, as `bytes_per_page`."""
+        return _most_in_stage([_state_bytes(layer, itemsize, devices) for layer in self.layers], stages)
 
     @property
     def exact_per_token(self) -> int:
         """Numbers that a token leaves in all layers and in which a change of the model's last bits shows: elements of
         its dtype, or the scales of those that are rounded to 8 bits."""
         shape = self.scales_shape(1, 1) if self.dtype else self.pool_shape(1, 1)
-        return len(self.layers) * math.prod(shape)
+        return len(self.attending) * math.prod(shape)
+
+
+def _state_bytes(layer: LayerSpec, itemsize: int, devices: int) -> int:
+    sizes = ((math.prod(state.shape), state.dtype) for state in layer.states)
+    return sum(count // devices * (itemsize if dtype is None else np.dtype(dtype).itemsize) for count, dtype in sizes)
+
+
+def _most_in_stage(layers: list[int], stages: int) -> int:
+    """The most that a stage has of what ``layers`` have, which are dealt out evenly, one more to the first stages."""
+    small, more = divmod(len(layers), stages)
+    firsts = [stage * small + min(stage, more) for stage in range(stages + 1)]
+    return max(sum(layers[first:end]) for first, end in itertools.pairwise(firsts))

@@ -21,6 +21,8 @@ _TEXT = {
     "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
     "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3"),
 }
 """Architecture and model type of the text model alone, by the model type that ``text_config`` has."""
@@ -39,6 +41,8 @@ _WRAPPERS = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "Llama4ForConditionalGeneration": "llama4_text",
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",

@@ -238,6 +238,7 @@ def new_kv(engine: ResolvedEngine, windows: tuple[int | None, ...] = (None,)) ->
             slots=engine.rows + engine.branches,
             width=engine.table_width,
             windows=windows,
+            states=engine.num_states,
             host_pages=engine.host_pages,
             prefix_caching=engine.enable_prefix_caching,
         )

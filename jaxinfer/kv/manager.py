@@ -14,6 +14,7 @@ from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.prefix import Match, find_prefix
 from jaxinfer.kv.radix import Node, PageKeys
 from jaxinfer.kv.store import PageStore, check_tree
+from jaxinfer.types import STATE
 
 __all__ = ["KVConfig", "KVManager", "KVUsage", "Match", "Swapped"]
 
@@ -27,7 +28,8 @@ class KVConfig:
         page_size: tokens per page.
         slots: sequences that run at once, and forks of them.
         width: most pages of one sequence.
-        windows: of each group; None: every token is seen for ever.
+        windows: of each group; None: every token is seen for ever; `STATE`: the group of states.
+        states: pages of that group.
         host_pages: pages in host memory, for sequences that are swapped out and for what is evicted.
         prefix_caching: whether pages outlive their sequences and are shared with later ones.
     """
@@ -39,6 +41,7 @@ class KVConfig:
     windows: tuple[int | None, ...] = (None,)
     host_pages: int = 0
     prefix_caching: bool = True
+    states: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Swapped:
 
 @dataclasses.dataclass(slots=True)
 class _SlotPages:
-    """Pages of a slot: ``pages[group][page]``, -1 before ``firsts[group]``.
+    """Pages of a slot: ``pages[group][page]``, -1 before ``firsts[group]``, and of states where none is kept.
 
     The first ``published`` pages are known to the tree, down to ``cursor``. The first ``sealed`` ones are full and may
     be shared: they are not written any more. ``born`` is the batch in which the slot was filled, ``era`` counts the
@@ -100,23 +103,26 @@ class KVManager:
     def __init__(self, config: KVConfig) -> None:
         self.config = config
         self.tables = np.zeros((len(config.windows), config.slots, config.width), np.int32)
-        self._store = PageStore(config.pages, config.page_size, config.windows, config.host_pages)
+        self._store = PageStore(config.pages, config.page_size, config.windows, config.host_pages, config.states)
         self._counts = np.zeros(config.slots, np.int32)
         self._slots: dict[int, _SlotPages] = {}
         self._swapped: set[Swapped] = set()
         self._era = 0
         self._groups = range(len(config.windows))
         self._windowed = [group for group in self._groups if config.windows[group] is not None]
+        self._state = config.windows.index(STATE) if STATE in config.windows else None
+        self._absent = [config.states if group == self._state else 0 for group in self._groups]
+        self._pools = [pool for group, pool in enumerate(self._store.pools) if group != self._state]
 
     # ---- what there is
 
     @property
     def available(self) -> int:
-        """Free and cached pages in the group that has fewest."""
-        return min(pool.available for pool in self._store.pools)
+        """Free and cached pages in the group that has fewest, but for states."""
+        return min(pool.available for pool in self._pools)
 
     def usage(self) -> KVUsage:
-        pool, host = min(self._store.pools, key=lambda pool: pool.available), self._store.host
+        pool, host = min(self._pools, key=lambda pool: pool.available), self._store.host
         return KVUsage(pool.total, pool.free, pool.cached, pool.held, host.total, host.total - host.free)
 
     def pages_for(self, tokens: int) -> int:
@@ -149,18 +155,20 @@ class KVManager:
         if hit.tokens and hit.changes != self._store.tree.changes:
             raise AssertionError("pages were evicted since the match was made")
         nodes, store = hit.nodes, self._store
-        fresh = self._pages_to(max(length, hit.tokens)) - len(nodes)
+        length = max(length, hit.tokens)
+        fresh = self._pages_to(length) - len(nodes)
         firsts = [min(store.first_visible(group, hit.tokens), len(nodes)) for group in self._groups]
         source = None if hit.donor is None else store.donor_source(hit.donor)
         if hit.donor is not None and source is None:
             return False
-        if not store.has_room([need + fresh for need in store.hit_needs(nodes, firsts)]):
+        needs = zip(store.hit_needs(nodes, firsts), self._needs(fresh, length), strict=True)
+        if not store.has_room([held + new for held, new in needs]):
             return False
         entry = self._new(firsts, nodes[-1] if nodes else None, len(nodes))
         if isinstance(source, int):
             store.moves.pin(store.host, source)
         entry.pages = store.hold_path(nodes, firsts)
-        self._grow(slot, entry, fresh)
+        self._grow(slot, entry, fresh, length)
         if source is not None:
             self._copy(source, entry, len(nodes))
         return True
@@ -175,9 +183,9 @@ class KVManager:
             return True
         entry = self._slots[slot]
         more = self._pages_to(length) - entry.count
-        if not self._store.has_room([more] * len(self._groups)):
+        if not self._store.has_room(self._needs(more, length)):
             return False
-        self._grow(slot, entry, more)
+        self._grow(slot, entry, more, length)
         return True
 
     def slide(self, slot: int, length: int) -> None:
@@ -189,7 +197,7 @@ class KVManager:
                 self._store.drop(group, entry.pages[group][page])
                 entry.pages[group][page] = -1
             if end > first:
-                self.tables[group, slot, first:end] = 0
+                self.tables[group, slot, first:end] = self._absent[group]
                 entry.firsts[group] = end
 
     def fork(self, parent: int, child: int, length: int) -> bool:
@@ -198,7 +206,8 @@ class KVManager:
         Returns:
             False, and nothing changed, if there is no room, if the parent has released pages that the child's windows
             see, or if the partial page is not there before the next step: the parent was filled in this batch, or has
-            taken over an equal page that was.
+            taken over an equal page that was. Nor where there are states, unless one was kept right there: the parent
+            has gone on from the one in a partial page.
         """
         self._require_empty(child)
         source = self._slots[parent]
@@ -206,7 +215,7 @@ class KVManager:
         firsts = [min(self._store.first_visible(group, length), full) for group in self._groups]
         if any(have > need for have, need in zip(source.firsts, firsts, strict=True)):
             return False
-        if rest and not self._may_copy(source, full):
+        if (rest and not self._may_copy(source, full)) or not self._has_state(source, length):
             return False
         cursor, published = self._cursor_at(source, full)
         source.sealed = max(source.sealed, full)
@@ -216,10 +225,15 @@ class KVManager:
         for group in self._groups:
             for page in entry.pages[group]:
                 self._store.hold(group, page)
-        self._grow(child, entry, bool(rest))
+        self._grow(child, entry, bool(rest), length)
         if rest:
             self._copy(tuple(pages[full] for pages in source.pages), entry, full)
         return True
+
+    def _has_state(self, source: _SlotPages, length: int) -> bool:
+        """Whether the state behind so many tokens is still there, or there are no states."""
+        full, rest = divmod(length, self.config.page_size)
+        return self._state is None or not length or (not rest and source.pages[self._state][full - 1] >= 0)
 
     def _may_copy(self, source: _SlotPages, index: int) -> bool:
         """Whether a page can be copied in this batch, which moves what it moves after its copies."""
@@ -321,7 +335,7 @@ class KVManager:
         if not store.has_room([count - first for first in swapped.firsts]):
             return False
         entry = self._new(list(swapped.firsts), None, 0, swapped.era)
-        self._grow(slot, entry, count)
+        self._grow(slot, entry, count, count * self.config.page_size)
         for index, host in enumerate(swapped.hosts):
             store.moves.pin(store.host, host)
             store.moves.import_page(host, tuple(pages[index] for pages in entry.pages), store.pools)
@@ -372,11 +386,13 @@ class KVManager:
             )
         for group, (pages, first) in enumerate(zip(entry.pages, entry.firsts, strict=True)):
             pool = self._store.pools[group]
-            if self.tables[group, slot, : entry.count].tolist() != [max(page, 0) for page in pages]:
+            absent = self._absent[group]
+            if self.tables[group, slot, : entry.count].tolist() != [page if page >= 0 else absent for page in pages]:
                 raise AssertionError(f"the table of slot {slot} does not list its pages")
-            if [page < 0 for page in pages] != [index < first for index in range(entry.count)]:
+            whole = first if group == self._state else entry.count  # states are kept of some pages alone
+            if [page < 0 for page in pages[:whole]] != [index < first for index in range(whole)]:
                 raise AssertionError(f"slot {slot} lacks a page of its window, or has one before it")
-            for page in pages[max(first, entry.sealed) :]:
+            for page in filter(lambda page: page >= 0, pages[max(first, entry.sealed) :]):
                 holders = pool.refs(page) - self._store.moves.references(pool).count(page)
                 if holders != 1 or pool.owner(page) is not None:
                     raise AssertionError(f"page {page} of slot {slot} may be written, but is shared or cached")
@@ -414,15 +430,25 @@ class KVManager:
             node, published = node.parent, published - 1
         return (node if published else None), published
 
-    def _grow(self, slot: int, entry: _SlotPages, more: int) -> None:
-        """Append ``more`` fresh pages to the slot, none before a group's first one."""
-        start = self._counts[slot]
+    def _needs(self, more: int, length: int) -> list[int]:
+        """Pages that each group takes for ``more`` of a sequence that has ``length`` tokens with them."""
+        return [min(more, self._states_kept(length)) if group == self._state else more for group in self._groups]
+
+    def _states_kept(self, length: int) -> int:
+        """Of how many of the last pages states are kept: of the last one, which the sequence goes on from, and of the
+        one before if nobody can go on from the last one later."""
+        return 1 + bool(length % self.config.page_size and self.config.prefix_caching)
+
+    def _grow(self, slot: int, entry: _SlotPages, more: int, length: int) -> None:
+        """Append ``more`` fresh pages to the slot, none before a group's first one; with them it has room for
+        ``length`` tokens."""
+        start, kept = self._counts[slot], self._needs(more, length)
         for group in self._groups:
-            pages, first = entry.pages[group], entry.firsts[group]
-            for _ in range(more):
-                pages.append(self._store.take(group) if len(pages) >= first else -1)
-            self.tables[group, slot, start : len(pages)] = pages[start:]
-            self.tables[group, slot, start:first] = 0
+            pages, first, absent = entry.pages[group], entry.firsts[group], self._absent[group]
+            for left in range(more, 0, -1):
+                pages.append(self._store.take(group) if len(pages) >= first and left <= kept[group] else -1)
+            self.tables[group, slot, start : len(pages)] = [page if page >= 0 else absent for page in pages[start:]]
+            self.tables[group, slot, start:first] = absent
         self._slots[slot] = entry
         self._counts[slot] = entry.count
 

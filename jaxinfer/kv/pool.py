@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from jaxinfer.types import CacheSpec, LayerSpec
+from jaxinfer.types import STATE, CacheSpec, LayerSpec
 from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention
 from pallas_kernels.choice import HOPPER, Target, Wish
 from pallas_kernels.mla_attention import LatentOptions
@@ -18,6 +20,10 @@ from pallas_kernels.paged_attention import AttentionOptions
 
 Options = AttentionOptions | LatentOptions
 Rope = tuple[jax.Array, jax.Array]
+Recurrence = Callable[[Any, jax.Array, jax.Array, int], tuple[Any, jax.Array]]
+
+_SPAN = 64
+"""Tokens of a chunk of a recurrence, at most: so many are one matrix."""
 
 
 class LayerPool(NamedTuple):
@@ -34,6 +40,17 @@ class LayerPool(NamedTuple):
     scales: Float[Array, "pages *slots"] | None = None
 
 
+class StatePool(NamedTuple):
+    """A layer with states: one array ``[states, *shape]`` for each of `LayerSpec.states`, and its keys and values
+    (None: it has none)."""
+
+    states: tuple[Num[Array, "states *shape"], ...]
+    pages: LayerPool | None = None
+
+
+Pool = LayerPool | StatePool
+
+
 def new_pools(
     spec: CacheSpec,
     pages: int,
@@ -42,7 +59,8 @@ def new_pools(
     sharding: jax.sharding.Sharding | None = None,
     platform: str | None = None,
 ) -> list[LayerPool]:
-    """Make zeroed pools, one per layer: unwritten keys must be finite, since masked keys are multiplied by zero.
+    """Make zeroed pools, one per layer that attends: unwritten keys must be finite, since masked keys are multiplied by
+    zero.
 
     Args:
         dtype: the model's.
@@ -56,7 +74,43 @@ def new_pools(
         data = jnp.zeros(shape, kind, device=sharding)
         return LayerPool(data, jnp.zeros(scales, jnp.float32, device=sharding) if spec.dtype else None)
 
-    return [zeroed() for _ in spec.layers]
+    return [zeroed() for layer in spec.layers if layer.attends]
+
+
+def with_states(
+    spec: CacheSpec,
+    pools: list[LayerPool],
+    states: int,
+    dtype: jnp.dtype,
+    sharding: jax.sharding.Sharding | None = None,
+) -> list[Pool]:
+    """Add room for ``states`` sequences to the `new_pools` of a model: the caches of all its layers."""
+    pages = iter(pools)
+
+    def made(layer: LayerSpec) -> Pool:
+        own = next(pages) if layer.attends else None
+        arrays = tuple(jnp.zeros((states, *s.shape), s.dtype or dtype, device=sharding) for s in layer.states)
+        return own if own is not None and not arrays else StatePool(arrays, own)
+
+    return [made(layer) for layer in spec.layers]
+
+
+def pages_of(pools: Sequence[Pool]) -> list[LayerPool]:
+    """The keys and values of those layers that have any."""
+    found = (pool if isinstance(pool, LayerPool) else pool.pages for pool in pools)
+    return [pages for pages in found if pages is not None]
+
+
+def with_pages(pools: Sequence[Pool], pages: Sequence[LayerPool]) -> list[Pool]:
+    """The pools with other keys and values, as `pages_of` lists them."""
+    new = iter(pages)
+
+    def replaced(pool: Pool) -> Pool:
+        if isinstance(pool, LayerPool):
+            return next(new)
+        return pool if pool.pages is None else pool._replace(pages=next(new))
+
+    return [replaced(pool) for pool in pools]
 
 
 def stored(spec: CacheSpec, dtype: jnp.dtype, platform: str) -> jnp.dtype:
@@ -76,7 +130,7 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype, target: Target 
     scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
     operands = (q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
-    rank = spec.layers[0].latent_rank
+    rank = next((layer.latent_rank for layer in spec.attending), None)
     if rank is None:
         chosen = paged_attention.explain_decode(*operands, AttentionOptions(1.0, scales=scales), target=target)
     else:
@@ -144,6 +198,38 @@ class _PagedAttend:
         cache = LayerPool(written.pool, written.scales)
         return self._attended(written.q, cache, table, _options(cache, layer, scale, sinks)), cache
 
+    def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
+        """See `jaxinfer.layers.recurrent.Recur`; ``state`` is a pool ``[states, *shape]``."""
+        table, page = self.tables[self.spec.windows.index(STATE)], self.spec.page_size
+        starts, lengths = self._pieces()
+        cut = jax.tree.map(self._by_chunk, inputs)
+        time = jax.tree.leaves(cut)[0].shape[1]
+        size = min(page, _SPAN, time)
+        padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -time % size), *[(0, 0)] * (x.ndim - 2)]), cut)
+        before = jnp.take_along_axis(table, jnp.maximum(starts - 1, 0)[:, None] // page, axis=1)[:, 0]
+        known = jnp.where((starts > 0).reshape(-1, *[1] * (state.ndim - 1)), state.at[before].get(mode="clip"), 0)
+        outputs, states = function(padded, known, lengths, size)
+        places, borders = self._borders(table, starts, lengths, time, state.shape[0])
+        last = jnp.minimum(borders // size, states.shape[1]) - 1
+        kept = states[:, last].reshape(-1, *state.shape[1:])
+        outputs = jax.tree.map(lambda x: x[:, :time].reshape(-1, *x.shape[2:]), outputs)
+        return outputs, state.at[places.reshape(-1)].set(kept.astype(state.dtype), mode="drop")
+
+    def _borders(
+        self, table: jax.Array, starts: jax.Array, lengths: jax.Array, time: int, states: int
+    ) -> tuple[Int[Array, "batch pages"], Int[np.ndarray, " pages"]]:
+        """Where each chunk's states go that are behind its pages, out of range where none is kept, and how many tokens
+        of the chunk these pages end behind. A chunk of several tokens begins where a page does."""
+        page, width = self.spec.page_size, table.shape[1]
+        index = np.arange(-(-time // page))
+        at = starts[:, None] // page + index
+        ids = jnp.take_along_axis(table, jnp.minimum(at, width - 1), axis=1)
+        return jnp.where(index * page < lengths[:, None], ids, states), (index + 1) * page
+
+    def _pieces(self) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
+        """Where each chunk begins, and how many tokens it has."""
+        raise NotImplementedError
+
     def _by_chunk(self, x: jax.Array) -> jax.Array:
         """Reshape rows to ``[batch, chunk, ...]``."""
         raise NotImplementedError
@@ -178,6 +264,9 @@ class DecodeAttend(_PagedAttend):
     def _by_chunk(self, x: jax.Array) -> jax.Array:
         return x[:, None]
 
+    def _pieces(self) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
+        return self.positions, (self.positions >= 0).astype(jnp.int32)
+
     def _places(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
         pages, page = cache.data.shape[0], cache.data.shape[-2]
         at = jnp.maximum(self.positions, 0)
@@ -209,6 +298,9 @@ class PrefillAttend(_PagedAttend):
     def _by_chunk(self, x: jax.Array) -> jax.Array:
         batch = self.tables.shape[1]
         return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
+
+    def _pieces(self) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
+        return self.starts, self.lengths
 
     def _places(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
         pages, page, width = cache.data.shape[0], cache.data.shape[-2], table.shape[1]
@@ -260,4 +352,4 @@ def copy_pages(
     def copied(pool: LayerPool, group: int) -> LayerPool:
         return kv_copy.copy_pages(pool, source[group], target[group], path=backend)
 
-    return [copied(pool, spec.group(layer)) for pool, layer in zip(pools, spec.layers, strict=True)]
+    return [copied(pool, spec.group(layer)) for pool, layer in zip(pools, spec.attending, strict=True)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jaxinfer.kv.radix import Node, PageKeys
 from jaxinfer.kv.store import PageStore
+from jaxinfer.types import STATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ def find_prefix(store: PageStore, keys: PageKeys, codes: Sequence[int], limit: i
     nodes = nodes[: _covered(store, nodes)]
     start = len(nodes) * size
     donor, head = None, 0
-    if start < limit:
+    if start < limit and STATE not in store.windows:  # a state is that of a whole page
         rest = keys.tokens[start : min(limit, start + size)].tobytes()
         parent = nodes[-1] if nodes else root
         donor, head = store.tree.closest(

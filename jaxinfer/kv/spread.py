@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, Rope, copy_pages, fuses
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, Recurrence, Rope, copy_pages, fuses
 from jaxinfer.parallel.mesh import RULES, pool_spec, traced_size
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels.choice import Wish
@@ -56,6 +56,10 @@ class SpreadAttend(NamedTuple):
 
         keys, pool = _REPLICATED if latent else _HEADS, _pool(latent)
         return _by_heads(attend_shard, (_HEADS, keys, keys, pool))(self.attend, q, k, v, cache, sinks)
+
+    def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
+        """See `jaxinfer.layers.recurrent.Recur`: the states of heads are where the heads are, all else is XLA's."""
+        return self.attend.recur(function, inputs, state)
 
     def fused(
         self,

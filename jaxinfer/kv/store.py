@@ -8,6 +8,7 @@ from jaxinfer.kv.blocks import BlockPool
 from jaxinfer.kv.moves import Pages
 from jaxinfer.kv.pending import PendingMoves
 from jaxinfer.kv.radix import Node, PageKey, RadixTree
+from jaxinfer.types import STATE
 
 
 class PageStore:
@@ -20,14 +21,19 @@ class PageStore:
     One case leaves a node without its page above nodes that have theirs: a fork still uses pages that its parent
     has published under equal pages of somebody else. They are found again when someone publishes what is missing.
 
+    Pages of the group of states (`jaxinfer.types.STATE`) are few: a node has one only where a sequence has kept what it
+    was then. They go alone, as those of a window do.
+
     A node keeps its host copy after it came back to the device, until the host page is needed: to evict it again then
     costs nothing.
     """
 
-    def __init__(self, pages: int, page_size: int, windows: tuple[int | None, ...], host_pages: int) -> None:
+    def __init__(
+        self, pages: int, page_size: int, windows: tuple[int | None, ...], host_pages: int, states: int = 0
+    ) -> None:
         self.page_size = page_size
         self.windows = windows
-        self.pools: list[BlockPool[Node]] = [BlockPool(pages) for _ in windows]
+        self.pools: list[BlockPool[Node]] = [BlockPool(states if window == STATE else pages) for window in windows]
         self.host: BlockPool[Node] = BlockPool(host_pages)
         self.tree = RadixTree(len(windows), page_size)
         self.moves = PendingMoves()
@@ -35,6 +41,8 @@ class PageStore:
     def first_visible(self, group: int, position: int) -> int:
         """The first page that a query at ``position`` sees: earlier pages are of no use to it or to later queries."""
         window = self.windows[group]
+        if window == STATE:  # that behind the token before
+            return max(0, position - 1) // self.page_size
         return 0 if window is None else max(0, position - window + 1) // self.page_size
 
     # ---- pages

@@ -37,14 +37,14 @@ def moved_pages(spec: CacheSpec, count: int, page_size: int, dtype: jnp.dtype) -
     *page, last = spec.pool_shape(1, page_size)[1:]
     scales = math.prod(spec.scales_shape(1, page_size)) // math.prod(page)
     wide, kind = (last + scales * _SCALE.itemsize, jnp.dtype(jnp.uint8)) if spec.dtype else (last, jnp.dtype(dtype))
-    return jax.ShapeDtypeStruct((count, len(spec.layers), *page, wide), kind)
+    return jax.ShapeDtypeStruct((count, len(spec.attending), *page, wide), kind)
 
 
 def export_pages(
     spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
 ) -> Shaped[Array, "pages layers *page"]:
-    """Gather pages of all layers, by each group's ids, page after page; see `moved_pages`."""
-    layers = zip(pools, spec.layers, strict=True)
+    """Gather pages of all layers that attend, by each group's ids, page after page; see `moved_pages`."""
+    layers = zip(pools, spec.attending, strict=True)
     return jnp.stack([_packed(pool, source[spec.group(layer)]) for pool, layer in layers], 1)
 
 
@@ -65,7 +65,7 @@ def import_pages(
     """Write exported pages (`export_pages`) into other pages; a target beyond the pool is dropped."""
 
     def with_pages(pool: LayerPool, layer: int) -> LayerPool:
-        ids = target[spec.group(spec.layers[layer])]
+        ids = target[spec.group(spec.attending[layer])]
         return kv_copy.scatter_pages(pool, ids, _unpacked(pool, pages[:, layer]))
 
     return [with_pages(pool, layer) for layer, pool in enumerate(pools)]

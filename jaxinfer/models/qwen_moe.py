@@ -37,8 +37,8 @@ def qwen2_from_json(config: Mapping[str, Any]) -> SparseConfig:
     return sparse.read_config(
         read,
         _qwen2_windows(read),
-        _rule(read),
-        sparse=_sparse_layers(read),
+        rule(read),
+        sparse=sparse_layers(read),
         expert_size=read.positive("moe_intermediate_size"),
         shared_size=read.positive("shared_expert_intermediate_size"),
         qkv_bias=read.flag("qkv_bias", True),
@@ -52,8 +52,8 @@ def qwen3_from_json(config: Mapping[str, Any]) -> SparseConfig:
     return sparse.read_config(
         read,
         [qwen_window(read)] * read.positive("num_hidden_layers"),
-        _rule(read),
-        sparse=_sparse_layers(read),
+        rule(read),
+        sparse=sparse_layers(read),
         expert_size=read.positive("moe_intermediate_size"),
         qkv_bias=bias,
         out_bias=bias,
@@ -61,7 +61,8 @@ def qwen3_from_json(config: Mapping[str, Any]) -> SparseConfig:
     )
 
 
-def _rule(read: ConfigReader) -> RoutingRule:
+def rule(read: ConfigReader) -> RoutingRule:
+    """Read how experts are chosen."""
     return RoutingRule(read.positive("num_experts_per_tok"), renormalise=read.flag("norm_topk_prob", False))
 
 
@@ -74,7 +75,8 @@ def _qwen2_windows(read: ConfigReader) -> list[int | None]:
     return [window if near else None for near in local]
 
 
-def _sparse_layers(read: ConfigReader) -> tuple[bool, ...]:
+def sparse_layers(read: ConfigReader) -> tuple[bool, ...]:
+    """Read which layers have experts."""
     step, dense = read.positive("decoder_sparse_step", 1), read.fields.get("mlp_only_layers") or []
     integers = isinstance(dense, list) and all(type(index) is int for index in dense)
     read.require(integers, "mlp_only_layers", "must be a list of layers")
@@ -83,10 +85,11 @@ def _sparse_layers(read: ConfigReader) -> tuple[bool, ...]:
 
 
 def param_specs(cfg: SparseConfig) -> ParamTree:
-    return sparse.param_specs(cfg, _experts)
+    return sparse.param_specs(cfg, experts)
 
 
-def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
+def experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
+    """`MoE`'s parameters of a layer, and those of the expert that all tokens share."""
     prefix, d = f"{prefix}.mlp", cfg.hidden_size
     tree: dict[str, Any] = {
         "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),

@@ -38,6 +38,7 @@ from jaxinfer.models import (
     phi,
     phi3,
     phimoe,
+    qwen3_next,
     qwen_moe,
     smollm3,
     sparse,
@@ -105,6 +106,11 @@ LLAMA4 = Family(llama4.Llama4Config.from_json, llama4.param_specs, cache_spec, l
 OLMOE = Family(olmoe.config_from_json, olmoe.param_specs, cache_spec, sparse.Sparse)
 PHIMOE = Family(phimoe.PhiMoeConfig.from_json, phimoe.param_specs, cache_spec, phimoe.module)
 ERNIE4_5_MOE = Family(ernie_moe.config_from_json, ernie_moe.param_specs, cache_spec, sparse.Sparse, ernie_moe.IGNORE)
+QWEN3_NEXT = Family(
+    qwen3_next.Qwen3NextConfig.from_json, qwen3_next.param_specs, cache_spec, qwen3_next.Qwen3Next, qwen3_next.IGNORE
+)
+QWEN3_5_MOE = dataclasses.replace(QWEN3_NEXT, config=qwen3_next.Qwen3NextConfig.from_moe)
+QWEN3_5 = dataclasses.replace(QWEN3_NEXT, config=qwen3_next.Qwen3NextConfig.from_dense)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
@@ -152,6 +158,9 @@ FAMILIES: dict[str, Family] = {
     "PhiMoEForCausalLM": PHIMOE,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "YoutuForCausalLM": YOUTU,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
 }
 
 

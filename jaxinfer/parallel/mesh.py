@@ -185,6 +185,11 @@ def pool_spec(latent: bool) -> PartitionSpec:
     return PartitionSpec() if latent else PartitionSpec(None, None, RULES["kv_heads"])
 
 
+def state_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of a layer's states, ``[states, heads, ...]``."""
+    return NamedSharding(mesh, PartitionSpec(None, RULES["heads"]))
+
+
 def page_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:
     """Sharding of all layers' pages on their way to the host, ``[pages, layers, *page]``: as in the pools."""
     return NamedSharding(mesh, PartitionSpec(None, None, *tuple(pool_spec(cache.latent))[1:]))

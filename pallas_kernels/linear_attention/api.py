@@ -14,7 +14,8 @@ def step(
     k: Float[Array, "rows heads key"],
     v: Float[Array, "rows heads value"],
     decay: Float[Array, "rows heads"],
-    beta: Float[Array, "rows heads"] | None,
+    beta: Float[Array, "rows heads"] | None = None,
+    *,
     state: Float[Array, "rows heads key value"],
 ) -> tuple[Float[Array, "rows heads value"], Float[Array, "rows heads key value"]]:
     """One token of each row: the outputs, and the states after them; see `reference`. All in float32.
@@ -31,7 +32,8 @@ def chunks(
     k: Float[Array, "batch time heads key"],
     v: Float[Array, "batch time heads value"],
     decay: Float[Array, "batch time heads"],
-    beta: Float[Array, "batch time heads"] | None,
+    beta: Float[Array, "batch time heads"] | None = None,
+    *,
     state: Float[Array, "batch heads key value"],
     size: int,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:

@@ -57,7 +57,9 @@ def _chunk(
     since = jnp.cumsum(decay, axis=-1)  # the decay since the chunk began, the token's own included
     index = jnp.arange(size)
     causal = index[:, None] >= index[None, :]
-    between = jnp.exp(jnp.where(causal, since[..., :, None] - since[..., None, :], -jnp.inf))
+    # Sums of what lies between two tokens, not differences of sums since the beginning, which are large.
+    steps = jnp.where(index[:, None] > index[None, :], decay[..., :, None], 0.0)
+    between = jnp.where(causal, jnp.exp(jnp.cumsum(steps, axis=-2)), 0.0)
     before = jnp.exp(since)[..., None]
     if beta is not None:
         seen = jnp.where(index[:, None] > index[None, :], _product("bhik,bhjk->bhij", k * beta[..., None], k), 0.0)
@@ -67,7 +69,7 @@ def _chunk(
         v = written - _product("bhik,bhkv->bhiv", taken, state)
     scores = _product("bhik,bhjk->bhij", q, k) * between
     out = _product("bhik,bhkv->bhiv", q * before, state) + _product("bhij,bhjv->bhiv", scores, v)
-    left = jnp.exp(since[..., -1:] - since)[..., None]
+    left = between[..., -1, :, None]
     kept = state * jnp.exp(since[..., -1])[..., None, None]
     return out, kept + _product("bhik,bhiv->bhkv", k * left, v)
 

@@ -63,5 +63,5 @@ def _probes(executor: Executor, prepared: Prepared) -> list[Probe]:
         declared = model.family.param_specs(model.config)
         targets = lora_targets(declared, declared, engine.max_lora_rank, engine.lora_target_modules)
         executors.append(AdaptedExecutor(executor, targets, engine.lora_slots))
-    of_model = len(spec.windows), model.dtype.itemsize, spec.exact_per_token
+    of_model = spec.windows, model.dtype.itemsize, spec.exact_per_token
     return [Probe(each, engine, model.config.vocab_size, *of_model) for each in executors]

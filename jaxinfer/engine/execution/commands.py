@@ -219,6 +219,12 @@ class ReadPages(Command[UInt8[np.ndarray, "pages slots bytes"]]):
     source: Int32[np.ndarray, "groups pages"]
 
 
+class ReadStates(Command[UInt8[np.ndarray, " bytes"]]):
+    """Read the bytes of states in all layers, as far as the process has them. Waits."""
+
+    states: Sequence[int]
+
+
 # ---- slots; each is a row of its microbatch
 
 

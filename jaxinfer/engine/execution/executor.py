@@ -12,7 +12,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
@@ -31,7 +31,7 @@ from jaxinfer.engine.execution.placement import (
 )
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
-from jaxinfer.kv.pool import LayerPool
+from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.kv.transfer import TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.links import Link
@@ -99,6 +99,12 @@ class StageRuntime:
 
     def export(self, source: Int32[np.ndarray, "groups pages"]) -> Array:
         return self.run.export(self.pools, source)
+
+    def state_bytes(self, states: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
+        """The bytes of these states in all layers, of what the process has of them."""
+        arrays = [array for pool in self.pools if isinstance(pool, StatePool) for array in pool.states]
+        found = [np.ascontiguousarray(own_part(array[np.array(states)])) for array in arrays]
+        return np.concatenate([np.zeros(0, np.uint8), *(each.reshape(-1).view(np.uint8) for each in found)])
 
     def restore(self, pages: np.ndarray | Array, target: Int32[np.ndarray, "groups pages"]) -> None:
         self.pools = self.run.restore(self.pools, pages, target)
@@ -244,6 +250,8 @@ class LocalExecutor:
                 return self._each(lambda stage: stage.restore(stage.host.take(hosts, TRANSFER_PAGES), target))
             case commands.ReadPages(source):
                 return np.concatenate([slot_bytes(own_part(stage.export(source))) for stage in self.runtimes], -1)
+            case commands.ReadStates(states):
+                return np.concatenate([stage.state_bytes(states) for stage in self.runtimes])
             case commands.DropSnapshots(snapshots):
                 return self._drop(snapshots)
         return self._run_with_state(command) if self.microbatches else _NONE
@@ -330,10 +338,10 @@ class LocalExecutor:
             if not runtime.stage.is_head:
                 runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(plain), None)
 
-    def _head_prefill(self, batch: PrefillBatch, filled: Any) -> list[LayerPool]:
+    def _head_prefill(self, batch: PrefillBatch, filled: Any) -> list[Pool]:
         """Show the draft head, if there is one, the features of prompt chunks; the pools that were filled with them."""
         if not self.runtimes[-1].stage.prompts:
-            return cast(list[LayerPool], filled)
+            return cast(list[Pool], filled)
         (runtime,), (pools, features) = self.drafting, filled
         (count, size), plain = batch.tokens.shape, batch._replace(loras=None)
         if batch.following is not None:

@@ -59,17 +59,18 @@ class Budget:
 @dataclasses.dataclass(frozen=True)
 class Needs:
     """Bytes that an engine needs: those of its weights, of the sampler's state, of one page of the KV pool over all
-    layers, of what programs use while they run (None: not known yet), and of the banks of adapters."""
+    layers, of what programs use while they run (None: not known yet), of the banks of adapters, and of states."""
 
     weights: int
     sampler: int
     page: int
     temporaries: int | None = None
     adapters: int = 0
+    states: int = 0
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.sampler + (self.temporaries or 0) + self.adapters
+        return self.weights + self.sampler + (self.temporaries or 0) + self.adapters + self.states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,7 @@ def _require_fit(needs: Needs, budget: Budget, pages: int, purpose: str, out: Ca
     if total <= budget.bytes:
         return
     parts = {"weights": needs.weights, "adapters": needs.adapters, "temporaries": needs.temporaries}
+    parts["states"] = needs.states
     parts["sampler state"] = needs.sampler
     terms = [f"{name} {_size(size)}" for name, size in parts.items() if size]
     raise EngineConfigError(
@@ -252,7 +254,8 @@ def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Nee
         weights += device_bytes(abstract_params(unshared(draft.model, part.model), mesh))
         page += _page_bytes(draft.model, engine)
     sampler, adapters = device_bytes((arrays.sampler, arrays.features)), device_bytes(arrays.banks)
-    return Needs(weights, sampler * engine.microbatches, page, adapters=adapters)
+    state = part.model.cache_spec.bytes_per_state(part.model.dtype.itemsize, engine.devices)
+    return Needs(weights, sampler * engine.microbatches, page, adapters=adapters, states=state * engine.num_states)
 
 
 def _page_bytes(model: Model, engine: ResolvedEngine) -> int:

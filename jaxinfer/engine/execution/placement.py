@@ -16,16 +16,16 @@ import numpy as np
 from jax.dtypes import itemsize_bits
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config import ResolvedEngine
+from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.kv.pool import LayerPool, new_pools
+from jaxinfer.kv.pool import LayerPool, Pool, new_pools, with_pages, with_states
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.heads import as_copied, copied, kv_copies, require_even, require_experts, with_copies
-from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
+from jaxinfer.parallel.mesh import devices_along, param_sharding, pool_sharding, replicated, state_sharding
 from jaxinfer.parallel.processes import put_whole
 from jaxinfer.quant.banks import Path, bank_specs, lora_targets
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
-from jaxinfer.types import EMBEDDING, HEAD, LoRATarget, ParamSpec
+from jaxinfer.types import EMBEDDING, HEAD, CacheSpec, LoRATarget, ParamSpec
 
 
 def spread_model(model: Model, mesh: Mesh) -> Model:
@@ -40,11 +40,22 @@ def spread_model(model: Model, mesh: Mesh) -> Model:
     specs = with_copies(model.specs, copies)
     require_even(specs, mesh.shape)
     require_experts(specs, mesh.shape)
+    _require_even_states(cache, devices_along(mesh.shape, "heads"))
     return model.replace(
         specs=specs,
         cache_spec=dataclasses.replace(cache, kv_heads=cache.kv_heads * copies),
         params=jax.tree.map(lambda spec, value: copied(value, spec, copies), model.specs, model.params),
     )
+
+
+def _require_even_states(cache: CacheSpec, devices: int) -> None:
+    """Raise EngineConfigError unless the heads of all states can be dealt out evenly."""
+    for state in {state for layer in cache.layers for state in layer.states}:
+        if state.shape[0] % devices:
+            raise EngineConfigError(
+                f"states of {state.shape[0]} heads cannot be spread over {devices} devices (tensor_parallel_size x "
+                f"expert_parallel_size)"
+            )
 
 
 def place_params(model: Model, mesh: Mesh) -> Any:
@@ -93,7 +104,7 @@ class StageArrays(NamedTuple):
     ``features`` where a draft head reads them, ``banks`` where the engine has adapters."""
 
     params: Any
-    pools: list[LayerPool]
+    pools: list[Pool]
     slots: Any = None  # SlotParams
     last_tokens: Any = None  # [rows]
     sampler: Any = None  # SlotState
@@ -150,14 +161,24 @@ def put_part(part: str, arrays: Mapping[str, Any], specs: Mapping[str, ParamSpec
     return {name: put_whole(whole[name], param_sharding(mesh, spec)) for name, spec in specs.items()}
 
 
-def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:
-    """Empty pools: pages and their scales lie as `pool_sharding` says."""
-    return _pools(model, engine, mesh, pool_sharding(mesh, model.cache_spec))
+def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Pool]:
+    """Empty pools: pages and their scales lie as `pool_sharding` says, states as `state_sharding`."""
+    spec = model.cache_spec
+    pages = _pages(model, engine, mesh, pool_sharding(mesh, spec))
+    return with_states(spec, pages, engine.num_states, model.dtype, state_sharding(mesh))
 
 
-def _pools(model: Model, engine: ResolvedEngine, mesh: Mesh, sharding: NamedSharding | None = None) -> list[LayerPool]:
+def _pages(model: Model, engine: ResolvedEngine, mesh: Mesh, sharding: NamedSharding | None = None) -> list[LayerPool]:
     platform = mesh.devices.flat[0].platform
     return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, sharding, platform)
+
+
+def _abstract_pools(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Pool]:
+    """Pools as `new_pools_on` makes them."""
+    spec = model.cache_spec
+    pages = abstract(jax.eval_shape(lambda: _pages(model, engine, mesh)), pool_sharding(mesh, spec))
+    whole = jax.eval_shape(lambda: with_states(spec, _pages(model, engine, mesh), engine.num_states, model.dtype))
+    return with_pages(abstract(whole, state_sharding(mesh)), pages)
 
 
 def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
@@ -168,7 +189,7 @@ def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tu
 def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StageArrays:
     """Arrays that a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one microbatch."""
     model, rows = stage.model, engine.rows // engine.microbatches
-    placed = abstract(jax.eval_shape(lambda: _pools(model, engine, mesh)), pool_sharding(mesh, model.cache_spec))
+    placed = _abstract_pools(model, engine, mesh)
     params, banks = abstract_params(model, mesh), abstract_banks(stage, engine, mesh)
     if not stage.last:
         return StageArrays(params, placed, banks=banks)

@@ -50,6 +50,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     model = model.for_kernels() if platform == "gpu" else model
     resolved = resolve_for(model, config, platform)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
+    model = model.replace(cache_spec=dataclasses.replace(model.cache_spec, page_size=resolved.page_size))
     if model.draft is not None:
         prepared = _prepared_head if resolved.drafts_by_head else _prepared_draft
         draft = prepared(model.draft, model, resolved, platform)
@@ -78,6 +79,11 @@ def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
         )
     if model.draft is None:
         raise EngineConfigError(f"speculative = {config.speculative} needs speculative_model: a folder or a hub id")
+    if model.draft.cache_spec.stateful:
+        raise EngineConfigError(
+            f"speculative_model = {_named(model.draft, config)} cannot draft: its layers have states, and a draft could "
+            f"not be taken back"
+        )
     if isinstance(model.draft.module, DraftHead) != config.drafts_by_head:
         raise EngineConfigError(
             f"speculative = {config.speculative} is not what {_named(model.draft, config)} is made for"

@@ -23,7 +23,7 @@ from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.lora.parts import random_parts
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.types import LoRATarget, Request
+from jaxinfer.types import STATE, LoRATarget, Request
 
 # Rounding to 16 bits hides all but some 2**-16 of the differences of a last bit in float32. So more must be seen: these
 # elements of keys and values are what ten times as many roundings left behind. A model for which this takes too many
@@ -41,16 +41,23 @@ class Probe:
     """Runs probes on the engine's own programs. What is in the pools means nothing afterwards.
 
     Args:
-        groups: of the cache.
+        windows: of the groups of the cache.
         element: bytes of an element of the pools, of which a token has so many in all layers (``per_token``).
     """
 
     def __init__(
-        self, executor: Executor, engine: ResolvedEngine, vocab: int, groups: int, element: int, per_token: int
+        self,
+        executor: Executor,
+        engine: ResolvedEngine,
+        vocab: int,
+        windows: tuple[int | None, ...],
+        element: int,
+        per_token: int,
     ) -> None:
-        self._executor, self._engine, self._vocab, self._groups = executor, engine, vocab, groups
+        self._executor, self._engine, self._vocab, self._groups = executor, engine, vocab, len(windows)
+        self._state = windows.index(STATE) if STATE in windows else None
         self._rng = np.random.default_rng(0)
-        self._enough, self._per_token = _ELEMENTS[element], per_token
+        self._enough, self._per_token = _ELEMENTS[element], max(per_token, 1)
         self._room = engine.table_width * engine.page_size
 
     # ---- chunks that share a program
@@ -84,16 +91,18 @@ class Probe:
         lengths = (min(size, self._room) - np.arange(count) % size).clip(1).astype(np.int32)
         tokens = self._tokens(2 * count * size).reshape(2, count, size)
         return [
-            PrefillBatch(tokens[i], np.full(count, start, np.int32), lengths, self._for_groups(tables))
+            self._batch(tokens[i], np.full(count, start, np.int32), lengths, tables)
             for i, start in enumerate(self._starts(size))
         ]
 
     def _outer_bits(self, batches: list[PrefillBatch]) -> list[np.ndarray]:
-        return [
+        outer = (0, len(batches[0].starts) - 1)
+        bits = [
             self._bits(batch.tables[0, index], int(batch.starts[index]), int(batch.lengths[index]))
             for batch in batches
-            for index in (0, len(batch.starts) - 1)
+            for index in outer
         ]
+        return bits if self._state is None else [*bits, self._state_bits(outer)]
 
     # ---- prefill sizes
 
@@ -129,6 +138,8 @@ class Probe:
         return sum(min(size, self._room - start) for start in self._starts(size))
 
     def _sizes_agree(self, small: int, large: int) -> bool:
+        if self._state is not None and (small % self._engine.page_size or self._cut(large) >= large):
+            return small == large  # no piece of a prompt is cut within a page
         return all(
             self._pieces_agree(start, small, large)
             for _ in range(self._piece_rounds(large))
@@ -138,26 +149,52 @@ class Probe:
     def _pieces_agree(self, start: int, small: int, large: int) -> bool:
         table = np.arange(self._engine.table_width, dtype=np.int32)
         tokens = self._tokens(min(large, self._room - start))
-        ends = [*range(max(1, small // _FIRST), len(tokens), small), len(tokens)]
+        ends = [*range(self._cut(small), len(tokens), small), len(tokens)]
+        third = self._cut(len(tokens))
+        # What a chunk begins with lies in the pages of the run before, or is the state of the run's own first part.
+        first = [] if self._state is None else [(0, third, large)]
         runs = [
             [(0, len(tokens), large)],
             [(begin, end, small) for begin, end in itertools.pairwise([0, *ends])],
-            [(len(tokens) // _FIRST, len(tokens), large)],
+            [*first, (third, len(tokens), large)],
         ]
         bits = []
         for run in runs:
             for begin, end, size in run:
-                self._executor.run(commands.Prefill(self._chunk(tokens[begin:end], start + begin, size)))
-            bits.append(self._bits(table, start, len(tokens)))
-        return _equal(bits[1:], [bits[0], bits[0]])
+                self._executor.run(commands.Prefill(self._chunk(tokens[begin:end], start + begin, size, begin == 0)))
+            bits.append([self._bits(table, start, len(tokens)), *self._last_state()])
+        return all(_equal(bits[0], other) for other in bits[1:])
 
-    def _chunk(self, tokens: np.ndarray, start: int, size: int) -> PrefillBatch:
+    def _cut(self, size: int) -> int:
+        """Where a piece of this size is cut: with states where a page begins, as everywhere else."""
+        page = 1 if self._state is None else self._engine.page_size
+        return max(page, size // _FIRST // page * page)
+
+    def _chunk(self, tokens: np.ndarray, start: int, size: int, first: bool) -> PrefillBatch:
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(tokens)] = tokens
         table = np.arange(self._engine.table_width, dtype=np.int32)[None]
-        return PrefillBatch(
-            padded, np.array([start], np.int32), np.array([len(tokens)], np.int32), self._for_groups(table)
+        return self._batch(
+            padded, np.array([start], np.int32), np.array([len(tokens)], np.int32), table, untouched=first
         )
+
+    def _batch(
+        self, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, untouched: bool = False
+    ) -> PrefillBatch:
+        """Chunks of sequences of which each has one state; ``untouched``: what it begins with is that of nobody."""
+        whole = self._for_groups(tables)
+        if self._state is not None:
+            whole[self._state], page = self._engine.num_states, self._engine.page_size
+            for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                whole[self._state, index, max(start - 1, 0) // page] = self._engine.num_states - 1 if untouched else index
+                whole[self._state, index, (start + length - 1) // page] = index
+        return PrefillBatch(tokens, starts, lengths, whole)
+
+    def _last_state(self) -> list[np.ndarray]:
+        return [] if self._state is None else [self._state_bits((0,))]
+
+    def _state_bits(self, states: tuple[int, ...]) -> np.ndarray:
+        return self._executor.run(commands.ReadStates(states))
 
     # ---- several decode steps at once
 
@@ -209,7 +246,8 @@ class Probe:
         engine = self._engine
         start = max(0, min(engine.page_size, self._room - engine.multi_step) - engine.multi_step // 2)
         need = -(-(start + engine.multi_step) // engine.page_size)
-        active = np.arange(engine.rows) < engine.num_pages // need
+        most = engine.num_pages if self._state is None else min(engine.num_pages, engine.num_states)
+        active = np.arange(engine.rows) < most // need
         tables = np.zeros((engine.rows, engine.table_width), np.int32)
         tables[:, :need] = np.arange(engine.rows * need).reshape(-1, need) * active[:, None]
         positions = np.where(active, start, -1).astype(np.int32)

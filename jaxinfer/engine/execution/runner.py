@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -196,13 +197,25 @@ class Runner:
     def _prefills(self, plans: list[PrefillPlan]) -> list[Logprobs | None]:
         """Launch all chunks, several in one program where there is a wide one for their size."""
         results: list[Logprobs | None] = [self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans]
-        plain, wide = [plan for plan in plans if not plan.logprobs], self._prefill_batches
-        for group in group_chunks([plan.chunk.size for plan in plain], wide):
-            size = plain[group[0]].chunk.size
-            count = 1 if len(group) == 1 else wide[size]
-            batch = self._prefill_batch([plain[index] for index in group], size, count)
-            self._executor.run(commands.Prefill(batch))
+        wide = self._prefill_batches
+        for plain in self._together([plan for plan in plans if not plan.logprobs]):
+            for group in group_chunks([plan.chunk.size for plan in plain], wide):
+                size = plain[group[0]].chunk.size
+                count = 1 if len(group) == 1 else wide[size]
+                batch = self._prefill_batch([plain[index] for index in group], size, count)
+                self._executor.run(commands.Prefill(batch))
         return results
+
+    def _together(self, plans: list[PrefillPlan]) -> list[list[PrefillPlan]]:
+        """Chunks that one program may take, in turn: of a sequence with a state one, which the next goes on from."""
+        if not self._engine.num_states:
+            return [plans]
+        turns: dict[int, list[PrefillPlan]] = {}
+        chunks = collections.Counter[Sample]()
+        for plan in plans:
+            turns.setdefault(chunks[plan.sequence], []).append(plan)
+            chunks[plan.sequence] += 1
+        return list(turns.values())
 
     def _prefill_logprobs(self, plan: PrefillPlan) -> Logprobs:
         start, length, size = plan.chunk

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import keep_features
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
+from jaxinfer.kv.pool import DecodeAttend, Pool, PrefillAttend, pages_of, with_pages
 from jaxinfer.kv.spread import copy_own_pages, spread
 from jaxinfer.kv.transfer import export_pages, import_pages
 from jaxinfer.parallel.mesh import gathered_logits
@@ -41,7 +41,7 @@ class StepState(NamedTuple):
     the next step reads it there, so that the host never waits. ``features``: what a draft head reads of each slot's
     last positions, position p at ``p % window``; None: there is no head."""
 
-    pools: list[LayerPool]
+    pools: list[Pool]
     last_tokens: Int[Array, " rows"]
     slots: SlotState
     features: Float[Array, "rows window width"] | None = None
@@ -71,8 +71,8 @@ class Programs(NamedTuple):
 
     decode: Callable[..., tuple[StepState, Sampled]]
     decode_many: Callable[[Any, SlotParams, StepState, DecodeBatch, jax.Array], tuple[StepState, Sampled, jax.Array]]
-    prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], Any]
-    prefill_logprobs: Callable[[Any, list[LayerPool], PrefillBatch, Any, jax.Array], tuple[Any, Logprobs]]
+    prefill: Callable[[Any, list[Pool], PrefillBatch, Any], Any]
+    prefill_logprobs: Callable[[Any, list[Pool], PrefillBatch, Any, jax.Array], tuple[Any, Logprobs]]
     admit: Callable[[SlotState, jax.Array, jax.Array, jax.Array], SlotState]
     save_slot: Callable[[SlotState, jax.Array], SlotState]
     restore_slot: Callable[[SlotState, jax.Array, SlotState], SlotState]
@@ -82,16 +82,16 @@ class PassPrograms(NamedTuple):
     """Programs of a stage that others follow: each also returns the hidden states for the next one. The first stage of
     a decode step receives the tokens that the slots sampled last, and what was drafted on the device for them."""
 
-    decode: Callable[..., tuple[list[LayerPool], jax.Array]]
-    prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], tuple[list[LayerPool], jax.Array]]
+    decode: Callable[..., tuple[list[Pool], jax.Array]]
+    prefill: Callable[[Any, list[Pool], PrefillBatch, Any], tuple[list[Pool], jax.Array]]
 
 
 class MovePrograms(NamedTuple):
     """Pages to other pages, out of the pools, and back into them: the same for every stage."""
 
-    copy: Callable[[list[LayerPool], jax.Array, jax.Array], list[LayerPool]]
-    export: Callable[[list[LayerPool], jax.Array], jax.Array]
-    restore: Callable[[list[LayerPool], jax.Array, jax.Array], list[LayerPool]]
+    copy: Callable[[list[Pool], jax.Array, jax.Array], list[Pool]]
+    export: Callable[[list[Pool], jax.Array], jax.Array]
+    restore: Callable[[list[Pool], jax.Array, jax.Array], list[Pool]]
 
 
 def make_programs(
@@ -115,7 +115,7 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
 
     def decode(
         params: Any,
-        pools: list[LayerPool],
+        pools: list[Pool],
         batch: DecodeBatch,
         arriving: Any,
         drafted: Int[Array, "rows drafts"] | None = None,
@@ -126,7 +126,7 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
         hidden, features, pools = stage.tapped(params, x, batch.positions, attend, pools)
         return pools, stage.handed(hidden, features)
 
-    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any) -> Any:
+    def prefill(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> Any:
         pools, hidden, features = chunks(params, pools, batch, arriving)
         return pools, stage.handed(hidden, features)
 
@@ -136,14 +136,14 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
 def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
     """The programs that move pages of some layers."""
 
-    def copy(pools: list[LayerPool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> Any:
-        return copy_own_pages(spec, pools, source, target, backend)
+    def copy(pools: list[Pool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> Any:
+        return with_pages(pools, copy_own_pages(spec, pages_of(pools), source, target, backend))
 
-    def export(pools: list[LayerPool], source: Int[Array, "groups pages"]) -> jax.Array:
-        return export_pages(spec, pools, source)
+    def export(pools: list[Pool], source: Int[Array, "groups pages"]) -> jax.Array:
+        return export_pages(spec, pages_of(pools), source)
 
-    def restore(pools: list[LayerPool], pages: jax.Array, target: Int[Array, "groups pages"]) -> list[LayerPool]:
-        return import_pages(spec, pools, pages, target)
+    def restore(pools: list[Pool], pages: jax.Array, target: Int[Array, "groups pages"]) -> list[Pool]:
+        return with_pages(pools, import_pages(spec, pages_of(pools), pages, target))
 
     return MovePrograms(copy, export, restore)
 
@@ -226,12 +226,12 @@ def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]
     return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens))
 
 
-def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[LayerPool], Any, Any]]:
+def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[Pool], Any, Any]]:
     spec = stage.model.cache_spec
 
     def chunks(
-        params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any
-    ) -> tuple[list[LayerPool], Any, Any]:
+        params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any
+    ) -> tuple[list[Pool], Any, Any]:
         attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
         index = jnp.arange(batch.tokens.shape[1])
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
@@ -245,17 +245,17 @@ def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., t
 
 
 def _prefill(
-    stage: Stage, max_logprobs: int, chunks: Callable[..., tuple[list[LayerPool], Any, Any]]
+    stage: Stage, max_logprobs: int, chunks: Callable[..., tuple[list[Pool], Any, Any]]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def given(pools: list[LayerPool], features: Any) -> Any:
+    def given(pools: list[Pool], features: Any) -> Any:
         return (pools, features) if stage.prompts else pools
 
-    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any = None) -> Any:
+    def prefill(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any = None) -> Any:
         pools, _, features = chunks(params, pools, batch, arriving)
         return given(pools, features)
 
     def prefill_logprobs(
-        params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any, following: Int[Array, " chunk"]
+        params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any, following: Int[Array, " chunk"]
     ) -> tuple[Any, Logprobs]:
         pools, hidden, features = chunks(params, pools, batch, arriving)
         logits = gathered_logits(stage.head(params, hidden))

@@ -117,10 +117,13 @@ class Constraints:
 
     A thought in front of the answer is free, up to its budget, and waits for nobody. When its end is read, rows behind
     it may be on their way: what they sample is dropped (`outdated`), since no grammar held them.
+
+    Args:
+        stateful: layers have states (`CacheSpec.stateful`).
     """
 
-    def __init__(self, masks: Masks) -> None:
-        self._masks = masks
+    def __init__(self, masks: Masks, *, stateful: bool = False) -> None:
+        self._masks, self._stateful = masks, stateful
         self._open: set[Sequence] = set()
         self._blocked = False
 
@@ -201,8 +204,9 @@ class Constraints:
             return True
         if sequence.is_held:
             return ahead == 0 and not self._blocked and sequence.held is not None and sequence.held.mask is not None
-        # What the sampler counted of a row that is dropped it would count twice.
-        return ahead == 0 or (_is_free(sequence, ahead) and not (sequence.stateful and sequence.held is not None))
+        # What the sampler counted of a row that is dropped it would count twice; and a state cannot be taken back.
+        counted = self._stateful or sequence.stateful
+        return ahead == 0 or (_is_free(sequence, ahead) and not (counted and sequence.held is not None))
 
     def masks(self, rows: Iterable[DecodePlan]) -> dict[int, np.ndarray]:
         """The masks of a plan's rows, by row."""

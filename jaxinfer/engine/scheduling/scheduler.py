@@ -70,7 +70,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._prefill = PrefillPlanner(engine, self._pages, self._charge_prompt)
         self._drafts = None if drafter is None else DraftPlanner(engine, self._pages, drafter, self.stats, clock)
-        self._constraints = Constraints(masks or Masks(None, 0))
+        self._constraints = Constraints(masks or Masks(None, 0), stateful=engine.num_states > 0)
         self._decode = DecodePlanner(engine, self._pages, self._drafts, self._constraints)
         self._siblings = Siblings(self._enqueue)
         self._running: dict[int, Sequence] = {}
