@@ -1,7 +1,8 @@
 """A device that holds hashes in place of keys and values, and sequences that know what they must read back.
 
 What a token leaves in the cache depends on everything before it and on the program that computed it. So does its hash:
-a page that is shared wrongly, copied too late or written while shared reads back as something else.
+a page that is shared wrongly, copied too late or written while shared reads back as something else. A state is the hash
+of the last token that it has seen.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 from jaxinfer.kv.manager import KVConfig, KVManager, Swapped
 from jaxinfer.kv.moves import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.types import STATE
 
 GARBAGE = -1
 
@@ -65,7 +67,8 @@ class FakeDevice:
     def __init__(self, kv: KVManager) -> None:
         config: KVConfig = kv.config
         self.kv, self.size, self.windows = kv, config.page_size, config.windows
-        self.pages = [[[GARBAGE] * self.size for _ in range(config.pages)] for _ in config.windows]
+        counts = [config.states if window == STATE else config.pages for window in config.windows]
+        self.pages = [[[GARBAGE] * self.size for _ in range(count)] for count in counts]
         self.host: list[list[list[int] | None] | None] = [None] * config.host_pages
 
     def move(self, exports: list[Export], copies: list[Copy], imports: list[Import]) -> None:
@@ -96,13 +99,16 @@ class FakeDevice:
 
     def compute(self, sequence: FakeSequence, others: list[FakeSequence]) -> None:
         """Run the scheduled tokens of a sequence; nobody else may see the pages that it writes."""
+        self._verify_state(sequence)
         for at in range(sequence.launched, sequence.scheduled):
-            for group in range(len(self.windows)):
+            for group, window in enumerate(self.windows):
                 page = int(self.kv.tables[group, sequence.slot, at // self.size])
+                if window == STATE and page == len(self.pages[group]):
+                    continue  # none is kept of this page
                 for other in others:
                     assert other is sequence or not self._shows(group, other, page), "a shared page was written"
                 assert self.kv._store.pools[group].owner(page) is None, "a cached page was written"
-                self.pages[group][page][at % self.size] = sequence.expected[at]
+                self.pages[group][page][0 if window == STATE else at % self.size] = sequence.expected[at]
         sequence.launched = sequence.scheduled
 
     def _shows(self, group: int, sequence: FakeSequence, page: int) -> bool:
@@ -111,12 +117,25 @@ class FakeDevice:
 
     def verify(self, sequence: FakeSequence) -> None:
         """All that the next query sees reads back as this sequence's own."""
+        self._verify_state(sequence)
         for group, window in enumerate(self.windows):
+            if window == STATE:
+                continue
             first = 0 if window is None else max(0, sequence.launched - window + 1)
             table = self.kv.tables[group, sequence.slot]
             for at in range(first, sequence.launched):
                 found = self.pages[group][table[at // self.size]][at % self.size]
                 assert found == sequence.expected[at], f"group {group}: position {at} of {sequence.launched} is wrong"
+
+
+    def _verify_state(self, sequence: FakeSequence) -> None:
+        """The state that the next token goes on from is that behind the token before."""
+        for group, window in enumerate(self.windows):
+            if window == STATE and sequence.launched:
+                page = int(self.kv.tables[group, sequence.slot, (sequence.launched - 1) // self.size])
+                assert page < len(self.pages[group]), f"no state is kept at position {sequence.launched}"
+                found = self.pages[group][page][0]
+                assert found == sequence.expected[sequence.launched - 1], f"the state at {sequence.launched} is wrong"
 
 
 def check_order(kv: KVManager) -> None:

@@ -1,5 +1,6 @@
 """Random lives of sequences against a device that holds bytes: every slot always reads back exactly its own tokens."""
 
+import itertools
 import random
 
 import pytest
@@ -8,11 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from jaxinfer.kv.manager import KVConfig, KVManager
+from jaxinfer.types import STATE
 from tests.kv.fake_device import FakeDevice, FakeSequence, check_order
 
 pytestmark = pytest.mark.attack
 
-PAGE, PAGES, SLOTS, WIDTH = 4, 14, 4, 8
+PAGE, PAGES, SLOTS, WIDTH, STATES = 4, 14, 4, 8, 9
 # Few beginnings, so that most prompts meet pages of others, whole or in part.
 BEGINNINGS = [(1,) * 9, (1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 3), (1, 1, 2), (5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8, 5, 6)]
 PICK = st.integers(0, SLOTS - 1)
@@ -196,12 +198,15 @@ class Cache(RuleBasedStateMachine):
         assert next(self.kv._store.tree.nodes(), None) is None
 
 
-@pytest.mark.parametrize("windows", [(None,), (8,), (None, 6)], ids=str)
-@pytest.mark.parametrize("host_pages", [0, 7])
+@pytest.mark.parametrize(
+    ("windows", "host_pages"),
+    [*itertools.product([(None,), (8,), (None, 6)], [0, 7]), ((None, STATE), 0), ((None, 6, STATE), 0)],
+    ids=str,
+)
 @pytest.mark.parametrize("caching", [True, False])
 def test_every_slot_reads_back_its_own_tokens(windows, host_pages, caching):
     class Configured(Cache):
-        config = KVConfig(PAGES, PAGE, SLOTS, WIDTH, windows, host_pages, caching)
+        config = KVConfig(PAGES, PAGE, SLOTS, WIDTH, windows, host_pages, caching, STATES)
 
     examples = 20 if caching else 10
     run_state_machine_as_test(
@@ -253,12 +258,15 @@ def _allowed(machine: Cache, name: str) -> bool:
     return bool(machine.running) and (free or name != "fork")
 
 
-@pytest.mark.parametrize("windows", [(None,), (8,), (None, 6), (5, 11)], ids=str)
-@pytest.mark.parametrize("host_pages", [0, 3, 9])
+@pytest.mark.parametrize(
+    ("windows", "host_pages"),
+    [*itertools.product([(None,), (8,), (None, 6), (5, 11)], [0, 3, 9]), ((None, STATE), 0), ((6, STATE), 0)],
+    ids=str,
+)
 @pytest.mark.parametrize("steps", [300, pytest.param(8_000, marks=pytest.mark.slow)])
 def test_a_long_life(windows, host_pages, steps):
     class Configured(Cache):
-        config = KVConfig(PAGES, PAGE, SLOTS, WIDTH, windows, host_pages)
+        config = KVConfig(PAGES, PAGE, SLOTS, WIDTH, windows, host_pages, states=STATES)
 
     machine, rng = Configured(), random.Random(repr((windows, host_pages, steps)))
     rules = WEIGHTS | RARE
