@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-
 from jaxinfer.brief import Brief
 from jaxinfer.sampling_params import SamplingParams
 
@@ -231,11 +229,11 @@ class StateSpec(Brief):
 
     Attributes:
         shape: the first dimension is spread over devices as heads are.
-        dtype: None: the model's.
+        exact: float32 whatever the model's dtype, in which it is otherwise.
     """
 
     shape: tuple[int, ...]
-    dtype: str | None = None
+    exact: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -265,7 +263,7 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = {
     "fp8_e4m3": "float8_e4m3fn",
     "int8": "int8",
 }
-_SCALE_BYTES = 4  # float32
+_FLOAT32_BYTES = 4
 
 STATE = 0
 """The window of the group of states, in which a page has room for the states of one sequence behind its last token in
@@ -351,7 +349,7 @@ class CacheSpec(Brief):
         elements = math.prod(self.pool_shape(1, page_size, devices))
         scales = math.prod(self.scales_shape(1, page_size, devices))
         # Without a layer that attends a page is an entry of tables alone.
-        return max(1, layers * (elements * (1 if self.dtype else itemsize) + scales * _SCALE_BYTES))
+        return max(1, layers * (elements * (1 if self.dtype else itemsize) + scales * _FLOAT32_BYTES))
 
     def bytes_per_state(self, itemsize: int, devices: int = 1, stages: int = 1) -> int:
         """Bytes of the states of one sequence in all layers, as `bytes_per_page`."""
@@ -366,8 +364,8 @@ class CacheSpec(Brief):
 
 
 def _state_bytes(layer: LayerSpec, itemsize: int, devices: int) -> int:
-    sizes = ((math.prod(state.shape), state.dtype) for state in layer.states)
-    return sum(count // devices * (itemsize if dtype is None else np.dtype(dtype).itemsize) for count, dtype in sizes)
+    sizes = ((math.prod(state.shape), _FLOAT32_BYTES if state.exact else itemsize) for state in layer.states)
+    return sum(count // devices * size for count, size in sizes)
 
 
 def _most_in_stage(layers: list[int], stages: int) -> int:

@@ -28,6 +28,7 @@ EVERY = {
     "max_num_batched_tokens": (["--max-num-batched-tokens", "512"], 512),
     "page_size": (["--page-size", "16"], 16),
     "num_pages": (["--num-pages", "99"], 99),
+    "num_states": (["--num-states", "9"], 9),
     "kv_cache_dtype": (["--kv-cache-dtype", "int8"], "int8"),
     "activation_dtype": (["--activation-dtype", "int8"], "int8"),
     "kv_cache_bytes": (["--kv-cache-bytes", "1000"], 1000),

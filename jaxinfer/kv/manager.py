@@ -13,79 +13,11 @@ from jaxinfer.kv.journal import Journal
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.prefix import Match, find_prefix
 from jaxinfer.kv.radix import Node, PageKeys
+from jaxinfer.kv.records import KVConfig, KVUsage, SlotPages, Swapped
 from jaxinfer.kv.store import PageStore, check_tree
 from jaxinfer.types import STATE
 
 __all__ = ["KVConfig", "KVManager", "KVUsage", "Match", "Swapped"]
-
-
-@dataclasses.dataclass(frozen=True)
-class KVConfig:
-    """Sizes of the cache.
-
-    Attributes:
-        pages: of each group.
-        page_size: tokens per page.
-        slots: sequences that run at once, and forks of them.
-        width: most pages of one sequence.
-        windows: of each group; None: every token is seen for ever; `STATE`: the group of states.
-        states: pages of that group.
-        host_pages: pages in host memory, for sequences that are swapped out and for what is evicted.
-        prefix_caching: whether pages outlive their sequences and are shared with later ones.
-    """
-
-    pages: int
-    page_size: int
-    slots: int
-    width: int
-    windows: tuple[int | None, ...] = (None,)
-    host_pages: int = 0
-    prefix_caching: bool = True
-    states: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class KVUsage:
-    """Pages of the group with fewest left: free + cached + held (in use) = total. Host pages: swapped and cached."""
-
-    total: int
-    free: int
-    cached: int
-    held: int
-    host_total: int
-    host_used: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Swapped:
-    """Pages of a sequence in host memory, in order. Group g has none before page ``firsts[g]``; ``era``: see
-    `_SlotPages`."""
-
-    hosts: tuple[int, ...]
-    firsts: tuple[int, ...]
-    era: int
-
-
-@dataclasses.dataclass(slots=True)
-class _SlotPages:
-    """Pages of a slot: ``pages[group][page]``, -1 before ``firsts[group]``, and of states where none is kept.
-
-    The first ``published`` pages are known to the tree, down to ``cursor``. The first ``sealed`` ones are full and may
-    be shared: they are not written any more. ``born`` is the batch in which the slot was filled, ``era`` counts the
-    resets before its first token was computed: pages of an earlier era are nobody else's any more.
-    """
-
-    pages: list[list[int]]
-    firsts: list[int]
-    cursor: Node | None
-    published: int
-    sealed: int
-    born: int
-    era: int
-
-    @property
-    def count(self) -> int:
-        return len(self.pages[0])
 
 
 class KVManager:
@@ -105,7 +37,7 @@ class KVManager:
         self.tables = np.zeros((len(config.windows), config.slots, config.width), np.int32)
         self._store = PageStore(config.pages, config.page_size, config.windows, config.host_pages, config.states)
         self._counts = np.zeros(config.slots, np.int32)
-        self._slots: dict[int, _SlotPages] = {}
+        self._slots: dict[int, SlotPages] = {}
         self._swapped: set[Swapped] = set()
         self._era = 0
         self._groups = range(len(config.windows))
@@ -230,12 +162,12 @@ class KVManager:
             self._copy(tuple(pages[full] for pages in source.pages), entry, full)
         return True
 
-    def _has_state(self, source: _SlotPages, length: int) -> bool:
+    def _has_state(self, source: SlotPages, length: int) -> bool:
         """Whether the state behind so many tokens is still there, or there are no states."""
         full, rest = divmod(length, self.config.page_size)
         return self._state is None or not length or (not rest and source.pages[self._state][full - 1] >= 0)
 
-    def _may_copy(self, source: _SlotPages, index: int) -> bool:
+    def _may_copy(self, source: SlotPages, index: int) -> bool:
         """Whether a page can be copied in this batch, which moves what it moves after its copies."""
         moves, pages = self._store.moves, [pages[index] for pages in source.pages]
         comes = source.born == moves.batch or any(moves.arrives(*place) for place in enumerate(pages))
@@ -379,7 +311,7 @@ class KVManager:
         for slot, entry in self._slots.items():
             self._check_slot(slot, entry)
 
-    def _check_slot(self, slot: int, entry: _SlotPages) -> None:
+    def _check_slot(self, slot: int, entry: SlotPages) -> None:
         if self._counts[slot] != entry.count or not entry.published <= entry.sealed <= entry.count:
             raise AssertionError(
                 f"slot {slot}: {entry.published} published, {entry.sealed} sealed, {entry.count} pages"
@@ -407,14 +339,14 @@ class KVManager:
             raise ValueError(f"{length} tokens need {count} pages, a sequence can have {self.config.width}")
         return count
 
-    def _new(self, firsts: list[int], cursor: Node | None, published: int, era: int | None = None) -> _SlotPages:
+    def _new(self, firsts: list[int], cursor: Node | None, published: int, era: int | None = None) -> SlotPages:
         pages: list[list[int]] = [[] for _ in self._groups]
         era = self._era if era is None else era
-        entry = _SlotPages(pages, firsts, None, published, published, self._store.moves.batch, era)
+        entry = SlotPages(pages, firsts, None, published, published, self._store.moves.batch, era)
         self._move_cursor(entry, cursor)
         return entry
 
-    def _move_cursor(self, entry: _SlotPages, node: Node | None) -> None:
+    def _move_cursor(self, entry: SlotPages, node: Node | None) -> None:
         old, entry.cursor = entry.cursor, node
         if node is not None:
             node.pins += 1
@@ -422,7 +354,7 @@ class KVManager:
             old.pins -= 1
             self._store.tree.prune(old)
 
-    def _cursor_at(self, entry: _SlotPages, pages: int) -> tuple[Node | None, int]:
+    def _cursor_at(self, entry: SlotPages, pages: int) -> tuple[Node | None, int]:
         """The tree's node of a slot's last published page among the first ``pages``, and how many are published."""
         node, published = entry.cursor, entry.published
         while published > pages:
@@ -439,7 +371,7 @@ class KVManager:
         one before if nobody can go on from the last one later."""
         return 1 + bool(length % self.config.page_size and self.config.prefix_caching)
 
-    def _grow(self, slot: int, entry: _SlotPages, more: int, length: int) -> None:
+    def _grow(self, slot: int, entry: SlotPages, more: int, length: int) -> None:
         """Append ``more`` fresh pages to the slot, none before a group's first one; with them it has room for
         ``length`` tokens."""
         start, kept = self._counts[slot], self._needs(more, length)
@@ -452,7 +384,7 @@ class KVManager:
         self._slots[slot] = entry
         self._counts[slot] = entry.count
 
-    def _copy(self, source: Pages | int, entry: _SlotPages, index: int) -> None:
+    def _copy(self, source: Pages | int, entry: SlotPages, index: int) -> None:
         """Fill a fresh page from device pages, or from a host page (which is pinned)."""
         moves, target = self._store.moves, tuple(pages[index] for pages in entry.pages)
         if isinstance(source, int):
@@ -460,7 +392,7 @@ class KVManager:
         else:
             moves.copy_page(source, target, self._store.pools)
 
-    def _replace(self, slot: int, entry: _SlotPages, index: int, pages: list[int]) -> None:
+    def _replace(self, slot: int, entry: SlotPages, index: int, pages: list[int]) -> None:
         for group, page in enumerate(pages):
             if page != entry.pages[group][index]:
                 entry.pages[group][index] = page

@@ -89,7 +89,8 @@ def with_states(
 
     def made(layer: LayerSpec) -> Pool:
         own = next(pages) if layer.attends else None
-        arrays = tuple(jnp.zeros((states, *s.shape), s.dtype or dtype, device=sharding) for s in layer.states)
+        kinds = [(each.shape, jnp.float32 if each.exact else dtype) for each in layer.states]
+        arrays = tuple(jnp.zeros((states, *shape), kind, device=sharding) for shape, kind in kinds)
         return own if own is not None and not arrays else StatePool(arrays, own)
 
     return [made(layer) for layer in spec.layers]

@@ -74,7 +74,7 @@ class GatedDeltaNet(Layer):
 
 def states(heads: int, values: int, key: int, value: int, taps: int) -> tuple[StateSpec, StateSpec]:
     """The states of a `GatedDeltaNet`: the last inputs of its convolution, and what it remembers."""
-    return StateSpec((heads, 2 * key + values * value, taps - 1)), StateSpec((heads * values, key, value), "float32")
+    return StateSpec((heads, 2 * key + values * value, taps - 1)), StateSpec((heads * values, key, value), exact=True)
 
 
 def _unit(x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:

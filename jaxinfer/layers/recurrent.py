@@ -1,4 +1,4 @@
-"""Recurrences: what layers with a state of fixed size compute, independent of where states are kept (docs/states.md)."""
+"""Recurrences: what layers with a state of fixed size compute, wherever states are kept (docs/states.md)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recur(
 
     Args:
         inputs: arrays ``[*rows, ...]``; without a state the last of ``rows`` is time.
-        spec: of the state; ``dtype`` where it names none.
+        spec: of the state; ``dtype``: the model's.
     """
     if state is not None:
         assert isinstance(attend, Recur)
@@ -47,7 +47,7 @@ def recur(
     count = math.prod(batch)
     cut = jax.tree.map(lambda x: x.reshape(count, time, *x.shape[len(rows) :]), inputs)
     padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -time % _SIZE), *[(0, 0)] * (x.ndim - 2)]), cut)
-    zeros = jnp.zeros((count, *spec.shape), spec.dtype or dtype)
+    zeros = jnp.zeros((count, *spec.shape), jnp.float32 if spec.exact else dtype)
     outputs, _ = function(padded, zeros, jnp.full(count, time), _SIZE)
     return jax.tree.map(lambda x: x[:, :time].reshape(*rows, *x.shape[2:]), outputs), None
 
@@ -77,7 +77,10 @@ def _short_conv(
 
 
 def linear_recurrence(
-    inputs: tuple[jax.Array, ...], state: Float[Array, "batch heads key value"], lengths: Int[Array, " batch"], size: int
+    inputs: tuple[jax.Array, ...],
+    state: Float[Array, "batch heads key value"],
+    lengths: Int[Array, " batch"],
+    size: int,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:
     """`Recurrence` of linear attention: ``inputs`` are those of `linear_attention.chunks`, with or without beta."""
     q, k, v, decay, *beta = inputs

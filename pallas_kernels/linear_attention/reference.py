@@ -18,8 +18,8 @@ def step(
     """One token: the output, and the state after it.
 
     Without ``beta`` this is gated linear attention, and with q = C, k = B, v = dt x the recurrence of Mamba-2 (Dao & Gu
-    2024): ``S = exp(decay) S + k v^T``, ``out = S^T q``. With it the gated delta rule (Yang et al. 2024): what the state
-    has under ``k`` is taken out first, ``S += beta k (v - S^T k)^T``.
+    2024): ``S = exp(decay) S + k v^T``, ``out = S^T q``. With it the gated delta rule (Yang et al. 2024): what the
+    state has under ``k`` is taken out first, ``S += beta k (v - S^T k)^T``.
     """
     state = state * jnp.exp(decay)[..., None, None]
     if beta is not None:

@@ -127,7 +127,6 @@ class FakeDevice:
                 found = self.pages[group][table[at // self.size]][at % self.size]
                 assert found == sequence.expected[at], f"group {group}: position {at} of {sequence.launched} is wrong"
 
-
     def _verify_state(self, sequence: FakeSequence) -> None:
         """The state that the next token goes on from is that behind the token before."""
         for group, window in enumerate(self.windows):
