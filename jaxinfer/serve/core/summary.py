@@ -24,6 +24,7 @@ def summary(model: Model, config: ResolvedEngine) -> str:
             f"engine: {_devices(config)}",
             f"weights {_size(sum(array_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(model.params)))}",
             _pool(config, spec.bytes_per_page(config.page_size, model.dtype.itemsize, 1)),
+            *_states(config, spec.bytes_per_state(model.dtype.itemsize)),
             f"attention by {_backend(model, config, spec)}",
             "compiled programs are not kept" if folder is None else f"compiled programs are kept in {folder}",
         ]
@@ -45,6 +46,12 @@ def _pool(config: ResolvedEngine, page_bytes: int) -> str:
         f"KV cache {_size(pools * config.num_pages * page_bytes)} for {tokens} tokens: "
         f"room for {longest} sequences of {config.max_model_len} ({config.max_num_seqs} run at once)"
     )
+
+
+def _states(config: ResolvedEngine, state_bytes: int) -> list[str]:
+    """Tell the room for states, where the model has any."""
+    count = config.data_parallel_size * config.num_states
+    return [f"{count} states {_size(count * state_bytes)}"] if count else []
 
 
 def _backend(model: Model, config: ResolvedEngine, spec: CacheSpec) -> str:
