@@ -74,6 +74,7 @@ class Grouped:
         ordered: columns are not in the order of the inputs.
         activations: what inputs are rounded to before the product: "" (nothing), "int8" or "float8_e4m3fn", a scale
             for each token and ``activation_group`` inputs (0: all).
+        activation_bound: of what a scale of inputs is made of: larger inputs become it; 0: there is none.
         static: inputs have one scale, from the checkpoint, instead.
         groups_first: scales and zeros lie as [in / group, *out], as the kernels of a GPU read them.
         int8_steps: what the largest input of a token becomes in "int8". compressed-tensors has 127.5: whether such a
@@ -90,6 +91,7 @@ class Grouped:
     ordered: bool = False
     activations: str = ""
     activation_group: int = 0
+    activation_bound: float = 0.0
     static: bool = False
     int8_steps: float = 127.5
     outliers: float = 0.0

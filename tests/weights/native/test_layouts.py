@@ -34,6 +34,7 @@ LAYOUTS: dict[str, Layout] = {
     "act-order": Grouped("int8", 16, ordered=True),
     "groups first": Grouped("int4", 16, zeros=True, groups_first=True),
     "activations": Grouped("float8_e4m3fn", 64, activations="float8_e4m3fn", static=True, factor=0.5),
+    "bounded": Grouped("float8_e4m3fn", 64, activations="float8_e4m3fn", activation_bound=1200.0),
     "codebook": Codebook(tuple(map(float, range(16))), 16, "uint8", nested=32, scale_table=(0.5,) * 256),
     "divided": Codebook(tuple(map(float, range(16))), 16, "float8_e4m3fn", divided=True),
     "ggml": Blocks("Q8_0"),
