@@ -120,7 +120,7 @@ def test_outliers_are_not_rounded(size: float) -> None:
 
 
 def test_a_bound_of_what_scales_are_made_of() -> None:
-    """fbgemm's ``activation_scale_ub``: a scale is min(largest, bound) / 448, and what lies beyond becomes the bound."""
+    """fbgemm's ``activation_scale_ub``: a scale is min(largest, bound) / 448, and what lies beyond becomes it."""
     x, bound = inputs(9), 12.5
     found = jax.jit(lambda x: rounded(x, Grouped(FP8, INPUTS, activations=FP8, activation_bound=bound)).plain())(x)
     expected = rounded_in_numpy(np.clip(x, -bound, bound), FP8, 0)

@@ -4,8 +4,8 @@ A weight X is ``X.weight`` float8_e4m3fn [out, in] with ``X.weight_scale`` [out,
 transformers keeps as one tensor are ``X`` [experts, in, out] with ``X_scale``: [experts, 1, out] of gate and up,
 [experts, out, 1] of down. Modules that were not converted have a plain ``X.weight``.
 
-Inputs are rounded token by token. A scale is a token's largest number, at most ``activation_scale_ub``, over 448: inputs
-beyond that bound become it.
+Inputs are rounded token by token. A scale is a token's largest number, at most ``activation_scale_ub``, over 448:
+inputs beyond that bound become it.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ FIELDS = {"codes": "int4", "group": 32}
 GROUPED = {"kind": "quantised", "layout": "Grouped", "fields": FIELDS}
 LAYOUTS: dict[str, Layout] = {
     "groups": Grouped("int4", 32, "bfloat16", zeros=True),
+    "biases": Grouped("int8", 32, "bfloat16", biased=128),
     "act-order": Grouped("int8", 16, ordered=True),
     "groups first": Grouped("int4", 16, zeros=True, groups_first=True),
     "activations": Grouped("float8_e4m3fn", 64, activations="float8_e4m3fn", static=True, factor=0.5),
