@@ -19,6 +19,7 @@ _TEXT = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -31,6 +32,12 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3_vl_text": {"rope_theta": 5e5},
+    "qwen3_vl_moe_text": {
+        "rope_theta": 5e5,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+    },
 }
 """What transformers takes where such a ``text_config`` says nothing, and the text model alone has another default."""
 
@@ -43,6 +50,7 @@ _WRAPPERS = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Llama4ForConditionalGeneration": "llama4_text",
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",

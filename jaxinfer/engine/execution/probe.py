@@ -186,7 +186,9 @@ class Probe:
         if self._state is not None:
             whole[self._state], page = self._engine.num_states, self._engine.page_size
             for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-                whole[self._state, index, max(start - 1, 0) // page] = self._engine.num_states - 1 if untouched else index
+                whole[self._state, index, max(start - 1, 0) // page] = (
+                    self._engine.num_states - 1 if untouched else index
+                )
                 whole[self._state, index, (start + length - 1) // page] = index
         return PrefillBatch(tokens, starts, lengths, whole)
 

@@ -229,9 +229,7 @@ def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]
 def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[Pool], Any, Any]]:
     spec = stage.model.cache_spec
 
-    def chunks(
-        params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any
-    ) -> tuple[list[Pool], Any, Any]:
+    def chunks(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> tuple[list[Pool], Any, Any]:
         attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
         index = jnp.arange(batch.tokens.shape[1])
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
