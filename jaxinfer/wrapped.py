@@ -34,12 +34,18 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_text": {"rope_theta": 5e5},
     "qwen3_vl_moe_text": {
         "rope_theta": 5e5,
-        "norm_topk_prob": True,
+        "num_experts": 60,
         "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
         "moe_intermediate_size": 1408,
+        "max_position_embeddings": 128000,
     },
 }
 """What transformers takes where such a ``text_config`` says nothing, and the text model alone has another default."""
+
+_FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""What transformers takes whatever such a ``text_config`` says."""
 
 _WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
@@ -86,6 +92,7 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind not in _TEXT:
         return config_json
     fields = {**_DEFAULTS.get(kind, {}), **outer, **(inner if isinstance(inner, dict) else {}), **_shared(outer)}
+    fields |= _FIXED.get(kind, {})
     architecture, model_type = _TEXT[kind]
     return {**fields, **_plain_rope(fields), "architectures": [architecture], "model_type": model_type}
 

@@ -77,10 +77,7 @@ def _short_conv(
 
 
 def linear_recurrence(
-    inputs: tuple[jax.Array, ...],
-    state: Float[Array, "batch heads key value"],
-    lengths: Int[Array, " batch"],
-    size: int,
+    inputs: tuple[jax.Array, ...], state: Float[Array, "batch heads key value"], lengths: Int[Array, " batch"], size: int
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:
     """`Recurrence` of linear attention: ``inputs`` are those of `linear_attention.chunks`, with or without beta."""
     q, k, v, decay, *beta = inputs

@@ -48,7 +48,7 @@ class GraniteConfig(LlamaConfig):
         return GraniteConfig(**llama_fields(read), **multipliers(read))
 
 
-def multipliers(read: ConfigReader) -> dict[str, float]:
+def multipliers(read: ConfigReader) -> dict[str, Any]:
     """Read what `GraniteConfig` has beyond Llama's fields; raises ConfigError."""
     scaling = read.number("logits_scaling", 1.0)
     read.require(scaling != 0.0, "logits_scaling", "must not be 0")

@@ -286,10 +286,7 @@ def _together(cfg: Qwen3NextConfig, prefix: str, channels: int) -> dict[str, Any
     """Projections of one tensor each, whose rows lie by key heads."""
     wide = channels + cfg.values * cfg.value_dim
     shapes = {"qkvz": ("in_proj_qkvz", wide), "ba": ("in_proj_ba", 2 * cfg.values)}
-    return {
-        name: _projection(cfg, width, [_rows(cfg, f"{prefix}.{tensor}", width, 0, width)])
-        for name, (tensor, width) in shapes.items()
-    }
+    return {name: _projection(cfg, width, [_rows(cfg, f"{prefix}.{tensor}", width, 0, width)]) for name, (tensor, width) in shapes.items()}
 
 
 def _apart(cfg: Qwen3NextConfig, prefix: str, widths: Mapping[str, int]) -> dict[str, Any]:
@@ -308,9 +305,7 @@ def _apart(cfg: Qwen3NextConfig, prefix: str, widths: Mapping[str, int]) -> dict
         for first, width in _places(widths)
     ]
     gate, both = widths["v"], 2 * cfg.values
-    gates = [
-        _rows(cfg, f"{prefix}.in_proj_{name}", cfg.values, index * cfg.values, both) for index, name in enumerate("ba")
-    ]
+    gates = [_rows(cfg, f"{prefix}.in_proj_{name}", cfg.values, index * cfg.values, both) for index, name in enumerate("ba")]
     z = _rows(cfg, f"{prefix}.in_proj_z", gate, channels, channels + gate)
     return {"qkvz": _projection(cfg, channels + gate, [*parts, z]), "ba": _projection(cfg, both, gates)}
 

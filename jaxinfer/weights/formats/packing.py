@@ -73,9 +73,8 @@ def _of_bytes(stream: np.ndarray, size: int) -> np.ndarray:
     """Words of ``size`` bytes each; the last is filled up with zeros."""
     missing = -stream.shape[-1] % size
     whole = np.concatenate([stream, np.zeros((*stream.shape[:-1], missing), np.uint8)], axis=-1)
-    bytes_of = whole.reshape(*whole.shape[:-1], -1, size)
-    kind = np.uint32 if size <= 4 else np.uint64
-    result = np.zeros(bytes_of.shape[:-1], kind)
+    parts = whole.reshape(*whole.shape[:-1], -1, size)
+    result = np.zeros(parts.shape[:-1], np.uint32 if size <= 4 else np.uint64)
     for index in range(size):
-        result |= bytes_of[..., index].astype(kind) << kind(8 * index)
+        result |= parts[..., index].astype(result.dtype) << 8 * index
     return result
