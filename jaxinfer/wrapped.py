@@ -19,6 +19,7 @@ _TEXT = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -31,8 +32,20 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3_vl_text": {"rope_theta": 5e5},
+    "qwen3_vl_moe_text": {
+        "rope_theta": 5e5,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "max_position_embeddings": 128000,
+    },
 }
 """What transformers takes where such a ``text_config`` says nothing, and the text model alone has another default."""
+
+_FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""What transformers takes whatever such a ``text_config`` says."""
 
 _WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
@@ -43,6 +56,7 @@ _WRAPPERS = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Llama4ForConditionalGeneration": "llama4_text",
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
@@ -78,6 +92,7 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind not in _TEXT:
         return config_json
     fields = {**_DEFAULTS.get(kind, {}), **outer, **(inner if isinstance(inner, dict) else {}), **_shared(outer)}
+    fields |= _FIXED.get(kind, {})
     architecture, model_type = _TEXT[kind]
     return {**fields, **_plain_rope(fields), "architectures": [architecture], "model_type": model_type}
 

@@ -17,6 +17,13 @@ from tests.models.parity import load_case
 from tools.oracle.golden import load, write_checkpoint
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "models"
+SMALL = {
+    "model_type": "qwen3_vl_moe_text",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+}
 MISTRAL = {"model_type": "mistral", "hidden_size": 64, "dtype": "bfloat16"}
 
 
@@ -47,6 +54,16 @@ def test_rotary_embeddings_in_three_dimensions_are_plain_for_a_text() -> None:
     mrope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     found = text_model(wrapper("Qwen2_5_VLForConditionalGeneration", rope_scaling=mrope))
     assert found["rope_scaling"] == {"type": "default", "mrope_section": [16, 24, 24]}
+
+
+def test_a_mixture_inside_of_qwen3_vl_has_its_own_defaults() -> None:
+    """transformers normalises its experts' weights whatever is said, and has fewer experts than Qwen3 alone."""
+    config = abstract(wrapper("Qwen3VLMoeForConditionalGeneration", text_config=SMALL), "float32").config
+    assert (config.rule.renormalise, config.rule.top_k, config.experts, config.expert_size) == (True, 4, 60, 1408)
+    assert (config.rope.theta, config.kv_heads) == (5e5, 16)
+    said = {**SMALL, "norm_topk_prob": False, "num_experts": 8, "rope_theta": 5e6}
+    config = abstract(wrapper("Qwen3VLMoeForConditionalGeneration", text_config=said), "float32").config
+    assert (config.rule.renormalise, config.experts, config.rope.theta) == (True, 8, 5e6)
 
 
 def test_an_unknown_text_model_is_refused_by_the_wrappers_name() -> None:

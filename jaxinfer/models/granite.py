@@ -16,7 +16,7 @@ from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, llama_fields
 
 # What transformers takes where config.json leaves these out.
-_DEFAULTS = {
+DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -44,16 +44,20 @@ class GraniteConfig(LlamaConfig):
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GraniteConfig:
         """Read config.json; errors as of `decoder_fields`."""
-        read = ConfigReader(config, _DEFAULTS)
-        scaling = read.number("logits_scaling", 1.0)
-        read.require(scaling != 0.0, "logits_scaling", "must not be 0")
-        return GraniteConfig(
-            **llama_fields(read),
-            embedding_multiplier=read.number("embedding_multiplier", 1.0),
-            residual_multiplier=read.number("residual_multiplier", 1.0),
-            scale=read.number("attention_multiplier", 1.0),
-            logits_scaling=scaling,
-        )
+        read = ConfigReader(config, DEFAULTS)
+        return GraniteConfig(**llama_fields(read), **multipliers(read))
+
+
+def multipliers(read: ConfigReader) -> dict[str, Any]:
+    """Read what `GraniteConfig` has beyond Llama's fields; raises ConfigError."""
+    scaling = read.number("logits_scaling", 1.0)
+    read.require(scaling != 0.0, "logits_scaling", "must not be 0")
+    return {
+        "embedding_multiplier": read.number("embedding_multiplier", 1.0),
+        "residual_multiplier": read.number("residual_multiplier", 1.0),
+        "scale": read.number("attention_multiplier", 1.0),
+        "logits_scaling": scaling,
+    }
 
 
 class GraniteBlock(LlamaBlock):

@@ -24,6 +24,7 @@ from jaxinfer.models import (
     gpt_oss,
     gptj,
     granite,
+    granite_moe,
     hunyuan,
     llama,
     llama4,
@@ -111,6 +112,10 @@ QWEN3_NEXT = Family(
 )
 QWEN3_5_MOE = dataclasses.replace(QWEN3_NEXT, config=qwen3_next.Qwen3NextConfig.from_moe)
 QWEN3_5 = dataclasses.replace(QWEN3_NEXT, config=qwen3_next.Qwen3NextConfig.from_dense)
+GRANITE_MOE = Family(
+    granite_moe.GraniteMoeConfig.from_json, granite_moe.param_specs, cache_spec, granite_moe.GraniteMoe
+)
+GRANITE_MOE_SHARED = dataclasses.replace(GRANITE_MOE, config=granite_moe.GraniteMoeConfig.from_shared)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
@@ -157,6 +162,8 @@ FAMILIES: dict[str, Family] = {
     "PhimoeForCausalLM": PHIMOE,
     "PhiMoEForCausalLM": PHIMOE,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "YoutuForCausalLM": YOUTU,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,

@@ -118,10 +118,14 @@ class SparseBlock(Layer):
         cfg, eps = self.config, self.config.norm_eps if self.config.qk_norm else None
         sizes, biases = (cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer), (cfg.qkv_bias, cfg.out_bias)
         self.attention_norm = self.norm(cfg.norm_eps)
-        others = {name: getattr(cfg, name) for name in ("sinks", "qk_norm_whole", "interleaved")}
+        others = {name: getattr(cfg, name) for name in ("sinks", "qk_norm_whole", "interleaved")} | self.options()
         self.attention = Attention(*sizes, *biases, qk_norm_eps=eps, **others)
         self.mlp_norm = self.norm(cfg.norm_eps)
         self.mlp: Any = self._experts() if self.sparse else GatedMLP(cfg.activation)
+
+    def options(self) -> dict[str, Any]:
+        """Further attributes of `Attention`."""
+        return {}
 
     def _experts(self) -> MoE:
         cfg, shared = self.config, self.config.shared_size is not None

@@ -53,6 +53,8 @@ def rounded(
         largest = jnp.abs(grouped).max(-1)
         if along is not None and not layout.activation_group:
             largest = lax.pmax(largest, along)
+        if layout.activation_bound:
+            largest = jnp.minimum(largest, layout.activation_bound)
         most = jnp.full((), layout.int8_steps if layout.activations == "int8" else _FLOAT8_MAX, jnp.float32)
         scales = _quotient(jnp.maximum(largest, _LEAST), most)
     else:

@@ -61,7 +61,8 @@ class Layout(Protocol):
 class Grouped:
     """weight = (codes - zeros) * scales * factor, with a scale for each ``group`` neighbours along the inputs.
 
-    Parts: ``codes`` [*out, in]; ``scales`` [*out, in / group]; with ``zeros`` also ``zeros`` int8 [*out, in / group].
+    Parts: ``codes`` [*out, in]; ``scales`` [*out, in / group]; with ``zeros`` also ``zeros`` int8 [*out, in / group];
+    with ``biased`` ``biases`` [*out, in / group] of the scales' dtype: weight = (codes + biased) * scales + biases.
     Input parts: with ``ordered``, ``order`` int32 [in]: at which input a stored column stands; columns of a group lie
     side by side, whatever their inputs (act-order, Frantar et al. 2022). With ``static``, ``input_scale`` float32 [].
 
@@ -70,10 +71,12 @@ class Grouped:
         group: how many inputs share a scale; all of them: one scale a channel.
         scales: dtype of the scales.
         zeros: there are zero points.
+        biased: what codes were moved down by where a group has a bias, MLX's kind of zero point; 0: there are none.
         factor: of the whole weight.
         ordered: columns are not in the order of the inputs.
         activations: what inputs are rounded to before the product: "" (nothing), "int8" or "float8_e4m3fn", a scale
             for each token and ``activation_group`` inputs (0: all).
+        activation_bound: of what a scale of inputs is made of: larger inputs become it; 0: there is none.
         static: inputs have one scale, from the checkpoint, instead.
         groups_first: scales and zeros lie as [in / group, *out], as the kernels of a GPU read them.
         int8_steps: what the largest input of a token becomes in "int8". compressed-tensors has 127.5: whether such a
@@ -86,10 +89,12 @@ class Grouped:
     group: int
     scales: str = "float32"
     zeros: bool = False
+    biased: int = 0
     factor: float = 1.0
     ordered: bool = False
     activations: str = ""
     activation_group: int = 0
+    activation_bound: float = 0.0
     static: bool = False
     int8_steps: float = 127.5
     outliers: float = 0.0
@@ -101,6 +106,8 @@ class Grouped:
         parts = {"codes": Part((inputs,), self.codes), "scales": kind}
         if self.zeros:
             parts["zeros"] = dataclasses.replace(kind, dtype="int8")
+        if self.biased:
+            parts["biases"] = kind
         return parts
 
     def input_parts(self, inputs: int) -> dict[str, Part]:
@@ -113,7 +120,11 @@ class Grouped:
             own = {name: part if name == "codes" else jnp.moveaxis(part, 0, -1) for name, part in parts.items()}
         if self.zeros:
             codes = codes - _repeated(own["zeros"].astype(jnp.float32), codes)
+        if self.biased:
+            codes = codes + self.biased
         weight = codes * _repeated(own["scales"].astype(jnp.float32), codes)
+        if self.biased:
+            weight = weight + _repeated(own["biases"].astype(jnp.float32), codes)
         return weight if self.factor == 1.0 else weight * jnp.float32(self.factor)
 
 

@@ -212,7 +212,9 @@ def with_activations(tree: Any, kind: str) -> Any:
             return weight
         if kind == "none":
             return dataclasses.replace(weight, layout=dataclasses.replace(layout, activations=""))
-        if layout.codes != _KINDS[kind] or (kind == "int8" and (layout.group != weight.inputs or layout.zeros)):
+        if layout.codes != _KINDS[kind] or (
+            kind == "int8" and (layout.group != weight.inputs or layout.zeros or layout.biased)
+        ):
             return weight
         own = 0 if layout.group == weight.inputs else layout.group
         return dataclasses.replace(
@@ -237,8 +239,8 @@ def _for_kernels(weight: Quantized) -> Quantized:
         return weight
     if layout.groups_first or among & {"vocab", "expert"}:
         return weight
-    names = ("scales", "zeros") if layout.zeros else ("scales",)
-    arrays = {**weight.arrays, **{name: _groups_first(weight.arrays[name]) for name in names}}
+    own = {name: _groups_first(weight.arrays[name]) for name in layout.parts(weight.inputs) if name != "codes"}
+    arrays = {**weight.arrays, **own}
     return dataclasses.replace(weight, arrays=arrays, layout=dataclasses.replace(layout, groups_first=True))
 
 
@@ -293,11 +295,23 @@ def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any], along
         array: Array = arrays[name]
         return array.reshape(array.shape[0], -1) if layout.groups_first else array.reshape(-1, array.shape[-1]).T
 
+    if layout.biased:
+        plain = _grouped_product(x, dataclasses.replace(layout, biased=0), arrays, along).astype(jnp.float32)
+        return (plain + _of_biases(x, by_group("biases"), by_group("scales"), layout.biased)).astype(x.dtype)
     codes, scales = arrays["codes"], by_group("scales")
     if layout.factor != 1.0:
         scales = scales.astype(jnp.float32) * layout.factor
     zeros = by_group("zeros") if layout.zeros else None
     return quant_matmul.matmul(x, codes.reshape(-1, codes.shape[-1]), scales, zeros)
+
+
+def _of_biases(
+    x: Float[Array, "rows k"], biases: Float[Array, "groups n"], scales: Float[Array, "groups n"], moved: int
+) -> Float[Array, "rows n"]:
+    """What the biases of groups add to a product: each times the sum of the group's inputs, in float32."""
+    sums = x.astype(jnp.float32).reshape(x.shape[0], biases.shape[0], -1).sum(-1)
+    whole = biases.astype(jnp.float32) + moved * scales.astype(jnp.float32)
+    return lax.dot_general(sums, whole, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def _by_channels(x: Array, layout: Layout, parts: Mapping[str, Any], outs: tuple[int, ...]) -> Array:

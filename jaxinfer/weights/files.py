@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.types import ParamTree
-from jaxinfer.weights.errors import CheckpointError
-from jaxinfer.weights.formats import quantized_weights
+from jaxinfer.weights.formats import mlx, quantized_weights
 from jaxinfer.weights.formats.modelopt import quantization_config
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
+from jaxinfer.weights.stacks import with_experts
 from jaxinfer.weights.tree import with_names
 from jaxinfer.wrapped import OTHER_TENSORS, OTHERS, is_wrapper, spelling, text_model
 
@@ -73,12 +73,13 @@ class ModelFiles:
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
         """The parameters, with the names that this checkpoint gives to its tensors (see `Family.prefix`)."""
-        names = (*self.tensors.tensors, *self._stored[0])
+        shapes = {name: info.shape for name, info in self.tensors.tensors.items()}
+        shapes |= {name: weight.shape for name, weight in self._stored[0].items()}
         if self.wrapped:
-            return with_names(specs, spelling(names))
-        if any(name.startswith(prefix) for name in names):
-            return specs
-        return with_names(specs, lambda name: name.removeprefix(prefix))
+            specs = with_names(specs, spelling(shapes))
+        elif not any(name.startswith(prefix) for name in shapes):
+            specs = with_names(specs, lambda name: name.removeprefix(prefix))
+        return with_experts(specs, shapes)
 
     def ignored(self, patterns: Iterable[str]) -> tuple[str, ...]:
         """Patterns of tensors that are not read: those given, and what is around the model."""
@@ -114,20 +115,10 @@ def open_files(path: pathlib.Path) -> ModelFiles:
     """Reads config.json; weights are opened when they are asked for.
 
     Raises:
-        CheckpointError: see `read_json_object`; or the folder is of a kind whose weights are not read.
+        CheckpointError: see `read_json_object`.
     """
-    config = read_json_object(path / "config.json")
-    _refuse_mlx(path, config)
+    config = mlx.described(read_json_object(path / "config.json"))
     beside = path / "hf_quant_config.json"
     if "quantization_config" not in config and beside.exists():
         config = {**config, "quantization_config": quantization_config(read_json_object(beside))}
     return ModelFiles(path, text_model(config), wrapped=is_wrapper(config))
-
-
-def _refuse_mlx(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    found = config.get("quantization")
-    if isinstance(found, dict) and {"bits", "group_size"} <= found.keys():
-        what = f"{found['bits']!r:.8} bits in groups of {found['group_size']!r:.8}"
-        raise CheckpointError(
-            f"{path} is a folder of MLX, whose weights of {what} are not read: take the original model"
-        )

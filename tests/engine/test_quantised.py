@@ -12,7 +12,9 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import EngineConfigError
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.placement import device_bytes
+from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
+from jaxinfer.quant import with_activations
 from jaxinfer.quant.layouts import Grouped, Layout
 from tests.engine.test_identity import make_requests, run
 from tests.fakes import random_model
@@ -77,6 +79,48 @@ def assert_served_as_applied(model: Model, atol: float = 2e-5, **settings: Any):
     for at, (token, logprobs) in enumerate(zip(text[1:], served, strict=True)):
         assert logprobs is not None
         assert abs(logprobs[token].logprob - expected[at, token]) <= atol, at
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bnb-nf4-dq",
+        pytest.param("bnb-fp4-dq", marks=pytest.mark.slow),
+        pytest.param("bnb-int8", marks=pytest.mark.slow),
+    ],
+)
+def test_folders_of_bitsandbytes_are_served(test_data: pathlib.Path, name: str):
+    folder = test_data / "models" / "quantised" / name
+    with np.load(folder / "expected.npz") as expected:
+        prompt, logits = expected["input_ids"].tolist(), expected["logits_dequant_f32"]
+    assert_logprobs(served_folder(folder), prompt, logits)
+
+
+@pytest.mark.slow
+def test_int8_of_bitsandbytes_is_served_with_rounded_inputs(test_data: pathlib.Path):
+    llm = served_folder(test_data / "models" / "quantised" / "bnb-int8", activation_dtype="int8")
+    prompt = list(range(30, 50))
+    rounded = llm.model.apply(llm.model.params, jnp.asarray([prompt]))[0]
+    plain = llm.model.apply(with_activations(llm.model.params, "none"), jnp.asarray([prompt]))[0]
+    assert 0.01 < float(jnp.abs(rounded - plain).max()) < 1.0
+    assert_logprobs(llm, prompt, np.asarray(rounded))
+
+
+def served_folder(folder: pathlib.Path, **settings: Any) -> LLM:
+    model = load_model(str(folder), dtype="float32", show_progress=False)
+    return LLM(model, max_num_seqs=1, max_model_len=64, page_size=16, prefill_sizes=(32,), num_pages=8, **settings)
+
+
+def assert_logprobs(llm: LLM, prompt: list[int], logits: np.ndarray):
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+    output = llm.generate([prompt], params)[0]
+    expected = np.asarray(jax.nn.log_softmax(logits))
+    served = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+    tokens = [*prompt[1:], int(logits[-1].argmax())]
+    assert len(served) == len(tokens)
+    for at, (token, logprobs) in enumerate(zip(tokens, served, strict=True)):
+        assert logprobs is not None
+        assert abs(logprobs[token].logprob - expected[at, token]) <= 1e-4, at
 
 
 def test_the_plan_knows_what_four_bits_take(tmp_path: pathlib.Path):

@@ -88,6 +88,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_k": 2,
         "moe_intermediate_size": 20,
     },
+    "granitemoe": {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "num_local_experts": 6},
+    "granitemoeshared": {
+        "architectures": ["GraniteMoeSharedForCausalLM"],
+        "model_type": "granitemoeshared",
+        "num_local_experts": 6,
+        "shared_intermediate_size": 12,
+    },
 }
 
 PHI_ROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4} | {
@@ -163,6 +170,10 @@ def model(request: pytest.FixtureRequest) -> Model:
         ("ernie4_5_moe", {"moe_k": 7}, ["moe_k", "7", "6"]),
         ("ernie4_5_moe", {"moe_norm_min": -1.0}, ["moe_norm_min", "-1.0"]),
         ("ernie4_5_moe", {"moe_layer_end_index": "last"}, ["moe_layer_end_index", "last"]),
+        ("granitemoe", {"logits_scaling": 0}, ["logits_scaling", "0"]),
+        ("granitemoe", {"num_experts_per_tok": 7}, ["num_experts_per_tok", "7", "6"]),
+        ("granitemoe", {"residual_multiplier": "x"}, ["residual_multiplier", "'x'"]),
+        ("granitemoeshared", {"shared_intermediate_size": -1}, ["shared_intermediate_size", "-1"]),
     ],
 )
 def test_a_bad_field_is_named_with_its_value(family: str, changes: dict[str, Any], words: list[str]):
@@ -183,6 +194,10 @@ def test_what_is_left_out_is_what_transformers_takes():
     qwen3 = config("qwen3_moe", **bare)
     assert (qwen3.experts, qwen3.rule.top_k, qwen3.expert_size, qwen3.shared_size) == (128, 8, 768, None)
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 8)
+    granite = config("granitemoe", **bare, num_key_value_heads=None)
+    assert (granite.experts, granite.rule.top_k, granite.expert_size, granite.kv_heads) == (8, 2, 11008, 4)
+    assert (granite.scale, granite.logits_scaling, granite.max_position) == (1.0, 1.0, 2048)
+    assert config("granitemoeshared", shared_intermediate_size=None).shared_size is None
     oss = config("gpt_oss", **bare, sliding_window=None)
     assert (oss.experts, oss.rule.top_k, oss.expert_size) == (128, 4, 2880)
     assert (oss.rope.kind, oss.rope.factor, oss.rope.theta, oss.rope.truncate) == ("yarn", 32.0, 150000.0, False)

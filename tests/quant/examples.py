@@ -19,6 +19,7 @@ LAYOUTS: dict[str, Layout] = {
     "int8 in groups": Grouped("int8", 16, scales="float16", zeros=True),
     "int4": Grouped("int4", 32, scales="bfloat16"),
     "int4 with zeros": Grouped("int4", 32, zeros=True),
+    "int4 with biases": Grouped("int4", 32, scales="bfloat16", biased=8),
     "int4 in another order": Grouped("int4", 16, zeros=True, ordered=True),
     "fp8": Grouped("float8_e4m3fn", 32),
     "codebook": Codebook(TABLE, 16),

@@ -119,6 +119,17 @@ def test_outliers_are_not_rounded(size: float) -> None:
     assert large.any() == (size < 1)
 
 
+def test_a_bound_of_what_scales_are_made_of() -> None:
+    """fbgemm's ``activation_scale_ub``: a scale is min(largest, bound) / 448, and what lies beyond becomes it."""
+    x, bound = inputs(9), 12.5
+    found = jax.jit(lambda x: rounded(x, Grouped(FP8, INPUTS, activations=FP8, activation_bound=bound)).plain())(x)
+    expected = rounded_in_numpy(np.clip(x, -bound, bound), FP8, 0)
+    np.testing.assert_array_equal(found, expected)
+    assert (float(abs(found).max()), float(abs(x).max())) == (bound, 1e4)
+    beside = rounded(jnp.asarray(x[:4]), Grouped(FP8, INPUTS, activations=FP8)).plain()
+    np.testing.assert_array_equal(found[:4], beside)  # tokens within it
+
+
 @pytest.mark.parametrize("kind", ["int8", FP8])
 def test_a_scale_is_that_of_all_devices_parts(kind: str) -> None:
     x, layout = jnp.asarray(inputs(9)), Grouped(kind, INPUTS, activations=kind)

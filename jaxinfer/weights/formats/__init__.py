@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.weights.errors import CheckpointError
-from jaxinfer.weights.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from jaxinfer.weights.formats import awq, bitsandbytes, compressed_tensors, fbgemm, fp8, gptq, mlx, modelopt, mxfp4
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.tensors import RawTensors
 from jaxinfer.weights.quantized import StoredWeight
@@ -24,8 +24,10 @@ ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
         "awq": awq.weights,
         "bitsandbytes": bitsandbytes.weights,
         "compressed-tensors": compressed_tensors.weights,
+        "fbgemm_fp8": fbgemm.weights,
         "fp8": fp8.weights,
         "gptq": gptq.weights,
+        mlx.METHOD: mlx.weights,
         "modelopt": modelopt.weights,
         "modelopt_fp4": modelopt.weights,
         "mxfp4": mxfp4.weights,

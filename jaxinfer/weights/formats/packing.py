@@ -5,18 +5,20 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+_UNITS = {3: 3, 5: 5, 6: 3}  # bytes that hold whole fields of so many bits; others divide a byte
 _ROWS = 128  # at a time: two blocks of a transposition stay in the second-level cache
 
 
 def fields(words: np.ndarray, bits: int) -> np.ndarray:
     """The fields of little-endian words ``[..., words]``, lowest bits first: uint8 ``[..., fields]``.
 
-    The words of the last axis are one stream of bits: fields of 3 bits may lie across two of them.
+    The words of the last axis are one stream of bits: fields of 3, 5 or 6 bits may lie across two of them.
     """
     stream = np.array(words, order="C").view(np.uint8)
     if bits == 8:
         return stream
-    units, each = (_of_three_bytes(stream), 8) if bits == 3 else (stream, 8 // bits)
+    size = _UNITS.get(bits, 1)
+    units, each = stream if size == 1 else _of_bytes(stream, size), 8 * size // bits
     result = np.empty((*units.shape, each), np.uint8)
     for index in range(each):
         np.right_shift(units, bits * index, out=result[..., index], casting="unsafe")
@@ -37,10 +39,10 @@ def by_rows(words: np.ndarray, bits: int, count: int, order: np.ndarray | None =
 
 
 def signed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Values that count from 0, moved down by half of their range: int8 for 8 bits, else int4, in place."""
-    if bits == 8:
-        return np.bitwise_xor(values, 0x80, out=values).view(np.int8)
-    values -= 1 << (bits - 1)  # wraps around: the lower four bits are those of the signed number
+    """Values that count from 0, moved down by half of their range, in place: int4 for up to 4 bits, else int8."""
+    values -= 1 << (bits - 1)  # wraps around: the lower bits are those of the signed number
+    if bits > 4:
+        return values.view(np.int8)
     return np.bitwise_and(values, 0x0F, out=values).view(ml_dtypes.int4)
 
 
@@ -67,9 +69,12 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
     return result
 
 
-def _of_three_bytes(stream: np.ndarray) -> np.ndarray:
-    """Words of 24 bits each; the last is filled up with zeros."""
-    missing = -stream.shape[-1] % 3
+def _of_bytes(stream: np.ndarray, size: int) -> np.ndarray:
+    """Words of ``size`` bytes each; the last is filled up with zeros."""
+    missing = -stream.shape[-1] % size
     whole = np.concatenate([stream, np.zeros((*stream.shape[:-1], missing), np.uint8)], axis=-1)
-    parts = whole.reshape(*whole.shape[:-1], -1, 3).astype(np.uint32)
-    return parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
+    parts = whole.reshape(*whole.shape[:-1], -1, size)
+    result = np.zeros(parts.shape[:-1], np.uint32 if size <= 4 else np.uint64)
+    for index in range(size):
+        result |= parts[..., index].astype(result.dtype) << 8 * index
+    return result

@@ -83,9 +83,3 @@ def test_an_older_export_says_it_in_a_file_of_its_own(tmp_path: pathlib.Path) ->
     files = open_model_files(tmp_path)
     assert files.quantized
     assert files.config_json["quantization_config"]["quant_algo"] == "FP8"
-
-
-def test_a_folder_of_mlx_is_named(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"quantization": {"group_size": 64, "bits": 4}}))
-    with refused("MLX.* 4 bits in groups of 64"):
-        open_model_files(tmp_path)

@@ -31,9 +31,11 @@ FIELDS = {"codes": "int4", "group": 32}
 GROUPED = {"kind": "quantised", "layout": "Grouped", "fields": FIELDS}
 LAYOUTS: dict[str, Layout] = {
     "groups": Grouped("int4", 32, "bfloat16", zeros=True),
+    "biases": Grouped("int8", 32, "bfloat16", biased=128),
     "act-order": Grouped("int8", 16, ordered=True),
     "groups first": Grouped("int4", 16, zeros=True, groups_first=True),
     "activations": Grouped("float8_e4m3fn", 64, activations="float8_e4m3fn", static=True, factor=0.5),
+    "bounded": Grouped("float8_e4m3fn", 64, activations="float8_e4m3fn", activation_bound=1200.0),
     "codebook": Codebook(tuple(map(float, range(16))), 16, "uint8", nested=32, scale_table=(0.5,) * 256),
     "divided": Codebook(tuple(map(float, range(16))), 16, "float8_e4m3fn", divided=True),
     "ggml": Blocks("Q8_0"),

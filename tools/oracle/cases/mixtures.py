@@ -1,4 +1,4 @@
-"""GLM-4.5, MiniMax-M2, Llama 4, OLMoE, Phi-3.5-MoE, Ernie 4.5."""
+"""GLM-4.5, MiniMax-M2, Llama 4, OLMoE, Phi-3.5-MoE, Ernie 4.5, Granite 3."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "phimoe": "PhimoeForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
 }
 
 _GLM: dict[str, Any] = {
@@ -161,4 +163,36 @@ ERNIE4_5_MOE = (
     ),
 )
 
-CASES = (*GLM4_MOE, *MINIMAX_M2, *LLAMA4, *OLMOE, *PHIMOE, *ERNIE4_5_MOE)
+_GRANITE: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 0.7,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 0.5,
+}
+
+GRANITEMOE = (
+    Case(
+        "granitemoe-hub",
+        sizes(64, 24, 2, 4, 2, **_GRANITE, rope_theta=1e4, rope_scaling=None, tie_word_embeddings=True),
+        style="hub",
+        served=True,
+        overlooked={"residual_multiplier": 1.0},
+    ),
+    Case(
+        "granitemoeshared-hub",
+        sizes(48, 20, 2, 4, 1, **_GRANITE, shared_intermediate_size=28, attention_bias=True),
+        style="hub",
+        shards=2,
+        served=True,
+        overlooked={"logits_scaling": 1.0},
+    ),
+    Case(
+        "granitemoeshared-without",
+        sizes(40, 20, 2, 4, 4, **_GRANITE, shared_intermediate_size=0, head_dim=12),
+        overlooked={"num_experts_per_tok": 2},
+    ),
+)
+
+CASES = (*GLM4_MOE, *MINIMAX_M2, *LLAMA4, *OLMOE, *PHIMOE, *ERNIE4_5_MOE, *GRANITEMOE)

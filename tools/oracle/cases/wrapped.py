@@ -9,6 +9,7 @@ ARCHITECTURES = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
 }
 
@@ -83,6 +84,27 @@ WRAPPED = (
                 head_dim=16,
                 rope_theta=5e6,
                 rope_scaling={"mrope_interleaved": True, "mrope_section": [2, 3, 3], "rope_type": "default"},
+            ),
+            "vision_config": {**_QWEN_TOWER, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": False,
+        },
+        style="hub",
+        served=True,
+    ),
+    Case(
+        "qwen3_vl_moe-hub",
+        {
+            **_text(
+                "qwen3_vl_moe_text",
+                *(64, 96, 2, 4, 2),
+                head_dim=16,
+                rope_theta=5e6,
+                rope_scaling={"mrope_interleaved": True, "mrope_section": [2, 3, 3], "rope_type": "default"},
+                num_experts=8,
+                num_experts_per_tok=3,
+                moe_intermediate_size=24,
+                decoder_sparse_step=1,
+                mlp_only_layers=[],
             ),
             "vision_config": {**_QWEN_TOWER, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
             "tie_word_embeddings": False,
