@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.text import TemplateError, Tokenizer, TokenizerError, load_template, load_tokenizer
 from jaxinfer.text.gguf import MAX_PIECE, gguf_chat_template, gguf_tokenizer
 from jaxinfer.text.gguf_pre import PRE_TOKENIZERS
-from jaxinfer.weights.gguf.checkpoint import GgufFile
+from jaxinfer.weights.gguf.tensors import GgufFile
 from tests.text.build import CORPUS, byte_level, write_folder
 from tests.text.gguf_metadata import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, metadata_of
 from tests.weights.gguf.files import TINY, tiny_tensors, write_gguf
