@@ -1,4 +1,4 @@
-"""Checkpoints of golden files as llama.cpp's converter takes them, and what it made of each: `gguf_golden`."""
+"""Checkpoints of golden files as llama.cpp's converter takes them, and what it made of each (`gguf_golden`)."""
 
 from __future__ import annotations
 

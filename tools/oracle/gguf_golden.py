@@ -1,4 +1,4 @@
-"""Asks llama.cpp's converter what it makes of tiny checkpoints, each imported from a checkout that is named.
+"""Asks llama.cpp's converter, imported from a checkout that is named, what it makes of tiny checkpoints.
 
 .venv-oracle/bin/python -m tools.oracle.gguf_golden --llama-cpp CHECKOUT --out tests/goldens/gguf
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib
 import json
 import pathlib
 import sys
@@ -29,9 +30,7 @@ def convert(case: Converted, checkout: pathlib.Path, path: pathlib.Path) -> None
     for place in (checkout, checkout / "gguf-py"):
         if str(place) not in sys.path:
             sys.path.insert(0, str(place))
-    import conversion
-    import gguf
-
+    conversion, gguf = (importlib.import_module(name) for name in ("conversion", "gguf"))
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "config.json").write_text(json.dumps(case.config))
@@ -47,9 +46,7 @@ def convert(case: Converted, checkout: pathlib.Path, path: pathlib.Path) -> None
 
 def answer(case: Converted, path: pathlib.Path) -> Converted:
     """The case with what the file holds."""
-    import gguf
-
-    reader = gguf.GGUFReader(path)
+    reader = importlib.import_module("gguf").GGUFReader(path)
     arch = reader.fields["general.architecture"].contents()
     metadata = {
         name: field.contents()
