@@ -23,13 +23,12 @@ def common(model: Described) -> Json:
 
 def sizes(model: Described) -> Json:
     """Fields of `common` for models with any norm and activation."""
-    heads, hidden = model.heads, model.count("embedding_length")
-    head_dim = model.count("attention.key_length", hidden // heads)
+    heads, head_dim = model.heads, _head_dim(model)
     if model.count("attention.value_length", head_dim) != head_dim:
         raise model.bad("attention.value_length", model.get("attention.value_length"))
     return {
         "vocab_size": model.rows("token_embd.weight"),
-        "hidden_size": hidden,
+        "hidden_size": model.count("embedding_length"),
         "intermediate_size": model.count("feed_forward_length", 0) or None,
         "num_hidden_layers": model.layers,
         "num_attention_heads": heads,
@@ -43,6 +42,8 @@ def sizes(model: Described) -> Json:
 def _rope(model: Described, head_dim: int) -> Json:
     rotated = model.count("rope.dimension_count", head_dim)
     fields: Json = {"rope_theta": model.number("rope.freq_base", 10000.0)}
+    if fields["rope_theta"] <= 0.0:
+        raise model.bad("rope.freq_base", fields["rope_theta"])
     if rotated != head_dim:
         fields["partial_rotary_factor"] = _share(rotated, head_dim)
     if model.has("rope_factors_long.weight"):
@@ -55,6 +56,14 @@ def _rope(model: Described, head_dim: int) -> Json:
     return fields if scaling is None else {**fields, "rope_scaling": scaling}
 
 
+def _head_dim(model: Described) -> int:
+    hidden = model.count("embedding_length")
+    head_dim = model.count("attention.key_length", hidden // model.heads)
+    if head_dim == 0:
+        raise model.bad("attention.key_length", 0)
+    return head_dim
+
+
 def _share(rotated: int, head_dim: int) -> float:
     """A fraction that makes ``rotated`` of ``head_dim`` again, where the product is rounded down to an integer."""
     share = rotated / head_dim
@@ -63,7 +72,7 @@ def _share(rotated: int, head_dim: int) -> float:
 
 def rotated_share(model: Described) -> float:
     """Read how much of a head is rotated: for families whose default is not all of it."""
-    head_dim = model.count("attention.key_length", model.count("embedding_length") // model.heads)
+    head_dim = _head_dim(model)
     return _share(model.count("rope.dimension_count", head_dim), head_dim)
 
 

@@ -83,9 +83,9 @@ class Names:
 
     def stacked(self, model: Described, stem: str, shape: tuple[int, ...]) -> int:
         """How many a stack holds: matrices of all experts, or rows of all heads; 0: it is none."""
-        count = model.experts if stem.endswith("_exps") else shape[0]
-        form = shape[:-2] if stem.endswith("_exps") else shape[:-1]
-        return count if form == (count,) else 0
+        if stem.endswith("_exps"):
+            return model.experts if shape[:-2] == (model.experts,) else 0
+        return shape[0] if shape[:-1] in ((model.heads,), (model.kv_heads,)) else 0
 
     def target(self, model: Described, stem: str, name: str | None, kind: str, original: str) -> Target:
         if name is None:

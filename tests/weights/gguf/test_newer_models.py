@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxinfer.models.config import ConfigError
 from jaxinfer.models.registry import family_for
+from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
+from jaxinfer.weights.gguf.config import config_json
 from jaxinfer.weights.gguf.dense import DENSE
+from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.experts import EXPERTS
+from jaxinfer.weights.gguf.names import joins, targets
 from tests.weights.files import refused
 from tests.weights.gguf.convert import factors_of_llama3
 from tests.weights.gguf.files import write_gguf
@@ -179,3 +184,24 @@ def test_what_is_not_supported(tmp_path: pathlib.Path, name: str, changes: dict[
 def test_what_is_not_given(tmp_path: pathlib.Path, name: str, key: str) -> None:
     with refused(f"lacks the metadata .*{key}"):
         written(tmp_path, name, without=(key,))
+
+
+def _refusal(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    model = Described(pathlib.Path("model.gguf"), metadata, shapes, tensors.__getitem__)
+    try:
+        told = config_json(model)
+        family_for(told).config(told)
+        assert sum(len(targets(model, name)) for name in shapes) + len(joins(model)) > 0
+    except (CheckpointError, ConfigError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_metadata_is_refused_in_a_sentence(name: str) -> None:
+    case, tensors = converted(name)
+    values = (0, 1, 7, -1, 1 << 31, 0.0, -1.0, float("nan"), "x", True, [], [1, 2], ["x"])
+    said = [_refusal({**case.metadata, key: value}, tensors) for key in case.metadata for value in values]
+    assert not any("\n" in sentence for sentence in said)
+    assert sum(sentence != "" for sentence in said) > len(said) // 3
