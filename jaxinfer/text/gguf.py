@@ -28,7 +28,12 @@ _SPACE = "\u2581"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 # Tokens that end a turn, whatever else the metadata names: files often name one end alone.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
+_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<|return|>", "<|call|>"),
+)
+# Where there are both of these, <|end|> ends a message within a turn (Harmony).
+_HARMONY = ("<|return|>", "<|call|>")
 
 # Of Phi-3's special tokens those that leave the blanks behind them.
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
@@ -162,6 +167,8 @@ class _Vocabulary:
             ids = self.ids()
             known = (ids[text] for text in _ENDS if text in ids)
             ends += [end for end in known if self.types[end] in (_CONTROL, _USER_DEFINED)]
+            if all(text in ids for text in _HARMONY):
+                ends = [end for end in ends if end != ids.get("<|end|>")]
         return SpecialIds(self.named.get("bos_token"), tuple(dict.fromkeys(ends)), self.named.get("pad_token"))
 
 

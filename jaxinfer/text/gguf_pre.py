@@ -24,6 +24,18 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+)
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O = rf"{_CASED_WORDS}|\p{{N}}{{1,3}}|{_SLASHES}"
+_SEED = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_THOUSANDS = r"\d{1,3}(?=(?:\d{3})*\b)"
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    rf"{_CASED_WORDS}|\p{{N}}|{_SLASHES}",
+)
 
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _CASED = (
@@ -81,6 +93,8 @@ class PreTokenizer:
 
 _LIKE_LLAMA3 = PreTokenizer((_LLAMA3,), ignore_merges=True, bos=True)
 _LIKE_GPT2 = PreTokenizer((_GPT2,))
+_LIKE_QWEN2 = PreTokenizer((_QWEN2,), composed=True)
+_LIKE_GPT4O = PreTokenizer((_GPT4O,))
 _DIGITS_FIRST = PreTokenizer((r"\p{N}", _GPT2))
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
@@ -93,8 +107,25 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
         "llama-v3": _LIKE_LLAMA3,
         "falcon3": _LIKE_LLAMA3,
         "smaug-bpe": PreTokenizer((_LLAMA3,)),
-        "qwen2": PreTokenizer((_QWEN2,), composed=True),
-        "deepseek-r1-qwen": PreTokenizer((_QWEN2,), composed=True),
+        "dbrx": PreTokenizer((_LLAMA3,)),
+        "pixtral": _LIKE_LLAMA3,
+        "chatglm-bpe": PreTokenizer((_LLAMA3,)),
+        "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
+        "qwen2": _LIKE_QWEN2,
+        "deepseek-r1-qwen": _LIKE_QWEN2,
+        "stablelm2": _LIKE_QWEN2,
+        "hunyuan": PreTokenizer((_QWEN2,)),
+        "seed-coder": PreTokenizer((_SEED,)),
+        "gpt-4o": _LIKE_GPT4O,
+        "llama4": _LIKE_GPT4O,
+        "minimax-m2": _LIKE_GPT4O,
+        "tiny_aya": PreTokenizer((_THOUSANDS, _GPT4O), composed=True),
+        "youtu": PreTokenizer(_YOUTU, ignore_merges=True),
+        "olmo": PreTokenizer((_GPT2,), composed=True),
+        "exaone4": _LIKE_GPT2,
+        "exaone": _DIGITS_FIRST,
+        "command-r": PreTokenizer((r"\p{N}", _GPT2), composed=True),
+        "refact": _DIGITS_FIRST,
         "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, bos=True),
         "starcoder": _DIGITS_FIRST,
         "smollm": _DIGITS_FIRST,
@@ -102,5 +133,6 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
         "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
         "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
         "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
+        "hunyuan-dense": PreTokenizer(_DEEPSEEK_V3),
     }
 )

@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.text import TemplateError, Tokenizer, TokenizerError, load_template, load_tokenizer
 from jaxinfer.text.gguf import MAX_PIECE, gguf_chat_template, gguf_tokenizer
 from jaxinfer.text.gguf_pre import PRE_TOKENIZERS
-from jaxinfer.weights.gguf.checkpoint import GgufFile
+from jaxinfer.weights.gguf.tensors import GgufFile
 from tests.text.build import CORPUS, byte_level, write_folder
 from tests.text.gguf_metadata import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, metadata_of
 from tests.weights.gguf.files import TINY, tiny_tensors, write_gguf
@@ -139,6 +139,15 @@ def test_every_end_of_a_turn() -> None:
     assert known.eos_ids == (2, 10)
 
 
+def test_messages_of_harmony_do_not_end_a_turn() -> None:
+    types = [*[NORMAL] * 8, *[CONTROL] * 3]
+    harmony = [*PIECES[:-3], "<|return|>", "<|call|>", "<|end|>"]
+    named = pieces(tokens=harmony, token_type=types, eos_token_id=8, eot_token_id=10)
+    assert gguf_tokenizer(PATH, named).eos_ids == (8, 9)
+    other = pieces(tokens=[*PIECES[:-3], "<|return|>", "x", "<|end|>"], token_type=types, eos_token_id=8)
+    assert gguf_tokenizer(PATH, other).eos_ids == (8, 10)
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Rules that cut a text
 
@@ -157,6 +166,29 @@ def test_every_end_of_a_turn() -> None:
 )
 def test_rules(rule: str, expected: list[str]) -> None:
     assert [part for part, _ in PRE_TOKENIZERS[rule].rule().pre_tokenize_str("It's 1234  x!")] == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("gpt-4o", ["He", "LLo's", "Ġ", "123", "456", "7", "!Ċ/", "Ġx"]),
+        ("seed-coder", ["HeLLo", "'s", "Ġ", "1", "2", "3", "4", "5", "6", "7", "!", "Ċ", "/", "Ġx"]),
+        ("tiny_aya", ["He", "LLo's", "Ġ", "1", "234", "567", "!Ċ/", "Ġx"]),
+        ("youtu", ["He", "LLo's", "Ġ", "1", "2", "3", "4", "5", "6", "7", "!Ċ/", "Ġx"]),
+        ("glm4", ["HeLLo", "'s", "Ġ", "123", "456", "7", "!Ċ", "/", "Ġx"]),
+        ("command-r", ["HeLLo", "'s", "Ġ", "1", "2", "3", "4", "5", "6", "7", "!", "Ċ", "/", "Ġx"]),
+    ],
+)
+def test_rules_of_newer_models(rule: str, expected: list[str]) -> None:
+    parts = PRE_TOKENIZERS[rule].rule().pre_tokenize_str("HeLLo's 1234567!\n/ x")
+    assert [part for part, _ in parts] == expected
+
+
+@pytest.mark.parametrize(("rule", "composed"), [("command-r", True), ("olmo", True), ("glm4", False)])
+def test_composed_characters(rule: str, composed: bool) -> None:
+    metadata = pieces(model="gpt2", pre=rule, merges=["a b"], scores=None, tokens=[*PIECES[:-2], "\u00c3", "\u00a9"])
+    ids = gguf_tokenizer(PATH, {**metadata, "tokenizer.ggml.token_type": [NORMAL] * 11}).encode("e\u0301")
+    assert (ids == [9, 10]) is composed
 
 
 @pytest.mark.parametrize("rule", sorted(PRE_TOKENIZERS))

@@ -85,8 +85,10 @@ class Described:
 
     @property
     def layers(self) -> int:
-        """Number of layers, at most that of tensors: each layer has one at least."""
-        return self.count("block_count", most=len(self.shapes))
+        """Number of layers, at most that of tensors: each has one at least. Those that predict further tokens do not
+        count."""
+        blocks = self.count("block_count", most=len(self.shapes))
+        return blocks - self.count("nextn_predict_layers", 0, most=blocks)
 
     @property
     def heads(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 Tensors = dict[str, np.ndarray]
 Json = Mapping[str, Any]
 
-_COMMON = {
+COMMON = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -26,13 +26,13 @@ _COMMON = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _OWN: dict[str, dict[str, str]] = {
     "mixtral": {"block_sparse_moe.gate": "ffn_gate_inp"},
     "qwen2_moe": {
         "mlp.gate": "ffn_gate_inp",
         "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-        **{f"mlp.shared_expert.{ours}": f"ffn_{theirs}_shexp" for ours, theirs in _EXPERTS.items()},
+        **{f"mlp.shared_expert.{ours}": f"ffn_{theirs}_shexp" for ours, theirs in EXPERTS.items()},
     },
     "qwen3_moe": {"mlp.gate": "ffn_gate_inp"},
     "gemma2": {
@@ -71,7 +71,7 @@ _OWN: dict[str, dict[str, str]] = {
         "self_attn.kv_b_proj": "attn_kv_b",
         "mlp.gate": "ffn_gate_inp",
         "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-        **{f"mlp.shared_experts.{ours}": f"ffn_{theirs}_shexp" for ours, theirs in _EXPERTS.items()},
+        **{f"mlp.shared_experts.{ours}": f"ffn_{theirs}_shexp" for ours, theirs in EXPERTS.items()},
     },
 }
 _OWN |= {"gemma3_text": _OWN["gemma2"], "deepseek_v3": _OWN["deepseek_v2"]}
@@ -110,7 +110,7 @@ def converted(
     for name, tensor in tensors.items():
         found = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name)
         if found:
-            stack = f"blk.{found[1]}.ffn_{_EXPERTS[found[3]]}_exps.weight"
+            stack = f"blk.{found[1]}.ffn_{EXPERTS[found[3]]}_exps.weight"
             stacks.setdefault(stack, {})[int(found[2])] = tensor
         else:
             made |= _one(config, kind, name, tensor, split_latents)
@@ -121,7 +121,7 @@ def converted(
 
 
 def _one(config: Json, kind: str, name: str, tensor: np.ndarray, split_latents: bool) -> Tensors:
-    names = _COMMON | _OWN.get(kind, {})
+    names = COMMON | _OWN.get(kind, {})
     found = re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", name)
     layer, inner = (f"blk.{found[1]}.", found[2]) if found else ("", name)
     stem, _, ending = inner.rpartition(".")
@@ -238,7 +238,7 @@ def _rope(config: Json, head_dim: int) -> tuple[dict[str, Any], Tensors]:
         if own.get("mscale_all_dim"):
             values["rope.scaling.yarn_log_multiplier"] = 0.1 * own["mscale_all_dim"]
     if kind == "llama3":
-        return values, {"rope_freqs.weight": _llama3(own, theta, head_dim)}
+        return values, {"rope_freqs.weight": factors_of_llama3(own, theta, head_dim)}
     if kind in ("longrope", "su"):
         values |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": original}
         if own.get("attention_factor"):
@@ -248,7 +248,7 @@ def _rope(config: Json, head_dim: int) -> tuple[dict[str, Any], Tensors]:
     return values, {}
 
 
-def _llama3(own: Json, base: float, dim: int) -> np.ndarray:
+def factors_of_llama3(own: Json, base: float, dim: int) -> np.ndarray:
     factors = []
     for index in range(0, dim, 2):
         wavelength = 2 * math.pi * base ** (index / dim)

@@ -14,7 +14,8 @@ from jaxinfer import load_model
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped
 from jaxinfer.weights.gguf.blocks import layout_of, numbers, part_of
-from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, GgufFile, open_gguf
+from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
+from jaxinfer.weights.gguf.tensors import GgufFile
 from tests.weights.files import refused
 from tests.weights.gguf.files import TINY, dequantized_logits, q8_0, tiny_tensors, write_gguf
 

@@ -16,7 +16,8 @@ from jaxinfer.models.model import abstract
 from jaxinfer.text import TemplateError, TokenizerError
 from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer
 from jaxinfer.weights import CheckpointError
-from jaxinfer.weights.gguf.checkpoint import GgufFile, open_gguf
+from jaxinfer.weights.gguf.checkpoint import open_gguf
+from jaxinfer.weights.gguf.tensors import GgufFile
 from tests.weights.files import refused
 from tests.weights.gguf.files import (
     MIXED_TINY,

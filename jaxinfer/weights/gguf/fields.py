@@ -1,0 +1,184 @@
+"""Fields of a config.json that many architectures of GGUF files share: sizes, rotary embedding, experts, windows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.weights.errors import CheckpointError
+from jaxinfer.weights.gguf.described import Described
+
+Json = dict[str, Any]
+
+# Llama 3.1 and later: the converter writes the factors that these give, and not the numbers themselves.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def common(model: Described) -> Json:
+    """Fields that all descendants of Llama share."""
+    return {**sizes(model), "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"), "hidden_act": "silu"}
+
+
+def sizes(model: Described) -> Json:
+    """Fields of `common` for models with any norm and activation."""
+    heads, head_dim = model.heads, _head_dim(model)
+    if model.count("attention.value_length", head_dim) != head_dim:
+        raise model.bad("attention.value_length", model.get("attention.value_length"))
+    return {
+        "vocab_size": model.rows("token_embd.weight"),
+        "hidden_size": model.count("embedding_length"),
+        "intermediate_size": model.count("feed_forward_length", 0) or None,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": model.count("context_length"),
+        **_rope(model, head_dim),
+    }
+
+
+def _rope(model: Described, head_dim: int) -> Json:
+    rotated = model.count("rope.dimension_count", head_dim)
+    fields: Json = {"rope_theta": model.number("rope.freq_base", 10000.0)}
+    if fields["rope_theta"] <= 0.0:
+        raise model.bad("rope.freq_base", fields["rope_theta"])
+    if rotated != head_dim:
+        fields["partial_rotary_factor"] = _share(rotated, head_dim)
+    if model.has("rope_factors_long.weight"):
+        return {**fields, **_longrope(model, rotated)}
+    scaling = rope_scaling(model)
+    if model.has("rope_freqs.weight"):
+        if scaling is not None:
+            raise CheckpointError(f"{model.path} has both rope_freqs.weight and a scaling of its rotary embedding")
+        scaling = _by_factors(model, fields["rope_theta"], rotated)
+    return fields if scaling is None else {**fields, "rope_scaling": scaling}
+
+
+def _head_dim(model: Described) -> int:
+    hidden = model.count("embedding_length")
+    head_dim = model.count("attention.key_length", hidden // model.heads)
+    if head_dim == 0:
+        raise model.bad("attention.key_length", 0)
+    return head_dim
+
+
+def _share(rotated: int, head_dim: int) -> float:
+    """A fraction that makes ``rotated`` of ``head_dim`` again, where the product is rounded down to an integer."""
+    share = rotated / head_dim
+    return share if int(head_dim * share) == rotated else math.nextafter(share, 2.0)
+
+
+def rotated_share(model: Described) -> float:
+    """Read how much of a head is rotated: for families whose default is not all of it."""
+    head_dim = _head_dim(model)
+    return _share(model.count("rope.dimension_count", head_dim), head_dim)
+
+
+def rope_scaling(model: Described) -> Json | None:
+    kind = model.get("rope.scaling.type")
+    if kind is None and model.get("rope.scale_linear") is not None:
+        return {"rope_type": "linear", "factor": model.number("rope.scale_linear")}
+    if kind in (None, "none"):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": model.number("rope.scaling.factor")}
+    if kind == "yarn":
+        return _yarn(model)
+    raise model.bad("rope.scaling.type", kind)
+
+
+def _yarn(model: Described) -> Json:
+    factor = model.number("rope.scaling.factor")
+    scaling: Json = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": model.count("rope.scaling.original_context_length"),
+    }
+    for name in ("beta_fast", "beta_slow"):
+        if model.get(f"rope.scaling.yarn_{name}") is not None:
+            scaling[name] = model.number(f"rope.scaling.yarn_{name}")
+    if model.get("rope.scaling.yarn_attn_factor") is not None:
+        scaling["attention_factor"] = model.number("rope.scaling.yarn_attn_factor")
+    return scaling
+
+
+def _longrope(model: Described, rotated: int) -> Json:
+    """Two tensors of factors, and by how much cosines and sines grow."""
+    scaling: Json = {"rope_type": "longrope"}
+    for name in ("short", "long"):
+        scaling[f"{name}_factor"] = _as_decimals(_factors(model, f"rope_factors_{name}.weight", rotated))
+    if model.get("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = model.number("rope.scaling.attn_factor")
+    original = model.count("rope.scaling.original_context_length")
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+def _by_factors(model: Described, theta: float, rotated: int) -> Json:
+    """Factors for each frequency: as Llama 3's where they are its, so that they are computed from the same numbers."""
+    factors = _factors(model, "rope_freqs.weight", rotated)
+    scaling: Json = {"rope_type": "llama3", "factor": float(factors[-1]), **_LLAMA3}
+    if np.allclose(factors, _llama3_factors(scaling, theta, rotated), rtol=1e-5):
+        return scaling
+    listed = _as_decimals(factors)
+    fixed = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": model.count("context_length")}
+    return {"rope_type": "longrope", "short_factor": listed, "long_factor": listed, **fixed}
+
+
+def _as_decimals(factors: np.ndarray) -> list[float]:
+    return [float(str(np.float32(value))) for value in factors]
+
+
+def _factors(model: Described, name: str, rotated: int) -> np.ndarray:
+    if model.shapes.get(name) != (rotated // 2,):
+        raise CheckpointError(f"{model.path} has not {rotated // 2} numbers in {name}, one for each frequency")
+    factors = model.read(name).astype(np.float64)
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise CheckpointError(f"{model.path} has numbers in {name} that are not finite or not above 0")
+    return factors
+
+
+def _llama3_factors(scaling: Json, theta: float, rotated: int) -> np.ndarray:
+    """Divisors of the frequencies in `RopeConfig`'s "llama3"."""
+    inverse = theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+    turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    factors: np.ndarray = 1.0 / ((1 - smooth) / scaling["factor"] + smooth)
+    return factors
+
+
+def expert_size(model: Described) -> int:
+    """The first converters do not write it; the experts' own shape says it, too."""
+    if model.get("expert_feed_forward_length") is not None:
+        return model.count("expert_feed_forward_length")
+    return rows_of_first(model, "ffn_gate_exps.weight")
+
+
+def rows_of_first(model: Described, tensor: str) -> int:
+    for index in range(model.layers):
+        shape = model.shapes.get(f"blk.{index}.{tensor}", ())
+        if len(shape) >= 2:
+            return shape[-2]
+    raise CheckpointError(f"{model.path} has no tensor blk.*.{tensor}")
+
+
+def layer_types(model: Described, every: int) -> list[str]:
+    """Read the type of each layer: all but each ``every``th have a sliding window, unless a key says otherwise."""
+    windows = model.get("attention.sliding_window_pattern")
+    if not isinstance(windows, list):
+        period = model.count("attention.sliding_window_pattern", every)
+        windows = [period == 0 or (index + 1) % period != 0 for index in range(model.layers)]
+    if len(windows) < model.layers:
+        raise model.bad("attention.sliding_window_pattern", windows)
+    return ["sliding_attention" if window else "full_attention" for window in windows[: model.layers]]
+
+
+def biases(model: Described, **tensors: str) -> Json:
+    """Read from the first layer's tensors which biases there are, by the names that config.json has for them."""
+    return {name: model.has(f"blk.0.{tensor}.bias") for name, tensor in tensors.items()}
+
+
+def named(architecture: str, model_type: str) -> Json:
+    return {"architectures": [architecture], "model_type": model_type}
