@@ -9,8 +9,8 @@ of one head of one row, with all keys, in registers; columns do not know of each
                                       state += k x change                            -> pool[write, head, key, columns]
     q [key]                        -> out = sum over keys of q x state               -> out[row, head, columns]
 
-All of it is float32 arithmetic, in one order: no bit of a row depends on the others. The pool is a mutable reference: a
-donated one stays where it is.
+All of it is float32 arithmetic, in an order that keys and columns decide: no bit of a row depends on the others. The
+pool is a mutable reference: a donated one stays where it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VECTOR = 4  # float32 of one load or store
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes. No bit of a result depends on them.
+    """Block sizes. The last bits of a result depend on them: sums over keys go in another order.
 
     Attributes:
         columns: of a state in one thread block, a power of two from 16 to 64; fewer where they do not divide the value.
