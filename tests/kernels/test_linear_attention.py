@@ -168,8 +168,10 @@ def test_explains_the_path(of):
     assert xla.decode is reference.decode
 
 
-@pytest.mark.parametrize(("size", "chunks"), [(8, 16), (48, 2), (64, 1), (32, 2)])
-def test_a_size_that_does_not_fit_is_refused(size, chunks):
-    one = case([1], ([[0, 4]], 64)).arrays
-    with pytest.raises(ValueError, match=f"size {size}: 128 tokens"):
+@pytest.mark.parametrize(
+    ("time", "size", "chunks"), [(128, 8, 16), (128, 48, 2), (128, 64, 1), (128, 32, 2), (96, 64, 1)]
+)
+def test_a_size_that_does_not_fit_is_refused(time, size, chunks):
+    one = case([1], ([[0]], time)).arrays
+    with pytest.raises(ValueError, match=f"size {size}: {time} tokens"):
         linear_attention.prefill(*one[:7], jnp.zeros((1, chunks), jnp.int32), size=size)
