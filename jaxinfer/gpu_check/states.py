@@ -47,11 +47,13 @@ def exact(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(out), np.asarray(pool)
 
 
-def mosaic(pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
-    """The pool after tokens of all rows; ``rest``: decay, beta, and which states are read and written."""
-    return (decode.decode if v.ndim == 3 else prefill.prefill)(q, k, v, *rest[:2], pool, *rest[2:])[1]
+def mosaic(pool: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, read: Any, write: Any) -> jax.Array:
+    """The pool after tokens of all rows."""
+    door = decode.decode if v.ndim == 3 else prefill.prefill
+    return door(q, k, v, decay, beta, pool, read, write)[1]
 
 
-def xla(pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
+def xla(pool: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, read: Any, write: Any) -> jax.Array:
     """The same by XLA."""
-    return (plain.decode if v.ndim == 3 else plain.prefill)(q, k, v, *rest[:2], pool, *rest[2:])[1]
+    door = plain.decode if v.ndim == 3 else plain.prefill
+    return door(q, k, v, decay, beta, pool, read, write)[1]
