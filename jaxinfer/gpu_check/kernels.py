@@ -20,7 +20,7 @@ import numpy as np
 from jaxinfer.gpu_check import workloads
 from jaxinfer.gpu_check.measure import Inside, fill
 from jaxinfer.gpu_check.report import Report
-from jaxinfer.gpu_check.workloads import Copy, Decode, Latent, Mixture, Prefill, Product, Workload, Write
+from jaxinfer.gpu_check.workloads import Copy, Decode, Latent, Mixture, Prefill, Product, States, Workload, Write
 from pallas_kernels.mla_attention import LatentOptions
 from pallas_kernels.paged_attention import AttentionOptions
 
@@ -130,6 +130,10 @@ def paths(shape: Workload) -> Iterator[Path]:
             yield from _write_paths(shape)
         case Copy():
             yield from _both("kv_copy", "copy_pages", functools.partial(_copy, shape), changes=True)
+        case States():
+            for path in (MOSAIC, XLA):
+                function = f"jaxinfer.gpu_check.states:{path}"
+                yield Path(path, function, {}, functools.partial(_states, shape), changes=True)
 
 
 def _both(
@@ -257,3 +261,18 @@ def _copy(shape: Copy, index: int) -> tuple[Any, ...]:
     pages = np.random.default_rng(0).permutation(2 * shape.pages).astype(np.int32)
     source, target = jnp.asarray(pages[: shape.pages]), jnp.asarray(pages[shape.pages :])
     return _pool(2 * shape.pages, shape, index), source, target
+
+
+def _states(shape: States, index: int) -> tuple[Any, ...]:
+    lead = (shape.rows,) if shape.tokens == 1 else (shape.rows, shape.tokens)
+    q, k = (fill(6 * index + one, (*lead, shape.k_heads, shape.key), jnp.bfloat16, 0.1) for one in range(2))
+    v, decay, beta = (
+        fill(6 * index + one, (*lead, shape.heads, *rest), dtype)
+        for one, rest, dtype in ((2, (shape.value,), jnp.bfloat16), (3, (), jnp.float32), (4, (), jnp.float32))
+    )
+    pool = fill(6 * index + 5, (shape.rows, shape.heads, shape.key, shape.value), jnp.float32)
+    own = jnp.arange(shape.rows, dtype=jnp.int32)
+    if shape.tokens > 1:  # only the state after the last chunk is kept
+        beyond = jnp.full((shape.rows, shape.tokens // 64 - 1), shape.rows, jnp.int32)
+        return pool, q, k, v, -jnp.abs(decay), jnp.abs(beta), own, jnp.concatenate([beyond, own[:, None]], axis=1)
+    return pool, q, k, v, -jnp.abs(decay), jnp.abs(beta), own, own

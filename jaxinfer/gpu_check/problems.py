@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.gpu_check import states
 from pallas_kernels.check.cases import attention_case
 from pallas_kernels.mla_attention import LatentOptions
 from pallas_kernels.paged_attention import AttentionOptions
@@ -372,6 +373,24 @@ def _adapters_problem(rows: int, rank: int, dtype: Any) -> Problem:
     )
 
 
+def _states(quick: bool, *, size: int | None, **shape: Any) -> Operands:
+    arrays = states.operands(quick, size=size if size is None or not quick else 16, **shape)
+    return Operands(arrays, {} if "beta" in arrays else {"beta": None}, states.exact(arrays))
+
+
+def _states_problem(name: str, size: int | None, dtype: Any, *, delta: bool) -> Problem:
+    module, kind = "pallas_kernels.linear_attention", "decode" if size is None else "prefill"
+    return Problem(
+        f"linear_attention.{kind}",
+        f"{name}, {jnp.dtype(dtype).name}",
+        {MOSAIC: f"{module}.mosaic.{kind}:{kind}", XLA: f"{module}.xla:{kind}"},
+        functools.partial(_states, size=size, dtype=dtype, delta=delta),
+        ("q", "k", "v", "decay", "beta", "read", "write"),
+        1e-5,
+        result=lambda out: out,
+    )
+
+
 # The most telling shape of each op first, then the others: what the time does not suffice for is left out at the end.
 PROBLEMS: tuple[Problem, ...] = (
     _attention_problem(
@@ -385,6 +404,8 @@ PROBLEMS: tuple[Problem, ...] = (
     _experts_problem(64, BF16),
     _adapters_problem(32, 16, BF16),
     _mla_problem("decode", 64, 16, 1, BF16),
+    _states_problem("delta rule", None, BF16, delta=True),
+    _states_problem("delta rule", 64, BF16, delta=True),
     _attention_problem("extend", "4 tokens, page 64, 4 heads of 128, bfloat16", _EXTEND_LENGTHS, page=64, head_dim=128),
     _mla_problem("prefill", 64, 16, 70, BF16),
     _mla_problem("extend", 64, 16, 4, BF16),
@@ -418,4 +439,6 @@ PROBLEMS: tuple[Problem, ...] = (
     _adapters_problem(512, 64, BF16),
     _adapters_problem(32, 8, FP16),
     _adapters_problem(32, 24, jnp.float32),
+    _states_problem("Mamba-2", None, jnp.float32, delta=False),
+    _states_problem("Mamba-2", 32, jnp.float32, delta=False),
 )

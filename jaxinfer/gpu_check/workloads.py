@@ -1,4 +1,4 @@
-"""Shapes that kernels and peers are timed at, the same for both: layers of Llama-3.1-8B, DeepSeek-V2 and Mixtral."""
+"""Shapes that kernels and peers are timed at, the same for both: layers of Llama-3.1-8B, DeepSeek-V2 and others."""
 
 from __future__ import annotations
 
@@ -138,7 +138,27 @@ class Copy(NamedTuple):
         return 2 * 4 * self.pages * self.page * self.kv_heads * self.head_dim
 
 
-Workload = Decode | Prefill | Latent | Product | Mixture | Write | Copy
+class States(NamedTuple):
+    """Linear attention with the delta rule, as in Qwen3-Next: tokens of ``rows`` sequences go on from their states."""
+
+    rows: int
+    tokens: int = 1
+    k_heads: int = 16
+    heads: int = 32
+    key: int = 128
+    value: int = 128
+
+    def __str__(self) -> str:
+        return f"linear attention, {self.rows} x {self.tokens} tokens"
+
+    @property
+    def bytes(self) -> int:
+        """States read and written once, 16 bits of what comes, 32 of results."""
+        token = 2 * (2 * self.k_heads * self.key + self.heads * self.value) + 4 * self.heads * self.value
+        return self.rows * (8 * self.heads * self.key * self.value + self.tokens * token)
+
+
+Workload = Decode | Prefill | Latent | Product | Mixture | Write | Copy | States
 
 # The most telling first: what the time does not suffice for is left out from the end.
 DECODES = (
@@ -160,6 +180,8 @@ OTHERS: tuple[Workload, ...] = (
     Write(64, 1),
     Write(1, 2048),
     Copy(64),
+    States(64),
+    States(1, 2048),
     Product(64, 4096, 28672, 4),
     Product(16, 4096, 28672, 8),
     Mixture(1, 8, 2, 4096, 28672),
@@ -175,6 +197,8 @@ QUICK_OTHERS: tuple[Workload, ...] = (
     Mixture(2, 4, 2, 64, 128),
     Write(2, 1, kv_heads=2, head_dim=64),
     Copy(2, kv_heads=2, head_dim=64),
+    States(2, k_heads=1, heads=2, key=64, value=32),
+    States(1, 64, k_heads=1, heads=2, key=64, value=32),
 )
 
 

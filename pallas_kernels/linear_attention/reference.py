@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 def step(
@@ -40,8 +40,61 @@ def scan(
     operands = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay, *([] if beta is None else [beta]))]
 
     def once(state: jax.Array, now: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        out, state = step(*now[:4], now[4] if len(now) > 4 else None, state)
+        q, k, v, decay, *betas = now
+        out, state = step(q, k, v, decay, betas[0] if betas else None, state)
         return state, (out, state)
 
     outs, states = jax.lax.scan(once, state, operands)[1]
     return jnp.moveaxis(outs, 0, 1), jnp.moveaxis(states, 0, 1)
+
+
+def decode(
+    q: Float[Array, "rows k_heads key"],
+    k: Float[Array, "rows k_heads key"],
+    v: Float[Array, "rows heads value"],
+    decay: Float[Array, "rows heads"],
+    beta: Float[Array, "rows heads"] | None,
+    pool: Float[Array, "states heads key value"],
+    read: Int[Array, " rows"],
+    write: Int[Array, " rows"],
+) -> tuple[Float[Array, "rows heads value"], Float[Array, "states heads key value"]]:
+    """`step` of states in a pool: row r goes on from state ``read[r]`` and leaves its own in ``write[r]``.
+
+    From an id beyond the pool it begins with zeros, and what goes there is dropped. All is read before anything is
+    written. Head h has the query and the key of head ``h * k_heads // heads``.
+    """
+    q, k = (per_head(x, v) for x in (q, k))
+    out, state = step(q, k, v.astype(pool.dtype), decay, beta, begin(pool, read))
+    return out, put(pool, write, state)
+
+
+def prefill(
+    q: Float[Array, "batch time k_heads key"],
+    k: Float[Array, "batch time k_heads key"],
+    v: Float[Array, "batch time heads value"],
+    decay: Float[Array, "batch time heads"],
+    beta: Float[Array, "batch time heads"] | None,
+    pool: Float[Array, "states heads key value"],
+    read: Int[Array, " batch"],
+    write: Int[Array, "batch chunks"],
+) -> tuple[Float[Array, "batch time heads value"], Float[Array, "states heads key value"]]:
+    """`scan` of states in a pool, as `decode`: state ``write[b, c]`` is that of sequence b after its chunk c."""
+    q, k = (per_head(x, v) for x in (q, k))
+    outs, states = scan(q, k, v.astype(pool.dtype), decay, beta, begin(pool, read))
+    size = q.shape[1] // write.shape[1]
+    return outs, put(pool, write, states[:, size - 1 :: size])
+
+
+def per_head(x: Float[Array, "*batch k_heads key"], v: Float[Array, "*batch heads value"]) -> jax.Array:
+    """The queries or keys of each head of ``v``, in float32 at least."""
+    return jnp.repeat(x, v.shape[-2] // x.shape[-2], axis=-2).astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def begin(pool: jax.Array, read: jax.Array) -> jax.Array:
+    """The states of some ids; zeros beyond the pool."""
+    return pool.at[read].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def put(pool: jax.Array, write: jax.Array, state: jax.Array) -> jax.Array:
+    """States to some ids; none beyond the pool."""
+    return pool.at[write].set(state, mode="drop", wrap_negative_indices=False)

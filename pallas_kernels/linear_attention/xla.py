@@ -7,14 +7,16 @@ a token do not depend on how many chunks a program has.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.linear_attention.reference import step
+from pallas_kernels.linear_attention.reference import begin, decode, per_head, put, step
 
-__all__ = ["chunks", "step"]
+__all__ = ["chunks", "decode", "prefill", "step"]
 
 
 def chunks(
@@ -27,16 +29,46 @@ def chunks(
     size: int,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:
     """All outputs, and the state after each chunk of ``size`` tokens; ``time`` is a multiple of it."""
-    time = q.shape[1]
-    given = [_cut(x, size) for x in (q, k, v, decay[..., None], *([] if beta is None else [beta[..., None]]))]
 
     def once(state: jax.Array, now: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        out, state = _chunk(*now[:3], now[3][..., 0], now[4][..., 0] if len(now) > 4 else None, state)
+        out, state = _chunk(now, state)
         return state, (out, state)
 
-    outs, states = lax.scan(once, state, given)[1]
+    outs, states = lax.scan(once, state, _given(q, k, v, decay, beta, size))[1]
+    return _joined(outs), jnp.moveaxis(states, 0, 1)
+
+
+def prefill(
+    q: Float[Array, "batch time k_heads key"],
+    k: Float[Array, "batch time k_heads key"],
+    v: Float[Array, "batch time heads value"],
+    decay: Float[Array, "batch time heads"],
+    beta: Float[Array, "batch time heads"] | None,
+    pool: Float[Array, "states heads key value"],
+    read: Int[Array, " batch"],
+    write: Int[Array, "batch chunks"],
+) -> tuple[Float[Array, "batch time heads value"], Float[Array, "states heads key value"]]:
+    """See `reference.prefill`. Each chunk's states go into the pool at once: no more than one of a sequence is held."""
+    q, k, v = per_head(q, v), per_head(k, v), v.astype(jnp.float32)
+
+    def once(held: tuple[jax.Array, jax.Array], now: tuple[Any, Any]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        state, pool = held
+        out, state = _chunk(now[0], state)
+        return (state, put(pool, now[1], state)), out
+
+    given = _given(q, k, v, decay, beta, v.shape[1] // write.shape[1]), write.T
+    (_, pool), outs = lax.scan(once, (begin(pool, read), pool), given)
+    return _joined(outs), pool
+
+
+def _given(q: Any, k: Any, v: Any, decay: Any, beta: Any, size: int) -> list[jax.Array]:
+    """What a scan over chunks goes through."""
+    return [_cut(x, size) for x in (q, k, v, decay[..., None], *([] if beta is None else [beta[..., None]]))]
+
+
+def _joined(outs: Float[Array, "chunks batch heads size value"]) -> Float[Array, "batch time heads value"]:
     whole = jnp.moveaxis(outs, (0, 2), (1, 3))  # [batch, chunks, size, heads, value]
-    return whole.reshape(q.shape[0], time, *whole.shape[3:]), jnp.moveaxis(states, 0, 1)
+    return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
 
 
 def _cut(x: Float[Array, "batch time heads d"], size: int) -> Float[Array, "chunks batch heads size d"]:
@@ -45,14 +77,11 @@ def _cut(x: Float[Array, "batch time heads d"], size: int) -> Float[Array, "chun
 
 
 def _chunk(
-    q: Float[Array, "batch heads size key"],
-    k: Float[Array, "batch heads size key"],
-    v: Float[Array, "batch heads size value"],
-    decay: Float[Array, "batch heads size"],
-    beta: Float[Array, "batch heads size"] | None,
-    state: Float[Array, "batch heads key value"],
+    now: list[jax.Array], state: Float[Array, "batch heads key value"]
 ) -> tuple[Float[Array, "batch heads size value"], Float[Array, "batch heads key value"]]:
     """The outputs of one chunk, and the state after it."""
+    q, k, v, (decay, *betas) = *now[:3], (gate[..., 0] for gate in now[3:])
+    beta = betas[0] if betas else None
     size = q.shape[-2]
     since = jnp.cumsum(decay, axis=-1)  # the decay since the chunk began, the token's own included
     index = jnp.arange(size)

@@ -156,7 +156,7 @@ def test_kernels_are_timed(report, monkeypatch):
     monkeypatch.setattr(workloads, "QUICK_PREFILLS", ())
     monkeypatch.setattr(workloads, "QUICK_OTHERS", workloads.QUICK_OTHERS[2:])
     kernels.run(report)
-    assert len(written(report)) == 3
+    assert len(written(report)) == 5
     assert all(record["share_of_copy"] > 0 for record in written(report).values())
 
 
@@ -181,6 +181,7 @@ def test_bytes_and_operations_by_hand():
     assert workloads.Decode(1, 2, heads=4, kv_heads=2, head_dim=8).bytes == 2 * (2 * 2 * 2 * 8) + 2 * (2 * 4 * 8)
     assert workloads.Prefill(1, 2, 3, heads=1, kv_heads=1, head_dim=8).operations == 4 * 8 * (2 + 3)
     assert workloads.Product(1, 128, 2, 4).bytes == 128 + 4 + 2 * 130
+    assert workloads.States(3, 2, 1, 2, 4, 8).bytes == 3 * (2 * 4 * 2 * 4 * 8 + 2 * (2 * (4 + 4 + 16) + 4 * 16))
     shape = {**llama.TINY, "num_hidden_layers": 2}
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96
     assert llama.prefill_operations(shape, 3, 1) == 2 * (layer + 2 * 64 * 32) + 4 * 64 * 4
