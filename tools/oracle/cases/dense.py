@@ -195,6 +195,7 @@ ERNIE = (
         served=True,
         overlooked={"rope_theta": 1e3},
     ),
+    Case("ernie4_5-tied-hub", _sizes(2, 4, 2, head_dim=24, rope_theta=5e5, use_bias=False), style="hub"),
 )
 
 HUNYUAN = (
