@@ -35,10 +35,10 @@ def layer_norm(prefix: str, size: int) -> dict[str, Any]:
 
 
 def heads_norm(name: str, heads: int, head_dim: int) -> dict[str, Any]:
-    """`AllHeadsNorm`, or `HeadLayerNorm`, of one tensor: whole on every device, since heads are not alike."""
+    """`AllHeadsNorm` of one tensor: whole on every device, since heads are not alike."""
     shape = (heads, head_dim)
     source = Source(name, (heads * head_dim,), reshape=shape)
-    return {"scale": ParamSpec(shape, (None, "norm"), init="ones", sources=(source,))}
+    return {"scale": ParamSpec(shape, ("all_heads", "norm"), init="ones", sources=(source,))}
 
 
 def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:

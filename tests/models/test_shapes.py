@@ -39,10 +39,43 @@ PUBLISHED = {
     "DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V2": 235_741_434_880,
     "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a second token
+    "Kimi-K2": 1_026_408_232_448,
+    "GLM-4.5-Air": 106_852_251_264,  # the same
+    "GLM-4.6": 352_797_829_024,  # 356,785,898,816 with it
+    "MiniMax-M2": 228_689_764_864,
+    "Llama-4-Scout": 107_769_861_120,  # the text model of 108,641,793,536
+    "ERNIE-4.5-21B-A3B": 21_825_437_888,
+    "OLMoE-1B-7B": 6_919_161_856,
+    "Phi-3.5-MoE": 41_873_153_344,
+    "Seed-OSS-36B": 36_151_104_512,
+    "OLMo-2-32B": 32_234_279_936,
+    "OLMo-3-7B": 7_298_011_136,
+    "SmolLM3-3B": 3_075_098_624,
+    "Granite-3.3-8B": 8_170_864_640,
+    "Command-R": 34_980_831_232,
+    "Command-R7B": 8_028_033_024,
+    "Command-A": 111_057_580_032,
+    "EXAONE-4.0-32B": 32_003_216_384,
+    "ERNIE-4.5-0.3B": 360_748_032,
+    "Hunyuan-7B": 7_504_568_320,
+    "Pythia-6.9B": 6_857_302_016,
+    "StarCoder2-3B": 3_030_371_328,
+    "StableLM-3B-4E1T": 2_795_443_200,
+    "GLM-4-9B-chat": 9_399_951_360,
+    "GLM-4-9B-0414": 9_400_279_040,
+    "Mistral-Small-24B": 23_572_403_200,
+    "Gemma-3-27B": 27_009_346_304,  # the text model of 27,432,406,640
 }
 
 # Parameters that stay float32: the biases by which experts are chosen.
-IN_FLOAT32 = {"DeepSeek-V3": 58 * 256}
+IN_FLOAT32 = {
+    "DeepSeek-V3": 58 * 256,
+    "Kimi-K2": 60 * 384,
+    "GLM-4.5-Air": 45 * 128,
+    "GLM-4.6": 89 * 160,
+    "MiniMax-M2": 62 * 256,
+    "ERNIE-4.5-21B-A3B": 27 * 64,
+}
 
 
 def model(name: str) -> Model:

@@ -30,7 +30,7 @@ def test_every_logical_axis_of_a_family_is_known():
     tree = family.param_specs(family.config(config_json))
     specs = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ParamSpec))
     assert all(len(spec.axes) == len(spec.shape) for spec in specs)
-    replicated = {"embed", "norm", "group", "head_dim", "router", None}
+    replicated = {"embed", "norm", "all_heads", "group", "head_dim", "router", None}
     assert {axis for spec in specs for axis in spec.axes} <= replicated | RULES.keys()
 
 

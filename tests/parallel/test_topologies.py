@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
 from tools.check_programs.__main__ import run
 from tools.check_programs.topologies import TOPOLOGIES
+from tools.check_programs.work import Work
 
 
 def _have_plugins() -> bool:
@@ -21,8 +22,15 @@ pytestmark = pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA pl
 
 
 @pytest.mark.slow
-def test_two_layers_of_a_mixture_on_eight_gpus_keep_the_rules():
-    work = dataclasses.replace(TOPOLOGIES["Mixtral-8x7B, EP4 x TP2"], layers=2)
+@pytest.mark.parametrize(
+    "work",
+    [
+        dataclasses.replace(TOPOLOGIES["Mixtral-8x7B, EP4 x TP2"], layers=2),
+        Work("GLM-4.6", pages=2000, tensor=8, layers=5),  # three dense layers first
+    ],
+    ids=str,
+)
+def test_some_layers_of_a_mixture_on_eight_gpus_keep_the_rules(work: Work):
     (part,) = run(work, default_folder())
     assert set(part.programs) == {"decode", "prefill", "prefill_logprobs"}
     assert part.broken == []

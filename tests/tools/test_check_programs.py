@@ -137,6 +137,11 @@ def test_an_activation_of_a_weights_size_may_be_moved():
     assert moved_arrays(large) == []
     read = make_step(tokens=4, module=with_line("%bad = bf16[8,4]{1,0} transpose(%view.1), dimensions={1,0}"))
     assert [one.name for one in moved_arrays(read)] == ["bad"]
+    part = "%part = f32[4,8]{1,0} get-tuple-element(%gemm_a), index=0"
+    scaled = "%good = f32[2,64]{1,0} pad(%gemm_a, %w0)"
+    assert moved_arrays(make_step(tokens=16, module=with_line(scaled))) == []
+    made = make_step(tokens=4, module=with_line(f"{part}\n  %good = f32[2,4,4]{{2,1,0}} pad(%part, %zero)"))
+    assert moved_arrays(made) == []
 
 
 def test_launches_know_their_command_buffer():
@@ -188,7 +193,7 @@ def test_adapters_may_have_kernels_and_rows_of_their_own():
     adapted = make_step(launches=launches, adapters=5)
     assert not rule(adapted, "kernels").broken
     assert adapted.largest == (2 + 5 * 32) * 8
-    assert make_step(logits=1000, adapters=5).largest == 2 * 1000
+    assert make_step(logits=1000, adapters=5).largest == 2 * 1024  # the sampler's, in lanes
 
 
 ONE_BUFFER = THUNKS[: THUNKS.index("152:")]
@@ -316,9 +321,9 @@ def test_what_a_device_has_follows_from_the_declarations():
     assert weight_bytes(odd, SIZES, 2) == 2 * 97 * 64
 
 
-def expected_of(first, last, vocab=96, sizes=SIZES, norms=False):
+def expected_of(first, last, vocab=96, sizes=SIZES, norms=False, dense=DENSE):
     """Of a stage of two layers."""
-    specs = {"layers_9": DENSE, "layers_10": SPARSE}
+    specs = {"layers_9": dense, "layers_10": SPARSE}
     model = SimpleNamespace(
         specs=specs, config=SimpleNamespace(vocab_size=vocab), dtype=np.dtype(np.float16), module=None
     )
@@ -340,6 +345,19 @@ def test_collectives_and_gemms_follow_from_the_declarations():
     assert [odd.sums("decode"), odd.gathers("decode")] == [4, 0]
     one = expected_of(first=True, last=True, sizes=dict.fromkeys(SIZES, 1))
     assert [one.sums("decode"), one.gathers("decode")] == [0, 0]
+
+
+def test_norms_over_all_heads_are_a_sum_more_of_each_layer():
+    """Also of the last one where a chunk is computed for its keys and values alone."""
+    norm = {"scale": ParamSpec((32, 8), ("all_heads", "norm"), init="ones")}
+    normed = {**DENSE, "attention": {**DENSE["attention"], "q_norm": norm}}
+    plain, whole = (expected_of(first=True, last=True, dense=dense) for dense in (DENSE, normed))
+    for name in ("decode", "prefill"):
+        assert (whole.sums(name), whole.gemms(name)) == (plain.sums(name) + 1, plain.gemms(name))
+    one = expected_of(first=True, last=True, sizes=dict.fromkeys(SIZES, 1), dense=normed)
+    assert one.sums("decode") == 0
+    spread = expected_of(first=True, last=True, norms=True, dense=normed)
+    assert (spread.sums("prefill"), spread.scatters("prefill")) == (1, plain.sums("prefill"))
 
 
 def test_sums_are_scattered_and_gathered_where_hidden_states_are_spread_over_tokens():
@@ -384,6 +402,14 @@ def test_topologies_are_lines_of_a_table():
     assert header().splitlines()[1].count("|") == line.count("|")
     assert all(work.config()["architectures"] for work in TOPOLOGIES.values())
     assert str(dataclasses.replace(work, layers=4)) == "Llama-3.1-405B, TP8 x PP2, 4 layers"
+
+
+def test_fields_of_each_layer_are_cut_with_the_layers():
+    assert Work("MiniMax-M2", 1, layers=3).config()["attn_type_list"] == [1] * 3
+    kinds = Work("OLMo-3-7B", 1, layers=5).config()["layer_types"]
+    assert (len(kinds), kinds[3]) == (5, "full_attention")
+    within = Work("Llama-4-Scout", 1, layers=2).config()
+    assert (within["num_hidden_layers"], within["architectures"]) == (2, ["Llama4ForCausalLM"])
 
 
 def test_kernels_are_not_counted_where_attention_loops():

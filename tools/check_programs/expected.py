@@ -35,6 +35,7 @@ class Expected:
         weights: bytes of the parameters.
         width: numbers of a token's hidden states.
         norms: whether prefill programs spread those over tokens between the parts of a layer.
+        summed: layers whose queries and keys are normalised over all heads, whose squares one more sum adds up.
         shown: whether a draft head reads the last layer's states of prompts.
     """
 
@@ -49,6 +50,7 @@ class Expected:
     devices: int
     width: int
     norms: bool = False
+    summed: int = 0
     shown: bool = False
 
     def gemms(self, program: str) -> tuple[tuple[int, ...], int]:
@@ -58,8 +60,11 @@ class Expected:
         return self.layers, self.head
 
     def sums(self, program: str) -> int:
-        """All-reduces: of the layers, and the embedding's, where each device has some rows."""
-        return 0 if self.scattered(program) else self._sums(program)
+        """All-reduces: of the layers, and the embedding's, where each device has some rows; those of heads' norms.
+
+        What is left out of a chunk's last layer comes behind its norms.
+        """
+        return self.summed * (self.devices > 1) + (0 if self.scattered(program) else self._sums(program))
 
     def scatters(self, program: str) -> int:
         """Reduce-scatters: the same sums, where each device keeps those of its own tokens."""
@@ -105,6 +110,7 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
         devices=math.prod(sizes.values()),
         width=max((_width(spec) for spec in every), default=0),
         norms=norms,
+        summed=sum(any("all_heads" in spec.axes for _, spec in walk_specs(specs[name])) for name in names),
         shown=stage.prompts and not getattr(model.module, "taps", ()),
     )
 

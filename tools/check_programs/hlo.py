@@ -84,8 +84,10 @@ class Module:
     def reads_argument(self, one: Instruction, sizes: set[int]) -> bool:
         """Whether an operand may be an argument of these sizes: in a loop or a branch, whatever that was given."""
         place = next(name for name, body in self.computations.items() if one in body)
-        arguments = [each for each in self.computations[place] if each.opcode in ("parameter", "get-tuple-element")]
-        large = {each.name for each in arguments if each.size in sizes}
+        given = {each.name for each in self.computations[place] if each.opcode == "parameter"}
+        parts = [each for each in self.computations[place] if each.opcode == "get-tuple-element"]
+        given |= {each.name for each in parts if each.operands[0] in given}
+        large = {each.name for each in self.computations[place] if each.name in given and each.size in sizes}
         return any(self.source(name, place) in large for name in one.operands)
 
     def loops(self, repeats: bool = False) -> bool:

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from jaxinfer.sampling.reductions import LANES
 from pallas_kernels.lora.mosaic import TILE_ROWS
 from pallas_kernels.quant_matmul.xla import GPU_PIECE
 from tools.check_programs.hlo import Instruction, Launch, Module
@@ -98,7 +99,7 @@ class Step:
     def largest(self) -> int:
         """Numbers of its largest activation."""
         in_tiles = self.tokens + self.adapters * TILE_ROWS[1]  # each adapter's last tile may be almost empty
-        return max(in_tiles * self.widest, self.tokens * self.logits)
+        return max(in_tiles * self.widest, self.tokens * LANES * -(-self.logits // LANES))
 
     @property
     def ceiling(self) -> int:
@@ -200,7 +201,7 @@ def moved_arrays(step: Step) -> list[Instruction]:
     """Results in memory as large as a pool or a weight, or larger than any activation, that are not written in place.
 
     A GEMM's result is an activation. A custom call that is aliased writes in place, as do scatters. What could be an
-    activation by its size is not one if it is made of an argument.
+    activation by its size is not one if it is made of an argument that is as large: the scales of a norm are smaller.
     """
     sizes = {one.size for one in step.module.weights() if len(one.dims or ()) > 1}
     return [one for one in step.module.in_memory() if _is_moved(step, one, {*sizes, step.pool})]
@@ -216,7 +217,8 @@ def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:
         return True
     if one.size > step.largest:
         return one.size >= min(sizes)
-    return opcode in _MOVES and one.size in sizes and step.module.reads_argument(one, sizes)
+    as_large = {size for size in sizes if size >= one.size}
+    return opcode in _MOVES and one.size in sizes and step.module.reads_argument(one, as_large)
 
 
 def collectives(step: Step, kind: str) -> int:

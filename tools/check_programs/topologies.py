@@ -18,6 +18,8 @@ TOPOLOGIES: Mapping[str, Work] = {
         Work("Mixtral-8x7B", pages=22500, expert=4),
         Work("Mixtral-8x7B", pages=56000, expert=4, tensor=2),
         Work("DeepSeek-V2", pages=2500, expert=8),
+        Work("Llama-4-Scout", pages=5200, expert=4),
+        Work("MiniMax-M2", pages=6500, expert=8),
     )
 }
 

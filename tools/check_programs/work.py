@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinfer.wrapped import text_model
 from pallas_kernels.check.plugins import ROOT
 
 MODELS = ROOT / "configs" / "models"
@@ -67,13 +68,14 @@ class Work:
         return ", ".join(filter(None, parts))
 
     def config(self) -> dict[str, Any]:
-        """The model's config.json, with the layers that are asked for."""
+        """The config.json of the text model, with the layers that are asked for."""
         folder = pathlib.Path(self.model)
         path = folder / "config.json" if folder.is_dir() else MODELS / f"{self.model}.json"
-        found = json.loads(path.read_text(encoding="utf-8"))
-        layers = self.layers or found["num_hidden_layers"]
-        kinds = {"layer_types": found["layer_types"][:layers]} if "layer_types" in found else {}
-        return {**found, **kinds, "num_hidden_layers": layers}
+        found = text_model(json.loads(path.read_text(encoding="utf-8")))
+        count = found["num_hidden_layers"]
+        layers = self.layers or count
+        of_layers = {name: value for name, value in found.items() if isinstance(value, list) and len(value) == count}
+        return {**found, **{name: value[:layers] for name, value in of_layers.items()}, "num_hidden_layers": layers}
 
 
 @dataclasses.dataclass(frozen=True)

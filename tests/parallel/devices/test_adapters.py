@@ -24,6 +24,7 @@ from tests.engine.test_invariance import bits
 from tests.lora.drawn import drawn
 from tests.lora.goldens import GOLDENS, golden, load_base, read
 from tests.lora.test_served import asked, check_is_apply
+from tests.parallel.devices.test_families import NORMS, load
 from tests.parallel.devices.test_quantised import stored
 from tests.parallel.devices.test_tensor import COLLECTIVES, model_of
 
@@ -200,6 +201,13 @@ def test_embeddings_and_heads(mesh: str) -> None:
     llm = check(model(kind), WORDS, **sizes)
     if mesh.startswith("tp2, tied"):
         check_collectives(llm.engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", (*NORMS, "cohere2-hub", "gpt_neox-hub", "glm4_moe-hub", "ernie4_5_moe-hub"))
+@pytest.mark.usefixtures("folders")
+def test_families_whose_layers_differ(name: str, tmp_path: pathlib.Path) -> None:
+    check(load(name, tmp_path), tensor_parallel_size=2)
 
 
 @pytest.mark.slow

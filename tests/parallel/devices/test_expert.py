@@ -16,10 +16,16 @@ from tests.models.parity import load_case
 from tests.models.test_parity import golden
 from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of, same_logits
 
-# A shared expert with a gate; latents, groups of experts and a dense layer.
+# A shared expert with a gate; latents, groups of experts and a dense layer; norms of all heads; scaled inputs.
 KINDS = (
     "deepseek_v3-hub",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe-hub", "deepseek_v2-lite-hub")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            *("qwen2_moe-hub", "deepseek_v2-lite-hub", "glm4_moe-hub", "minimax_m2-hub", "llama4_text-hub"),
+            *("olmoe-hub", "phimoe-hub", "ernie4_5_moe-hub"),
+        )
+    ),
 )
 
 

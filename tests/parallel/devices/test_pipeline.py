@@ -42,6 +42,11 @@ FAMILIES = (
     "phi3-longrope-long-hub",
     "qwen2_moe-dense-layers",
     "qwen3_moe-bias-dense-layers",
+    *("olmo2-hub", "olmo3-yarn-hub", "granite-hub", "smollm3-windows", "cohere-hub", "cohere2-hub", "glm-hub"),
+    *("glm4-hub", "exaone4-hub", "ernie4_5-hub", "hunyuan_v1_dense-alpha-hub", "gpt_neox-hub", "gpt_neox-serial"),
+    *("starcoder2-hub", "stablelm-hub", "stablelm-parallel", "seed_oss-biases", "ministral3-hub"),
+    *("glm4_moe-hub", "glm4_moe-groups-tied", "minimax_m2-hub", "llama4_text-hub", "olmoe-hub", "phimoe-hub"),
+    *("ernie4_5_moe-hub", "granite-tied-hub", "smollm3-tied-hub"),
 )
 
 

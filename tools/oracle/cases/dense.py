@@ -54,6 +54,13 @@ OLMO = (
         served=True,
         overlooked={"rope_scaling": None},
     ),
+    Case(
+        "olmo3-layer-types",
+        _sizes(3, 4, 1, sliding_window=6)
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        prompt_length=21,
+        overlooked={"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    ),
 )
 
 _MULTIPLIERS = {
@@ -76,6 +83,7 @@ GRANITE = (
         _sizes(2, 4, 1, attention_bias=True, mlp_bias=True, residual_multiplier=0.5),
         overlooked={"residual_multiplier": 1.0},
     ),
+    Case("granite-tied-hub", _sizes(2, 4, 2, tie_word_embeddings=True, **_MULTIPLIERS), style="hub"),
 )
 
 SMOLLM3 = (
@@ -112,6 +120,7 @@ SMOLLM3 = (
         ),
         overlooked={"sliding_window": 8},
     ),
+    Case("smollm3-tied-hub", _sizes(4, 4, 2, rope_theta=5e6, no_rope_layer_interval=4, pad_token_id=0), style="hub"),
 )
 
 _UNTIED = {"tie_word_embeddings": False}
@@ -133,6 +142,7 @@ COHERE = (
         served=True,
         overlooked={"sliding_window_pattern": 4},
     ),
+    Case("cohere2-tied-hub", _sizes(4, 4, 2, sliding_window=8, logit_scale=0.5), style="hub", prompt_length=29),
 )
 
 GLM = (
@@ -150,6 +160,7 @@ GLM = (
         served=True,
         overlooked={"partial_rotary_factor": 0.5},
     ),
+    Case("glm4-biases", _sizes(2, 4, 1, head_dim=16, attention_bias=True, pad_token_id=0)),
 )
 
 _LLAMA3 = {
@@ -184,6 +195,7 @@ ERNIE = (
         served=True,
         overlooked={"rope_theta": 1e3},
     ),
+    Case("ernie4_5-tied-hub", _sizes(2, 4, 2, head_dim=24, rope_theta=5e5, use_bias=False), style="hub"),
 )
 
 HUNYUAN = (

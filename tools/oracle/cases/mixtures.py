@@ -48,6 +48,11 @@ GLM4_MOE = (
         prompt_length=50,
         overlooked={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    Case(
+        "glm4_moe-two-dense",
+        sizes(40, 56, 3, 4, 2, **{**_GLM, "first_k_dense_replace": 2}, attention_bias=True, routed_scaling_factor=1.5),
+        overlooked={"routed_scaling_factor": 1.0},
+    ),
 )
 
 _EIGHT: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
