@@ -47,6 +47,7 @@ from jaxinfer.models import (
 )
 from jaxinfer.models.config import ConfigError, shown
 from jaxinfer.models.head import DraftHead, HeadFiles
+from jaxinfer.models.nearest import nearest
 from jaxinfer.models.specs import cache_spec
 from jaxinfer.types import CacheSpec, ParamTree
 
@@ -196,7 +197,8 @@ def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = 
     """Find the family of this checkpoint: in ``families`` first, then in `FAMILIES`.
 
     Raises:
-        ConfigError: config.json names no architecture, or none that is known; the message lists the known ones.
+        ConfigError: config.json names no architecture, or none that is known; the message says which known one is the
+            nearest, what differs, and lists the others.
     """
     known = {**FAMILIES, **families}
     names = config_json.get("architectures")
@@ -205,5 +207,7 @@ def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = 
     for name in names:
         if name in known:
             return known[name]
-    what = f"is not supported (known: {', '.join(known)}; --family names another)"
+    near = nearest(names[0], config_json, {name: family.config for name, family in FAMILIES.items()})
+    beside = "" if near is None else f"; the nearest is {near}"
+    what = f"is not supported{beside} (known: {', '.join(known)}; --family names another)"
     raise ConfigError(f"config.json: architectures = {shown(names)} {what}")
