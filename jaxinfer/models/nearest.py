@@ -15,11 +15,10 @@ Readers = Mapping[str, Callable[[Mapping[str, Any]], Any]]
 """By architecture what reads its config.json, and raises `ConfigError` where it cannot."""
 
 _NESTED = ("text_config", "llm_config", "language_config")
-_CANDIDATES = 12  # whose fields are compared one by one
 _TRIES = 12
-_FIELDS = 200
+_FIELDS = 100
 _SHOWN = 8
-_BY_NAME, _PREFIX = 6.0, 3  # fields that a name which is the same outweighs, and letters that say something
+_BY_NAME, _SHARE = 6.0, 0.6  # fields that the same name outweighs, and the share of a name that says something
 _READ = 3  # fields, without which nothing is near
 _VALUE = reprlib.Repr(maxstring=40, maxother=40, maxlist=4, maxdict=4, maxlevel=2)
 _FIELD = re.compile(r"config\.json: (\w+)")
@@ -71,21 +70,20 @@ def nearest(name: str, config_json: Mapping[str, Any], known: Readers) -> Differ
     def distance(found: Difference) -> float:
         return found.fields - _BY_NAME * _alike(_stem(name), _stem(found.name))
 
-    rough = sorted((_needs(kind, fields, read)[0] for kind, read in known.items()), key=distance)
-    found = min((_compare(each.name, fields, known[each.name]) for each in rough[:_CANDIDATES]), key=distance)
+    found = min((_compare(kind, fields, read) for kind, read in known.items()), key=distance)
     return found if len(_telling(fields)) - len(found.unread) >= _READ else None
 
 
 def _alike(name: str, other: str) -> float:
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
-    return same / max(len(name), len(other)) if same >= _PREFIX else 0.0
+    return same / max(len(name), len(other)) if same >= _SHARE * min(len(name), len(other)) else 0.0
 
 
 def _text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Of a model around a text model, those of the latter."""
     outer = [(name, value) for name, value in config_json.items() if name not in _NESTED]
     inner = next((found for name in _NESTED if isinstance(found := config_json.get(name), dict)), {})
-    return dict(outer[:_FIELDS]) | dict([*inner.items()][:_FIELDS])
+    return dict([*inner.items(), *outer][:_FIELDS])
 
 
 def _stem(name: str) -> str:

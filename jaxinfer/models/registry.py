@@ -10,8 +10,11 @@ from typing import Any
 import flax.linen as nn
 
 from jaxinfer.models import (
+    apertus,
+    arcee,
     cohere,
     deepseek,
+    dots1,
     eagle,
     ernie,
     ernie_moe,
@@ -25,6 +28,7 @@ from jaxinfer.models import (
     gptj,
     granite,
     hunyuan,
+    internlm3,
     llama,
     llama4,
     medusa,
@@ -32,6 +36,7 @@ from jaxinfer.models import (
     ministral,
     mixtral,
     mtp,
+    nemotron,
     neox,
     olmo,
     olmoe,
@@ -72,6 +77,10 @@ class Family:
 
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, cache_spec, llama.Llama)
 MIMO = dataclasses.replace(LLAMA, ignore=llama.IGNORE)
+INTERNLM3 = dataclasses.replace(LLAMA, config=internlm3.config_from_json)
+ARCEE = Family(arcee.config_from_json, arcee.param_specs, cache_spec, arcee.Arcee)
+APERTUS = Family(apertus.config_from_json, apertus.param_specs, cache_spec, apertus.Apertus)
+NEMOTRON = Family(nemotron.config_from_json, nemotron.param_specs, cache_spec, nemotron.Nemotron)
 MINISTRAL = Family(ministral.MinistralConfig.from_json, llama.param_specs, cache_spec, ministral.Ministral)
 OLMO2 = Family(olmo.OlmoConfig.from_olmo2, olmo.param_specs, cache_spec, olmo.Olmo)
 OLMO3 = dataclasses.replace(OLMO2, config=olmo.OlmoConfig.from_olmo3)
@@ -102,6 +111,7 @@ DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, cach
 DEEPSEEK_V3 = Family(deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cache_spec, deepseek.Deepseek)
 GLM4_MOE_LITE = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_glm)
 GLM4_MOE = Family(glm4_moe.config_from_json, glm4_moe.param_specs, cache_spec, sparse.Sparse)
+DOTS1 = dataclasses.replace(GLM4_MOE, config=dots1.config_from_json)
 MINIMAX_M2 = Family(minimax.config_from_json, minimax.param_specs, cache_spec, sparse.Sparse, minimax.IGNORE)
 LLAMA4 = Family(llama4.Llama4Config.from_json, llama4.param_specs, cache_spec, llama4.Llama4)
 OLMOE = Family(olmoe.config_from_json, olmoe.param_specs, cache_spec, sparse.Sparse)
@@ -121,6 +131,10 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": LLAMA,
     "SeedOssForCausalLM": LLAMA,
     "MiMoForCausalLM": MIMO,
+    "InternLM3ForCausalLM": INTERNLM3,
+    "ArceeForCausalLM": ARCEE,
+    "ApertusForCausalLM": APERTUS,
+    "NemotronForCausalLM": NEMOTRON,
     "Ministral3ForCausalLM": MINISTRAL,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
@@ -152,6 +166,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Dots1ForCausalLM": DOTS1,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "Llama4ForCausalLM": LLAMA4,
     "OlmoeForCausalLM": OLMOE,

@@ -31,8 +31,8 @@ def test_one_that_differs_in_nothing_is_named_too() -> None:
 
 def test_fields_that_are_not_read_not_there_and_refused() -> None:
     assert said(clip_qkv=8.0, rms_norm_eps=1e-5) == "LlamaForCausalLM, which does not read clip_qkv = 8.0"
-    assert said(hidden_act="relu2").startswith(
-        "LlamaForCausalLM, which says that hidden_act = 'relu2' is not supported ("
+    assert said(hidden_act="mish").startswith(
+        "LlamaForCausalLM, which says that hidden_act = 'mish' is not supported ("
     )
     lacking = said("MistralXForCausalLM", vocab_size=None, intermediate_size=None, rms_norm_eps=1e-5, head_dim=8)
     assert lacking == "MistralForCausalLM, which needs vocab_size, intermediate_size"
@@ -41,7 +41,7 @@ def test_fields_that_are_not_read_not_there_and_refused() -> None:
 
 
 def test_one_refusal_hides_nothing_of_what_is_read_behind_it() -> None:
-    told = said(hidden_act="relu2", rope_theta=5e5, tie_word_embeddings=True, attention_bias=True)
+    told = said(hidden_act="mish", rope_theta=5e5, tie_word_embeddings=True, attention_bias=True)
     assert "does not read" not in told
 
 
