@@ -13,9 +13,16 @@ GROUP = "jaxinfer.families"
 """Entry points: the name is an architecture of config.json, the value ``module:NAME`` of a `Family`."""
 
 
-def find_families(config_json: Mapping[str, Any], family: str | None = None) -> dict[str, Family]:
-    """Find families beside the known ones, by architecture: ``family`` ("module:NAME") for whatever config.json names,
-    else those that installed packages have for it.
+OWN = "jaxinfer"
+"""As a family: one of the package's own, whatever others have installed."""
+
+
+def find_families(config_json: Mapping[str, Any], family: str = "auto") -> dict[str, Family]:
+    """Find families beside the known ones, by architecture.
+
+    Args:
+        family: "module:NAME" is that of whatever config.json names; "auto" looks for those that installed packages have
+            for it, and "jaxinfer" for none.
 
     This imports, and so runs, code: what the user names, or what somebody has installed. A model's folder only says
     which of the installed ones it needs.
@@ -25,7 +32,9 @@ def find_families(config_json: Mapping[str, Any], family: str | None = None) -> 
     """
     listed = config_json.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    if family is not None:
+    if family == OWN:
+        return {}
+    if family != "auto":
         return dict.fromkeys(names, _load(importlib.metadata.EntryPoint("family", family, GROUP)))
     installed = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
     return {name: _load(installed[name]) for name in names if name in installed and name not in FAMILIES}
@@ -33,7 +42,8 @@ def find_families(config_json: Mapping[str, Any], family: str | None = None) -> 
 
 def _load(point: importlib.metadata.EntryPoint) -> Family:
     if point.pattern.match(point.value) is None or ":" not in point.value:
-        raise ConfigError(f"{point.name} = {point.value!r} must be module:NAME")
+        others = f"auto, {OWN} or " if point.name == "family" else ""
+        raise ConfigError(f"{point.name} = {point.value!r} must be {others}module:NAME")
     try:
         found = point.load()
     except (ImportError, AttributeError) as error:

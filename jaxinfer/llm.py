@@ -117,7 +117,7 @@ class LLM(LoRADoor):
         model: str | Model,
         dtype: str = "auto",
         *,
-        family: str | None = None,
+        family: str = "auto",
         config: EngineConfig | None = None,
         check_finite: bool = False,
         compilation_cache_dir: str | None = None,

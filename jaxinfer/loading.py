@@ -83,7 +83,7 @@ def start_engine(
     config: EngineConfig,
     dtype: str = "auto",
     *,
-    family: str | None = None,
+    family: str = "auto",
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     show_progress: bool = True,
@@ -138,7 +138,7 @@ def start_follower(
     group: Group,
     dtype: str = "auto",
     *,
-    family: str | None = None,
+    family: str = "auto",
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     progress: StartProgress = StartProgress(),
@@ -192,7 +192,7 @@ def load_model(
     progress: Progress | None = None,
     mesh: Mesh | None = None,
     families: Mapping[str, Family] = MappingProxyType({}),
-    family: str | None = None,
+    family: str = "auto",
 ) -> Model:
     """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
 
@@ -208,7 +208,8 @@ def load_model(
             several pipeline stages need (tied embeddings) is loaded where the first one is.
             Of several processes each has those stages of which it has devices; other parameters are abstract there.
         families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
-        family: where to import this model's family from, ``module:NAME``, whatever config.json names.
+        family: "auto": the package's own or, of architectures that it does not know, what installed packages have;
+            "jaxinfer": its own alone; ``module:NAME``: where to import it from, whatever config.json names.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
@@ -314,7 +315,7 @@ def _loaded_draft(config: EngineConfig, load: Callable[..., Model], mesh: Mesh) 
     return lambda name, model: load(name, mesh=last)
 
 
-def abstract_model(name: str, dtype: str = "auto", family: str | None = None) -> Model:
+def abstract_model(name: str, dtype: str = "auto", family: str = "auto") -> Model:
     """The model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
 
     Args:
@@ -327,7 +328,7 @@ def abstract_model(name: str, dtype: str = "auto", family: str | None = None) ->
 
 
 def _describe(
-    name: str, dtype: str, family: str | None = None, families: Mapping[str, Family] = MappingProxyType({})
+    name: str, dtype: str, family: str = "auto", families: Mapping[str, Family] = MappingProxyType({})
 ) -> tuple[ModelFiles, Model]:
     dtype = _dtype(dtype)
     files = open_model_files(model_folder(name))

@@ -12,6 +12,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "model": ("model_path",),
         "served_model_name": ("alias",),
+        "family": ("model_impl",),
         "http_port": ("port",),
         "tls_cert": ("ssl_certfile",),
         "tls_key": ("ssl_keyfile",),

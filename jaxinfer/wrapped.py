@@ -29,6 +29,22 @@ _TEXT = {
 """Architecture and model type of the text model alone, by the model type that ``text_config`` has."""
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
     "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3_vl_text": {"rope_theta": 5e5},
@@ -42,7 +58,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 128000,
     },
 }
-"""What transformers takes where such a ``text_config`` says nothing, and the text model alone has another default."""
+"""What transformers takes where such a ``text_config`` says nothing, and the text model alone has another default or
+must say it: what is saved of a text model within another is what differs from these."""
 
 _FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 """What transformers takes whatever such a ``text_config`` says."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
+import subprocess
+import sys
+import zipfile
 from typing import Any
 
 import pytest
@@ -37,12 +42,41 @@ def site(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     return tmp_path
 
 
+METADATA = {
+    "METADATA": "Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n",
+    "WHEEL": "Wheel-Version: 1.0\nGenerator: by-hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "RECORD": "",
+}
+
+
+def entry(architecture: str) -> str:
+    return f"[jaxinfer.families]\n{architecture} = a_family_of_mine:MINE\n"
+
+
 def install(site: pathlib.Path, architecture: str) -> None:
     """Leave what pip would: a distribution with an entry point."""
     info = site / "mine-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[jaxinfer.families]\n{architecture} = a_family_of_mine:MINE\n")
+    for name, text in {**METADATA, "entry_points.txt": entry(architecture)}.items():
+        (info / name).write_text(text)
+
+
+def wheel(folder: pathlib.Path, architecture: str) -> pathlib.Path:
+    """A package of one module, as a build makes it."""
+    path = folder / "mine-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a_family_of_mine.py", MODULE)
+        for name, text in {**METADATA, "entry_points.txt": entry(architecture)}.items():
+            archive.writestr(f"mine-1.0.dist-info/{name}", text)
+    return path
+
+
+def write_model(folder: pathlib.Path) -> pathlib.Path:
+    """A folder of a tiny Llama under an architecture that nobody knows."""
+    model, config = random_model(), llama_json(architectures=["MyForCausalLM"])
+    save_params(folder, model.params, model.specs, config)
+    (folder / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
+    return folder
 
 
 @pytest.mark.usefixtures("site")
@@ -59,6 +93,11 @@ def test_installed_families_are_found_by_architecture(site: pathlib.Path) -> Non
     assert find_families({"architectures": ["OtherForCausalLM"]}) == {}
 
 
+def test_what_is_installed_can_be_left_alone(site: pathlib.Path) -> None:
+    install(site, "MyForCausalLM")
+    assert find_families(NAMED, "jaxinfer") == {}
+
+
 def test_an_installed_family_does_not_take_the_place_of_a_known_one(site: pathlib.Path) -> None:
     install(site, "LlamaForCausalLM")
     assert find_families({"architectures": ["LlamaForCausalLM"]}) == {}
@@ -68,8 +107,9 @@ def test_an_installed_family_does_not_take_the_place_of_a_known_one(site: pathli
 @pytest.mark.parametrize(
     ("family", "sentence"),
     [
-        ("a_family_of_mine", "family = 'a_family_of_mine' must be module:NAME"),
-        ("no/path.py:X", "must be module:NAME"),
+        ("a_family_of_mine", "family = 'a_family_of_mine' must be auto, jaxinfer or module:NAME"),
+        ("no/path.py:X", "must be auto, jaxinfer or module:NAME"),
+        ("transformers", "family = 'transformers' must be auto, jaxinfer or module:NAME"),
         ("no_such_module:X", "family = 'no_such_module:X' cannot be imported: No module named 'no_such_module'"),
         ("a_family_of_mine:YOURS", "cannot be imported: module 'a_family_of_mine' has no attribute 'YOURS'"),
         ("a_family_of_mine:NUMBER", "is a int, and must be a Family"),
@@ -88,13 +128,53 @@ def test_a_servers_family_reaches_the_process_that_loads_the_model() -> None:
 
 @pytest.mark.usefixtures("site")
 def test_a_model_of_an_unknown_architecture_is_served_by_a_named_family(tmp_path: pathlib.Path) -> None:
-    model, folder = random_model(), tmp_path / "model"
-    config: dict[str, Any] = llama_json(architectures=["MyForCausalLM"])
-    save_params(folder, model.params, model.specs, config)
-    (folder / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
+    folder = write_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"MyForCausalLM.* is not supported"):
         abstract_model(str(folder))
-    few = {"max_num_seqs": 1, "num_pages": 16, "page_size": 16, "prefill_sizes": [16]}
+    few: dict[str, Any] = {"max_num_seqs": 1, "num_pages": 16, "page_size": 16, "prefill_sizes": [16]}
     with LLM(str(folder), family="a_family_of_mine:MINE", **few) as llm:
         assert llm.model.family.module is LLAMA.module
         assert len(llm.generate([[1, 2, 3]])[0].outputs[0].token_ids) > 0
+
+
+@pytest.mark.extended
+def test_a_package_that_pip_installs_is_found_by_the_command_line(tmp_path: pathlib.Path) -> None:
+    """From the wheel to the text, each in a process of its own, which only a search path tells of the package."""
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "site"),
+    ]
+    subprocess.run([*pip, str(wheel(tmp_path, "MyForCausalLM"))], check=True, timeout=300)
+    assert (tmp_path / "site/mine-1.0.dist-info/entry_points.txt").exists()
+    folder = str(write_model(tmp_path / "model"))
+    few = ["--max-num-seqs", "1", "--num-pages", "16", "--page-size", "16", "--prefill-sizes", "16"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxinfer",
+        "generate",
+        folder,
+        "--prompt",
+        "A",
+        "--max-tokens",
+        "3",
+        *few,
+        "--json",
+    ]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
+    refused = subprocess.run([*command, "--model-impl", "jaxinfer"], **_SAID, env=path)
+    assert refused.returncode == 2
+    assert "['MyForCausalLM'] is not supported; the nearest is LlamaForCausalLM" in refused.stderr
+    done = subprocess.run(command, **_SAID, env=path)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["outputs"][0]["token_ids"]) > 0
+
+
+_SAID: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}

@@ -44,6 +44,16 @@ def test_a_text_model_has_its_own_fields_and_what_the_wrapper_says_of_both() -> 
     assert text_model(found) == found
 
 
+def test_sizes_that_a_text_model_leaves_out_are_those_of_transformers() -> None:
+    """LLaVA 1.5's file says of its Llama only what differs from Llama 2."""
+    inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    llava = abstract(wrapper("LlavaForConditionalGeneration", text_config=inner), "bfloat16").config
+    assert (llava.hidden_size, len(llava.layers), llava.heads, llava.kv_heads) == (4096, 32, 32, 32)
+    assert (llava.intermediate_size, llava.vocab_size, llava.max_position) == (11008, 32064, 4096)
+    next_ = abstract(wrapper("LlavaForConditionalGeneration", text_config={"model_type": "mistral"}), "bfloat16").config
+    assert (next_.hidden_size, next_.intermediate_size, next_.kv_heads, next_.max_position) == (4096, 14336, 8, 131072)
+
+
 def test_a_model_that_is_no_wrapper_stays_as_it_is() -> None:
     config = {"architectures": ["LlamaForCausalLM"], "text_config": {"hidden_size": 3}}
     assert text_model(config) is config

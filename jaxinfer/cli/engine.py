@@ -44,7 +44,8 @@ def add_engine(parser: Parser, sequences: str) -> None:
     group = parser.add_argument_group("the model, and how it is loaded")
     group.add_argument("--model", "--model-path", metavar="MODEL", help="the model, where it is not the first word")
     add_dtype(group)
-    group.add_argument("--family", metavar="MODULE:NAME", help="a family of your own: the module is imported and runs")
+    whose = "whose code computes the model: auto, jaxinfer, or a family of yours, which is imported (default: auto)"
+    group.add_argument(*all_flags("family"), default="auto", metavar="MODULE:NAME", help=whose)
     group.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help='of compiled programs ("" keeps none)')
     add_groups(parser, EngineConfig, skip=_NO_FLAGS, defaults={"max_num_seqs": sequences})

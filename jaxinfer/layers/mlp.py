@@ -21,6 +21,10 @@ def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x, approximate=False)
 
 
+def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.square(jax.nn.relu(x))
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
@@ -28,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": jax.nn.relu,
+    "relu2": squared_relu,
 }
 
 

@@ -34,13 +34,15 @@ class RMSNorm(Layer):
 
 class LayerNorm(Layer):
     """Layer norm over the last dimension (Ba et al. 2016) with scale and, unless ``bias`` is false, a bias, computed in
-    float32."""
+    float32. ``offset``: see `RMSNorm`."""
 
     eps: float
     bias: bool = True
+    offset: float = 0.0
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        scaled = _standardised(x, self.eps) * self.weight("scale").astype(jnp.float32)
+        scale = self.weight("scale").astype(jnp.float32)
+        scaled = _standardised(x, self.eps) * (scale + self.offset if self.offset else scale)
         return (scaled + self.weight("bias").astype(jnp.float32) if self.bias else scaled).astype(x.dtype)
 
 

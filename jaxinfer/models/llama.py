@@ -130,10 +130,18 @@ class LlamaBlock(Layer):
     def setup(self) -> None:
         cfg, eps = self.config, self.config.norm_eps if self.config.qk_norm else None
         sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
-        self.attention_norm = RMSNorm(cfg.norm_eps)
+        self.attention_norm: Any = self.norm()
         self.attention = self.kind(*sizes, cfg.qkv_bias, cfg.out_bias, eps, **self.options())
-        self.mlp_norm = RMSNorm(cfg.norm_eps)
-        self.mlp = GatedMLP(cfg.activation, cfg.mlp_bias)
+        self.mlp_norm: Any = self.norm()
+        self.mlp: Any = self.network()
+
+    def norm(self) -> Layer:
+        """Make a norm."""
+        return RMSNorm(self.config.norm_eps)
+
+    def network(self) -> Layer:
+        """Make the feed-forward network."""
+        return GatedMLP(self.config.activation, self.config.mlp_bias)
 
     def __call__(
         self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any

@@ -43,6 +43,7 @@ class PhiConfig(DecoderConfig):
     def from_json(config: Mapping[str, Any]) -> PhiConfig:
         """Read config.json; errors as of `decoder_fields`."""
         read = ConfigReader(config, _DEFAULTS, {"rms_norm_eps": "layer_norm_eps"})
+        read.choice("model_type", "phi", ("phi",))  # before it was in transformers, all fields had other names
         fields = decoder_fields(read, cut_heads=True)
         return PhiConfig(
             **fields,

@@ -10,8 +10,11 @@ from typing import Any
 import flax.linen as nn
 
 from jaxinfer.models import (
+    apertus,
+    arcee,
     cohere,
     deepseek,
+    dots1,
     eagle,
     ernie,
     ernie_moe,
@@ -26,6 +29,7 @@ from jaxinfer.models import (
     granite,
     granite_moe,
     hunyuan,
+    internlm3,
     llama,
     llama4,
     medusa,
@@ -33,6 +37,7 @@ from jaxinfer.models import (
     ministral,
     mixtral,
     mtp,
+    nemotron,
     neox,
     olmo,
     olmoe,
@@ -48,6 +53,7 @@ from jaxinfer.models import (
 )
 from jaxinfer.models.config import ConfigError, shown
 from jaxinfer.models.head import DraftHead, HeadFiles
+from jaxinfer.models.nearest import nearest
 from jaxinfer.models.specs import cache_spec
 from jaxinfer.types import CacheSpec, ParamTree
 
@@ -72,6 +78,10 @@ class Family:
 
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, cache_spec, llama.Llama)
 MIMO = dataclasses.replace(LLAMA, ignore=llama.IGNORE)
+INTERNLM3 = dataclasses.replace(LLAMA, config=internlm3.config_from_json)
+ARCEE = Family(arcee.config_from_json, arcee.param_specs, cache_spec, arcee.Arcee)
+APERTUS = Family(apertus.config_from_json, apertus.param_specs, cache_spec, apertus.Apertus)
+NEMOTRON = Family(nemotron.config_from_json, nemotron.param_specs, cache_spec, nemotron.Nemotron)
 MINISTRAL = Family(ministral.MinistralConfig.from_json, llama.param_specs, cache_spec, ministral.Ministral)
 OLMO2 = Family(olmo.OlmoConfig.from_olmo2, olmo.param_specs, cache_spec, olmo.Olmo)
 OLMO3 = dataclasses.replace(OLMO2, config=olmo.OlmoConfig.from_olmo3)
@@ -102,6 +112,7 @@ DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, cach
 DEEPSEEK_V3 = Family(deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cache_spec, deepseek.Deepseek)
 GLM4_MOE_LITE = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_glm)
 GLM4_MOE = Family(glm4_moe.config_from_json, glm4_moe.param_specs, cache_spec, sparse.Sparse)
+DOTS1 = dataclasses.replace(GLM4_MOE, config=dots1.config_from_json)
 MINIMAX_M2 = Family(minimax.config_from_json, minimax.param_specs, cache_spec, sparse.Sparse, minimax.IGNORE)
 LLAMA4 = Family(llama4.Llama4Config.from_json, llama4.param_specs, cache_spec, llama4.Llama4)
 OLMOE = Family(olmoe.config_from_json, olmoe.param_specs, cache_spec, sparse.Sparse)
@@ -125,6 +136,10 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": LLAMA,
     "SeedOssForCausalLM": LLAMA,
     "MiMoForCausalLM": MIMO,
+    "InternLM3ForCausalLM": INTERNLM3,
+    "ArceeForCausalLM": ARCEE,
+    "ApertusForCausalLM": APERTUS,
+    "NemotronForCausalLM": NEMOTRON,
     "Ministral3ForCausalLM": MINISTRAL,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
@@ -156,6 +171,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Dots1ForCausalLM": DOTS1,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "Llama4ForCausalLM": LLAMA4,
     "OlmoeForCausalLM": OLMOE,
@@ -203,7 +219,8 @@ def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = 
     """Find the family of this checkpoint: in ``families`` first, then in `FAMILIES`.
 
     Raises:
-        ConfigError: config.json names no architecture, or none that is known; the message lists the known ones.
+        ConfigError: config.json names no architecture, or none that is known; the message says which known one is the
+            nearest, what differs, and lists the others.
     """
     known = {**FAMILIES, **families}
     names = config_json.get("architectures")
@@ -212,5 +229,7 @@ def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = 
     for name in names:
         if name in known:
             return known[name]
-    what = f"is not supported (known: {', '.join(known)}; --family names another)"
+    near = nearest(names[0], config_json, {name: family.config for name, family in FAMILIES.items()})
+    beside = "" if near is None else f"; the nearest is {near}"
+    what = f"is not supported{beside} (known: {', '.join(known)}; --family names another)"
     raise ConfigError(f"config.json: architectures = {shown(names)} {what}")

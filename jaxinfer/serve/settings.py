@@ -73,8 +73,9 @@ class ServedModelConfig:
         model: "demo", a folder, a .gguf file, or a hub id.
         served_model_name: what clients call it (default: the folder's name).
         dtype: of the weights: "auto", "float32", "bfloat16" or "float16".
-        family: module:NAME of the model's family, if it is not one of the known ones (docs/add_a_model.md). That module
-            is imported, and its code runs.
+        family: whose code computes the model (docs/add_a_model.md): "auto": the package's own or, of architectures that
+            it does not know, what installed packages have; "jaxinfer": its own alone; or module:NAME, which is
+            imported, and its code runs.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
         check_finite: refuse weights with NaN or infinity.
     """
@@ -82,7 +83,7 @@ class ServedModelConfig:
     model: str
     served_model_name: str | None = None
     dtype: str = "auto"
-    family: str | None = None
+    family: str = "auto"
     compilation_cache_dir: str | None = None
     check_finite: bool = False
 

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE, Unigram
 
+from jaxinfer.text import tiktoken
 from jaxinfer.text.files import added_token_entries, read_object, read_text, special_token_texts
 from jaxinfer.text.lengths import longest
 from jaxinfer.text.pieces import DecodeRule, TextStream, TokenizerError, library_rule
@@ -53,7 +54,7 @@ class SpecialIds:
     pad: int | None = None
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", tiktoken.FILE)
 
 
 class Tokenizer:
@@ -89,7 +90,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, else tokenizer.model, and what the folder's configurations say about special tokens.
+        """Read the first of `TOKENIZER_FILES`, and what the folder's configurations say about special tokens.
 
         Truncation and padding stored in tokenizer.json are switched off. A BOS is added where the post-processor of
         tokenizer.json adds it; without a post-processor where tokenizer_config.json's ``add_bos_token`` asks for it
@@ -100,15 +101,16 @@ class Tokenizer:
         """
         texts = special_token_texts(folder, TokenizerError)
         config = read_object(folder / "tokenizer_config.json", TokenizerError)
-        if (folder / "tokenizer.json").exists():
-            library = LibraryBackend.load(folder, texts.values())
-            prepend_bos = config.get("add_bos_token") is True and not library.post_processes
-            return cls(library, _special_ids(folder, library, texts), prepend_bos)
-        if (folder / "tokenizer.model").exists():
+        kind = next((name for name in TOKENIZER_FILES if (folder / name).exists()), None)
+        if kind == "tokenizer.model":
             model = SentencePieceBackend(folder)
             prepend_bos = config.get("add_bos_token") is not False
             return cls(model, _special_ids(folder, model, model.own_texts | texts), prepend_bos)
-        raise TokenizerError(f"{folder} has neither tokenizer.json nor tokenizer.model")
+        if kind is not None:
+            library = LibraryBackend.load(folder, texts.values())
+            prepend_bos = config.get("add_bos_token") is True and not library.post_processes
+            return cls(library, _special_ids(folder, library, texts), prepend_bos)
+        raise TokenizerError(f"{folder} has none of {', '.join(TOKENIZER_FILES)}")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` with the BOS (and what else) the folder asks for.
@@ -224,15 +226,10 @@ class LibraryBackend:
 
     @classmethod
     def load(cls, folder: Path, named: Iterable[str] = ()) -> LibraryBackend:
-        """Read ``folder/tokenizer.json``, without the truncation and the padding that it may store."""
+        """Read ``folder/tokenizer.json``, without the truncation and the padding that it may store, else the folder's
+        tiktoken.model."""
         path = folder / "tokenizer.json"
-        text = read_text(path, MAX_TOKENIZER_BYTES, TokenizerError)
-        try:
-            library = Library.from_str(text)
-        except Exception as cause:  # the library raises Exception itself, nothing narrower
-            raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {cause}") from cause
-        library.no_truncation()
-        library.no_padding()
+        library = _read_library(path) if path.exists() else tiktoken.tiktoken_library(folder)
         return cls(library, added_token_entries(folder, TokenizerError), named)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -255,6 +252,17 @@ class LibraryBackend:
 
     def token_to_id(self, token: str) -> int | None:
         return self._library.token_to_id(token)
+
+
+def _read_library(path: Path) -> Library:
+    text = read_text(path, MAX_TOKENIZER_BYTES, TokenizerError)
+    try:
+        library = Library.from_str(text)
+    except Exception as cause:  # the library raises Exception itself, nothing narrower
+        raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {cause}") from cause
+    library.no_truncation()
+    library.no_padding()
+    return library
 
 
 def _redefine_added_tokens(library: Library, entries: Mapping[int, Mapping[str, Any]], named: Iterable[str]) -> None:

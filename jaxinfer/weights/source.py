@@ -13,7 +13,7 @@ from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.native.manifest import MANIFEST, PARAMS
 
 # No pickles, nothing in subfolders, and not Mistral's second copy of the weights in its own format.
-_WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_WANTED = ["*.json", "*.safetensors", "tokenizer.model", "tiktoken.model", "*.jinja"]
 _PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl"]
 _UNWANTED = ["*/*", "consolidated*.safetensors", *_PICKLES]
 

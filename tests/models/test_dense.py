@@ -52,6 +52,15 @@ def windows(architecture: str, **changes) -> list[int | None]:
         ("GPTNeoXForCausalLM", {"hidden_size": 66}, ["hidden_size", "66"]),
         ("Starcoder2ForCausalLM", {"sliding_window": -5}, ["sliding_window", "-5"]),
         ("StableLmForCausalLM", {"qk_layernorm": 1}, ["qk_layernorm", "1"]),
+        ("InternLM3ForCausalLM", {"qkv_bias": True, "bias": False}, ["qkv_bias = True", "as bias is"]),
+        ("InternLM3ForCausalLM", {"attention_bias": True}, ["attention_bias = True", "as mlp_bias is"]),
+        ("ArceeForCausalLM", {"hidden_act": "xielu"}, ["hidden_act", "'xielu'"]),
+        ("ApertusForCausalLM", {"hidden_act": "silu"}, ["hidden_act = 'silu'", "xielu"]),
+        ("ApertusForCausalLM", {"qk_norm": False}, ["qk_norm = False"]),
+        ("ApertusForCausalLM", {"post_norm": True}, ["post_norm = True"]),
+        ("ApertusForCausalLM", {"mlp_bias": True}, ["mlp_bias = True"]),
+        ("NemotronForCausalLM", {"partial_rotary_factor": 0.01}, ["partial_rotary_factor = 0.01", "0 numbers"]),
+        ("NemotronForCausalLM", {"norm_eps": "x"}, ["norm_eps = 'x'"]),
     ],
 )
 def test_a_bad_field_is_named_with_its_value(architecture, changes, words):

@@ -53,6 +53,7 @@ def config(architecture: str, **changes):
         (PHI, {"num_key_value_heads": 3}, ["num_key_value_heads = 3"]),
         (PHI, {"partial_rotary_factor": 0.45}, ["partial_rotary_factor = 0.45", "7 of 16", "even"]),
         (PHI, {"partial_rotary_factor": 0.01}, ["partial_rotary_factor = 0.01", "0 of 16"]),
+        (PHI, {"model_type": "phi-msft"}, ["model_type = 'phi-msft'", "known: phi"]),
         (PHI, {"qk_layernorm": "yes"}, ["qk_layernorm", "yes"]),
         (FALCON, {"hidden_size": 30}, ["hidden_size = 30", "num_attention_heads (4)"]),
         (FALCON, {"alibi": True}, ["alibi = True", "share keys"]),

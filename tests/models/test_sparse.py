@@ -74,6 +74,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "no_rope_layer_interval": 2,
         "attention_chunk_size": 64,
     },
+    "dots1": {
+        "architectures": ["Dots1ForCausalLM"],
+        "model_type": "dots1",
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 20,
+    },
     "olmoe": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 6},
     "phimoe": {
         "architectures": ["PhimoeForCausalLM"],
@@ -145,6 +152,10 @@ def model(request: pytest.FixtureRequest) -> Model:
         ("qwen3_moe", {"norm_topk_prob": 1}, ["norm_topk_prob", "1"]),
         ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "full_attention"]),
         ("gpt_oss", {"swiglu_limit": "none"}, ["swiglu_limit", "none"]),
+        ("dots1", {"scoring_func": "softmax"}, ["scoring_func = 'softmax'", "sigmoid"]),
+        ("dots1", {"n_shared_experts": None}, ["n_shared_experts is missing"]),
+        ("dots1", {"layer_types": ["full_attention"]}, ["layer_types", "must name 2"]),
+        ("dots1", {"sliding_window": 0, "max_window_layers": 1}, ["sliding_window = 0"]),
         ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace", "-1"]),
         ("glm4_moe", {"n_group": 4}, ["n_group", "4"]),
         ("glm4_moe", {"n_shared_experts": 0}, ["n_shared_experts", "0"]),
@@ -268,6 +279,18 @@ def test_sliding_windows_of_each_family():
     assert windows("gpt_oss") == [20, None, 20, None]
     kinds = ["full_attention"] * 2 + ["sliding_attention"] * 2
     assert windows("gpt_oss", layer_types=kinds) == [None, None, 20, 20]
+
+
+def test_windows_of_dots_are_of_the_layers_behind_a_number():
+    def windows(**changes: Any) -> list[int | None]:
+        return [layer.window for layer in config("dots1", num_hidden_layers=3, **changes).layers]
+
+    assert windows() == windows(sliding_window=8) == [None] * 3
+    assert windows(max_window_layers=1) == [None, 4096, 4096]
+    assert windows(sliding_window=8, max_window_layers=2) == [None, None, 8]
+    assert windows(sliding_window=None, max_window_layers=0) == [None] * 3
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(sliding_window=8, layer_types=kinds) == [8, None, 8]
 
 
 def test_which_layers_have_experts():

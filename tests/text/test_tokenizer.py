@@ -282,7 +282,7 @@ def test_sentencepiece_and_json_of_one_model_agree(test_data: pathlib.Path, tmp_
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "neither tokenizer.json nor tokenizer.model"),
+        ({}, "has none of tokenizer.json, tokenizer.model, tiktoken.model"),
         ({"tokenizer.json": "{"}, "is not a tokenizer that the tokenizers library reads"),
         ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}'}, "tokenizers library reads"),
         ({"tokenizer.json": b"\xff"}, "not UTF-8"),

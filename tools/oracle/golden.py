@@ -41,16 +41,16 @@ def spread(name: str, shape: tuple[int, ...], norm_centre: float = 1.0) -> tuple
     """
     if _NORM.search(name):
         return norm_centre, 0.4
-    if len(shape) == 1 or name.endswith("_bias"):
+    if len(shape) <= 1 or name.endswith("_bias"):
         return 0.0, 0.3
     deviation = 0.25 if _VOCABULARY.search(name) else 1.0
     return 0.0, deviation * (3.0 / shape[-2 if _TRANSPOSED.search(name) else -1]) ** 0.5
 
 
 def make_tensor(seed: int, name: str, shape: tuple[int, ...], norm_centre: float = 1.0) -> np.ndarray:
-    """The float32 checkpoint tensor ``name`` of shape [..., out, in] or [out] under ``seed``."""
+    """The float32 checkpoint tensor ``name`` of shape [..., out, in], [out] or [] under ``seed``."""
     centre, width = spread(name, shape, norm_centre)
-    return np.float32(centre) + np.float32(width) * uniform(seed, name, shape)
+    return np.asarray(np.float32(centre) + np.float32(width) * uniform(seed, name, shape))
 
 
 def make_tensors(seed: int, shapes: Shapes, norm_centre: float = 1.0) -> dict[str, np.ndarray]:

@@ -23,7 +23,7 @@ class CoreSettings:
     model: str
     served_model_name: str | None = None
     dtype: str = "auto"
-    family: str | None = None
+    family: str = "auto"
     log_format: str = "text"
     log_level: str = "info"
     profile_dir: str | None = None

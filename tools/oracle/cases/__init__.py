@@ -1,9 +1,9 @@
 """All cases, by family."""
 
-from tools.oracle.cases import deepseek, dense, gemma, gpt, hybrid, llama, mixtures, moe, phi3, wrapped
+from tools.oracle.cases import deepseek, dense, gemma, gpt, hybrid, llama, mixtures, moe, phi3, plain, wrapped
 from tools.oracle.cases.case import Case
 
-_FAMILIES = (llama, moe, mixtures, gemma, phi3, deepseek, gpt, wrapped, dense, hybrid)
+_FAMILIES = (llama, moe, mixtures, gemma, phi3, deepseek, gpt, wrapped, dense, hybrid, plain)
 
 ARCHITECTURES: dict[str, str] = {kind: name for family in _FAMILIES for kind, name in family.ARCHITECTURES.items()}
 CASES: tuple[Case, ...] = tuple(case for family in _FAMILIES for case in family.CASES)

@@ -1,0 +1,45 @@
+"""Arcee: Llama without a gate in its feed-forward networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mlp import MLP
+from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, block_specs, llama_fields
+from jaxinfer.models.specs import decoder, plain_mlp
+from jaxinfer.types import ParamTree
+
+# What transformers takes where config.json leaves these out.
+_DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+
+
+def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
+    """Read config.json; errors as of `decoder_fields`."""
+    return LlamaConfig(**llama_fields(ConfigReader(config, _DEFAULTS)))
+
+
+class ArceeBlock(LlamaBlock):
+    """One decoder layer."""
+
+    def network(self) -> Layer:
+        return MLP(self.config.activation, self.config.mlp_bias)
+
+
+class Arcee(Llama):
+    """The whole decoder: see `Decoder`."""
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        return (override or ArceeBlock)(self.config, self.config.layers[index], parent=None)
+
+
+def param_specs(cfg: LlamaConfig) -> ParamTree:
+
+    def block(_: int, prefix: str) -> dict[str, Any]:
+        mlp = f"{prefix}.mlp"
+        sizes = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias
+        return block_specs(cfg, prefix, plain_mlp(f"{mlp}.up_proj", f"{mlp}.down_proj", *sizes))
+
+    return decoder(cfg, block)

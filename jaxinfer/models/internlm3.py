@@ -1,0 +1,23 @@
+"""InternLM3: Llama by other names of its switches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.llama import LlamaConfig, llama_fields
+
+# What transformers takes where config.json leaves these out.
+_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+_NAMES = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}
+
+
+def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
+    """Read config.json, by its own names or by those that `transformers` saves; errors as of `decoder_fields`."""
+    names = {general: name for general, name in _NAMES.items() if name in config}
+    read = ConfigReader(config, _DEFAULTS, names)
+    fields = llama_fields(read)
+    same = fields["qkv_bias"] == fields["mlp_bias"]
+    read.require(same, "attention_bias", f"is not supported: it must be as {read.spelled('mlp_bias')} is")
+    return LlamaConfig(**fields)

@@ -1,0 +1,147 @@
+"""Files of ranks as the tiktoken library has them: lines of a token's bytes in base64, and its rank.
+
+What else a tokenizer is made of stands in code beside such a file, which is not run: how a text is cut, and how many
+special tokens follow the ranks, is known here by the class that tokenizer_config.json names.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+from jaxinfer.text.files import added_token_entries, read_bytes, read_object
+from jaxinfer.text.pieces import TokenizerError
+
+FILE = "tiktoken.model"
+MAX_BYTES = 64 << 20
+"""Largest file that is read; those of 160,000 tokens have 3 MiB."""
+MAX_TOKEN = 512
+"""Bytes of a token: each of its cuts is looked up."""
+
+_HAN = r"[\p{Han}]+"
+_BEFORE, _ENDING = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_REST = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KIMI = f"{_HAN}|{_BEFORE}{_UPPER}*{_LOWER}+{_ENDING}|{_BEFORE}{_UPPER}+{_LOWER}*{_ENDING}|{_REST}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What the code beside a file says.
+
+    Attributes:
+        expression: what it matches, and what lies between, are the words that merges stay within.
+        reserved: special tokens behind the ranks, whether tokenizer_config.json names them or not.
+    """
+
+    expression: str
+    reserved: int
+
+
+RULES: Mapping[str, Rule] = MappingProxyType({"TikTokenTokenizer": Rule(_KIMI, 256)})
+"""By ``tokenizer_class``: Kimi's models, from Moonlight on."""
+
+
+def tiktoken_library(folder: Path) -> Library:
+    """A tokenizer of the tokenizers library that does what ``folder/tiktoken.model`` and the code beside it do.
+
+    Raises:
+        TokenizerError: it cannot be read, is none, or belongs to code that is not known.
+    """
+    path = folder / FILE
+    name = read_object(folder / "tokenizer_config.json", TokenizerError).get("tokenizer_class")
+    rule = RULES.get(name) if isinstance(name, str) else None
+    if rule is None:
+        known = ", ".join(RULES)
+        raise TokenizerError(
+            f"{path} is cut by code: tokenizer_class = {str(name)[:80]!r} is not known (known: {known})"
+        )
+    ranks = read_ranks(path)
+    library = Library(models.BPE(_vocabulary(ranks), [*_merges(ranks)], ignore_merges=True))
+    cut = pre_tokenizers.Split(Regex(rule.expression), "isolated")
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    library.decoder = decoders.ByteLevel()
+    _add_special(library, folder, rule.reserved)
+    return library
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """The tokens of a file, whose ranks are all numbers from 0 on.
+
+    Raises:
+        TokenizerError: it cannot be read, or is no such file.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(read_bytes(path, MAX_BYTES, TokenizerError).splitlines(), 1):
+        if line:
+            token, rank = _entry(line, f"line {number} of {path}")
+            if rank != len(ranks) or token in ranks:
+                raise TokenizerError(
+                    f"line {number} of {path} has rank {rank}, or a token that stands twice, in place of {len(ranks)}"
+                )
+            ranks[token] = rank
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise TokenizerError(f"{path} has no token for the byte {missing[0]}")
+    return ranks
+
+
+def _entry(line: bytes, where: str) -> tuple[bytes, int]:
+    encoded, _, rank = line.partition(b" ")
+    try:
+        token = base64.b64decode(encoded, validate=True)
+    except binascii.Error as cause:
+        raise TokenizerError(f"{where} has no token in base64: {cause}") from cause
+    if not token or len(token) > MAX_TOKEN or not rank.isdigit() or len(rank) > len(str(MAX_BYTES)):
+        raise TokenizerError(f"{where} is not a token of 1 to {MAX_TOKEN} bytes and its rank")
+    return token, int(rank)
+
+
+def _characters() -> tuple[str, ...]:
+    """What the library writes for each byte: those that show as they are, the others from U+0100 on."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return tuple(chr(byte) if byte in shown else chr(0x100 + hidden.index(byte)) for byte in range(256))
+
+
+_TABLE = {ord(chr(byte)): character for byte, character in enumerate(_characters())}
+
+
+def _spelt(token: bytes) -> str:
+    return token.decode("latin-1").translate(_TABLE)
+
+
+def _vocabulary(ranks: Mapping[bytes, int]) -> dict[str, int]:
+    return {_spelt(token): rank for token, rank in ranks.items()}
+
+
+def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[str, str]]:
+    """All ways to make a token of two, by its rank; of one token, those whose parts have the lower ranks first."""
+    for token in ranks:
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [(first, second) for first, second in pairs if first in ranks and second in ranks]
+        for first, second in sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])):
+            yield _spelt(first), _spelt(second)
+
+
+def _add_special(library: Library, folder: Path, reserved: int) -> None:
+    """Add the tokens behind the ranks: as tokenizer_config.json names them, or by their numbers."""
+    entries, first = added_token_entries(folder, TokenizerError), library.get_vocab_size()
+    texts = [
+        entries.get(index, {}).get("content", f"<|reserved_token_{index}|>") for index in range(first, first + reserved)
+    ]
+    library.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts])
+    for index, text in enumerate(texts, first):
+        if library.token_to_id(text) != index:
+            raise TokenizerError(
+                f"added_tokens_decoder in {folder} has {text[:80]!r} as {index}, which is another token, too"
+            )
