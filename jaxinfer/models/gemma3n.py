@@ -251,6 +251,8 @@ class Gemma3n(PerLayerDecoder):
         return (override or Gemma3nBlock)(cfg, cfg.layers[index], cfg.sparsity[index], parent=None)
 
     def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Context]:
+        if self.taps:
+            raise ValueError("a draft head that reads the layers' inputs is not supported: they are several streams")
         x, context = super().entered(x, positions)
         weights = self.weight("streams_in")
         others = [_as_large(matmul(x, weights[name]), x) for name in _names(self.config)]

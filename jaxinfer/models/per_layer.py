@@ -18,7 +18,7 @@ from jaxinfer.layers.norm import RMSNorm, unit_rms
 from jaxinfer.layers.rope import RopeConfig, rotate
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.specs import fused_qkv, linear, rms_norm, vocabulary
+from jaxinfer.models.specs import fused_qkv, linear, plain, rms_norm
 from jaxinfer.quant import matmul, take
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source
 
@@ -210,8 +210,10 @@ def embedding_specs(cfg: PerLayerConfig) -> dict[str, Any]:
     if not size:
         return {}
     projection = linear("model.per_layer_model_projection.weight", (cfg.hidden_size, every), ("embed", None))
+    # No product reads it: neither adapters nor quantised storages stand in its place.
+    table = plain("model.embed_tokens_per_layer.weight", (cfg.per_layer_vocab, every), ("vocab", "embed"))
     return {
-        "layer_embed": vocabulary("model.embed_tokens_per_layer.weight", cfg.per_layer_vocab, every),
+        "layer_embed": {"table": table},
         "layer_projection": projection,
         "layer_norm": rms_norm("model.per_layer_projection_norm", size),
     }

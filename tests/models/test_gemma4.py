@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from jaxinfer.models.gemma3n import Gemma3nConfig
 from jaxinfer.models.gemma4 import Gemma4Config
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.parallel.heads import kv_copies
+from jaxinfer.quant.banks import known_modules
 from jaxinfer.quantize import Calibration, Recipe, RecipeError, quantize
 from jaxinfer.types import LayerSpec
 from tests.models.test_parity import golden
@@ -163,3 +165,18 @@ def test_layers_that_read_more_than_states_are_not_calibrated_one_by_one(tmp_pat
     texts = Calibration(np.zeros((1, 8), np.int64))
     with pytest.raises(RecipeError, match="gptq runs layers one by one, and those of this model read embeddings"):
         quantize(str(folder), tmp_path / "made", Recipe("gptq"), texts)
+
+
+def test_heads_that_read_inputs_of_layers_are_refused_where_these_are_streams():
+    model = published("Gemma-3n-E4B")
+    tapped = model.replace(module=model.module.clone(taps=(1,)))
+    with pytest.raises(ValueError, match="a draft head that reads the layers' inputs is not supported"):
+        jax.eval_shape(tapped.apply, model.params, jax.ShapeDtypeStruct((1, 4), "int32"))
+
+
+def test_an_adapter_cannot_change_the_embeddings_of_each_layer():
+    """Nor is there a bank for them, which would be as large as they are."""
+    declared = published("Gemma-4-E2B").specs
+    modules = known_modules(declared)
+    assert "embed_tokens_per_layer" not in modules
+    assert {"embed_tokens", "q_proj", "per_layer_input_gate", "per_layer_model_projection"} <= modules
