@@ -247,6 +247,8 @@ class LayerSpec(Brief):
         softcap: scores become ``softcap * tanh(score / softcap)`` (None: they stay).
         latent_rank: a key is a latent of the token, whose first ``latent_rank`` numbers are its value (None: keys and
             values are two things).
+        kv_heads, head_dim: its own, where they are not those of the cache (None: they are).
+        source: the layer whose keys and values it reads, and keeps none (None: its own). Such layers are the last ones.
     """
 
     window: int | None = None
@@ -254,6 +256,9 @@ class LayerSpec(Brief):
     latent_rank: int | None = None
     attends: bool = True
     states: tuple[StateSpec, ...] = ()
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    source: int | None = None
 
 
 # What a user may say of a cache's elements, and their dtype; None: the model's.
@@ -276,6 +281,8 @@ class CacheSpec(Brief):
 
     A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1. Where the layers
     have a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value.
+
+    ``layers`` are those that keep keys and values: without the last ones where these have a ``source``.
 
     ``groups`` are the windows of the whole model's layers, where these are but some of them (`part`).
 
@@ -323,16 +330,32 @@ class CacheSpec(Brief):
         """The cache of some of the layers, under the block tables of all of them."""
         return dataclasses.replace(self, layers=self.layers[layers], groups=self.windows)
 
-    def pool_shape(self, pages: int, page_size: int, devices: int = 1) -> tuple[int, ...]:
-        """Shape of a layer's pool, or of its part on each of the devices over which its heads are spread."""
-        if self.latent:
-            return (pages, page_size, self.head_dim)
-        return (pages, 2, self.kv_heads // devices, page_size, self.head_dim)
+    def sizes(self, layer: LayerSpec) -> tuple[int, int]:
+        """KV heads of a layer, and their size."""
+        return layer.kv_heads or self.kv_heads, layer.head_dim or self.head_dim
 
-    def scales_shape(self, pages: int, page_size: int, devices: int = 1) -> tuple[int, ...]:
+    def on_each(self, devices: int) -> CacheSpec:
+        """The cache that each of as many devices has: of its part of the heads, or of all latents."""
+        if self.latent:
+            return self
+        layers = tuple(
+            dataclasses.replace(layer, kv_heads=layer.kv_heads and layer.kv_heads // devices) for layer in self.layers
+        )
+        return dataclasses.replace(self, layers=layers, kv_heads=self.kv_heads // devices)
+
+    def pool_shape(
+        self, pages: int, page_size: int, devices: int = 1, layer: LayerSpec = LayerSpec()
+    ) -> tuple[int, ...]:
+        """Shape of a layer's pool, or of its part on each of the devices over which its heads are spread."""
+        kv_heads, head_dim = self.sizes(layer)
+        return (pages, page_size, head_dim) if self.latent else (pages, 2, kv_heads // devices, page_size, head_dim)
+
+    def scales_shape(
+        self, pages: int, page_size: int, devices: int = 1, layer: LayerSpec = LayerSpec()
+    ) -> tuple[int, ...]:
         """Shape of the scales beside `pool_shape`: 0 pages where elements are of the model's dtype and need none."""
         parts = (2,) if self.latent else ()
-        return (pages if self.dtype else 0, *self.pool_shape(1, page_size, devices)[1:-1], *parts)
+        return (pages if self.dtype else 0, *self.pool_shape(1, page_size, devices, layer)[1:-1], *parts)
 
     def stored_as(self, kv_cache_dtype: str) -> CacheSpec:
         """The same cache with elements of one of `KV_CACHE_DTYPES`."""
@@ -345,11 +368,16 @@ class CacheSpec(Brief):
             itemsize: bytes of an element of the model's dtype, which the cache has unless ``dtype`` says another.
             stages: to which layers are dealt out: these are the bytes of the one that has most.
         """
-        layers = _most_in_stage([int(layer.attends) for layer in self.layers], stages)
-        elements = math.prod(self.pool_shape(1, page_size, devices))
-        scales = math.prod(self.scales_shape(1, page_size, devices))
+        each = [self._bytes(page_size, itemsize, devices, layer) for layer in self.layers]
         # Without a layer that attends a page is an entry of tables alone.
-        return max(1, layers * (elements * (1 if self.dtype else itemsize) + scales * _FLOAT32_BYTES))
+        return max(1, _most_in_stage(each, stages))
+
+    def _bytes(self, page_size: int, itemsize: int, devices: int, layer: LayerSpec) -> int:
+        if not layer.attends:
+            return 0
+        elements = math.prod(self.pool_shape(1, page_size, devices, layer))
+        scales = math.prod(self.scales_shape(1, page_size, devices, layer))
+        return elements * (1 if self.dtype else itemsize) + scales * _FLOAT32_BYTES
 
     def bytes_per_state(self, itemsize: int, devices: int = 1, stages: int = 1) -> int:
         """Bytes of the states of one sequence in all layers, as `bytes_per_page`."""
@@ -359,8 +387,8 @@ class CacheSpec(Brief):
     def exact_per_token(self) -> int:
         """Numbers that a token leaves in all layers and in which a change of the model's last bits shows: elements of
         its dtype, or the scales of those that are rounded to 8 bits."""
-        shape = self.scales_shape(1, 1) if self.dtype else self.pool_shape(1, 1)
-        return len(self.attending) * math.prod(shape)
+        shape = self.scales_shape if self.dtype else self.pool_shape
+        return sum(math.prod(shape(1, 1, layer=layer)) for layer in self.attending)
 
 
 def _state_bytes(layer: LayerSpec, itemsize: int, devices: int) -> int:

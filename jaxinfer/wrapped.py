@@ -11,6 +11,9 @@ from typing import Any
 
 _TEXT = {
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text"),
+    "gemma4_text": ("Gemma4ForCausalLM", "gemma4_text"),
+    "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", "gemma4_unified_text"),
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "ministral3": ("Ministral3ForCausalLM", "ministral3"),
@@ -66,6 +69,9 @@ _FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob
 
 _WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "LlavaForConditionalGeneration": "llama",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
@@ -87,7 +93,10 @@ _SPELLINGS: tuple[Mapping[str, str], ...] = (
 )
 """How a wrapper may spell the names of the text model's tensors, if it does not leave them as they are."""
 
-OTHERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector")
+OTHERS = (
+    *("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector"),
+    *("audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"),
+)
 OTHER_TENSORS = tuple(f"{before}{name}.*" for name in OTHERS for before in ("", "model."))
 """Patterns of the tensors that the text model does without."""
 

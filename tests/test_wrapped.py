@@ -4,9 +4,11 @@ import json
 import logging
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxinfer import LLM, SamplingParams, load_model
 from jaxinfer.convert import main
@@ -141,3 +143,35 @@ def test_a_folder_without_a_tokenizer_speaks_token_ids(tmp_path: pathlib.Path) -
         assert len(output.outputs[0].token_ids) == 4
         with pytest.raises(ValueError, match="has no tokenizer"):
             llm.generate(["text"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "inner"),
+    [
+        ("Gemma3nForConditionalGeneration", "gemma3n_text", "Gemma3nForCausalLM"),
+        ("Gemma4ForConditionalGeneration", "gemma4_text", "Gemma4ForCausalLM"),
+        ("Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text", "Gemma4UnifiedForCausalLM"),
+    ],
+)
+def test_gemma_is_found_inside_of_models_that_take_sounds(architecture: str, kind: str, inner: str) -> None:
+    found = text_model(wrapper(architecture, text_config={"hidden_size": 7}, audio_config={"hidden_size": 9}))
+    assert (found["architectures"], found["model_type"], found["hidden_size"]) == ([inner], kind, 7)
+
+
+def test_gemma3n_is_read_as_the_hub_has_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With towers beside it, and with keys and values of layers that read those of others."""
+    case = load(GOLDENS / "gemma3n_text-hub")
+    plain = load_model(str(write_checkpoint(case, tmp_path / "plain")), show_progress=False)
+    tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in case.tensors().items()}
+    others = ("model.vision_tower.stem.weight", "model.audio_tower.conformer.0.weight", "model.embed_audio.weight")
+    keys = [f"model.language_model.layers.3.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    tensors |= {name: np.ones((2, 2), np.float32) for name in (*others, *keys)}
+    config = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": case.config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with caplog.at_level(logging.WARNING, "jaxinfer"):
+        found = load_model(str(tmp_path), show_progress=False)
+    assert found.config == plain.config
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found.params, plain.params))
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert all(f"{name}: 1" in said for name in ("vision_tower", "audio_tower", "embed_audio"))

@@ -67,14 +67,14 @@ def new_pools(
         sharding: of elements and scales alike.
         platform: of the devices; None: JAX's default one.
     """
-    shape, scales = spec.pool_shape(pages, page_size), spec.scales_shape(pages, page_size)
     kind = stored(spec, dtype, platform or jax.default_backend())
 
-    def zeroed() -> LayerPool:
-        data = jnp.zeros(shape, kind, device=sharding)
+    def zeroed(layer: LayerSpec) -> LayerPool:
+        data = jnp.zeros(spec.pool_shape(pages, page_size, layer=layer), kind, device=sharding)
+        scales = spec.scales_shape(pages, page_size, layer=layer)
         return LayerPool(data, jnp.zeros(scales, jnp.float32, device=sharding) if spec.dtype else None)
 
-    return [zeroed() for layer in spec.layers if layer.attends]
+    return [zeroed(layer) for layer in spec.layers if layer.attends]
 
 
 def with_states(
@@ -126,16 +126,21 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype, target: Target 
     Args:
         target: default: a Hopper GPU.
     """
-    target = target or Target("gpu", HOPPER)
-    pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype, "gpu"))
-    scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
-    q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
+    kinds = dict.fromkeys(dataclasses.replace(layer, window=None, softcap=None, states=()) for layer in spec.attending)
+    refusals = [_no_kernel(spec, page_size, dtype, target or Target("gpu", HOPPER), layer) for layer in kinds]
+    return next((why for why in refusals if why is not None), None)
+
+
+def _no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype, target: Target, layer: LayerSpec) -> str | None:
+    pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size, layer=layer), stored(spec, dtype, "gpu"))
+    shape = spec.scales_shape(1, page_size, layer=layer)
+    scales = jax.ShapeDtypeStruct(shape, jnp.float32) if spec.dtype else None
+    q = jax.ShapeDtypeStruct((1, *spec.sizes(layer)), dtype)
     operands = (q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
-    rank = next((layer.latent_rank for layer in spec.attending), None)
-    if rank is None:
+    if layer.latent_rank is None:
         chosen = paged_attention.explain_decode(*operands, AttentionOptions(1.0, scales=scales), target=target)
     else:
-        chosen = mla_attention.explain(*operands, LatentOptions(1.0, rank, scales), target=target)
+        chosen = mla_attention.explain(*operands, LatentOptions(1.0, layer.latent_rank, scales), target=target)
     return None if chosen.path == "mosaic" else chosen.why
 
 
@@ -161,7 +166,7 @@ class _PagedAttend:
     def __call__(
         self,
         q: jax.Array,
-        k: jax.Array,
+        k: jax.Array | None,
         v: jax.Array | None,
         cache: LayerPool,
         layer: LayerSpec,
@@ -169,14 +174,18 @@ class _PagedAttend:
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
         """See `Attend`."""
-        k, table = self._by_chunk(k), self.tables[self.spec.group(layer)]
+        table = self.tables[self.spec.group(layer)]
+        cache = cache if k is None else self._written(self._by_chunk(k), v, cache, table, layer)
+        return self._attended(self._by_chunk(q), cache, table, _options(cache, layer, scale, sinks)), cache
+
+    def _written(
+        self, k: jax.Array, v: jax.Array | None, cache: LayerPool, table: jax.Array, layer: LayerSpec
+    ) -> LayerPool:
         places = self._places(table, k.shape[1], cache)
         if v is None:
-            cache = _with_latents(cache, k[:, :, 0], *places, layer)
-        else:
-            written = kv_write.write(cache.data, k, self._by_chunk(v), *places, scales=cache.scales, path=self.backend)
-            cache = LayerPool(written.pool, written.scales)
-        return self._attended(self._by_chunk(q), cache, table, _options(cache, layer, scale, sinks)), cache
+            return _with_latents(cache, k[:, :, 0], *places, layer)
+        written = kv_write.write(cache.data, k, self._by_chunk(v), *places, scales=cache.scales, path=self.backend)
+        return LayerPool(written.pool, written.scales)
 
     def fused(
         self,

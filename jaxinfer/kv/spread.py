@@ -41,7 +41,7 @@ class SpreadAttend(NamedTuple):
     def __call__(
         self,
         q: jax.Array,
-        k: jax.Array,
+        k: jax.Array | None,
         v: jax.Array | None,
         cache: LayerPool,
         layer: LayerSpec,

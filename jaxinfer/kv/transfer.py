@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, Shaped, UInt8
 
 from jaxinfer.kv.pool import LayerPool
 from jaxinfer.parallel.processes import from_own_part, own_part, own_shape
-from jaxinfer.types import CacheSpec
+from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import kv_copy
 
 TRANSFER_PAGES = 4
@@ -33,19 +33,45 @@ def moved_pages(spec: CacheSpec, count: int, page_size: int, dtype: jnp.dtype) -
 
     Quantised pages are one array of bytes: the elements of a head of a token are followed by the bytes of its scale,
     the elements of a latent by the bytes of its two.
+
+    Layers of unlike shapes are one layer that has as many heads as can be dealt out of all of them; what each head of
+    a token has in the layers stands side by side.
     """
-    *page, last = spec.pool_shape(1, page_size)[1:]
-    scales = math.prod(spec.scales_shape(1, page_size)) // math.prod(page)
-    wide, kind = (last + scales * _SCALE.itemsize, jnp.dtype(jnp.uint8)) if spec.dtype else (last, jnp.dtype(dtype))
-    return jax.ShapeDtypeStruct((count, len(spec.attending), *page, wide), kind)
+    kind = jnp.dtype(jnp.uint8) if spec.dtype else jnp.dtype(dtype)
+    pages = [_packed_page(spec, page_size, layer) for layer in spec.attending or (LayerSpec(),)]
+    if (heads := _common_heads(spec)) is None:
+        return jax.ShapeDtypeStruct((count, len(spec.attending), *pages[0]), kind)
+    wide = sum(math.prod(page) for page in pages) // (2 * heads * page_size)
+    return jax.ShapeDtypeStruct((count, 1, 2, heads, page_size, wide), kind)
+
+
+def _packed_page(spec: CacheSpec, page_size: int, layer: LayerSpec) -> tuple[int, ...]:
+    *page, last = spec.pool_shape(1, page_size, layer=layer)[1:]
+    scales = math.prod(spec.scales_shape(1, page_size, layer=layer)) // math.prod(page)
+    return (*page, last + scales * _SCALE.itemsize)
+
+
+def _common_heads(spec: CacheSpec) -> int | None:
+    """The most heads of which each layer has a multiple; None: all layers are alike."""
+    sizes = {spec.sizes(layer) for layer in spec.attending}
+    return math.gcd(*(heads for heads, _ in sizes)) if len(sizes) > 1 else None
 
 
 def export_pages(
     spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
 ) -> Shaped[Array, "pages layers *page"]:
     """Gather pages of all layers that attend, by each group's ids, page after page; see `moved_pages`."""
-    layers = zip(pools, spec.attending, strict=True)
-    return jnp.stack([_packed(pool, source[spec.group(layer)]) for pool, layer in layers], 1)
+    layers = [_packed(pool, source[spec.group(layer)]) for pool, layer in zip(pools, spec.attending, strict=True)]
+    if (heads := _common_heads(spec)) is None:
+        return jnp.stack(layers, 1)
+    return jnp.concatenate([_with_heads(layer, heads) for layer in layers], -1)[:, None]
+
+
+def _with_heads(pages: Shaped[Array, "pages 2 kv_heads slots _"], heads: int) -> Shaped[Array, "pages 2 heads slots _"]:
+    """Neighbouring heads beside each other in one."""
+    count, parts, kv_heads, slots, wide = pages.shape
+    apart = pages.reshape(count, parts, heads, kv_heads // heads, slots, wide)
+    return jnp.moveaxis(apart, 3, 4).reshape(count, parts, heads, slots, -1)
 
 
 def _packed(pool: LayerPool, ids: Int[Array, " pages"]) -> Shaped[Array, "pages *page"]:
@@ -64,11 +90,24 @@ def import_pages(
 ) -> list[LayerPool]:
     """Write exported pages (`export_pages`) into other pages; a target beyond the pool is dropped."""
 
-    def with_pages(pool: LayerPool, layer: int) -> LayerPool:
-        ids = target[spec.group(spec.attending[layer])]
-        return kv_copy.scatter_pages(pool, ids, _unpacked(pool, pages[:, layer]))
+    packed = zip(pools, spec.attending, _by_layer(spec, pages), strict=True)
+    return [
+        kv_copy.scatter_pages(pool, target[spec.group(layer)], _unpacked(pool, each)) for pool, layer, each in packed
+    ]
 
-    return [with_pages(pool, layer) for layer, pool in enumerate(pools)]
+
+def _by_layer(spec: CacheSpec, pages: Shaped[Array, "pages layers *page"]) -> list[jax.Array]:
+    """The pages of each layer as `_packed` made them."""
+    if (heads := _common_heads(spec)) is None:
+        return [pages[:, layer] for layer in range(len(spec.attending))]
+    count, _, parts, _, slots, _ = pages.shape
+    found, at = [], 0
+    for layer in spec.attending:
+        _, kv_heads, _, wide = _packed_page(spec, slots, layer)
+        part = pages[:, 0, ..., at : (at := at + kv_heads // heads * wide)]
+        apart = part.reshape(count, parts, heads, slots, kv_heads // heads, wide)
+        found.append(jnp.moveaxis(apart, 4, 3).reshape(count, parts, kv_heads, slots, wide))
+    return found
 
 
 def _unpacked(pool: LayerPool, pages: Shaped[Array, "pages *page"]) -> LayerPool:

@@ -25,14 +25,15 @@ class Attend(Protocol):
     def __call__(
         self,
         q: Float[Array, "*batch heads head_dim"],
-        k: Float[Array, "*batch kv_heads head_dim"],
+        k: Float[Array, "*batch kv_heads head_dim"] | None,
         v: Float[Array, "*batch kv_heads head_dim"] | None,
         cache: Any,
         layer: LayerSpec,
         scale: float,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "*batch heads value_dim"], Any]:
-        """``v`` is None where the keys are latents (`LayerSpec.latent_rank`), and ``value_dim`` that rank then.
+        """``v`` is None where the keys are latents (`LayerSpec.latent_rank`), and ``value_dim`` that rank then. Both
+        are None where the cache is another layer's, which has stored them (`LayerSpec.source`).
 
         ``sinks`` are scores that every query gives to nothing: they stand in the softmax's sum and have no value.
         """
@@ -162,14 +163,18 @@ class Attention(Layer):
 
 def causal_attend(
     q: Float[Array, "*batch time heads head_dim"],
-    k: Float[Array, "*batch time kv_heads head_dim"],
+    k: Float[Array, "*batch time kv_heads head_dim"] | None,
     v: Float[Array, "*batch time kv_heads head_dim"] | None,
-    cache: None,
+    cache: tuple[jax.Array, jax.Array] | None,
     layer: LayerSpec,
     scale: float,
     sinks: Float[Array, " heads"] | None = None,
-) -> tuple[Float[Array, "*batch time heads value_dim"], None]:
-    """Attention over one contiguous sequence per batch entry: no cache, differentiable, the plain equation."""
+) -> tuple[Float[Array, "*batch time heads value_dim"], tuple[jax.Array, jax.Array]]:
+    """Attention over one contiguous sequence per batch entry: differentiable, the plain equation. The cache is its keys
+    and values."""
+    if k is None:
+        assert cache is not None, layer
+        k, v = cache
     v = k[..., : layer.latent_rank] if v is None else v
     (time, heads, _), kv_heads = q.shape[-3:], k.shape[-2]
     grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
@@ -182,7 +187,7 @@ def causal_attend(
     visible = distance >= 0 if layer.window is None else (distance >= 0) & (distance < layer.window)
     weights = _softmax(jnp.where(visible, scores, -jnp.inf), sinks, kv_heads).astype(v.dtype)
     mixed = jnp.einsum("...hgqk,...khd->...qhgd", weights, v, precision=precision)
-    return mixed.reshape(*q.shape[:-1], v.shape[-1]), None
+    return mixed.reshape(*q.shape[:-1], v.shape[-1]), (k, v)
 
 
 def _softmax(

@@ -371,8 +371,12 @@ class MoE(Layer):
         nobody = jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
         run = functools.partial(run_spread_experts, scaled_inputs=self.scaled_inputs)
-        mixed = run(flat, routing, self.experts(), self.glu, self._shared())
+        mixed = run(self.seen(flat), routing, self.experts(), self.glu, self._shared())
         return own_tokens(mixed.reshape(x.shape))
+
+    def seen(self, x: Float[Array, "tokens d"]) -> Float[Array, "tokens d"]:
+        """What experts see of tokens; the router sees them as they are."""
+        return x
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
         """Route tokens, in float32 whatever the model's dtype."""

@@ -22,9 +22,9 @@ class RopeConfig(Brief):
     """Position embedding of a checkpoint, with the parameters of config.json.
 
     Attributes:
-        kind: "default", "linear" (Chen et al. 2023), "llama3", "yarn" (Peng et al. 2023), "longrope" (Ding et al. 2024)
-            or "dynamic" (see `docs/rope.md`).
-        partial: the share of a head that is rotated.
+        kind: "default", "linear" (Chen et al. 2023), "llama3", "yarn" (Peng et al. 2023), "longrope" (Ding et al.
+            2024), "dynamic" or "proportional" (see `docs/rope.md`).
+        partial: the share of a head that is rotated; of proportional the share of its frequencies that are not 0.
         attention_factor: cosines and sines are multiplied by it, and so scores by its square (yarn, longrope).
         beta_fast, beta_slow, truncate: of yarn: between so many turns over the original context a frequency is
             interpolated; ``truncate`` rounds the two ends outwards.
@@ -70,11 +70,14 @@ class RopeConfig(Brief):
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
         """[rotated numbers / 2] float32 radians per position; the short ones of longrope while ``long`` is None."""
-        dim = int(head_dim * self.partial)
+        dim = head_dim if self.kind == "proportional" else int(head_dim * self.partial)
         exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
         inverse = 1.0 / (self.theta**exponents)
         match self.kind:
             case "linear":
+                inverse = inverse / self.factor
+            case "proportional":
+                inverse[int(self.partial * head_dim // 2) :] = 0.0
                 inverse = inverse / self.factor
             case "llama3":
                 inverse = self._llama3(inverse)

@@ -185,7 +185,7 @@ def max_window_layers(read: ConfigReader) -> int:
     return count
 
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 def rope_config(
@@ -219,10 +219,13 @@ def layer_rope(
     inner = ConfigReader(known if original is None else known | {"original_max_position_embeddings": original})
     kind = inner.text("rope_type", inner.text("type", "default"))
     inner.require(kind in ROPE_KINDS, "rope_type", f"is not supported (known: {', '.join(ROPE_KINDS)})")
-    rope = RopeConfig(theta=inner.number("rope_theta", 10000.0), kind=kind, partial=_partial(inner, partial))
+    part = _partial(inner, partial or kind == "proportional")
+    rope = RopeConfig(theta=inner.number("rope_theta", 10000.0), kind=kind, partial=part)
     inner.require(rope.theta > 1.0, "rope_theta", "must be > 1")
     if kind == "default":
         return rope
+    if kind == "proportional":
+        return dataclasses.replace(rope, factor=_factor(inner, 1.0))
     if kind in ("linear", "dynamic"):
         return dataclasses.replace(rope, factor=_factor(inner, None), original_max_position=max_position)
     original_max = inner.positive("original_max_position_embeddings", max_position)

@@ -40,6 +40,12 @@ class Decoder(Layer):
     embeddings: ClassVar[tuple[str, ...]] = ("embed",)
     """Parameters that `embed` reads."""
 
+    @property
+    def bound(self) -> str | None:
+        """What layers are given beside hidden states, so that none can run without the others; None: nothing."""
+        shared = any(layer.source is not None for layer in self.config.layers)
+        return "keys and values of other layers" if shared else None
+
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         """Make layer ``index``, unbound (``parent=None``): called with (x, context, attend, cache).
 
@@ -53,6 +59,15 @@ class Decoder(Layer):
         Padding stands at position -1: it must come to finite numbers, which nobody reads.
         """
         return self.config.rope.angles(positions, self.config.head_dim)
+
+    def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Any]:
+        """What the first block is given of embeddings, and what all blocks are told (`context`)."""
+        return x, self.context(positions)
+
+    def told(self, context: Any, index: int) -> Any:
+        """What layer ``index`` is told of the ``context``."""
+        del index
+        return context
 
     def up_to(self, length: int) -> Decoder:
         """The decoder for sequences of at most ``length`` tokens, all computed alike, as an engine serves it.
@@ -78,7 +93,7 @@ class Decoder(Layer):
         return self.forward(self.embed(tokens, positions), positions, attend, cache)
 
     def forward(
-        self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
+        self, x: Float[Array, "*batch embedded"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         """Run the decoder from embeddings, for gradients with respect to them."""
         x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)))
@@ -105,21 +120,29 @@ class Decoder(Layer):
         return last
 
     def blocks(
-        self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        """Run these layers; ``cache`` has an entry for each of them."""
-        context, overrides = self.context(positions), dict(self.overrides)
+        self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
+    ) -> tuple[Array, Any]:
+        """Run these layers; ``cache`` has an entry for each of them that keeps keys and values."""
+        overrides, specs = dict(self.overrides), self.config.layers
         compiled: dict[Any, Callable[..., Any]] = {}
         # Whole before that: a table whose output is spread over tokens would be gathered.
-        x, caches = own_tokens(all_tokens(x)), []
+        x, context = self.entered(own_tokens(all_tokens(x)), positions)
+        sources: set[int | None] = {spec.source for spec in specs}
+        kept: dict[int, Any] = {}
+        caches = []
         for place, index in enumerate(layers):
             if index in self.taps:
                 self.sow("features", "taps", all_tokens(x))
-            block = self.block(index, overrides.get(index))
+            block, source = self.block(index, overrides.get(index)), specs[index].source
+            own = None if cache is None or source is not None else cache[place]
             # Equal blocks share one inner jit: traced and lowered once, however deep the model.
             run = compiled.setdefault(_identity(block), _jit_block(block, attend))
-            x, layer_cache = run(self.weight(f"layers_{index}"), x, context, None if cache is None else cache[place])
-            caches.append(layer_cache)
+            told, given = self.told(context, index), own if source is None else kept[source]
+            x, layer_cache = run(self.weight(f"layers_{index}"), x, told, given)
+            if index in sources:
+                kept[index] = layer_cache
+            if own is not None:
+                caches.append(layer_cache)
         return x, None if cache is None else caches
 
     def normed(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:

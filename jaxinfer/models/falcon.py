@@ -128,13 +128,14 @@ def _with_bias(attend: Attend, bias: Float[Array, "*batch heads"]) -> Attend:
 
     def biased(
         q: jax.Array,
-        k: jax.Array,
+        k: jax.Array | None,
         v: jax.Array | None,
         cache: Any,
         layer: LayerSpec,
         scale: float,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
+        assert k is not None
         assert v is not None
         dim = q.shape[-1]
         q = _beside(q, jnp.ones_like(q[..., :1]))

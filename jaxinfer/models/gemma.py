@@ -144,10 +144,14 @@ def _scale(read: ConfigReader, kind: str, head_dim: int) -> float:
 
 
 def _ropes(read: ConfigReader, kind: str, max_position: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    if kind == "gemma3_text":
+        return two_ropes(read, max_position, head_dim)
+    rope = rope_config(read, max_position, head_dim)
+    return rope, rope
+
+
+def two_ropes(read: ConfigReader, max_position: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Read the rotary embeddings of full-attention layers and of sliding-window layers."""
-    if kind != "gemma3_text":
-        rope = rope_config(read, max_position, head_dim)
-        return rope, rope
     for name in ("rope_parameters", "rope_scaling"):
         value = read.fields.get(name)
         read.require(value is None or isinstance(value, dict), name, "must be an object")

@@ -21,6 +21,8 @@ from jaxinfer.models import (
     exaone4,
     falcon,
     gemma,
+    gemma3n,
+    gemma4,
     glm,
     glm4_moe,
     gpt2,
@@ -41,6 +43,7 @@ from jaxinfer.models import (
     neox,
     olmo,
     olmoe,
+    per_layer,
     phi,
     phi3,
     phimoe,
@@ -97,6 +100,8 @@ NEOX = Family(neox.NeoXConfig.from_json, neox.param_specs, cache_spec, neox.NeoX
 STARCODER2 = Family(starcoder2.config_from_json, starcoder2.param_specs, cache_spec, starcoder2.Starcoder2)
 STABLELM = Family(stablelm.StableLmConfig.from_json, stablelm.param_specs, cache_spec, stablelm.StableLm)
 GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, cache_spec, gemma.Gemma)
+GEMMA3N = Family(gemma3n.Gemma3nConfig.from_json, gemma3n.param_specs, per_layer.cache_spec, gemma3n.Gemma3n)
+GEMMA4 = Family(gemma4.Gemma4Config.from_json, gemma4.param_specs, per_layer.cache_spec, gemma4.Gemma4)
 PHI3 = Family(phi3.config_from_json, phi3.param_specs, cache_spec, llama.Llama)
 GPT2 = Family(gpt2.GPT2Config.from_json, gpt2.param_specs, cache_spec, gpt2.GPT2, gpt2.IGNORE, "transformer.")
 GPTJ = Family(gptj.GPTJConfig.from_json, gptj.param_specs, cache_spec, gptj.GPTJ, gpt2.IGNORE, "transformer.")
@@ -158,6 +163,9 @@ FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
+    "Gemma3nForCausalLM": GEMMA3N,
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4UnifiedForCausalLM": GEMMA4,
     "Phi3ForCausalLM": PHI3,
     "GPT2LMHeadModel": GPT2,
     "GPTJForCausalLM": GPTJ,

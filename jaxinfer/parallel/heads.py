@@ -27,9 +27,12 @@ def kv_copies(cache: CacheSpec, sizes: Mapping[str, int]) -> int:
     Raises:
         EngineConfigError: neither do the devices divide the KV heads nor the KV heads the devices.
     """
-    devices = devices_along(sizes, _KV)
-    if cache.latent or cache.kv_heads % devices == 0:
+    devices, heads = devices_along(sizes, _KV), {cache.sizes(layer)[0] for layer in cache.layers} or {cache.kv_heads}
+    if cache.latent or all(each % devices == 0 for each in heads):
         return 1
+    if len(heads) > 1:
+        counts = " and ".join(map(str, sorted(heads)))
+        raise EngineConfigError(f"{asked(sizes)} cannot be: it does not divide the {counts} KV heads of unlike layers")
     if devices % cache.kv_heads:
         raise EngineConfigError(
             f"{asked(sizes)} cannot be: it neither divides the model's {cache.kv_heads} KV heads nor "

@@ -68,6 +68,8 @@ def quantize(
         raise CheckpointError(f"{source} is quantised already")
     if not isinstance(model.module, Decoder):
         raise RecipeError(f"{type(model.module).__name__} has no layers that can be run one by one")
+    if recipe.calibrated and model.module.bound is not None:
+        raise RecipeError(f"{recipe.method} runs layers one by one, and those of this model read {model.module.bound}")
     if recipe.calibrated and calibration is None:
         raise RecipeError(f"{recipe.method} needs samples of text")
     work = Work(files, model, recipe, calibration if recipe.calibrated else None)

@@ -1,11 +1,13 @@
 """How a step reads and writes pools: groups, chunks from within a page, several rows of one sequence."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, new_pools
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, new_pools, no_kernel
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.types import CacheSpec, LayerSpec
 
@@ -101,3 +103,26 @@ def test_rows_of_one_sequence_see_one_another(layer):
     together, cache = step(q[at], k[at], v[at], tables, positions, before)
     np.testing.assert_array_equal(np.asarray(together)[places], np.stack(mixed))
     np.testing.assert_array_equal(cache.data, single.data)
+
+
+def test_a_layer_without_keys_reads_those_that_another_has_stored():
+    """It writes nothing, in chunks and in rows."""
+    _, cache = prefilled(LayerSpec(), [0, 32, 64])
+    q, k, v = tokens()
+    want, stored = causal_attend(q, k, v, None, LayerSpec(), 0.3)
+    reading = LayerSpec(source=0)
+    alone, _ = causal_attend(q, None, None, stored, reading, 0.3)
+    np.testing.assert_array_equal(alone, want)
+    chunk = PrefillAttend(SPEC, jnp.asarray(TABLES[:, None]), jnp.array([LENGTH - 11]), jnp.array([11]))
+    row = DecodeAttend(SPEC, jnp.asarray(TABLES[:, None]), jnp.array([LENGTH - 1]))
+    for attend, queries in ((chunk, q[-11:]), (row, q[-1:])):
+        got, left = attend(queries, None, None, cache, reading, 0.3)
+        np.testing.assert_allclose(got, want[-len(queries) :], atol=2e-6)
+        assert left is cache
+
+
+def test_kernels_must_take_the_pools_of_all_layers():
+    layers = (LayerSpec(8), LayerSpec(head_dim=512))
+    spec, dtype = CacheSpec(layers, kv_heads=8, head_dim=128), jnp.dtype("bfloat16")
+    assert no_kernel(dataclasses.replace(spec, layers=layers[:1]), 64, dtype) is None
+    assert "512" in (no_kernel(spec, 64, dtype) or "")

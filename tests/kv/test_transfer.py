@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.kv.pool import LayerPool, copy_pages, new_pools
-from jaxinfer.kv.transfer import HostPages, export_pages, import_pages
+from jaxinfer.kv.transfer import HostPages, export_pages, import_pages, moved_pages
 from jaxinfer.types import CacheSpec, LayerSpec
 
 # Layers 0 and 2 share a group, layer 1 has one of its own.
@@ -92,3 +92,36 @@ def test_copies_go_by_group():
             want[other] = pools[layer].data[one]
         np.testing.assert_array_equal(got[layer].data, want)
     assert not same(got, pools)
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_pages_of_unlike_layers_come_back(kind: str):
+    """Two heads of 4 numbers in some layers, six of 10 in another: they stand side by side in two heads on the host."""
+    layers = (LayerSpec(), LayerSpec(5, kv_heads=6, head_dim=10), LayerSpec())
+    spec = CacheSpec(layers, kv_heads=2, head_dim=4).stored_as(kind)
+    rng, dtype = np.random.default_rng(0), jnp.dtype("float32")
+    empty = new_pools(spec, PAGES, PAGE, dtype)
+    pools = jax.tree.map(lambda x: jnp.asarray(rng.integers(-99, 99, x.shape), x.dtype), empty)
+    source, target = ids([1, 4], [2, 0]), ids([5, 3], [1, PAGES])
+    host = HostPages(spec, 9, PAGE, dtype)
+    exported = export_pages(spec, pools, source)
+    described = moved_pages(spec, 2, PAGE, dtype)
+    assert (exported.shape, exported.dtype) == (described.shape, described.dtype)
+    assert exported.shape == (2, 1, 2, 2, PAGE, (4 + 30 + 4) if kind == "auto" else (8 + 3 * 14 + 8))
+    host.put([7, 2], exported)
+    back = import_pages(spec, empty, jnp.asarray(host.take([7, 2], 2)), target)
+    for layer, (sources, targets) in enumerate([([1, 4], [5, 3]), ([2], [1]), ([1, 4], [5, 3])]):
+        for got, had in zip(jax.tree.leaves(back[layer]), jax.tree.leaves(pools[layer]), strict=True):
+            want = np.zeros_like(np.asarray(had))
+            want[targets] = np.asarray(had)[sources]
+            np.testing.assert_array_equal(got, want)
+
+
+def test_neighbouring_heads_stand_beside_each_other():
+    """So a device that has some of a layer's heads has all of their numbers in its part of a page."""
+    layers = (LayerSpec(kv_heads=4), LayerSpec())
+    spec = CacheSpec(layers, kv_heads=2, head_dim=1)
+    pools = new_pools(spec, 1, 1, jnp.dtype("float32"))
+    pools[0] = pools[0]._replace(data=jnp.arange(8.0).reshape(pools[0].data.shape))
+    exported = export_pages(spec, pools, ids([0]))
+    assert exported[0, 0, 0, :, 0].tolist() == [[0.0, 1.0, 0.0], [2.0, 3.0, 0.0]]

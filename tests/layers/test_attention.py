@@ -31,7 +31,8 @@ def test_causal_attend_is_the_equation(heads, kv_heads, window):
     q, k, v = (rng.standard_normal((9, n, 5)) for n in (heads, kv_heads, kv_heads))
     got, cache = causal_attend(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), None, LayerSpec(window), 0.7)
     np.testing.assert_allclose(got, attention64(q, k, v, 0.7, window), atol=2e-6)
-    assert cache is None
+    for kept, given in zip(cache, (k, v), strict=True):
+        np.testing.assert_array_equal(kept, given.astype(np.float32))
 
 
 def test_batch_dimensions_are_independent():

@@ -117,6 +117,16 @@ def test_a_share_of_a_head_is_rotated(head_dim, share, frequencies):
     assert len(rope.inverse_frequencies(head_dim)) == frequencies
 
 
+@pytest.mark.parametrize(("share", "turning"), [(0.25, 8), (1.0, 32), (0.3, 9)])
+def test_proportional_turns_the_first_pairs_of_a_whole_head(share: float, turning: int):
+    """Frequencies are those of the whole head; the other pairs stand still."""
+    rope = read(rope_parameters={"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": share})
+    got = rope.inverse_frequencies(DIM)
+    np.testing.assert_allclose(got, np.where(np.arange(32) < turning, plain(1e6), 0.0), rtol=1e-6)
+    halved = dataclasses.replace(rope, factor=2.0).inverse_frequencies(DIM)
+    np.testing.assert_allclose(halved, got / 2.0, rtol=1e-6)
+
+
 def test_the_original_context_may_stand_beside_the_scaling():
     yarn = {"rope_type": "yarn", "factor": 2.0}
     assert read(rope_scaling=yarn).original_max_position == 4096

@@ -27,6 +27,13 @@ PUBLISHED = {
     "Gemma-2-9B": 9_241_705_984,
     "Gemma-2-27B": 27_227_128_320,
     "Gemma-3-1B": 999_885_952,
+    # Texts alone; without the keys and values of layers that read other layers' ones, which the hub's files hold.
+    "Gemma-3n-E2B": 4_435_182_688,
+    "Gemma-3n-E4B": 6_835_235_568,
+    "Gemma-4-E2B": 4_628_569_379,
+    "Gemma-4-E4B": 7_463_013_418,
+    "Gemma-4-26B-A4B": 25_233_141_790,
+    "Gemma-4-31B": 30_697_345_340,
     "Phi-3-mini-4k": 3_821_079_552,
     "Phi-3-mini-128k": 3_821_079_552,
     "Mixtral-8x7B": 46_702_792_704,

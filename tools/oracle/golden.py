@@ -19,7 +19,9 @@ from safetensors.numpy import save_file
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-_NORM = re.compile(r"(norm(\.\d+)?|\bln_\w+)\.weight$")
+_NORM = re.compile(
+    r"(norm([._]\d+)?|\bln_\w+)\.weight$|\.(layer_scalar|router\.scale|per_expert_scale|correct_output_scale)$"
+)
 _VOCABULARY = re.compile(
     r"^((language_model\.)?model\.(language_model\.)?embed_tokens|(language_model\.)?lm_head|transformer\.(wte|wpe|word_embeddings)"
     r"|embed_tokens|\d+\.\d+\.weight|model\.layers\.\d+\.(embed_tokens|shared_head\.head))\b"  # draft heads
@@ -53,9 +55,18 @@ def make_tensor(seed: int, name: str, shape: tuple[int, ...], norm_centre: float
     return np.asarray(np.float32(centre) + np.float32(width) * uniform(seed, name, shape))
 
 
-def make_tensors(seed: int, shapes: Shapes, norm_centre: float = 1.0) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint, float32, in the order of ``shapes``; ``norm_centre``: the mean weight of norms."""
-    return {name: make_tensor(seed, name, tuple(shape), norm_centre) for name, shape in shapes.items()}
+def make_tensors(
+    seed: int, shapes: Shapes, norm_centre: float = 1.0, query_share: float = 1.0
+) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint, float32, in the order of ``shapes``.
+
+    Args:
+        norm_centre: the mean weight of norms.
+        query_share: what those of queries are multiplied by.
+    """
+    tensors = {name: make_tensor(seed, name, tuple(shape), norm_centre) for name, shape in shapes.items()}
+    share = np.float32(query_share)
+    return {name: tensor * share if name.endswith("q_norm.weight") else tensor for name, tensor in tensors.items()}
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
@@ -86,7 +97,7 @@ class Golden:
         decode_error: [N], the same for each decode step.
         margin: the smallest difference of the two largest logits over all N + 1 choices.
         versions: of torch, transformers and numpy that made this.
-        norm_centre: of the weights, see `make_tensors`.
+        norm_centre, query_share: of the weights, see `make_tensors`.
     """
 
     name: str
@@ -104,6 +115,7 @@ class Golden:
     margin: float
     versions: dict[str, str]
     norm_centre: float = 1.0
+    query_share: float = 1.0
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The checkpoint's weights, derived again.
@@ -111,7 +123,7 @@ class Golden:
         Raises:
             ValueError: they differ from those that the oracle used.
         """
-        tensors = make_tensors(self.seed, self.shapes, self.norm_centre)
+        tensors = make_tensors(self.seed, self.shapes, self.norm_centre, self.query_share)
         if digest(tensors) != self.weights_sha256:
             raise ValueError(f"{self.name}: the weights derived from seed {self.seed} are not those of the oracle")
         return tensors
@@ -121,8 +133,8 @@ class Golden:
         folder = root / self.name
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.config)
-        centre = {} if self.norm_centre == 1.0 else {"norm_centre": self.norm_centre}
-        write_json(folder / "case.json", {**centre, **{key: getattr(self, key) for key in _CASE_KEYS}})
+        unusual = {key: getattr(self, key) for key in ("norm_centre", "query_share") if getattr(self, key) != 1.0}
+        write_json(folder / "case.json", {**unusual, **{key: getattr(self, key) for key in _CASE_KEYS}})
         np.savez_compressed(folder / "logits.npz", **{key: getattr(self, key) for key in _ARRAY_KEYS})
 
 

@@ -159,7 +159,7 @@ def ask(case: Case, seed: int) -> Golden | None:
     config = config_json(case)
     double, single = build(config, torch.float64), build(config, torch.float32)
     shapes = checkpoint_shapes(single)
-    tensors = make_tensors(seed, shapes, case.norm_centre)
+    tensors = make_tensors(seed, shapes, case.norm_centre, case.query_share)
     state = read_checkpoint(config, tensors)
     double.load_state_dict(state)
     single.load_state_dict(state)
@@ -184,6 +184,7 @@ def ask(case: Case, seed: int) -> Golden | None:
         decode_error=np.abs(rough_decode - decode).max(-1),
         margin=margin,
         norm_centre=case.norm_centre,
+        query_share=case.query_share,
         versions={"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__},
     )
 

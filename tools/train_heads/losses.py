@@ -82,7 +82,7 @@ def turn_attend(turn: int) -> Attend:
 
     def attend(
         q: Float[Array, "rows time heads head_dim"],
-        k: Float[Array, "rows time kv_heads head_dim"],
+        k: Float[Array, "rows time kv_heads head_dim"] | None,
         v: Float[Array, "rows time kv_heads head_dim"] | None,
         cache: Any,
         layer: LayerSpec,
@@ -90,6 +90,7 @@ def turn_attend(turn: int) -> Attend:
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "rows time heads head_dim"], Any]:
         del layer, sinks
+        assert k is not None
         made = (*cache, (k, v))
         (keys, values), later = made[0], [_shifted(each, turn - 1 - place) for place, each in enumerate(made[1:])]
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * scale

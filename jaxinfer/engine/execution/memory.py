@@ -241,7 +241,8 @@ def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
     if cache.dtype is None:
         small = cache.stored_as("int8").bytes_per_page(engine.page_size, itemsize, engine.devices)
     plain = platform != "cpu" and engine.devices == engine.dp_ranks == 1 and not cache.latent
-    devices = tuple(n for n in _MORE_DEVICES if cache.kv_heads % n == 0) if plain else ()
+    heads = math.gcd(*(cache.sizes(layer)[0] for layer in cache.layers))
+    devices = tuple(n for n in _MORE_DEVICES if heads % n == 0) if plain else ()
     return Ways(engine.page_size, small, devices)
 
 
@@ -312,5 +313,6 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _most_pages(model: Model, config: EngineConfig, page: int) -> int:
-    bound = _INDEXABLE // math.prod(model.cache_spec.pool_shape(1, config.page_size, config.devices))
+    spec, split = model.cache_spec, (config.page_size, config.devices)
+    bound = _INDEXABLE // max(math.prod(spec.pool_shape(1, *split, layer)) for layer in spec.layers)
     return bound if config.kv_cache_bytes is None else min(bound, config.kv_cache_bytes // page)

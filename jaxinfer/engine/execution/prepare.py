@@ -171,9 +171,7 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
 def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
     if config.attention_backend != "mosaic":
         return
-    spec = model.cache_spec.stored_as(config.kv_cache_dtype)
-    if not spec.latent:  # each device works on its own heads
-        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads // config.devices)
+    spec = model.cache_spec.stored_as(config.kv_cache_dtype).on_each(config.devices)
     why = no_kernel(spec, config.page_size, model.dtype)
     if platform == "cpu":
         why = "its kernels are for GPUs, and this is a CPU"

@@ -109,6 +109,8 @@ def cut(model: Model, count: int) -> list[Stage]:
         raise EngineConfigError(f"{what} the model has {total} layers")
     if not isinstance(model.module, Decoder):
         raise EngineConfigError(f"{what} {type(model.module).__name__} is no jaxinfer.models.decoder.Decoder")
+    if model.module.bound is not None:
+        raise EngineConfigError(f"{what} the model's layers read {model.module.bound}")
     width = _width(model)
     firsts = [index * (total // count) + min(index, total % count) for index in range(count + 1)]
     parts = [_stage(model, model.module, range(*firsts[index : index + 2]), width) for index in range(count)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax
@@ -58,9 +57,9 @@ def _backend(model: Model, config: ResolvedEngine, spec: CacheSpec) -> str:
     """Tell which kernels attention runs on; "auto" follows from the device and the shapes."""
     if config.attention_backend != "auto":
         return config.attention_backend
-    if not spec.latent:  # each device works on its own heads
-        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads // config.devices)
-    return "xla" if no_kernel(spec, config.page_size, model.dtype, lowering_target()) else "mosaic"
+    return (
+        "xla" if no_kernel(spec.on_each(config.devices), config.page_size, model.dtype, lowering_target()) else "mosaic"
+    )
 
 
 def _size(count: int) -> str:

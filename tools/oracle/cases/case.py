@@ -26,6 +26,8 @@ class Case:
         overlooked: an edit of config.json that stands for what a reader of it may overlook: it must change the logits
             beyond the tolerance.
         norm_centre: the mean weight of norms: 0 where the model adds 1 to them.
+        query_share: what the weights of queries' norms are multiplied by: less than 1 where scores are not scaled,
+            which else were large, and rounding errors with them.
     """
 
     name: str
@@ -36,13 +38,16 @@ class Case:
     served: bool = False
     overlooked: Mapping[str, Any] | None = None
     norm_centre: float = 1.0
+    query_share: float = 1.0
 
     @property
     def model_type(self) -> str:
         return self.name.split("-")[0]
 
 
-def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, **others: Any) -> dict:
+def sizes(
+    hidden: int, intermediate: int | list[int], layers: int, heads: int, kv_heads: int | None, **others: Any
+) -> dict:
     sizes = {
         "vocab_size": 64,
         "hidden_size": hidden,
