@@ -4,7 +4,8 @@
 
 Three fleets serve the same requests in the same order: one replica with a cache of twice the size, two to four behind
 SMG that goes by their KV events (cache_aware), and as many behind SMG that goes round (round_robin). The replicas have
-no device: scheduler, pages, journal and doors are real. A block of the trace is one page, and prompts are scaled with it.
+no device: scheduler, pages, journal and doors are real. A block of the trace is one page, and prompts are scaled
+with it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from jaxinfer.bench.traces import TraceRequest, read_mooncake, scale_mooncake
 _TRACE = pathlib.Path(__file__).resolve().parents[2] / "shared/data/traces/mooncake_synthetic.jsonl"
 _SECONDS = 120.0
 GOALS = {"hits": 0.95, "prefilled": 1.5}
-"""Hits of all replicas over those of one with twice the cache; tokens computed when going round over those by events."""
+"""Hits of all replicas over those of one with twice the cache; tokens computed going round over those by events."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,8 +81,8 @@ def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
         raise EngineConfigError(f"speculative = {config.speculative} needs speculative_model: a folder or a hub id")
     if model.draft.cache_spec.stateful:
         raise EngineConfigError(
-            f"speculative_model = {_named(model.draft, config)} cannot draft: its layers have states, of which no draft "
-            f"could be taken back"
+            f"speculative_model = {_named(model.draft, config)} cannot draft: its layers have states, and no draft "
+            f"could be taken out of them"
         )
     if isinstance(model.draft.module, DraftHead) != config.drafts_by_head:
         raise EngineConfigError(

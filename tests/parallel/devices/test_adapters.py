@@ -204,7 +204,7 @@ def test_embeddings_and_heads(mesh: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (*NORMS, "cohere2-hub", "gpt_neox-hub", "glm4_moe-hub", "ernie4_5_moe-hub"))
+@pytest.mark.parametrize("name", [*NORMS, "cohere2-hub", "gpt_neox-hub", "glm4_moe-hub", "ernie4_5_moe-hub"])
 @pytest.mark.usefixtures("folders")
 def test_families_whose_layers_differ(name: str, tmp_path: pathlib.Path) -> None:
     check(load(name, tmp_path), tensor_parallel_size=2)

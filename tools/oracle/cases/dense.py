@@ -56,8 +56,7 @@ OLMO = (
     ),
     Case(
         "olmo3-layer-types",
-        _sizes(3, 4, 1, sliding_window=6)
-        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        _sizes(3, 4, 1, sliding_window=6) | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         prompt_length=21,
         overlooked={"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     ),
