@@ -20,7 +20,7 @@ NORMS = (
 )
 # Side by side, with norms behind, and with factors.
 BLOCKS = ("gpt_neox-hub", "cohere2-hub", "glm4-hub", "exaone4-hub", "starcoder2-hub", "ernie4_5-hub", "granite-biases")
-EXPERTS = ("glm4_moe-hub", "minimax_m2-hub", "llama4_text-hub", "olmoe-hub", "phimoe-hub", "ernie4_5_moe-hub")
+EXPERTS = ("minimax_m2-hub", "olmoe-hub", "phimoe-hub")
 
 
 def cases(*names: str, fast: str = "") -> list[Any]:
@@ -38,7 +38,7 @@ def test_norms_of_heads_that_are_copied(name: str, tmp_path: pathlib.Path):
     same_logits(load(name, tmp_path), make_mesh(4))
 
 
-@pytest.mark.parametrize("name", cases(*NORMS, *BLOCKS, *EXPERTS, fast="cohere-hub"))
+@pytest.mark.parametrize("name", cases(*NORMS[:-1], *BLOCKS, *EXPERTS, fast="cohere-hub"))
 def test_quantised_weights(name: str, tmp_path: pathlib.Path):
     model = load(name, tmp_path / "plain")
     stored, _ = stored_and_plain(model, tmp_path / "stored", lambda name, inputs: Grouped("float8_e4m3fn", 4))
