@@ -70,6 +70,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     },
     "fp8": {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
     "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+    "mlx": {"quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "affine", "lm_head": {"bits": 8}},
 }
 NUMBERS = [0, -1, 1, 2, 3, 7, 64, 2**31, 2**32 - 1, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0, 1e-300, 1e308, math.inf]
 ODD = [math.nan, True, False, None, "", "a", "x" * 5000, [], {}, [1], {"a": 1}, ["a"] * 50, [[[]]], "\x1b[2J"]
@@ -93,6 +95,11 @@ def module(kind: str, name: str, out: int, inputs: int, rng: np.random.Generator
         case "fp8":
             weight = rng.standard_normal((out, inputs)).astype(ml_dtypes.float8_e4m3fn)
             parts = {"weight": weight, "weight_scale_inv": np.ones((out // 32, inputs // 32), np.float32)}
+        case "fbgemm":
+            weight = rng.standard_normal((out, inputs)).astype(ml_dtypes.float8_e4m3fn)
+            parts = {"weight": weight, "weight_scale": np.ones((out, 1), np.float32)}
+        case "mlx":
+            parts = {"weight": words.reshape(out, -1).view(np.uint32), "scales": scales.T, "biases": scales.T}
         case "int8":
             weight = rng.integers(-127, 128, (out, inputs)).astype(np.int8)
             parts = {"weight": weight, "SCB": np.ones(out, np.float32)}
@@ -115,7 +122,7 @@ def write_model(folder: pathlib.Path, kind: str) -> None:
             tensors |= module(kind, f"{prefix}.{name}", *shape, rng)
     folder.mkdir()
     save(folder, tensors)
-    named = {"quantization_config": FORMATS[kind]} if FORMATS[kind] else {}
+    named = {"quantization" if kind == "mlx" else "quantization_config": FORMATS[kind]} if FORMATS[kind] else {}
     (folder / "config.json").write_text(json.dumps({**LLAMA, **named}))
     if kind == "plain":
         index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
