@@ -36,6 +36,12 @@ def plain(one):
     return *(x if x is None else jnp.asarray(x) for x in (q, k, one.v, one.decay, one.beta)), jnp.asarray(state)
 
 
+def chunks(size, *operands):
+    """`linear_attention.chunks` of all operands in their order."""
+    *operands, state = operands
+    return linear_attention.chunks(*operands, state=state, size=size)
+
+
 def assert_near(got, want, bound=2e-6):
     np.testing.assert_allclose(got, want, rtol=0, atol=bound * float(jnp.abs(want).max()))
 
@@ -55,7 +61,7 @@ def test_the_reference_is_the_recurrence(of, delta):
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_chunks_are_the_recurrence(size, delta):
     operands = plain(case([1, BEYOND], (np.zeros((2, 128 // size)), size), heads=3, delta=delta))
-    outs, states = jax.jit(linear_attention.chunks, static_argnums=6)(*operands, size)
+    outs, states = jax.jit(chunks, static_argnums=0)(size, *operands)
     want, after = reference.scan(*operands)
     assert_near(outs, want)
     assert_near(states, after[:, size - 1 :: size])
@@ -65,7 +71,7 @@ def test_chunks_are_the_recurrence(size, delta):
 @pytest.mark.parametrize("hard", [equal_keys, strong_decay])
 def test_chunks_of_hard_cases(hard, size):
     operands = plain(hard(case([1], (np.zeros((1, 128 // size)), size))))
-    outs, states = linear_attention.chunks(*operands, size)
+    outs, states = chunks(size, *operands)
     want, after = reference.scan(*operands)
     assert_near(outs, want, 1e-5)
     assert_near(states, after[:, size - 1 :: size], 1e-5)
@@ -76,27 +82,27 @@ def test_a_step_is_one_token_of_chunks(delta):
     q, k, v, decay, beta, state = plain(case([1, 2], (np.zeros((2, 1)), 16), delta=delta))
     for time in range(16):
         now = (x if x is None else x[:, time] for x in (q, k, v, decay, beta))
-        out, state = linear_attention.step(*now, state)
-    outs, states = linear_attention.chunks(q, k, v, decay, beta, plain(case([1, 2], (np.zeros((2, 1)), 16)))[5], 16)
+        out, state = linear_attention.step(*now, state=state)
+    outs, states = chunks(16, q, k, v, decay, beta, plain(case([1, 2], (np.zeros((2, 1)), 16)))[5])
     assert_near(out, outs[:, -1])
     assert_near(state, states[:, -1])
 
 
 def chunks_of(one):
     size = one.v.shape[1] // one.write.shape[1]
-    outs, states = jax.jit(linear_attention.chunks, static_argnums=6)(*plain(one), size)
+    outs, states = jax.jit(chunks, static_argnums=0)(size, *plain(one))
     return np.asarray(outs), np.asarray(states)
 
 
 @DELTA
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_tokens_of_zeros_change_no_bit(size, delta):
-    chunks = 128 // size
-    whole = case([1], (np.zeros((1, chunks)), size), delta=delta)
+    count = 128 // size
+    whole = case([1], (np.zeros((1, count)), size), delta=delta)
     first = 64 - 5  # within a chunk, and in all behind it
     outs, states = chunks_of(filled(whole, first))
     at = (first - 1) // size
-    assert all(states[:, i].tobytes() == states[:, at].tobytes() for i in range(at, chunks))
+    assert all(states[:, i].tobytes() == states[:, at].tobytes() for i in range(at, count))
     np.testing.assert_array_equal(outs[:, :first], chunks_of(whole)[0][:, :first])
 
 
@@ -121,7 +127,7 @@ def test_chunks_have_the_gradients_of_the_recurrence(delta):
         return jnp.sum(jnp.sin(outs)) + jnp.sum(jnp.cos(states[:, -1]))
 
     of = tuple(range(len(given)))
-    got = jax.jit(jax.grad(functools.partial(loss, lambda *x: linear_attention.chunks(*x, 16)), of))(*given)
+    got = jax.jit(jax.grad(functools.partial(loss, functools.partial(chunks, 16)), of))(*given)
     want = jax.jit(jax.grad(functools.partial(loss, reference.scan), of))(*given)
     for one, other in zip(got, want, strict=True):
         assert_near(one, other, 1e-5)
