@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,16 @@ from pallas_kernels.paged_attention import AttentionOptions
 Options = AttentionOptions | LatentOptions
 Rope = tuple[jax.Array, jax.Array]
 Recurrence = Callable[[Any, jax.Array, jax.Array, int], tuple[Any, jax.Array]]
+
+
+@runtime_checkable
+class PooledRecurrence(Protocol):
+    """A `Recurrence` that may have a kernel which goes on from states in a pool: see `LinearAttention.in_pool`."""
+
+    def in_pool(
+        self, inputs: Any, pool: jax.Array, read: jax.Array, write: jax.Array, lengths: jax.Array, size: int
+    ) -> tuple[Any, jax.Array] | None: ...
+
 
 _SPAN = 64
 """Tokens of a chunk of a recurrence, at most: so many are one matrix."""
@@ -217,13 +227,34 @@ class _PagedAttend:
         size = min(page, _SPAN, time)
         padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -time % size), *[(0, 0)] * (x.ndim - 2)]), cut)
         before = jnp.take_along_axis(table, jnp.maximum(starts - 1, 0)[:, None] // page, axis=1)[:, 0]
-        known = jnp.where((starts > 0).reshape(-1, *[1] * (state.ndim - 1)), state.at[before].get(mode="clip"), 0)
-        outputs, states = function(padded, known, lengths, size)
         places, borders = self._borders(table, starts, lengths, time, state.shape[0])
-        last = jnp.minimum(borders // size, states.shape[1]) - 1
-        kept = states[:, last].reshape(-1, *state.shape[1:])
-        outputs = jax.tree.map(lambda x: x[:, :time].reshape(-1, *x.shape[2:]), outputs)
-        return outputs, state.at[places.reshape(-1)].set(kept.astype(state.dtype), mode="drop")
+        last = np.minimum(borders // size, -(-time // size)) - 1
+        done = self._in_pool(function, padded, state, jnp.where(starts > 0, before, state.shape[0]), places, last, size)
+        if done is None:
+            known = jnp.where((starts > 0).reshape(-1, *[1] * (state.ndim - 1)), state.at[before].get(mode="clip"), 0)
+            outputs, states = function(padded, known, lengths, size)
+            kept = states[:, last].reshape(-1, *state.shape[1:]).astype(state.dtype)
+            done = outputs, state.at[places.reshape(-1)].set(kept, mode="drop")
+        return jax.tree.map(lambda x: x[:, :time].reshape(-1, *x.shape[2:]), done[0]), done[1]
+
+    def _in_pool(
+        self,
+        function: Recurrence,
+        inputs: Any,
+        state: jax.Array,
+        read: Int[Array, " batch"],
+        places: Int[Array, "batch pages"],
+        last: Int[np.ndarray, " pages"],
+        size: int,
+    ) -> tuple[Any, jax.Array] | None:
+        """What a kernel makes of it that reads and writes the pool itself; None where the function has none. ``last``:
+        the chunks whose states go to ``places``."""
+        if self.backend == "xla" or not isinstance(function, PooledRecurrence):
+            return None
+        _, lengths = self._pieces()
+        chunks = jax.tree.leaves(inputs)[0].shape[1] // size
+        write = jnp.full((places.shape[0], chunks), state.shape[0], jnp.int32).at[:, last].set(places)
+        return function.in_pool(inputs, state, read, write, lengths, size)
 
     def _borders(
         self, table: jax.Array, starts: jax.Array, lengths: jax.Array, time: int, states: int

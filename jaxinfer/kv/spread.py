@@ -6,6 +6,7 @@ mesh that the program is traced for; without one, or with one device along the a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,8 +59,9 @@ class SpreadAttend(NamedTuple):
         return _by_heads(attend_shard, (_HEADS, keys, keys, pool))(self.attend, q, k, v, cache, sinks)
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
-        """See `jaxinfer.layers.recurrent.Recur`: the states of heads are where the heads are, all else is XLA's."""
-        return self.attend.recur(function, inputs, state)
+        """See `jaxinfer.layers.recurrent.Recur`: the states of heads are where the heads are, all else is XLA's, whose
+        partitioner knows nothing of kernels."""
+        return dataclasses.replace(self.attend, backend="xla").recur(function, inputs, state)
 
     def fused(
         self,

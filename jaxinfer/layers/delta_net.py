@@ -51,10 +51,9 @@ class GatedDeltaNet(Layer):
         return out, None if cache is None else cache._replace(states=(conv, delta))
 
     def _heads(self, qkv: Float[Array, "*batch heads channels"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values of all value heads, float32."""
+        """Queries and keys of all heads, and values of all value heads, float32."""
         q, k, v = jnp.split(qkv.astype(jnp.float32), [self.key, 2 * self.key], axis=-1)
-        q, k = (jnp.repeat(_unit(each), self.values, axis=-2) for each in (q, k))
-        return q * self.key**-0.5, k, v.reshape(*v.shape[:-2], self.heads * self.values, self.value)
+        return _unit(q) * self.key**-0.5, _unit(k), v.reshape(*v.shape[:-2], self.heads * self.values, self.value)
 
     def _gates(self, ba: Float[Array, "*batch heads gates"]) -> tuple[jax.Array, jax.Array]:
         """What a state is multiplied with, as a logarithm, and how much of it is replaced; float32."""

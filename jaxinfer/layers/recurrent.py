@@ -76,20 +76,55 @@ def _short_conv(
     return jnp.asarray(out).astype(x.dtype), jnp.moveaxis(states, 2, -1).astype(state.dtype)
 
 
-def linear_recurrence(
-    inputs: tuple[jax.Array, ...],
-    state: Float[Array, "batch heads key value"],
-    lengths: Int[Array, " batch"],
-    size: int,
-) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:
-    """`Recurrence` of linear attention: ``inputs`` are those of `linear_attention.chunks`, with or without beta."""
-    q, k, v, decay, *beta = inputs
-    if q.shape[1] == 1:
-        out, after = linear_attention.step(*(x[:, 0] for x in (q, k, v, decay)), *(x[:, 0] for x in beta), state=state)
+class LinearAttention:
+    """`Recurrence` of linear attention: its inputs are those of `linear_attention.chunks`, with or without beta, of as
+    many heads of queries and keys as of values, or a divisor of that."""
+
+    def __call__(
+        self,
+        inputs: tuple[jax.Array, ...],
+        state: Float[Array, "batch heads key value"],
+        lengths: Int[Array, " batch"],
+        size: int,
+    ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:
+        q, k, v, decay, *beta = _real(inputs, lengths)
+        q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+        if q.shape[1] > 1:
+            return linear_attention.chunks(q, k, v, decay, *beta, state=state, size=size)
+        now = (x[:, 0] for x in (q, k, v, decay, *beta))
+        out, after = linear_attention.step(*now, state=state)
         return out[:, None], after[:, None]
-    live = jnp.arange(q.shape[1]) < lengths[:, None]
 
-    def real(x: jax.Array) -> jax.Array:
-        return jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 2)), x, 0)
+    def in_pool(
+        self,
+        inputs: tuple[jax.Array, ...],
+        pool: Float[Array, "states heads key value"],
+        read: Int[Array, " batch"],
+        write: Int[Array, "batch chunks"],
+        lengths: Int[Array, " batch"],
+        size: int,
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """The same by one kernel, from states in a pool and to it; None: there is none for these operands.
 
-    return linear_attention.chunks(q, *map(real, (k, v, decay)), *map(real, beta), state=state, size=size)
+        Args:
+            read, write: places in the pool; beyond it a state is zeros, or dropped.
+        """
+        q, k, v, decay, *beta = _real(inputs, lengths)
+        operands, one = (q, k, v, decay, beta[0] if beta else None), q.shape[1] == 1
+        if one:
+            operands, write = jax.tree.map(lambda x: x[:, 0], operands), write[:, 0]
+        if linear_attention.explain(*operands, pool, read, write).path != "mosaic":
+            return None
+        if one:
+            out, pool = linear_attention.decode(*operands, pool, read, write)
+            return out[:, None], pool
+        return linear_attention.prefill(*operands, pool, read, write, size)
+
+
+linear_recurrence = LinearAttention()
+
+
+def _real(inputs: tuple[jax.Array, ...], lengths: Int[Array, " batch"]) -> list[jax.Array]:
+    """The inputs with zeros for padding, which change no state."""
+    live = jnp.arange(inputs[0].shape[1]) < lengths[:, None]
+    return [jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 2)), x, 0) for x in inputs]
