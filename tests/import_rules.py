@@ -25,6 +25,7 @@ STOREY = {
     "version": 0,
     "speculative": 0,
     "lora_config": 0,
+    "cache_config": 0,
     "protos": 0,  # generated from protos/
     "parsers": 0,
     "gguf": 0,
@@ -121,6 +122,7 @@ THIRD_PARTY = {
     "config": set[str](),
     "speculative": set[str](),
     "lora_config": set[str](),
+    "cache_config": set[str](),
     "names": set[str](),
     "version": set[str](),
     "parsers": set[str](),
