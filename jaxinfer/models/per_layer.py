@@ -48,13 +48,13 @@ class PerLayerConfig(DecoderConfig):
         return tuple(f"model.layers.{index}.self_attn.{name}.*" for index in layers for name in names)
 
 
-def common_fields(read: ConfigReader, softcap: float | None = None) -> dict[str, Any]:
-    """Read the fields of `PerLayerConfig` but ``layers`` and the ropes; ``softcap``: of logits, by default."""
+def common_fields(read: ConfigReader, most: float | None = None) -> dict[str, Any]:
+    """Read the fields of `PerLayerConfig` but ``layers`` and the ropes; ``most``: the logits' soft-cap by default."""
     read.require(not read.flag("attention_bias", False), "attention_bias", "is not supported")
     size = read.fields.get("hidden_size_per_layer_input", read.get("hidden_size_per_layer_input")) or 0
     read.require(type(size) is int and size >= 0, "hidden_size_per_layer_input", "must be >= 0")
-    cap = read.fields.get("final_logit_softcapping", softcap)
-    cap = None if cap is None else read.number("final_logit_softcapping", softcap)
+    cap = read.fields.get("final_logit_softcapping", most)
+    cap = None if cap is None else read.number("final_logit_softcapping", most)
     read.require(cap is None or cap > 0.0, "final_logit_softcapping", "must be > 0")
     per_layer = {"per_layer_size": size, "per_layer_vocab": read.positive("vocab_size_per_layer_input")}
     return {**decoder_fields(read), **per_layer, "final_softcap": cap}
