@@ -21,7 +21,7 @@ from jaxinfer.engine.execution.step import StepState, make_programs
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, bytes_per_token, prefill_operations, random_model, weight_bytes
 from jaxinfer.gpu_check.measure import fill, time_calls
 from jaxinfer.gpu_check.report import Report
-from jaxinfer.kv.pool import LayerPool, new_pools
+from jaxinfer.kv.pool import LayerPool, new_pools, pages_of
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, replicated
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
@@ -89,7 +89,7 @@ def _measure_decode(report: Report, model: Model, work: Decode) -> None:
     function = make_programs(Stage(model), LIMITS.max_logprobs, backend=work.backend).decode
     program, seconds = _compiled(function, 2, model.params, slots, state, _decode_batch(tables, 1))
     name = f"decode, {rows} rows, {work.backend}"
-    report.put(f"program: {name}", compile_s=seconds, **_look_at_program(program, state.pools))
+    report.put(f"program: {name}", compile_s=seconds, **_look_at_program(program, pages_of(state.pools)))
     for context in contexts:
         timing, state = _time(program, (model.params, slots), state, [_decode_batch(tables, context)])
         moved = weight_bytes(model)[1] + rows * context * per_token
@@ -134,7 +134,7 @@ def _state(model: Model, rows: int, width: int) -> tuple[StepState, np.ndarray]:
     shape = model.cache_spec.pool_shape(rows * width, PAGE)
     filled = [pool._replace(data=fill(seed, shape, jnp.bfloat16)) for seed, pool in enumerate(pools)]
     slots = new_state(rows, model.config.vocab_size, LIMITS)
-    state = jax.device_put(StepState(filled, jnp.ones((rows,), jnp.int32), slots), replicated(make_mesh()))
+    state = jax.device_put(StepState(list(filled), jnp.ones((rows,), jnp.int32), slots), replicated(make_mesh()))
     return state, np.arange(rows * width, dtype=np.int32).reshape(rows, width)
 
 

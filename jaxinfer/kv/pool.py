@@ -239,7 +239,7 @@ class _PagedAttend:
 
     def _in_pool(
         self,
-        function: Recurrence,
+        function: Any,
         inputs: Any,
         state: jax.Array,
         read: Int[Array, " batch"],

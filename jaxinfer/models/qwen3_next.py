@@ -93,7 +93,12 @@ class Qwen3NextConfig(SparseConfig):
         """The same of a Qwen3_5ForCausalLM, which has no experts."""
         read = ConfigReader(config, _DENSE | _LINEAR)
         fields = _common(read)
-        none = {"experts": 0, "expert_size": 0, "rule": RoutingRule(1), "glu": GLU(fields["activation"])}
+        none: dict[str, Any] = {
+            "experts": 0,
+            "expert_size": 0,
+            "rule": RoutingRule(1),
+            "glu": GLU(fields["activation"]),
+        }
         return Qwen3NextConfig(**fields, **none, sparse=(False,) * len(fields["layers"]), apart=True)
 
 

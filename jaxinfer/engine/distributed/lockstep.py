@@ -342,7 +342,7 @@ class Lockstep:
 
     def _decode(self, pending: list[tuple[commands.Decode, Sampled] | None]) -> None:
         programs, params, packed = self._programs([one[0].batch if one else self._idle.decode for one in pending])
-        state = StepState(self.pools, self.last_tokens, self.sampler)
+        state = StepState(list(self.pools), self.last_tokens, self.sampler)
         state, sampled = programs.decode(params, self._slots, state, joined(packed), None, None, None)
         self.pools, self.last_tokens, self.sampler, _ = state
         self._deal(sampled, pending, self._engine.rows)
