@@ -247,6 +247,8 @@ class LayerSpec(Brief):
         softcap: scores become ``softcap * tanh(score / softcap)`` (None: they stay).
         latent_rank: a key is a latent of the token, whose first ``latent_rank`` numbers are its value (None: keys and
             values are two things).
+        index_topk: a query attends to so many tokens, those whose index keys it scores highest (None: to all).
+        index_dim: numbers of an index key, which lie behind a token's latent.
         kv_heads, head_dim: its own, where they are not those of the cache (None: they are).
         source: the layer whose keys and values it reads, and keeps none (None: its own). Such layers are the last ones.
     """
@@ -254,6 +256,8 @@ class LayerSpec(Brief):
     window: int | None = None
     softcap: float | None = None
     latent_rank: int | None = None
+    index_topk: int | None = None
+    index_dim: int = 0
     attends: bool = True
     states: tuple[StateSpec, ...] = ()
     kv_heads: int | None = None
@@ -280,7 +284,8 @@ class CacheSpec(Brief):
     """The KV cache that a model needs. The only place that knows how many bytes a page has.
 
     A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1. Where the layers
-    have a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value.
+    have a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value, and the
+    last ``index_dim`` numbers are the token's index key.
 
     ``layers`` are those that keep keys and values: without the last ones where these have a ``source``.
 
@@ -291,7 +296,8 @@ class CacheSpec(Brief):
 
     ``dtype`` is that of 8-bit elements, "int8" or "float8_e4m3fn": then each head of each token has a float32 scale, in
     ``[pages, 2, kv_heads, page_size]``. Of a latent the first ``latent_rank`` numbers have one and the rotated key
-    behind them another, in ``[pages, page_size, 2]``. None: elements are of the model's dtype, and have no scales.
+    behind them another, in ``[pages, page_size, 2]``, and an index key a third. None: elements are of the model's
+    dtype, and have no scales.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -354,7 +360,7 @@ class CacheSpec(Brief):
         self, pages: int, page_size: int, devices: int = 1, layer: LayerSpec = LayerSpec()
     ) -> tuple[int, ...]:
         """Shape of the scales beside `pool_shape`: 0 pages where elements are of the model's dtype and need none."""
-        parts = (2,) if self.latent else ()
+        parts = (3 if any(layer.index_dim for layer in self.layers) else 2,) if self.latent else ()
         return (pages if self.dtype else 0, *self.pool_shape(1, page_size, devices, layer)[1:-1], *parts)
 
     def stored_as(self, kv_cache_dtype: str) -> CacheSpec:

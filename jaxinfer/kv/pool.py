@@ -13,10 +13,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from jaxinfer.types import STATE, CacheSpec, LayerSpec
-from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention
+from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention, token_index
 from pallas_kernels.choice import HOPPER, Target, Wish
 from pallas_kernels.mla_attention import LatentOptions
 from pallas_kernels.paged_attention import AttentionOptions
+from pallas_kernels.token_index import Index
 
 Options = AttentionOptions | LatentOptions
 Rope = tuple[jax.Array, jax.Array]
@@ -37,11 +38,11 @@ _SPAN = 64
 
 
 class LayerPool(NamedTuple):
-    """Keys and values of one layer, or its latents; see `stored` for their dtype.
+    """Keys and values of one layer, or its latents with their index keys; see `stored` for their dtype.
 
     ``scales`` are what 8-bit elements are multiplied with when they are read. There are none beside others, rather than
     empty ones: the host pays for every array that a program takes. Each belongs to one head of one token, or to one of
-    the two parts of its latent, and is computed from it alone (`pallas_kernels.kv_write.reference`). So the stored
+    the parts of its row, and is computed from it alone (`pallas_kernels.kv_write.reference`). So the stored
     numbers of a token depend on nothing else: not on its chunk, not on earlier contents of its page, and not on
     whether it is recomputed.
     """
@@ -145,7 +146,8 @@ def _no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype, target: Target
     pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size, layer=layer), stored(spec, dtype, "gpu"))
     shape = spec.scales_shape(1, page_size, layer=layer)
     scales = jax.ShapeDtypeStruct(shape, jnp.float32) if spec.dtype else None
-    q = jax.ShapeDtypeStruct((1, *spec.sizes(layer)), dtype)
+    heads, row = spec.sizes(layer)
+    q = jax.ShapeDtypeStruct((1, heads, row - layer.index_dim), dtype)
     operands = (q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
     if layer.latent_rank is None:
         chosen = paged_attention.explain_decode(*operands, AttentionOptions(1.0, scales=scales), target=target)
@@ -182,11 +184,13 @@ class _PagedAttend:
         layer: LayerSpec,
         scale: float,
         sinks: jax.Array | None = None,
+        chosen: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
         """See `Attend`."""
         table = self.tables[self.spec.group(layer)]
         cache = cache if k is None else self._written(self._by_chunk(k), v, cache, table, layer)
-        return self._attended(self._by_chunk(q), cache, table, _options(cache, layer, scale, sinks)), cache
+        options = _options(cache, layer, scale, sinks, chosen)
+        return self._attended(self._by_chunk(q), cache, table, options), cache
 
     def _written(
         self, k: jax.Array, v: jax.Array | None, cache: LayerPool, table: jax.Array, layer: LayerSpec
@@ -196,6 +200,19 @@ class _PagedAttend:
             return _with_latents(cache, k[:, :, 0], *places, layer)
         written = kv_write.write(cache.data, k, self._by_chunk(v), *places, scales=cache.scales, path=self.backend)
         return LayerPool(written.pool, written.scales)
+
+    def choosing(
+        self, q: jax.Array, k: jax.Array, index: Index, cache: LayerPool, layer: LayerSpec, scale: float
+    ) -> tuple[jax.Array, jax.Array | None, LayerPool]:
+        """See `ChoosingAttend`. Where no sequence is longer than a choice, index keys are written, but never read."""
+        table, index = self.tables[self.spec.group(layer)], Index(*map(self._by_chunk, index))
+        # Of one write: XLA would copy a pool that is written, read and written again.
+        rows = jnp.concatenate([self._by_chunk(k)[:, :, 0], index.k.astype(k.dtype)], axis=-1)
+        cache = _with_latents(cache, rows, *self._places(table, rows.shape[1], cache), layer)
+        longest, most = table.shape[1] * cache.data.shape[-2], layer.index_topk
+        chosen = None if most is None or longest <= most else self._chosen(index, cache, table, most)
+        mixed = self._attended(self._by_chunk(q), cache, table, _options(cache, layer, scale, None, chosen))
+        return mixed, chosen, cache
 
     def fused(
         self,
@@ -283,6 +300,10 @@ class _PagedAttend:
         """Attend with queries by chunk; the results are rows."""
         raise NotImplementedError
 
+    def _chosen(self, index: Index, cache: LayerPool, table: jax.Array, k: int) -> jax.Array:
+        """Choose ``k`` keys for each query, whose index is by chunk, as `LatentOptions.chosen` has them."""
+        raise NotImplementedError
+
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["tables", "positions"], meta_fields=["spec", "backend"]
@@ -318,6 +339,9 @@ class DecodeAttend(_PagedAttend):
         op = paged_attention if isinstance(options, AttentionOptions) else mla_attention
         return op.decode(q[:, 0], cache.data, table, self.positions + 1, options, path=self.backend)
 
+    def _chosen(self, index: Index, cache: LayerPool, table: jax.Array, k: int) -> jax.Array:
+        return token_index.decode(index.q[:, 0], index.weights[:, 0], *cache, table, self.positions + 1, k)
+
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["tables", "starts", "lengths"], meta_fields=["spec", "backend"]
@@ -352,23 +376,32 @@ class PrefillAttend(_PagedAttend):
         return jnp.where(used, ids, pages), offsets
 
     def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
-        ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
         op = paged_attention if isinstance(options, AttentionOptions) else mla_attention
-        mixed = op.prefill(q, cache.data, table, self.starts, ends, options, path=self.backend)
+        mixed = op.prefill(q, cache.data, table, self.starts, self._ends(), options, path=self.backend)
         return mixed.reshape(-1, *mixed.shape[2:])
+
+    def _chosen(self, index: Index, cache: LayerPool, table: jax.Array, k: int) -> jax.Array:
+        return token_index.prefill(index.q, index.weights, *cache, table, self.starts, self._ends(), k)
+
+    def _ends(self) -> jax.Array:
+        return jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
 
 
 def _with_latents(
     cache: LayerPool, latents: jax.Array, pages: jax.Array, offsets: jax.Array, layer: LayerSpec
 ) -> LayerPool:
-    """Write latents ``[batch, chunk, latent]``, quantised where the pool has scales."""
+    """Write latents ``[batch, chunk, latent]``, quantised where the pool has scales; index keys may be behind them."""
     if cache.scales is None or layer.latent_rank is None:
         return cache._replace(data=kv_write.write_latents(cache.data, latents, pages, offsets))
+    key, row = cache.data.shape[-1] - layer.index_dim, cache.data.shape[-1]
+    borders = (layer.latent_rank, key) if key < latents.shape[-1] == row else (layer.latent_rank,)
     scaled = kv_write.write_scaled_latents
-    return LayerPool(*scaled(cache.data, cache.scales, latents, pages, offsets, rank=layer.latent_rank))
+    return LayerPool(*scaled(cache.data, cache.scales, latents, pages, offsets, borders=borders))
 
 
-def _options(cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None) -> Options:
+def _options(
+    cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None, chosen: jax.Array | None = None
+) -> Options:
     """The options of a layer's attention.
 
     Raises:
@@ -378,7 +411,7 @@ def _options(cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array 
         return AttentionOptions(scale, layer.window, layer.softcap, sinks, cache.scales)
     if layer.window is not None or layer.softcap is not None or sinks is not None:
         raise ValueError(f"attention to latents has no window, soft-cap or sinks: {layer}")
-    return LatentOptions(scale, layer.latent_rank, cache.scales)
+    return LatentOptions(scale, layer.latent_rank, cache.scales, chosen)
 
 
 def copy_pages(

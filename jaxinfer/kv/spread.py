@@ -18,6 +18,7 @@ from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, Recurrence,
 from jaxinfer.parallel.mesh import RULES, pool_spec, traced_size
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels.choice import Wish
+from pallas_kernels.token_index import Index
 
 _AXES = RULES["kv_heads"]
 _REPLICATED, _HEADS = PartitionSpec(), PartitionSpec(None, _AXES)
@@ -48,15 +49,30 @@ class SpreadAttend(NamedTuple):
         layer: LayerSpec,
         scale: float,
         sinks: jax.Array | None = None,
+        chosen: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
         latent = layer.latent_rank is not None
 
         def attend_shard(attend: DecodeAttend | PrefillAttend, *operands: Any) -> tuple[jax.Array, LayerPool]:
-            q, k, v, cache, sinks = operands
-            return attend(q, k, v, cache, layer, scale, sinks)
+            q, k, v, chosen, cache, sinks = operands
+            return attend(q, k, v, cache, layer, scale, sinks, chosen)
 
         keys, pool = _REPLICATED if latent else _HEADS, _pool(latent)
-        return _by_heads(attend_shard, (_HEADS, keys, keys, pool))(self.attend, q, k, v, cache, sinks)
+        run = _by_heads(attend_shard, (_HEADS, keys, keys, _REPLICATED, pool))
+        return run(self.attend, q, k, v, chosen, cache, sinks)
+
+    def choosing(
+        self, q: jax.Array, k: jax.Array, index: Index, cache: LayerPool, layer: LayerSpec, scale: float
+    ) -> tuple[jax.Array, jax.Array | None, LayerPool]:
+        """See `ChoosingAttend`: each device chooses for itself, by the same numbers."""
+
+        def choosing_shard(attend: DecodeAttend | PrefillAttend, *operands: Any) -> Any:
+            q, k, index, cache = operands
+            return attend.choosing(q, k, index, cache, layer, scale)
+
+        operands, results = (_REPLICATED, _HEADS, *[_REPLICATED] * 3), (_HEADS, _REPLICATED, _REPLICATED)
+        run = jax.shard_map(choosing_shard, in_specs=operands, out_specs=results, check_vma=False)
+        return run(self.attend, q, k, index, cache)
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
         """See `jaxinfer.layers.recurrent.Recur`: the states of heads are where the heads are, all else is XLA's, whose

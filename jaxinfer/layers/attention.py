@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import AllHeadsNorm, LayerNorm, RMSNorm, unit_rms
@@ -16,6 +16,8 @@ from jaxinfer.layers.rope import rotate
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, plus_bias
 from jaxinfer.types import LayerSpec
+from pallas_kernels import token_index
+from pallas_kernels.token_index import Index
 
 
 @runtime_checkable
@@ -31,11 +33,33 @@ class Attend(Protocol):
         layer: LayerSpec,
         scale: float,
         sinks: Float[Array, " heads"] | None = None,
+        chosen: Any = None,
     ) -> tuple[Float[Array, "*batch heads value_dim"], Any]:
         """``v`` is None where the keys are latents (`LayerSpec.latent_rank`), and ``value_dim`` that rank then. Both
         are None where the cache is another layer's, which has stored them (`LayerSpec.source`).
 
         ``sinks`` are scores that every query gives to nothing: they stand in the softmax's sum and have no value.
+        ``chosen``: the only keys that queries attend to, as this attention chooses them; None: all.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosingAttend(Attend, Protocol):
+    """An `Attend` with a cache of index keys. One that is none is over contiguous sequences: see `causal_choice`."""
+
+    def choosing(
+        self,
+        q: Float[Array, "*batch heads head_dim"],
+        k: Float[Array, "*batch 1 head_dim"],
+        index: Index,
+        cache: Any,
+        layer: LayerSpec,
+        scale: float,
+    ) -> tuple[Float[Array, "*batch heads value_dim"], Any, Any]:
+        """Store latents and index keys, and attend to the ``layer.index_topk`` tokens that each query chooses.
+
+        Returns the result, the choice (None: all tokens) and the cache.
         """
         ...
 
@@ -169,6 +193,7 @@ def causal_attend(
     layer: LayerSpec,
     scale: float,
     sinks: Float[Array, " heads"] | None = None,
+    chosen: Bool[Array, "*batch time time"] | None = None,
 ) -> tuple[Float[Array, "*batch time heads value_dim"], tuple[jax.Array, jax.Array]]:
     """Attention over one contiguous sequence per batch entry: differentiable, the plain equation. The cache is its keys
     and values."""
@@ -185,9 +210,21 @@ def causal_attend(
         scores = layer.softcap * jnp.tanh(scores / layer.softcap)
     distance = jnp.arange(time)[:, None] - jnp.arange(time)[None, :]
     visible = distance >= 0 if layer.window is None else (distance >= 0) & (distance < layer.window)
+    if chosen is not None:
+        visible = visible & chosen[..., None, None, :, :]
     weights = _softmax(jnp.where(visible, scores, -jnp.inf), sinks, kv_heads).astype(v.dtype)
     mixed = jnp.einsum("...hgqk,...khd->...qhgd", weights, v, precision=precision)
     return mixed.reshape(*q.shape[:-1], v.shape[-1]), (k, v)
+
+
+def causal_choice(index: Index, layer: LayerSpec) -> Bool[Array, "*batch time time"] | None:
+    """The tokens of one contiguous sequence that each of its queries attends to; no gradient flows through a choice."""
+    time = index.k.shape[-2]
+    if layer.index_topk is None or time <= layer.index_topk:
+        return None
+    scores = token_index.scores(*map(lax.stop_gradient, index))
+    visible = jnp.broadcast_to(jnp.tri(time, dtype=bool), scores.shape)
+    return token_index.top_keys(scores, visible, layer.index_topk)
 
 
 def _softmax(

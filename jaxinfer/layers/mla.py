@@ -57,22 +57,31 @@ class LatentAttention(Layer):
         self, x: Float[Array, "*batch d"], angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         """``angles``: cosines and sines of the rotated numbers, of `RopeConfig.angles`."""
-        x = all_tokens(x)
+        wanted, k = self.latents(all_tokens(x), angles)
+        mixed, cache = attend(self.queries(wanted, angles), k, None, cache, self.layer, self.scale)
+        return self.out(mixed), cache
+
+    def latents(
+        self, x: Float[Array, "*batch d"], angles: tuple[jax.Array, jax.Array]
+    ) -> tuple[Float[Array, "*batch wanted"], Float[Array, "*batch 1 latent"]]:
+        """What queries are projected from, and the latents of keys with their rotated numbers."""
         down = matmul(x, self.weight("down"))
         if self.bias:
             down = plus_bias(down, self.weight("down_bias"))
         first, rank = self.q_rank or 0, self.layer.latent_rank
         assert rank is not None
         wanted, latent, key = jnp.split(down, [first, first + rank], axis=-1)
-        q = self._queries(x if self.q_rank is None else self.q_norm(wanted), angles)
         key = rotate(key[..., None, :], *angles, interleaved=self.interleaved)
         k = jnp.concatenate([self.kv_norm(latent)[..., None, :], key], axis=-1)
-        mixed, cache = attend(q, k, None, cache, self.layer, self.scale)
-        values = matmul_heads(mixed, self.weight("up_value"))
-        out = own_tokens(matmul(values.reshape(*x.shape[:-1], -1), self.weight("out")))
-        return plus_bias(out, self.weight("out_bias")) if self.bias else out, cache
+        return x if self.q_rank is None else self.q_norm(wanted), k
 
-    def _queries(
+    def out(self, mixed: Float[Array, "*batch heads rank"]) -> Float[Array, "*batch d"]:
+        """The layer's result of what queries have gathered of latents."""
+        values = matmul_heads(mixed, self.weight("up_value"))
+        out = own_tokens(matmul(values.reshape(*values.shape[:-2], -1), self.weight("out")))
+        return plus_bias(out, self.weight("out_bias")) if self.bias else out
+
+    def queries(
         self, x: Float[Array, "*batch k"], angles: tuple[jax.Array, jax.Array]
     ) -> Float[Array, "*batch heads latent"]:
         """Queries that meet latents and rotated keys."""

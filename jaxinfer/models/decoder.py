@@ -127,23 +127,36 @@ class Decoder(Layer):
         compiled: dict[Any, Callable[..., Any]] = {}
         # Whole before that: a table whose output is spread over tokens would be gathered.
         x, context = self.entered(own_tokens(all_tokens(x)), positions)
+        carried = self.carried(x)
         sources: set[int | None] = {spec.source for spec in specs}
         kept: dict[int, Any] = {}
         caches = []
         for place, index in enumerate(layers):
             if index in self.taps:
-                self.sow("features", "taps", all_tokens(x))
+                self.sow("features", "taps", all_tokens(self.hidden(carried)))
             block, source = self.block(index, overrides.get(index)), specs[index].source
             own = None if cache is None or source is not None else cache[place]
             # Equal blocks share one inner jit: traced and lowered once, however deep the model.
             run = compiled.setdefault(_identity(block), _jit_block(block, attend))
             told, given = self.told(context, index), own if source is None else kept[source]
-            x, layer_cache = run(self.weight(f"layers_{index}"), x, told, given)
+            carried, layer_cache = run(self.weight(f"layers_{index}"), carried, told, given)
             if index in sources:
                 kept[index] = layer_cache
             if own is not None:
                 caches.append(layer_cache)
-        return x, None if cache is None else caches
+        return self.hidden(carried), None if cache is None else caches
+
+    def begins(self, index: int) -> bool:
+        """Return whether a pipeline stage may begin with layer ``index``: it takes hidden states alone."""
+        return True
+
+    def carried(self, x: Array) -> Any:
+        """What the first block takes, and each hands to the next: hidden states, where a family has nothing besides."""
+        return x
+
+    def hidden(self, carried: Any) -> Array:
+        """The hidden states of it."""
+        return carried
 
     def normed(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         final: Any = self.final_norm().apply
@@ -172,7 +185,7 @@ def _identity(block: Layer) -> tuple[Any, ...]:
 
 
 def _jit_block(block: Layer, attend: Attend) -> Callable[..., Any]:
-    def layer(params: Any, x: jax.Array, context: Any, cache: Any) -> Any:
-        return block.apply({"params": params}, x, context, attend, cache)
+    def layer(params: Any, carried: Any, context: Any, cache: Any) -> Any:
+        return block.apply({"params": params}, carried, context, attend, cache)
 
     return jax.jit(layer)

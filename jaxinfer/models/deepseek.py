@@ -122,21 +122,28 @@ class DeepseekConfig(DecoderConfig):
     @staticmethod
     def from_glm(config: Mapping[str, Any]) -> DeepseekConfig:
         """Read the config.json of a Glm4MoeLiteForCausalLM (GLM-4.7-Flash); errors as in `from_v2`."""
-        fields = {**_GLM, **{name: value for name, value in config.items() if value is not None or name in _NULLABLE}}
-        read = ConfigReader(fields)
-        kinds, count = read.get("mlp_layer_types"), read.positive("num_hidden_layers")
-        if kinds is not None:
-            dense = kinds.count("dense") if isinstance(kinds, list) else 0
-            expected = ["dense"] * dense + ["sparse"] * (count - dense)
-            read.require(kinds == expected, "mlp_layer_types", f"must be dense layers and then sparse ones, {count}")
-            fields["first_k_dense_replace"] = dense
-        return DeepseekConfig.from_v3(fields)
+        return DeepseekConfig.from_v3(with_layer_types(config, _GLM))
 
     @staticmethod
     def from_youtu(config: Mapping[str, Any]) -> DeepseekConfig:
         """Read the config.json of a YoutuForCausalLM, which has no experts; errors as in `from_v2`."""
         layers = ConfigReader(config).positive("num_hidden_layers")
         return DeepseekConfig.from_v3({**_YOUTU, **config, "first_k_dense_replace": layers})
+
+
+def with_layer_types(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``config``, of which those that are null are left out, and ``first_k_dense_replace`` says what
+    ``mlp_layer_types`` does."""
+    known = {name: value for name, value in config.items() if value is not None or name in _NULLABLE}
+    fields = {**defaults, **known}
+    read = ConfigReader(fields)
+    kinds, count = read.get("mlp_layer_types"), read.positive("num_hidden_layers")
+    if kinds is not None:
+        dense = kinds.count("dense") if isinstance(kinds, list) else 0
+        expected = ["dense"] * dense + ["sparse"] * (count - dense)
+        read.require(kinds == expected, "mlp_layer_types", f"must be dense layers and then sparse ones, {count}")
+        fields["first_k_dense_replace"] = dense
+    return fields
 
 
 def v3_rule(read: ConfigReader) -> RoutingRule:
@@ -194,9 +201,9 @@ def _q_rank(read: ConfigReader) -> int | None:
     return None if null else read.positive("q_lora_rank", 1536)
 
 
-def count_of(read: ConfigReader, name: str) -> int:
-    """Read a number of layers, 0 where it is left out."""
-    value = read.get(name, 0)
+def count_of(read: ConfigReader, name: str, default: int = 0) -> int:
+    """Read a number of layers, ``default`` where it is left out."""
+    value = read.get(name, default)
     read.require(type(value) is int and 0 <= value <= 1024, name, "must be >= 0 and at most 1024")
     return value
 
@@ -231,16 +238,7 @@ class DeepseekBlock(Layer):
     def setup(self) -> None:
         cfg = self.config
         self.attention_norm = RMSNorm(cfg.norm_eps)
-        self.attention = LatentAttention(
-            heads=cfg.heads,
-            nope=cfg.nope,
-            rope=cfg.rope_dim,
-            layer=self.layer,
-            scale=cfg.scale,
-            q_rank=cfg.q_rank,
-            bias=cfg.attention_bias,
-            interleaved=cfg.interleaved,
-        )
+        self.attention = self.make_attention(LatentAttention)
         self.mlp_norm = RMSNorm(cfg.norm_eps)
         glu = GLU(cfg.activation)
         self.mlp: Any = (
@@ -249,13 +247,22 @@ class DeepseekBlock(Layer):
             else MoE(cfg.rule, glu, correction=cfg.corrected, shared_activation=cfg.activation)
         )
 
+    def make_attention(self, kind: Callable[..., Layer], **options: Any) -> Any:
+        """Make the attention with the sizes of the config; ``options``: what this ``kind`` of it has besides."""
+        cfg = self.config
+        sizes = {"heads": cfg.heads, "nope": cfg.nope, "rope": cfg.rope_dim, "q_rank": cfg.q_rank}
+        switches = {"scale": cfg.scale, "bias": cfg.attention_bias, "interleaved": cfg.interleaved}
+        return kind(layer=self.layer, **sizes, **switches, **options)
+
     def __call__(
         self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache)
-        x = x + mixed
+        return self.fed_forward(x + mixed, context), cache
+
+    def fed_forward(self, x: Float[Array, "*batch d"], context: SparseContext) -> Float[Array, "*batch d"]:
         normal = self.mlp_norm(x)
-        return x + (self.mlp(normal) if self.dense else self.mlp(normal, context.live)), cache
+        return x + (self.mlp(normal) if self.dense else self.mlp(normal, context.live))
 
 
 class Deepseek(Decoder):

@@ -134,9 +134,11 @@ def _with_bias(attend: Attend, bias: Float[Array, "*batch heads"]) -> Attend:
         layer: LayerSpec,
         scale: float,
         sinks: jax.Array | None = None,
+        chosen: Any = None,
     ) -> tuple[jax.Array, Any]:
         assert k is not None
         assert v is not None
+        assert chosen is None
         dim = q.shape[-1]
         q = _beside(q, jnp.ones_like(q[..., :1]))
         k = _beside(k, bias[..., None].astype(k.dtype))

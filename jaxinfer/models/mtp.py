@@ -15,6 +15,7 @@ from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.deepseek import DeepseekBlock, DeepseekConfig, block_specs
+from jaxinfer.models.deepseek_sparse import DeepseekSparseConfig
 from jaxinfer.models.head import DraftHead, HeadConfig, HeadFiles
 from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import linear, rms_norm, vocabulary
@@ -39,6 +40,8 @@ def config(files: HeadFiles) -> MtpConfig:
     read, target = ConfigReader(files.config_json), files.target
     if not isinstance(target, DeepseekConfig):
         raise ConfigError("only models of DeepSeek-V3's family have MTP layers that are known")
+    if isinstance(target, DeepseekSparseConfig):
+        raise ConfigError("MTP layers with an indexer (DeepSeek-V3.2, GLM-5) are not supported")
     read.require(target.predictors == 1, "num_nextn_predict_layers", "must be 1")
     fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(HeadConfig) if _kept(field.name)}
     dense = f"{_prefix(target)}.mlp.gate.weight" not in files.names

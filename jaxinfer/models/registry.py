@@ -14,6 +14,7 @@ from jaxinfer.models import (
     arcee,
     cohere,
     deepseek,
+    deepseek_sparse,
     dots1,
     eagle,
     ernie,
@@ -115,6 +116,13 @@ QWEN3_MOE = Family(qwen_moe.qwen3_from_json, qwen_moe.param_specs, cache_spec, s
 GPT_OSS = Family(gpt_oss.config_from_json, gpt_oss.param_specs, cache_spec, sparse.Sparse)
 DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, cache_spec, deepseek.Deepseek)
 DEEPSEEK_V3 = Family(deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cache_spec, deepseek.Deepseek)
+DEEPSEEK_V32 = Family(
+    deepseek_sparse.DeepseekSparseConfig.from_v32,
+    deepseek_sparse.param_specs,
+    cache_spec,
+    deepseek_sparse.DeepseekSparse,
+)
+GLM_MOE_DSA = dataclasses.replace(DEEPSEEK_V32, config=deepseek_sparse.DeepseekSparseConfig.from_glm)
 GLM4_MOE_LITE = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_glm)
 GLM4_MOE = Family(glm4_moe.config_from_json, glm4_moe.param_specs, cache_spec, sparse.Sparse)
 DOTS1 = dataclasses.replace(GLM4_MOE, config=dots1.config_from_json)
@@ -177,6 +185,8 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": GPT_OSS,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "DeepseekV32ForCausalLM": DEEPSEEK_V32,
+    "GlmMoeDsaForCausalLM": GLM_MOE_DSA,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Dots1ForCausalLM": DOTS1,

@@ -131,30 +131,31 @@ def write_pages(
 
 
 def write_latents(
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     latents: Float[Array, "sequences chunk latent"],
     pages: Int[Array, "sequences written"],
     offsets: Int[Array, " sequences"],
-) -> Num[Array, "pages page latent"]:
+) -> Num[Array, "pages page row"]:
     """Chunks of latents (multi-head latent attention), placed as `write_pages` places keys; in place under donation.
 
-    Always XLA's: a scatter of rows that are several hundred numbers long.
+    Where rows of the pool are longer, what lies behind stays. Always XLA's: a scatter of rows that
+    are several hundred numbers long.
     """
     return xla.write_latents(pool, latents, pages, offsets)
 
 
 def write_scaled_latents(
-    pool: Num[Array, "pages page latent"],
-    scales: Float[Array, "pages page 2"],
+    pool: Num[Array, "pages page row"],
+    scales: Float[Array, "pages page parts"],
     latents: Float[Array, "sequences chunk latent"],
     pages: Int[Array, "sequences written"],
     offsets: Int[Array, " sequences"],
     *,
-    rank: int,
-) -> tuple[Num[Array, "pages page latent"], Float[Array, "pages page 2"]]:
-    """`write_latents` into a pool of int8 or float8: the pool and its scales, see `reference.quantise_latents`.
+    borders: tuple[int, ...],
+) -> tuple[Num[Array, "pages page row"], Float[Array, "pages page parts"]]:
+    """`write_latents` into a pool of int8 or float8: the pool and its scales, see `reference.quantize_latents`.
 
     Raises:
         ValueError: the pool's dtype is none that is quantised.
     """
-    return xla.write_scaled_latents(pool, scales, latents, pages, offsets, rank=rank)
+    return xla.write_scaled_latents(pool, scales, latents, pages, offsets, borders=borders)

@@ -107,14 +107,14 @@ def quantize(
 
 
 def quantize_latents(
-    latents: Float[Array, "*batch latent"], rank: int, dtype: Any
-) -> tuple[Num[Array, "*batch latent"], Float[Array, "*batch 2"]]:
-    """Latents in 8 bits and their scales: one for the first ``rank`` numbers, one for the rotated key behind them.
+    latents: Float[Array, "*batch latent"], borders: tuple[int, ...], dtype: Any
+) -> tuple[Num[Array, "*batch latent"], Float[Array, "*batch parts"]]:
+    """Latents in 8 bits and a scale for each part between ``borders``: the latent, the rotated key, an index key.
 
-    The two have sizes of their own: the first come out of a norm, the key is as large as its projection makes it, and
+    They have sizes of their own: the first come out of a norm, the key is as large as its projection makes it, and
     one scale for both would leave the smaller few bits. (vLLM's ``fp8_ds_mla`` keeps the key in 16 bits.)
     """
-    parts = [latents[..., :rank].astype(jnp.float32), latents[..., rank:].astype(jnp.float32)]
+    parts = jnp.split(latents.astype(jnp.float32), borders, axis=-1)
     scales = [token_scales(part, dtype) for part in parts]
     numbers = [quantize(part, scale, dtype) for part, scale in zip(parts, scales, strict=True)]
     return jnp.concatenate(numbers, axis=-1), jnp.stack(scales, axis=-1)
@@ -181,17 +181,21 @@ def projected(
 
 
 def write_latents(
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     latents: Float[Array, "sequences chunk latent"],
     pages: Int[Array, "sequences written"],
     offsets: Int[Array, " sequences"],
-) -> Num[Array, "pages page latent"]:
-    """One row a token, key and value of all heads (DeepSeek-V2, arXiv:2405.04434), placed like keys."""
+) -> Num[Array, "pages page row"]:
+    """One row a token, key and value of all heads (DeepSeek-V2, arXiv:2405.04434), placed like keys.
+
+    Of a longer row, what lies behind stays.
+    """
     (sequences, chunk), page = latents.shape[:2], pool.shape[1]
     ids, slots = places(pages, offsets, chunk, page)
     for sequence in range(sequences):
         for token in range(chunk):
             here = jnp.arange(pool.shape[0])[:, None] == ids[sequence, token]
             at = here & (jnp.arange(page) == slots[sequence, token])
-            pool = jnp.where(at[..., None], latents[sequence, token].astype(pool.dtype), pool)
+            row = latents[sequence, token].astype(pool.dtype)
+            pool = pool.at[..., : row.size].set(jnp.where(at[..., None], row, pool[..., : row.size]))
     return pool

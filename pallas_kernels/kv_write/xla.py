@@ -61,30 +61,34 @@ def _scatter(
 
 
 def write_latents(
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     latents: Float[Array, "sequences chunk latent"],
     pages: Int[Array, "sequences written"],
     offsets: Int[Array, " sequences"],
-) -> Num[Array, "pages page latent"]:
+) -> Num[Array, "pages page row"]:
     """See `reference`."""
-    ids, slots = _places(pages, offsets, latents.shape[1], pool.shape[1])
-    return pool.at[ids, slots].set(latents.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
+    return _put(pool, latents.astype(pool.dtype), _places(pages, offsets, latents.shape[1], pool.shape[1]))
 
 
 def write_scaled_latents(
-    pool: Num[Array, "pages page latent"],
-    scales: Float[Array, "pages page 2"],
+    pool: Num[Array, "pages page row"],
+    scales: Float[Array, "pages page parts"],
     latents: Float[Array, "sequences chunk latent"],
     pages: Int[Array, "sequences written"],
     offsets: Int[Array, " sequences"],
     *,
-    rank: int,
-) -> tuple[Num[Array, "pages page latent"], Float[Array, "pages page 2"]]:
+    borders: tuple[int, ...],
+) -> tuple[Num[Array, "pages page row"], Float[Array, "pages page parts"]]:
     """See `reference`."""
     at = _places(pages, offsets, latents.shape[1], pool.shape[1])
-    numbers, own = quantize_latents(latents, rank, pool.dtype)
-    pool = pool.at[at].set(numbers, mode="drop", wrap_negative_indices=False)
-    return pool, scales.at[at].set(own, mode="drop", wrap_negative_indices=False)
+    numbers, own = quantize_latents(latents, borders, pool.dtype)
+    return _put(pool, numbers, at), _put(scales, own, at)
+
+
+def _put(pool: jax.Array, numbers: jax.Array, at: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Numbers of tokens into the first columns of their rows."""
+    columns = slice(0, numbers.shape[-1])
+    return pool.at[(*at, columns)].set(numbers, mode="drop", wrap_negative_indices=False)
 
 
 def _places(

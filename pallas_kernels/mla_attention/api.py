@@ -36,7 +36,7 @@ def explain(
 
 def decode(
     q: Float[Array, "rows heads latent"],
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
     options: LatentOptions,
@@ -53,7 +53,7 @@ def decode(
 
 def extend(
     q: Float[Array, "sequences chunk heads latent"],
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
@@ -69,7 +69,7 @@ def extend(
 
 def prefill(
     q: Float[Array, "sequences chunk heads latent"],
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],

@@ -6,6 +6,7 @@ that it meets the latent itself: scores are over all ``rank + rope`` numbers, va
 numbers, and the caller multiplies the result by the value's up-projection.
 
 Everywhere: the pool of a layer is ``[pages, page, rank + rope]``; a table lists the pages of one sequence in order.
+Rows of a pool may be longer than queries: what lies behind (`pallas_kernels.token_index`) is not read here.
 What a query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
 What else a call says, alike in every path: `options.LatentOptions`. A pool in uint8 holds the bits of float8_e4m3fn
 (`pallas_kernels.bits`).
@@ -13,6 +14,7 @@ What else a call says, alike in every path: `options.LatentOptions`. A pool in u
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -26,24 +28,24 @@ from pallas_kernels.paged_attention.reference import attend, visible_keys
 
 
 def latents(
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     options: LatentOptions,
     table: Int[Array, " width"],
     dtype: Any,
-) -> Float[Array, "keys latent"]:
-    """The numbers that one sequence's pages stand for, contiguous."""
+) -> Float[Array, "keys row"]:
+    """The numbers that one sequence's pages stand for, contiguous; what lies behind latents is not scaled."""
     pages, _, latent = pool.shape
     table = jnp.clip(table, 0, pages - 1)
     taken = bits.numbers(pool[table]).astype(dtype)
     if options.scales is not None:
-        own, of_key = jnp.split(options.scales[table].astype(dtype), 2, axis=-1)
+        own, of_key = jnp.split(options.scales[table, :, :2].astype(dtype), 2, axis=-1)
         taken = taken * jnp.where(jnp.arange(latent) < options.rank, own, of_key)
     return taken.reshape(-1, latent)
 
 
 def decode(
     q: Float[Array, "rows heads latent"],
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
     options: LatentOptions,
@@ -56,12 +58,16 @@ def decode(
         dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
     """
     starts = jnp.maximum(lengths - 1, 0)
+    if options.chosen is not None:
+        keys = jnp.arange(tables.shape[1] * pool.shape[1])
+        mask = (options.chosen[:, :, None] == keys).any(1)[:, None]
+        options = dataclasses.replace(options, chosen=mask)
     return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype)[:, 0]
 
 
 def prefill(
     q: Float[Array, "sequences chunk heads latent"],
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
@@ -74,17 +80,21 @@ def prefill(
     Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
 
     Raises:
-        ValueError: queries and pool have latents of different sizes, or ``rank`` is not one of them.
+        ValueError: queries are longer than the rows of the pool, or ``rank`` is no part of them.
     """
-    if q.shape[-1] != pool.shape[-1] or not 0 < options.rank <= pool.shape[-1]:
+    if q.shape[-1] > pool.shape[-1] or not 0 < options.rank <= q.shape[-1]:
         raise ValueError(f"queries {q.shape} and pool {pool.shape} do not fit each other, or rank {options.rank} them")
     chunk, rank = q.shape[1], options.rank
 
-    def sequence(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
-        keys = latents(pool, options, table, dtype)
+    def sequence(
+        q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array, chosen: jax.Array | None
+    ) -> jax.Array:
+        keys = latents(pool, options, table, dtype)[:, : q.shape[-1]]
         visible = visible_keys(chunk, keys.shape[0], start, length, None, None)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
+        if chosen is not None:
+            visible &= chosen[:, : keys.shape[0]]
         return attend(q, keys[None], keys[None, :, :rank], visible, AttentionOptions(options.scale))
 
-    mixed = jax.vmap(sequence)(q, tables, starts, lengths)
+    mixed = jax.vmap(sequence)(q, tables, starts, lengths, options.chosen)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import bits
 from pallas_kernels.mla_attention.options import LatentOptions
@@ -40,6 +40,7 @@ class _Pages:
     lengths: jax.Array  # [sequences]
     count: int
     rank: int  # of the latents
+    latent: int  # numbers of a row that are read
 
     @property
     def block(self) -> int:
@@ -51,9 +52,9 @@ class _Pages:
     def read(self, index: jax.Array) -> jax.Array:
         """Block ``index``, [sequences, block, latent] float32; 0 past the ends, where anything may lie."""
         pages = lax.dynamic_slice_in_dim(self.tables, index * self.count, self.count, 1)
-        numbers = bits.widened(self.pool[pages])
+        numbers = bits.widened(self.pool[pages][..., : self.latent])
         if self.scales is not None:
-            latent, key = jnp.split(self.scales[pages], 2, axis=-1)
+            latent, key = jnp.split(self.scales[pages][..., :2], 2, axis=-1)
             numbers = numbers * jnp.where(jnp.arange(numbers.shape[-1]) < self.rank, latent, key)
         numbers = numbers.reshape(pages.shape[0], self.block, -1)
         written = self.positions(index) < self.lengths[:, None]
@@ -64,16 +65,34 @@ class _Pages:
         return (jnp.max(self.lengths) + self.block - 1) // self.block
 
 
-def _pages(pool: jax.Array, options: LatentOptions, tables: jax.Array, lengths: jax.Array, block: int) -> _Pages:
+def _pages(
+    pool: jax.Array, options: LatentOptions, tables: jax.Array, lengths: jax.Array, block: int, latent: int
+) -> _Pages:
     """Pad tables to whole blocks with page 0, whose keys lengths mask."""
     count = max(1, block // pool.shape[1])
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
-    return _Pages(pool, options.scales, tables, lengths, count, options.rank)
+    return _Pages(pool, options.scales, tables, lengths, count, options.rank, latent)
+
+
+def _chosen_pages(
+    pool: jax.Array, options: LatentOptions, tables: jax.Array, lengths: jax.Array, latent: int
+) -> _Pages:
+    """The chosen tokens of each row as a sequence of their own, of pages of one token: as many a block as without."""
+    page, block = pool.shape[1], max(DECODE_BLOCK, pool.shape[1])
+    chosen = jnp.minimum(options.chosen, tables.shape[1] * page - 1)
+    slots = jnp.take_along_axis(tables, chosen // page, axis=1) * page + chosen % page
+    alone, lengths = _by_token(pool), jnp.minimum(lengths, chosen.shape[1])
+    options = dataclasses.replace(options, scales=None if options.scales is None else _by_token(options.scales))
+    return _pages(alone, options, slots, lengths, block, latent)
+
+
+def _by_token(pool: jax.Array) -> jax.Array:
+    return pool.reshape(-1, 1, pool.shape[-1])
 
 
 def decode(
     q: Float[Array, "rows heads latent"],
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
     options: LatentOptions,
@@ -86,7 +105,12 @@ def decode(
         together: rows that run together, up to the longest of them; all of them is best on a GPU.
     """
     rows, together = q.shape[0], min(together, q.shape[0])
-    pages, rank = _pages(pool, options, tables, lengths, DECODE_BLOCK), options.rank
+    latent, rank = q.shape[-1], options.rank
+    if options.chosen is None:
+        pages = _pages(pool, options, tables, lengths, DECODE_BLOCK, latent)
+    else:
+        pages = _chosen_pages(pool, options, tables, lengths, latent)
+        lengths = pages.lengths
     queries = q.astype(jnp.float32) * (options.scale * _LOG2_E)
     if together == rows:
         return _decode_together(queries, pages, rank).astype(q.dtype)
@@ -124,7 +148,7 @@ def _decode_together(queries: jax.Array, pages: _Pages, rank: int) -> jax.Array:
 
 def prefill(
     q: Float[Array, "sequences chunk heads latent"],
-    pool: Num[Array, "pages page latent"],
+    pool: Num[Array, "pages page row"],
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
@@ -132,25 +156,33 @@ def prefill(
 ) -> Float[Array, "sequences chunk heads rank"]:
     """See `reference.prefill`; what padding gives is not specified, but finite."""
     sequences, chunk, heads, latent = q.shape
-    pages, rank = _pages(pool, options, tables, lengths, PREFILL_BLOCK), options.rank
+    pages, rank = _pages(pool, options, tables, lengths, PREFILL_BLOCK, latent), options.rank
     queries = q.astype(jnp.float32).reshape(sequences, chunk * heads, latent) * (options.scale * _LOG2_E)
 
     def sequence(index: jax.Array, results: jax.Array) -> jax.Array:
         own, length, few = (lax.dynamic_slice_in_dim(x, index, 1) for x in (pages.tables, lengths, queries))
         one = dataclasses.replace(pages, tables=own, lengths=length)
-        mixed = _prefill_sequence(few, starts[index] + jnp.arange(chunk * heads) // heads, one, rank)
+        chosen = None if options.chosen is None else options.chosen[index]
+        mixed = _prefill_sequence(few, starts[index] + jnp.arange(chunk * heads) // heads, one, chosen)
         return lax.dynamic_update_slice_in_dim(results, mixed, index, 0)
 
     mixed = lax.fori_loop(0, sequences, sequence, jnp.zeros((sequences, chunk * heads, rank)))
     return mixed.reshape(sequences, chunk, heads, rank).astype(q.dtype)
 
 
-def _prefill_sequence(queries: jax.Array, positions: jax.Array, pages: _Pages, rank: int) -> jax.Array:
-    """One sequence's queries [1, queries, latent], scaled, at ``positions`` [queries]."""
+def _prefill_sequence(
+    queries: jax.Array, positions: jax.Array, pages: _Pages, chosen: Bool[Array, "chunk keys"] | None
+) -> jax.Array:
+    """One sequence's queries [1, queries, latent], scaled, at ``positions`` [queries]; a token's heads side by side."""
+
+    rank = pages.rank
 
     def body(index: jax.Array, state: Softmax) -> Softmax:
         latents, at = pages.read(index), pages.positions(index)
         visible = (at <= positions[:, None]) & (at < pages.lengths[0])
+        if chosen is not None:
+            some = lax.dynamic_slice_in_dim(chosen, index * pages.block, pages.block, 1)
+            visible &= jnp.repeat(some, queries.shape[1] // chosen.shape[0], axis=0)
         values = latents[..., :rank]
         return state.add(
             _einsum("rqd,rkd->rqk", queries, latents), visible, lambda w: _einsum("rqk,rkd->rqd", w, values)

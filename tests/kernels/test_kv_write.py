@@ -63,6 +63,26 @@ def test_latents_are_written_like_keys(written, dtype):
     np.testing.assert_array_equal(got, want)
 
 
+def test_latents_are_the_first_numbers_of_a_longer_row():
+    pool, latents = random(8, PAGES, PAGE, 15), random(9, 2, 6, 12)
+    operands = (jnp.array([[2, 5], [PAGES, 1]]), jnp.array([13, 3]))
+    got = jax.jit(kv_write.write_latents)(pool, latents, *operands)
+    np.testing.assert_array_equal(got, reference.write_latents(pool, latents, *operands))
+    np.testing.assert_array_equal(got[..., 12:], pool[..., 12:])
+    np.testing.assert_array_equal(got[2, 13:, :12], latents[0, :3])
+
+
+def test_of_a_longer_row_the_last_scale_stays():
+    data, scales = jnp.zeros((PAGES, PAGE, 15), jnp.int8), jnp.full((PAGES, PAGE, 3), 7.0)
+    at, row = (jnp.array([[3]]), jnp.array([0])), random(9, 1, 4, 15)
+    whole = kv_write.write_scaled_latents(data, scales, row, *at, borders=(8, 12))
+    short = kv_write.write_scaled_latents(data, scales, row[..., :12], *at, borders=(8,))
+    np.testing.assert_array_equal(whole[0][..., :12], short[0][..., :12])
+    np.testing.assert_array_equal(whole[1][..., :2], short[1][..., :2])
+    np.testing.assert_allclose(whole[1][3, :4, 2], np.abs(row[0, :, 12:]).max(-1) / 127, rtol=1e-6)
+    assert (np.asarray(short[1][..., 2]) == 7.0).all()
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "uint8"])
 def test_latents_of_8_bits_have_a_scale_for_each_part(dtype):
     """The rotated key is a hundred times as large as the latent beside it; a cut changes no bit of a token."""
@@ -70,9 +90,9 @@ def test_latents_of_8_bits_have_a_scale_for_each_part(dtype):
     latents = random(9, 1, 20, 12) * jnp.where(jnp.arange(12) < rank, 1.0, 100.0)
     empty = jnp.zeros((PAGES, PAGE, 12), dtype), jnp.full((PAGES, PAGE, 2), jnp.nan)
     scaled = kv_write.write_scaled_latents
-    whole = scaled(*empty, latents, jnp.array([[3, 5]]), jnp.array([0]), rank=rank)
-    first = scaled(*empty, latents[:, :7], jnp.array([[3]]), jnp.array([0]), rank=rank)
-    cut = scaled(*first, latents[:, 7:], jnp.array([[3, 5]]), jnp.array([7]), rank=rank)
+    whole = scaled(*empty, latents, jnp.array([[3, 5]]), jnp.array([0]), borders=(rank,))
+    first = scaled(*empty, latents[:, :7], jnp.array([[3]]), jnp.array([0]), borders=(rank,))
+    cut = scaled(*first, latents[:, 7:], jnp.array([[3, 5]]), jnp.array([7]), borders=(rank,))
     for one, other in zip(whole, cut, strict=True):
         np.testing.assert_array_equal(one, other)
     numbers, scales = (np.asarray(x, np.float32)[[3, 5]] for x in (bits.numbers(whole[0]), whole[1]))

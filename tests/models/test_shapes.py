@@ -45,7 +45,9 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
     "DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V2": 235_741_434_880,
-    "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a second token
+    "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a second token, as the next two
+    "DeepSeek-V3.2": 671_877_944_064,
+    "GLM-5": 743_911_218_432,
     "Kimi-K2": 1_026_408_232_448,
     "GLM-4.5-Air": 106_852_251_264,  # the same
     "GLM-4.6": 352_797_829_024,  # 356,785,898,816 with it
@@ -74,9 +76,11 @@ PUBLISHED = {
     "Gemma-3-27B": 27_009_346_304,  # the text model of 27,432,406,640
 }
 
-# Parameters that stay float32: the biases by which experts are chosen.
+# Parameters that stay float32: the biases by which experts are chosen, the weights of an indexer's heads.
 IN_FLOAT32 = {
     "DeepSeek-V3": 58 * 256,
+    "DeepSeek-V3.2": 58 * 256 + 61 * 7168 * 64,
+    "GLM-5": 75 * 256 + 78 * 6144 * 32,
     "Kimi-K2": 60 * 384,
     "GLM-4.5-Air": 45 * 128,
     "GLM-4.6": 89 * 160,

@@ -28,6 +28,7 @@ from tools.oracle.golden import Golden, digest, make_tensors, uniform
 
 DECODE_STEPS = 32
 MIN_MARGIN = 0.005  # thousands of times the float32 error of these models: rounding cannot change a choice
+MIN_CHOICE = 1e-5  # the same of an indexer's scores: torch says nothing of equal ones, and rectified sums often are 0
 MIN_DISTINCT = 6  # a model that repeats one token proves little about decoding
 SEED_TRIES = 500
 
@@ -50,6 +51,28 @@ class NoFloat32(TorchDispatchMode):
         if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves(result)):
             raise TypeError(f"{func} yields float32 within the float64 reference")
         return result
+
+
+class Choices(TorchFunctionMode):
+    """Observes how far the scores that a model's indexers choose lie above those that they leave: ``margin``."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.margin, self._inside = float("inf"), False
+        for module in model.modules():
+            if type(module).__name__.endswith("Indexer"):
+                module.register_forward_pre_hook(lambda *_: self._enter(True))
+                module.register_forward_hook(lambda *_: self._enter(False))
+
+    def _enter(self, inside: bool) -> None:
+        self._inside = inside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk and self._inside and args[1] < args[0].shape[-1]:
+            best = args[0].topk(args[1] + 1).values
+            left = best[..., -1] > -1e30  # not masked
+            self.margin = min([self.margin, *(best[..., -2] - best[..., -1])[left].tolist()])
+        return func(*args, **(kwargs or {}))
 
 
 def _widen(leaf: object) -> object:
@@ -164,9 +187,10 @@ def ask(case: Case, seed: int) -> Golden | None:
     double.load_state_dict(state)
     single.load_state_dict(state)
     prompt = make_prompt(seed, case.prompt_length, case.config.get("text_config", case.config)["vocab_size"])
-    prefill, decode = follow_double(double, prompt)
+    with Choices(double) as chosen:
+        prefill, decode = follow_double(double, prompt)
     greedy, margin = choices(prefill, decode)
-    if margin < MIN_MARGIN or len(set(greedy)) < MIN_DISTINCT:
+    if margin < MIN_MARGIN or len(set(greedy)) < MIN_DISTINCT or chosen.margin < MIN_CHOICE:
         return None
     rough_prefill, rough_decode = follow(single, prompt, greedy)
     return Golden(

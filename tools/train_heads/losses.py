@@ -88,8 +88,9 @@ def turn_attend(turn: int) -> Attend:
         layer: LayerSpec,
         scale: float,
         sinks: Float[Array, " heads"] | None = None,
+        chosen: None = None,
     ) -> tuple[Float[Array, "rows time heads head_dim"], Any]:
-        del layer, sinks
+        del layer, sinks, chosen
         assert k is not None
         made = (*cache, (k, v))
         (keys, values), later = made[0], [_shifted(each, turn - 1 - place) for place, each in enumerate(made[1:])]

@@ -113,6 +113,9 @@ def cut(model: Model, count: int) -> list[Stage]:
         raise EngineConfigError(f"{what} the model's layers read {model.module.bound}")
     width = _width(model)
     firsts = [index * (total // count) + min(index, total % count) for index in range(count + 1)]
+    for first in firsts[:-1]:
+        if not model.module.begins(first):
+            raise EngineConfigError(f"{what} layer {first} would begin a stage, and takes more than hidden states")
     parts = [_stage(model, model.module, range(*firsts[index : index + 2]), width) for index in range(count)]
     return [*parts[:-1], _read(parts[-1], head)]
 

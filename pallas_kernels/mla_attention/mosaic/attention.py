@@ -144,6 +144,8 @@ def refusal(operands: tuple[Any, ...], options: LatentOptions) -> str | None:
     """Why this kernel cannot do operands of these shapes and dtypes, in one sentence; None if it can."""
     q, pool, tables, *per_row = operands
     sequences, latent, rank = q.shape[0], q.shape[-1], options.rank
+    if options.chosen is not None or pool.shape[-1] > latent:
+        return "the pool has index keys beside its latents: this kernel does not attend to chosen tokens"
     if pool.ndim != 3 or pool.shape[-1] != latent:
         return f"queries {q.shape} and pool {pool.shape} do not fit each other"
     if tables.shape[0] != sequences or any(each.shape != (sequences,) for each in per_row):

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3."""
+"""DeepSeek-V2 and DeepSeek-V3, and models of their blocks: with sparse indexers, too."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ from tools.oracle.cases.case import Case, rope, sizes
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
@@ -127,4 +129,74 @@ SAME = (
     ),
 )
 
-CASES = (*V2, *V3, *SAME)
+_INDEX: dict[str, Any] = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 24}
+
+
+def _sparse(heads: int = 4, **others: Any) -> dict:
+    return _v3(heads, **{**_INDEX, **others})
+
+
+def _sparse_dense(layers: int = 2, heads: int = 4, **others: Any) -> dict:
+    """With sparse attention, and without experts."""
+    return _dense(layers, heads, **{"q_lora_rank": 20, **_INDEX, **others})
+
+
+_SHARED = ["full", "shared", "full", "shared"]
+SPARSE = (
+    Case("deepseek_v32-dense-layers", _sparse_dense(), prompt_length=40, overlooked={"index_topk": 128}),
+    # Sequences are no longer than what a query attends to.
+    Case("deepseek_v32-all-chosen", _sparse_dense(index_topk=128), prompt_length=40),
+    # The choice begins while decoding.
+    Case("deepseek_v32-chosen-later", _sparse_dense(index_topk=40), prompt_length=30, overlooked={"index_topk": 39}),
+    Case(
+        "deepseek_v32-odd-sizes",
+        _sparse_dense(
+            1, 3, hidden_size=57, q_lora_rank=19, **_ODD_LATENT, index_n_heads=5, index_head_dim=11, index_topk=7
+        ),
+        overlooked={"index_topk": 8},
+    ),
+    Case("deepseek_v32-one-token", _sparse_dense(1, index_topk=1), prompt_length=40, overlooked={"index_topk": 2}),
+    Case(
+        "deepseek_v32-hub",
+        _sparse(
+            rope_scaling={"type": "yarn", **_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            rope_theta=10000,
+            routed_scaling_factor=1.5,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            moe_layer_freq=1,
+            num_nextn_predict_layers=1,
+        ),
+        style="hub",
+        prompt_length=50,
+        shards=3,
+        served=True,
+        overlooked={"indexer_rope_interleave": True},
+    ),
+    Case("glm_moe_dsa-every-other", _sparse_dense(4, index_topk_freq=2), prompt_length=40),
+    Case(
+        "glm_moe_dsa-saved",
+        _sparse(n_group=1, topk_group=1, mlp_layer_types=["dense", "sparse"]),
+        prompt_length=40,
+        overlooked={"indexer_rope_interleave": False},
+    ),
+    Case(
+        "glm_moe_dsa-hub",
+        _sparse_dense(
+            4,
+            rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+            num_nextn_predict_layers=1,
+            rope_interleave=True,
+            indexer_rope_interleave=True,
+            index_topk_freq=2,
+            index_skip_topk_offset=1,
+            indexer_types=_SHARED,
+        ),
+        style="hub",
+        prompt_length=40,
+        served=True,
+        overlooked={"index_topk": 23},
+    ),
+)
+
+CASES = (*V2, *V3, *SAME, *SPARSE)

@@ -1,0 +1,6 @@
+"""Which tokens a query attends to: the sparse indexer of DeepSeek-V3.2."""
+
+from pallas_kernels.token_index.reference import Index, scores, top_keys
+from pallas_kernels.token_index.xla import decode, prefill
+
+__all__ = ["Index", "decode", "prefill", "scores", "top_keys"]
