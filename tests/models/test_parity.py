@@ -32,7 +32,7 @@ def golden(name: str) -> Golden:
 
 def test_golden_files_are_those_of_the_cases():
     assert names(GOLDENS) == sorted(NAMES)
-    assert sum(path.stat().st_size for path in GOLDENS.rglob("*")) < 8_000_000
+    assert sum(path.stat().st_size for path in GOLDENS.rglob("*")) < 9_000_000
 
 
 @pytest.mark.parametrize("name", fast(NAMES, TYPICAL))
