@@ -52,6 +52,8 @@ PUBLISHED = {
     "GLM-4.5-Air": 106_852_251_264,  # the same
     "GLM-4.6": 352_797_829_024,  # 356,785,898,816 with it
     "MiniMax-M2": 228_689_764_864,
+    "Qwen3-Next-80B-A3B": 79_674_391_296,  # without what predicts further tokens, as the next one
+    "Qwen3.5-9B": 8_953_803_264,  # the text model
     "Llama-4-Scout": 107_769_861_120,  # the text model of 108,641,793,536
     "ERNIE-4.5-21B-A3B": 21_825_437_888,
     "OLMoE-1B-7B": 6_919_161_856,
@@ -76,7 +78,7 @@ PUBLISHED = {
     "Gemma-3-27B": 27_009_346_304,  # the text model of 27,432,406,640
 }
 
-# Parameters that stay float32: the biases by which experts are chosen, the weights of an indexer's heads.
+# Parameters that stay float32: the biases by which experts are chosen, the weights of an indexer's heads, what decays.
 IN_FLOAT32 = {
     "DeepSeek-V3": 58 * 256,
     "DeepSeek-V3.2": 58 * 256 + 61 * 7168 * 64,
@@ -86,6 +88,8 @@ IN_FLOAT32 = {
     "GLM-4.6": 89 * 160,
     "MiniMax-M2": 62 * 256,
     "ERNIE-4.5-21B-A3B": 27 * 64,
+    "Qwen3-Next-80B-A3B": 36 * 2 * 32,
+    "Qwen3.5-9B": 24 * 2 * 32,
 }
 
 
