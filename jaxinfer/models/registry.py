@@ -30,6 +30,7 @@ from jaxinfer.models import (
     gpt_oss,
     gptj,
     granite,
+    granite_hybrid,
     granite_moe,
     hunyuan,
     internlm3,
@@ -140,6 +141,9 @@ GRANITE_MOE = Family(
     granite_moe.GraniteMoeConfig.from_json, granite_moe.param_specs, cache_spec, granite_moe.GraniteMoe
 )
 GRANITE_MOE_SHARED = dataclasses.replace(GRANITE_MOE, config=granite_moe.GraniteMoeConfig.from_shared)
+GRANITE_HYBRID = Family(
+    granite_hybrid.GraniteHybridConfig.from_json, granite_hybrid.param_specs, cache_spec, granite_hybrid.GraniteHybrid
+)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
@@ -202,6 +206,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
 }
 
 

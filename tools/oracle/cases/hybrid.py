@@ -1,4 +1,4 @@
-"""Models whose layers have a state of fixed size, some or all of them: Qwen3-Next, Qwen3.5."""
+"""Models whose layers have a state of fixed size, some or all of them: Qwen3-Next, Qwen3.5, Granite 4."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 
 COMMON: dict[str, dict] = {"qwen3_5": {}}
@@ -122,4 +123,71 @@ QWEN3_5 = (
     ),
 )
 
-CASES = QWEN3_NEXT + QWEN3_5
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.5,
+    "shared_intermediate_size": 24,
+    "rms_norm_eps": 1e-2,  # outputs of Mamba layers that are nearly zero blow roundings up
+}
+
+GRANITE = (
+    Case(
+        "granitemoehybrid-hub",
+        {
+            **sizes(32, 20, 4, 4, 2, **_MAMBA, **_GRANITE),
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "position_embedding_type": "nope",
+            "tie_word_embeddings": True,
+            "normalization_function": "rmsnorm",
+            "rope_theta": 10000,
+            "rope_scaling": None,
+        },
+        style="hub",
+        shards=2,
+        prompt_length=70,
+        served=True,
+        overlooked={"position_embedding_type": "rope"},
+    ),
+    Case(
+        "granitemoehybrid-dense-rope-biases-groups",
+        {
+            **sizes(48, 56, 3, 4, 4, **_MAMBA, **_GRANITE),
+            **{"mamba_n_heads": 6, "mamba_d_head": "auto", "mamba_n_groups": 3},
+            "num_local_experts": 0,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            **rope("default", 1e4),
+        },
+        overlooked={"residual_multiplier": 1.0},
+    ),
+    Case(
+        "granitemoehybrid-attention-alone",
+        {
+            **sizes(40, 56, 2, 4, 1, **(_MAMBA | {"mamba_n_heads": 5}), **_GRANITE),
+            "num_local_experts": 4,
+            "layer_types": ["attention", "attention"],
+            "position_embedding_type": "rope",
+            "rope_theta": 10000.0,
+        },
+        style="hub",
+        overlooked={"num_experts_per_tok": 1},
+    ),
+)
+
+CASES = QWEN3_NEXT + QWEN3_5 + GRANITE
