@@ -59,7 +59,11 @@ class GraniteHybridConfig(SparseConfig):
     def from_json(config: Mapping[str, Any]) -> GraniteHybridConfig:
         """Read the config.json of a GraniteMoeHybridForCausalLM; errors as of `decoder_fields`."""
         read = ConfigReader(config, _DEFAULTS)
-        fields, bias, scaling = decoder_fields(read), read.flag("attention_bias", False), read.number("logits_scaling", 1.0)
+        fields, bias, scaling = (
+            decoder_fields(read),
+            read.flag("attention_bias", False),
+            read.number("logits_scaling", 1.0),
+        )
         read.require(scaling != 0.0, "logits_scaling", "must not be 0")
         sizes = _mamba(read)
         recurrent = LayerSpec(attends=False, states=sizes.states)
@@ -96,8 +100,13 @@ def _mamba_layers(read: ConfigReader) -> list[bool]:
 
 
 def _experts(read: ConfigReader, activation: str, layers: int) -> dict[str, Any]:
-    count, rule = count_of(read, "num_local_experts"), RoutingRule(read.positive("num_experts_per_tok"), "softmax of chosen")
-    read.require(rule.top_k <= count or not count, "num_experts_per_tok", f"must be at most num_local_experts ({count})")
+    count, rule = (
+        count_of(read, "num_local_experts"),
+        RoutingRule(read.positive("num_experts_per_tok"), "softmax of chosen"),
+    )
+    read.require(
+        rule.top_k <= count or not count, "num_experts_per_tok", f"must be at most num_local_experts ({count})"
+    )
     return {
         "sparse": (count > 0,) * layers,
         "experts": count,

@@ -21,6 +21,7 @@ from jaxinfer.models import (
     ernie_moe,
     exaone4,
     falcon,
+    falcon_h1,
     gemma,
     gemma3n,
     gemma4,
@@ -42,6 +43,7 @@ from jaxinfer.models import (
     mixtral,
     mtp,
     nemotron,
+    nemotron_h,
     neox,
     olmo,
     olmoe,
@@ -144,6 +146,15 @@ GRANITE_MOE_SHARED = dataclasses.replace(GRANITE_MOE, config=granite_moe.Granite
 GRANITE_HYBRID = Family(
     granite_hybrid.GraniteHybridConfig.from_json, granite_hybrid.param_specs, cache_spec, granite_hybrid.GraniteHybrid
 )
+NEMOTRON_H = Family(
+    nemotron_h.NemotronHConfig.from_json,
+    nemotron_h.param_specs,
+    cache_spec,
+    nemotron_h.NemotronH,
+    nemotron_h.IGNORE,
+    "backbone.",
+)
+FALCON_H1 = Family(falcon_h1.FalconH1Config.from_json, falcon_h1.param_specs, cache_spec, falcon_h1.FalconH1)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
@@ -207,6 +218,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "NemotronHForCausalLM": NEMOTRON_H,
+    "FalconH1ForCausalLM": FALCON_H1,
 }
 
 

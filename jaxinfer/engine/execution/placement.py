@@ -166,7 +166,6 @@ def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Pool]
     spec = model.cache_spec
     pages = _pages(model, engine, mesh, pool_sharding(mesh, spec))
 
-
     def room(state: StateSpec) -> jax.Array:
         states = _states(state, model, engine, mesh)
         return jnp.zeros(states.shape, states.dtype, device=states.sharding)
