@@ -65,9 +65,9 @@ class Mamba2(Layer):
 
     Parameters: ``zx`` [d, heads, 2 head_dim], each head's gate and values, so that sharding over heads keeps them
     together; ``dt`` [d, heads]; ``bc`` [d, 2 groups, state], B of all groups, then C; ``conv_x`` [heads, head_dim,
-    taps], ``conv_bc`` [2 groups, state, taps]; ``log_decay``, ``dt_bias`` and ``skip`` [heads]; ``norm`` [heads, head_dim];
-    ``out`` [heads head_dim, d]. By the switches also ``zx_bias``, ``dt_in_bias``, ``bc_bias``, ``conv_x_bias``,
-    ``conv_bc_bias`` and ``out_bias``.
+    taps], ``conv_bc`` [2 groups, state, taps]; ``log_decay``, ``dt_bias`` and ``skip`` [heads]; ``norm`` [heads,
+    head_dim]; ``out`` [heads head_dim, d]. By the switches also ``zx_bias``, ``dt_in_bias``, ``bc_bias``,
+    ``conv_x_bias``, ``conv_bc_bias`` and ``out_bias``.
 
     Attributes:
         layer: has the states of `MambaSizes.states`.

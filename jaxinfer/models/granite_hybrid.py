@@ -100,18 +100,13 @@ def _mamba_layers(read: ConfigReader) -> list[bool]:
 
 
 def _experts(read: ConfigReader, activation: str, layers: int) -> dict[str, Any]:
-    count, rule = (
-        count_of(read, "num_local_experts"),
-        RoutingRule(read.positive("num_experts_per_tok"), "softmax of chosen"),
-    )
-    read.require(
-        rule.top_k <= count or not count, "num_experts_per_tok", f"must be at most num_local_experts ({count})"
-    )
+    count, chosen = count_of(read, "num_local_experts"), read.positive("num_experts_per_tok")
+    read.require(chosen <= count or not count, "num_experts_per_tok", f"must be at most num_local_experts ({count})")
     return {
         "sparse": (count > 0,) * layers,
         "experts": count,
         "expert_size": read.positive("intermediate_size"),
-        "rule": rule,
+        "rule": RoutingRule(chosen, "softmax of chosen"),
         "glu": GLU(activation),
         "shared_size": read.positive("shared_intermediate_size"),
         "shared_gate": False,

@@ -73,10 +73,14 @@ PUBLISHED = {
     "GLM-4-9B-chat": 9_399_951_360,
     "GLM-4-9B-0414": 9_400_279_040,
     "Mistral-Small-24B": 23_572_403_200,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "Nemotron-3-Nano-30B-A3B": 31_577_940_288,
+    "Falcon-H1-0.5B": 521_411_104,
     "Gemma-3-27B": 27_009_346_304,  # the text model of 27,432,406,640
 }
 
-# Parameters that stay float32: the biases by which experts are chosen, the weights of an indexer's heads.
+# Parameters that stay float32: the biases by which experts are chosen, the weights of an indexer's heads, and three
+# numbers of each head of Mamba.
 IN_FLOAT32 = {
     "DeepSeek-V3": 58 * 256,
     "DeepSeek-V3.2": 58 * 256 + 61 * 7168 * 64,
@@ -86,6 +90,9 @@ IN_FLOAT32 = {
     "GLM-4.6": 89 * 160,
     "MiniMax-M2": 62 * 256,
     "ERNIE-4.5-21B-A3B": 27 * 64,
+    "granite-4.0-h-tiny": 36 * 3 * 48,
+    "Nemotron-3-Nano-30B-A3B": 23 * (3 * 64 + 128),
+    "Falcon-H1-0.5B": 36 * 3 * 24,
 }
 
 

@@ -24,7 +24,8 @@ _NORM = re.compile(
 )
 _VOCABULARY = re.compile(
     r"^((language_model\.)?model\.(language_model\.)?embed_tokens|(language_model\.)?lm_head|transformer\.(wte|wpe|word_embeddings)"
-    r"|backbone\.embeddings|embed_tokens|\d+\.\d+\.weight|model\.layers\.\d+\.(embed_tokens|shared_head\.head))\b"  # draft heads
+    r"|backbone\.embeddings"
+    r"|embed_tokens|\d+\.\d+\.weight|model\.layers\.\d+\.(embed_tokens|shared_head\.head))\b"  # draft heads
 )
 _TRANSPOSED = re.compile(r"\b(c_attn|c_proj|c_fc)\.weight$|\.experts\.\w+_proj$")  # GPT-2, gpt-oss: [in, out]
 
