@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
@@ -16,14 +15,14 @@ from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.models import mamba, sparse
+from jaxinfer.models import granite, granite_moe, mamba
 from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
 from jaxinfer.models.deepseek import count_of
+from jaxinfer.models.granite_moe import GraniteMoeConfig
 from jaxinfer.models.llama import attention_specs
-from jaxinfer.models.phi3 import gate_up
-from jaxinfer.models.sparse import SparseBlock, SparseConfig, SparseContext
-from jaxinfer.models.specs import decoder, linear, plain, rms_norm
-from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
+from jaxinfer.models.sparse import SparseBlock, SparseContext
+from jaxinfer.models.specs import decoder, rms_norm
+from jaxinfer.types import LayerSpec, ParamTree
 
 _DEFAULTS = mamba.DEFAULTS | {
     "vocab_size": 32000,
@@ -39,33 +38,22 @@ _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_att
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class GraniteHybridConfig(SparseConfig):
-    """A checkpoint's config.json, resolved: see `SparseConfig`.
+class GraniteHybridConfig(GraniteMoeConfig):
+    """A checkpoint's config.json, resolved: see `GraniteMoeConfig`.
 
     Attributes:
         mamba: of the layers without attention.
         rotated: queries and keys are rotated; where they are not, nothing encodes positions but the order of states.
-        embedding_multiplier, residual_multiplier, scale, logits_scaling: see `GraniteConfig`.
     """
 
     mamba: MambaSizes
     rotated: bool
-    embedding_multiplier: float
-    residual_multiplier: float
-    scale: float
-    logits_scaling: float
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GraniteHybridConfig:
         """Read the config.json of a GraniteMoeHybridForCausalLM; errors as of `decoder_fields`."""
         read = ConfigReader(config, _DEFAULTS)
-        fields, bias, scaling = (
-            decoder_fields(read),
-            read.flag("attention_bias", False),
-            read.number("logits_scaling", 1.0),
-        )
-        read.require(scaling != 0.0, "logits_scaling", "must not be 0")
-        sizes = _mamba(read)
+        fields, bias, sizes = decoder_fields(read), read.flag("attention_bias", False), _mamba(read)
         recurrent = LayerSpec(attends=False, states=sizes.states)
         layers = tuple(recurrent if kind else LayerSpec() for kind in _mamba_layers(read))
         return GraniteHybridConfig(
@@ -77,10 +65,7 @@ class GraniteHybridConfig(SparseConfig):
             qkv_bias=bias,
             out_bias=bias,
             mamba=sizes,
-            embedding_multiplier=read.number("embedding_multiplier", 1.0),
-            residual_multiplier=read.number("residual_multiplier", 1.0),
-            scale=read.number("attention_multiplier", 1.0),
-            logits_scaling=scaling,
+            **granite.multipliers(read),
         )
 
 
@@ -100,8 +85,9 @@ def _mamba_layers(read: ConfigReader) -> list[bool]:
 
 
 def _experts(read: ConfigReader, activation: str, layers: int) -> dict[str, Any]:
-    count, chosen = count_of(read, "num_local_experts"), read.positive("num_experts_per_tok")
-    read.require(chosen <= count or not count, "num_experts_per_tok", f"must be at most num_local_experts ({count})")
+    count = count_of(read, "num_local_experts")
+    chosen = read.positive("num_experts_per_tok") if count else 0  # which a model without experts says, too
+    read.require(chosen <= count, "num_experts_per_tok", f"must be at most num_local_experts ({count})")
     return {
         "sparse": (count > 0,) * layers,
         "experts": count,
@@ -142,19 +128,11 @@ class GraniteHybridBlock(SparseBlock):
         return x + (self.mlp(normal, context.live) if self.sparse else self.mlp(normal)) * share, cache
 
 
-class GraniteHybrid(sparse.Sparse):
+class GraniteHybrid(granite_moe.GraniteMoe):
     config: GraniteHybridConfig
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or GraniteHybridBlock)(cfg, cfg.layers[index], cfg.sparse[index], parent=None)
-
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        x = super().embed(tokens, positions)
-        return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
-
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        return super().head(hidden) / self.config.logits_scaling
+        return super().block(index, override or GraniteHybridBlock)
 
 
 def param_specs(cfg: GraniteHybridConfig) -> ParamTree:
@@ -176,32 +154,7 @@ def param_specs(cfg: GraniteHybridConfig) -> ParamTree:
 
 
 def _mlp_specs(cfg: GraniteHybridConfig, prefix: str) -> dict[str, Any]:
-    shared_size, d = cfg.shared_size, cfg.hidden_size
-    assert shared_size is not None
-    shared = {
-        "gate_up": gate_up(f"{prefix}.shared_mlp.input_linear.weight", d, shared_size),
-        "down": linear(f"{prefix}.shared_mlp.output_linear.weight", (shared_size, d), ("mlp", "embed")),
-    }
-    if not cfg.experts:
-        return shared
-    prefix = f"{prefix}.block_sparse_moe"
-    router = plain(f"{prefix}.router.layer.weight", (cfg.experts, d), ("router", "embed"))
-    return {"router": router, **_experts_specs(cfg, prefix), "shared": shared}
-
-
-def _experts_specs(cfg: GraniteHybridConfig, prefix: str) -> dict[str, Any]:
-    """Two tensors of all experts, [experts, 2 hidden, d], gates first, and [experts, d, hidden]."""
-    experts, d, hidden = cfg.experts, cfg.hidden_size, cfg.expert_size
-    whole, halves = (experts, 2 * hidden, d), (slice(0, hidden), slice(hidden, 2 * hidden))
-    name, down = f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight"
-    sources = tuple(
-        Source(name, whole, where=(expert, index), part=(expert, half))
-        for expert in range(experts)
-        for index, half in enumerate(halves)
-    )
-    downs = tuple(Source(down, (experts, d, hidden), where=(expert,), part=(expert,)) for expert in range(experts))
-    axes = ("expert", None, "expert_mlp", "embed")
-    return {
-        "gate_up": ParamSpec((experts, 2, hidden, d), axes, sources=sources, inputs=-1),
-        "down": ParamSpec((experts, d, hidden), ("expert", "embed", "expert_mlp"), sources=downs, inputs=-1),
-    }
+    if cfg.experts:
+        return granite_moe.experts(cfg, prefix)
+    assert cfg.shared_size is not None
+    return granite_moe.shared(f"{prefix}.shared_mlp", cfg.hidden_size, cfg.shared_size)
