@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.layers.mamba2 import UNLIMITED, MambaSizes
@@ -12,7 +11,7 @@ from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.specs import linear, plain
 from jaxinfer.types import ParamSpec, Source
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
     "mamba_d_state": 256,

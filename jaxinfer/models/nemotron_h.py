@@ -226,8 +226,8 @@ def param_specs(cfg: NemotronHConfig) -> ParamTree:
         tree, mixer = {"norm": rms_norm(f"{prefix}.norm", d)}, f"{prefix}.mixer"
         return tree | _MIXERS[cfg.kinds[index]](cfg, mixer)
 
-    names = {"embed": "backbone.embeddings.weight", "layers": "backbone.layers"}
-    return decoder(cfg, block, **names, final_norm=rms_norm("backbone.norm_f", d))
+    final_norm, embed = rms_norm("backbone.norm_f", d), "backbone.embeddings.weight"
+    return decoder(cfg, block, embed=embed, layers="backbone.layers", final_norm=final_norm)
 
 
 def _mamba_specs(cfg: NemotronHConfig, prefix: str) -> dict[str, Any]:
