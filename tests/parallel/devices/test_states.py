@@ -31,7 +31,7 @@ def test_served_over_devices(name: str, tmp_path: pathlib.Path):
     llm = LLM(load_case(case, tmp_path), tensor_parallel_size=4, **settings)
     (part,) = llm.engine._executor.runtimes
     held = device_bytes([pool.states for pool in part.pools if isinstance(pool, StatePool)])
-    cache, engine = llm.model.cache_spec, llm.engine._executor.engine
+    cache, engine = llm.model.cache_spec, llm.engine._executor._engine
     assert held == cache.bytes_per_state(4, 4) * engine.num_states
     params = SamplingParams(
         temperature=0.0, max_tokens=len(case.greedy), logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True
