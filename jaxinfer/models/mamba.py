@@ -38,7 +38,7 @@ def mamba_sizes(read: ConfigReader, inner: int, **switches: Any) -> MambaSizes:
     read.require(heads % groups == 0, "mamba_n_groups", f"must divide the {heads} heads")
     taps = read.positive("mamba_d_conv")
     read.require(taps > 1, "mamba_d_conv", "must be at least 2")
-    common = {
+    common: dict[str, Any] = {
         "activation": read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
         "bias": read.flag("mamba_proj_bias", False),
         "conv_bias": read.flag("mamba_conv_bias", True),
