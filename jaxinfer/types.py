@@ -230,10 +230,12 @@ class StateSpec(Brief):
     Attributes:
         shape: the first dimension is spread over devices as heads are.
         exact: float32 whatever the model's dtype, in which it is otherwise.
+        whole: it is not spread: each device has all of it.
     """
 
     shape: tuple[int, ...]
     exact: bool = False
+    whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -398,8 +400,11 @@ class CacheSpec(Brief):
 
 
 def _state_bytes(layer: LayerSpec, itemsize: int, devices: int) -> int:
-    sizes = ((math.prod(state.shape), _FLOAT32_BYTES if state.exact else itemsize) for state in layer.states)
-    return sum(count // devices * size for count, size in sizes)
+    def held(state: StateSpec) -> int:
+        size = _FLOAT32_BYTES if state.exact else itemsize
+        return math.prod(state.shape) // (1 if state.whole else devices) * size
+
+    return sum(map(held, layer.states))
 
 
 def _most_in_stage(layers: list[int], stages: int) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from jaxinfer.types import STATE, CacheSpec, LayerSpec
+from jaxinfer.types import STATE, CacheSpec, LayerSpec, StateSpec
 from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention, token_index
 from pallas_kernels.choice import HOPPER, Target, Wish
 from pallas_kernels.mla_attention import LatentOptions
@@ -88,20 +88,17 @@ def new_pools(
     return [zeroed(layer) for layer in spec.layers if layer.attends]
 
 
-def with_states(
-    spec: CacheSpec,
-    pools: list[LayerPool],
-    states: int,
-    dtype: jnp.dtype,
-    sharding: jax.sharding.Sharding | None = None,
-) -> list[Pool]:
-    """Add room for ``states`` sequences to the `new_pools` of a model: the caches of all its layers."""
+def with_states(spec: CacheSpec, pools: list[LayerPool], room: Callable[[StateSpec], Any]) -> list[Pool]:
+    """Add states to the `new_pools` of a model: the caches of all its layers.
+
+    Args:
+        room: makes the array ``[states, *shape]`` of one kind.
+    """
     pages = iter(pools)
 
     def made(layer: LayerSpec) -> Pool:
         own = next(pages) if layer.attends else None
-        kinds = [(each.shape, jnp.float32 if each.exact else dtype) for each in layer.states]
-        arrays = tuple(jnp.zeros((states, *shape), kind, device=sharding) for shape, kind in kinds)
+        arrays = tuple(map(room, layer.states))
         return own if own is not None and not arrays else StatePool(arrays, own)
 
     return [made(layer) for layer in spec.layers]

@@ -37,16 +37,21 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class GatedMLP(Layer):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020). ``gate_up`` is [2, hidden, d], ``down`` [hidden, d]."""
+    """down(act(gate(x)) * up(x)) (Shazeer 2020). ``gate_up`` is [2, hidden, d], ``down`` [hidden, d].
+
+    ``gate_scale`` multiplies the gate.
+    """
 
     activation: str
     bias: bool = False
+    gate_scale: float = 1.0
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         gate_up = matmul_transposed(all_tokens(x), self.weight("gate_up"))
         if self.bias:
             gate_up = plus_bias(gate_up, self.weight("gate_up_bias"))
         gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+        gate = gate if self.gate_scale == 1.0 else gate * self.gate_scale
         hidden = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
         out = own_tokens(matmul(hidden, self.weight("down")))
         return plus_bias(out, self.weight("down_bias")) if self.bias else out

@@ -123,6 +123,17 @@ class GLU:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ungated:
+    """act(up), of experts without a gate: their ``gate_up`` is [experts, 1, hidden, d]."""
+
+    activation: str
+
+    def __call__(self, up: Float[Array, "... hidden"], same: Float[Array, "... hidden"]) -> Float[Array, "... hidden"]:
+        del same
+        return ACTIVATIONS[self.activation](up.astype(jnp.float32)).astype(up.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class ClampedGLU:
     """gate * sigmoid(alpha * gate) * (up + 1), the gate at most ``limit`` and up within +-``limit`` (gpt-oss)."""
 
@@ -181,7 +192,7 @@ def run_experts(
     hidden = grouped_matmul(rows, experts.gate_up, groups)
     if experts.gate_up_bias is not None:
         hidden = plus_bias(hidden, groups.of_tiles(experts.gate_up_bias))
-    results = grouped_matmul(glu(hidden[:, :, 0], hidden[:, :, 1]), experts.down, groups)
+    results = grouped_matmul(glu(hidden[:, :, 0], hidden[:, :, -1]), experts.down, groups)
     if experts.down_bias is not None:
         results = plus_bias(results, groups.of_tiles(experts.down_bias))
     places = groups.places.reshape(tokens, top_k)
@@ -348,7 +359,7 @@ class MoE(Layer):
 
     Attributes:
         rule: see `RoutingRule`.
-        glu: what becomes of gate and up: `GLU` or `ClampedGLU`.
+        glu: what becomes of gate and up: `GLU`, `ClampedGLU` or `Ungated`.
         bias: the router and the experts have biases.
         correction: see `route`.
         shared_activation: of the expert that all tokens share; None: there is none.

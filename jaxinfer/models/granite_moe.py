@@ -98,10 +98,10 @@ class GraniteMoe(Sparse):
 
 
 def param_specs(cfg: GraniteMoeConfig) -> ParamTree:
-    return sparse.param_specs(cfg, _experts)
+    return sparse.param_specs(cfg, experts)
 
 
-def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
+def experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
     """Gates stand before ups in each tensor, so that it is the parameter in another shape."""
     moe, count, d, hidden = f"{prefix}.block_sparse_moe", cfg.experts, cfg.hidden_size, cfg.expert_size
     both = Source(f"{moe}.input_linear.weight", (count, 2 * hidden, d), reshape=(count, 2, hidden, d))
@@ -112,10 +112,11 @@ def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
         "gate_up": ParamSpec((count, 2, hidden, d), axes, sources=(both,), inputs=-1),
         "down": ParamSpec((count, d, hidden), ("expert", "embed", "expert_mlp"), sources=(down,), inputs=-1),
     }
-    return tree if cfg.shared_size is None else tree | {"shared": _shared(f"{prefix}.shared_mlp", d, cfg.shared_size)}
+    return tree if cfg.shared_size is None else tree | {"shared": shared(f"{prefix}.shared_mlp", d, cfg.shared_size)}
 
 
-def _shared(prefix: str, d: int, hidden: int) -> dict[str, Any]:
+def shared(prefix: str, d: int, hidden: int) -> dict[str, Any]:
+    """`GatedMLP`'s parameters."""
     both = Source(f"{prefix}.input_linear.weight", (2 * hidden, d), reshape=(2, hidden, d))
     return {
         "gate_up": ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=(both,), inputs=-1),

@@ -21,6 +21,7 @@ from jaxinfer.models import (
     ernie_moe,
     exaone4,
     falcon,
+    falcon_h1,
     gemma,
     gemma3n,
     gemma4,
@@ -30,6 +31,7 @@ from jaxinfer.models import (
     gpt_oss,
     gptj,
     granite,
+    granite_hybrid,
     granite_moe,
     hunyuan,
     internlm3,
@@ -41,6 +43,7 @@ from jaxinfer.models import (
     mixtral,
     mtp,
     nemotron,
+    nemotron_h,
     neox,
     olmo,
     olmoe,
@@ -140,6 +143,18 @@ GRANITE_MOE = Family(
     granite_moe.GraniteMoeConfig.from_json, granite_moe.param_specs, cache_spec, granite_moe.GraniteMoe
 )
 GRANITE_MOE_SHARED = dataclasses.replace(GRANITE_MOE, config=granite_moe.GraniteMoeConfig.from_shared)
+GRANITE_HYBRID = Family(
+    granite_hybrid.GraniteHybridConfig.from_json, granite_hybrid.param_specs, cache_spec, granite_hybrid.GraniteHybrid
+)
+NEMOTRON_H = Family(
+    nemotron_h.NemotronHConfig.from_json,
+    nemotron_h.param_specs,
+    cache_spec,
+    nemotron_h.NemotronH,
+    nemotron_h.IGNORE,
+    "backbone.",
+)
+FALCON_H1 = Family(falcon_h1.FalconH1Config.from_json, falcon_h1.param_specs, cache_spec, falcon_h1.FalconH1)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
@@ -202,6 +217,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "NemotronHForCausalLM": NEMOTRON_H,
+    "FalconH1ForCausalLM": FALCON_H1,
 }
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
-from jaxinfer.types import CacheSpec, ParamSpec
+from jaxinfer.types import CacheSpec, ParamSpec, StateSpec
 
 AXES = ("data", "stage", "dp_attn", "expert", "tensor")
 _SETTINGS = {
@@ -185,9 +185,9 @@ def pool_spec(latent: bool) -> PartitionSpec:
     return PartitionSpec() if latent else PartitionSpec(None, None, RULES["kv_heads"])
 
 
-def state_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a layer's states, ``[states, heads, ...]``."""
-    return NamedSharding(mesh, PartitionSpec(None, RULES["heads"]))
+def state_sharding(mesh: Mesh, state: StateSpec) -> NamedSharding:
+    """Sharding of a layer's states of one kind, ``[states, heads, ...]``."""
+    return NamedSharding(mesh, PartitionSpec() if state.whole else PartitionSpec(None, RULES["heads"]))
 
 
 def page_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:

@@ -75,6 +75,9 @@ PUBLISHED = {
     "GLM-4-9B-chat": 9_399_951_360,
     "GLM-4-9B-0414": 9_400_279_040,
     "Mistral-Small-24B": 23_572_403_200,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "Nemotron-3-Nano-30B-A3B": 31_577_940_288,
+    "Falcon-H1-0.5B": 521_411_104,
     "Gemma-3-27B": 27_009_346_304,  # the text model of 27,432,406,640
 }
 
@@ -90,6 +93,9 @@ IN_FLOAT32 = {
     "ERNIE-4.5-21B-A3B": 27 * 64,
     "Qwen3-Next-80B-A3B": 36 * 2 * 32,
     "Qwen3.5-9B": 24 * 2 * 32,
+    "granite-4.0-h-tiny": 36 * 3 * 48,
+    "Nemotron-3-Nano-30B-A3B": 23 * (3 * 64 + 128),
+    "Falcon-H1-0.5B": 36 * 3 * 24,
 }
 
 

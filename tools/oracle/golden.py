@@ -20,10 +20,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 _NORM = re.compile(
-    r"(norm([._]\d+)?|\bln_\w+)\.weight$|\.(layer_scalar|router\.scale|per_expert_scale|correct_output_scale)$"
+    r"(norm([._]\d+|_f)?|\bln_\w+)\.weight$|\.(layer_scalar|router\.scale|per_expert_scale|correct_output_scale)$"
 )
 _VOCABULARY = re.compile(
     r"^((language_model\.)?model\.(language_model\.)?embed_tokens|(language_model\.)?lm_head|transformer\.(wte|wpe|word_embeddings)"
+    r"|backbone\.embeddings"
     r"|embed_tokens|\d+\.\d+\.weight|model\.layers\.\d+\.(embed_tokens|shared_head\.head))\b"  # draft heads
 )
 _TRANSPOSED = re.compile(r"\b(c_attn|c_proj|c_fc)\.weight$|\.experts\.\w+_proj$")  # GPT-2, gpt-oss: [in, out]

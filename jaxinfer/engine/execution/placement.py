@@ -18,14 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.kv.pool import LayerPool, Pool, new_pools, with_pages, with_states
+from jaxinfer.kv.pool import LayerPool, Pool, new_pools, with_states
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.heads import as_copied, copied, kv_copies, require_even, require_experts, with_copies
 from jaxinfer.parallel.mesh import devices_along, param_sharding, pool_sharding, replicated, state_sharding
 from jaxinfer.parallel.processes import put_whole
 from jaxinfer.quant.banks import Path, bank_specs, lora_targets
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
-from jaxinfer.types import EMBEDDING, HEAD, CacheSpec, LoRATarget, ParamSpec
+from jaxinfer.types import EMBEDDING, HEAD, CacheSpec, LoRATarget, ParamSpec, StateSpec
 
 
 def spread_model(model: Model, mesh: Mesh) -> Model:
@@ -50,7 +50,7 @@ def spread_model(model: Model, mesh: Mesh) -> Model:
 
 def _require_even_states(cache: CacheSpec, devices: int) -> None:
     """Raise EngineConfigError unless the heads of all states can be dealt out evenly."""
-    for state in {state for layer in cache.layers for state in layer.states}:
+    for state in {state for layer in cache.layers for state in layer.states if not state.whole}:
         if state.shape[0] % devices:
             raise EngineConfigError(
                 f"states of {state.shape[0]} heads cannot be spread over {devices} devices (tensor_parallel_size x "
@@ -165,7 +165,17 @@ def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Pool]
     """Empty pools: pages and their scales lie as `pool_sharding` says, states as `state_sharding`."""
     spec = model.cache_spec
     pages = _pages(model, engine, mesh, pool_sharding(mesh, spec))
-    return with_states(spec, pages, engine.num_states, model.dtype, state_sharding(mesh))
+
+    def room(state: StateSpec) -> jax.Array:
+        states = _states(state, model, engine, mesh)
+        return jnp.zeros(states.shape, states.dtype, device=states.sharding)
+
+    return with_states(spec, pages, room)
+
+
+def _states(state: StateSpec, model: Model, engine: ResolvedEngine, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    shape, dtype = (engine.num_states, *state.shape), jnp.dtype(jnp.float32 if state.exact else model.dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=state_sharding(mesh, state))
 
 
 def _pages(model: Model, engine: ResolvedEngine, mesh: Mesh, sharding: NamedSharding | None = None) -> list[LayerPool]:
@@ -177,8 +187,7 @@ def _abstract_pools(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Po
     """Pools as `new_pools_on` makes them."""
     spec = model.cache_spec
     pages = abstract(jax.eval_shape(lambda: _pages(model, engine, mesh)), pool_sharding(mesh, spec))
-    whole = jax.eval_shape(lambda: with_states(spec, _pages(model, engine, mesh), engine.num_states, model.dtype))
-    return with_pages(abstract(whole, state_sharding(mesh)), pages)
+    return with_states(spec, pages, lambda state: _states(state, model, engine, mesh))
 
 
 def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
