@@ -33,6 +33,7 @@ from jaxinfer.models import (
     granite_moe,
     hunyuan,
     internlm3,
+    lfm2,
     llama,
     llama4,
     medusa,
@@ -140,6 +141,8 @@ GRANITE_MOE = Family(
     granite_moe.GraniteMoeConfig.from_json, granite_moe.param_specs, cache_spec, granite_moe.GraniteMoe
 )
 GRANITE_MOE_SHARED = dataclasses.replace(GRANITE_MOE, config=granite_moe.GraniteMoeConfig.from_shared)
+LFM2 = Family(lfm2.Lfm2Config.from_dense, lfm2.param_specs, cache_spec, lfm2.Lfm2)
+LFM2_MOE = dataclasses.replace(LFM2, config=lfm2.Lfm2Config.from_moe)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
@@ -199,6 +202,8 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "YoutuForCausalLM": YOUTU,
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,

@@ -74,6 +74,8 @@ PUBLISHED = {
     "GLM-4-9B-0414": 9_400_279_040,
     "Mistral-Small-24B": 23_572_403_200,
     "Gemma-3-27B": 27_009_346_304,  # the text model of 27,432,406,640
+    "LFM2-1.2B": 1_170_340_608,
+    "LFM2-8B-A1B": 8_339_929_856 + 22 * 32,  # with the biases by which experts are chosen
 }
 
 # Parameters that stay float32: the biases by which experts are chosen, the weights of an indexer's heads.
@@ -86,6 +88,7 @@ IN_FLOAT32 = {
     "GLM-4.6": 89 * 160,
     "MiniMax-M2": 62 * 256,
     "ERNIE-4.5-21B-A3B": 27 * 64,
+    "LFM2-8B-A1B": 22 * 32,
 }
 
 
