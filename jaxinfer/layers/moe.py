@@ -35,7 +35,8 @@ class RoutingRule:
         top_k: experts of a token.
         scores: "softmax" and "sigmoid" of all logits (Mixtral and Qwen; DeepSeek-V3); "softmax of chosen" and "sigmoid
             of chosen": of the chosen logits alone (gpt-oss; Llama 4); "sparsemixer": see `_sparsemixer` (PhiMoE).
-        renormalise: the chosen scores are divided by their sum, or by ``norm_min`` where that is more.
+        renormalise: the chosen scores are divided by their sum and ``norm_added``, or by ``norm_min`` if that is
+            more.
         scale: of the weights, at last.
         groups: the experts lie in this many groups of neighbours.
         top_groups: only the best groups' experts can be chosen (DeepSeek-V2, Liu et al. 2024).
@@ -52,6 +53,7 @@ class RoutingRule:
     group_score: Literal["max", "top2"] = "max"
     norm_min: float = 0.0
     jitter: float = 0.0
+    norm_added: float = 1e-20
 
 
 class Routing(NamedTuple):
@@ -84,7 +86,7 @@ def route(
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if rule.renormalise:
         total = weights.sum(axis=-1, keepdims=True)
-        weights = weights / (jnp.maximum(total, rule.norm_min) if rule.norm_min else total + 1e-20)
+        weights = weights / (jnp.maximum(total, rule.norm_min) if rule.norm_min else total + rule.norm_added)
     return Routing(experts, weights * rule.scale)
 
 

@@ -35,6 +35,7 @@ from jaxinfer.models import (
     granite_moe,
     hunyuan,
     internlm3,
+    lfm2,
     llama,
     llama4,
     medusa,
@@ -155,6 +156,8 @@ NEMOTRON_H = Family(
     "backbone.",
 )
 FALCON_H1 = Family(falcon_h1.FalconH1Config.from_json, falcon_h1.param_specs, cache_spec, falcon_h1.FalconH1)
+LFM2 = Family(lfm2.Lfm2Config.from_dense, lfm2.param_specs, cache_spec, lfm2.Lfm2)
+LFM2_MOE = dataclasses.replace(LFM2, config=lfm2.Lfm2Config.from_moe)
 YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
@@ -214,6 +217,8 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "YoutuForCausalLM": YOUTU,
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,

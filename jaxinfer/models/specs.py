@@ -8,6 +8,8 @@ from typing import Any
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.types import CacheSpec, ParamSpec, Source
 
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
 
 def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> ParamSpec:
     """A parameter that is one checkpoint tensor, unchanged."""
@@ -122,27 +124,25 @@ def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True) -> dic
     return tree
 
 
-def gated_mlp(prefix: str, d: int, hidden: int, bias: bool = False) -> dict[str, Any]:
-    """`GatedMLP` of ``gate_proj``, ``up_proj`` and ``down_proj``."""
-    names = ("gate_proj", "up_proj")
-    weights = tuple(Source(f"{prefix}.{name}.weight", (hidden, d), where=(index,)) for index, name in enumerate(names))
+def gated_mlp(
+    prefix: str, d: int, hidden: int, bias: bool = False, names: tuple[str, str, str] = _GATED
+) -> dict[str, Any]:
+    """`GatedMLP` of three checkpoint layers: gate, up and down."""
+    *wide, down = names
+    weights = tuple(Source(f"{prefix}.{name}.weight", (hidden, d), where=(index,)) for index, name in enumerate(wide))
     tree: dict[str, Any] = {
         "gate_up": ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=weights, inputs=-1),
-        "down": linear(f"{prefix}.down_proj.weight", (hidden, d), ("mlp", "embed")),
+        "down": linear(f"{prefix}.{down}.weight", (hidden, d), ("mlp", "embed")),
     }
     if bias:
-        biases = tuple(Source(f"{prefix}.{name}.bias", (hidden,), where=(index,)) for index, name in enumerate(names))
+        biases = tuple(Source(f"{prefix}.{name}.bias", (hidden,), where=(index,)) for index, name in enumerate(wide))
         tree["gate_up_bias"] = ParamSpec((2, hidden), (None, "mlp"), init="zeros", sources=biases)
-        tree["down_bias"] = plain(f"{prefix}.down_proj.bias", (d,), ("embed",), "zeros")
+        tree["down_bias"] = plain(f"{prefix}.{down}.bias", (d,), ("embed",), "zeros")
     return tree
 
 
 def gated_experts(
-    prefix: str,
-    experts: int,
-    d: int,
-    hidden: int,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    prefix: str, experts: int, d: int, hidden: int, names: tuple[str, str, str] = _GATED
 ) -> dict[str, Any]:
     """`MoE`'s ``gate_up`` and ``down`` of one tensor each for the gate, up and down of every expert."""
     sources = tuple(

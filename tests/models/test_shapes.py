@@ -79,6 +79,8 @@ PUBLISHED = {
     "Nemotron-3-Nano-30B-A3B": 31_577_940_288,
     "Falcon-H1-0.5B": 521_411_104,
     "Gemma-3-27B": 27_009_346_304,  # the text model of 27,432,406,640
+    "LFM2-1.2B": 1_170_340_608,
+    "LFM2-8B-A1B": 8_339_929_856 + 22 * 32,  # with the biases by which experts are chosen
 }
 
 # Parameters that stay float32: the biases by which experts are chosen, the weights of an indexer's heads, what decays.
@@ -96,6 +98,7 @@ IN_FLOAT32 = {
     "granite-4.0-h-tiny": 36 * 3 * 48,
     "Nemotron-3-Nano-30B-A3B": 23 * (3 * 64 + 128),
     "Falcon-H1-0.5B": 36 * 3 * 24,
+    "LFM2-8B-A1B": 22 * 32,
 }
 
 

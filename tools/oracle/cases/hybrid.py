@@ -1,4 +1,4 @@
-"""Models whose layers have a state of fixed size, some or all of them: Qwen3-Next, Qwen3.5, and those with Mamba-2."""
+"""Models whose layers have a state of fixed size, some or all of them: Qwen3-Next, Qwen3.5, LFM2, and those with Mamba-2."""
 
 from typing import Any
 
@@ -12,6 +12,8 @@ ARCHITECTURES = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
 }
 
 COMMON: dict[str, dict] = {"qwen3_5": {}, "nemotron_h": {"max_position_embeddings": 256}}
@@ -319,4 +321,71 @@ FALCON_H1 = (
     ),
 )
 
-CASES = QWEN3_NEXT + QWEN3_5 + GRANITE + NEMOTRON + FALCON_H1
+_LFM2 = {"block_multiple_of": 8, "conv_L_cache": 3, "norm_eps": 1e-5}
+_LFM2_MOE = _LFM2 | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+
+LFM2 = (
+    Case(
+        "lfm2-hub",
+        {
+            **sizes(40, 56, 4, 4, 2),
+            **_LFM2,
+            "block_ff_dim": 60,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "conv_bias": False,
+            "full_attn_idxs": [2],
+            "rope_theta": 1e6,
+        },
+        style="hub",
+        shards=2,
+        prompt_length=70,
+        served=True,
+        overlooked={"rope_theta": 1e4},
+    ),
+    Case(
+        "lfm2-biases-two-taps-untied",
+        {
+            **sizes(48, 40, 4, 4, 1),
+            **_LFM2,
+            "conv_L_cache": 2,
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "tie_word_embeddings": False,
+            **rope("default", 1e4),
+        },
+        overlooked={"norm_eps": 1e-2},
+    ),
+    Case(
+        "lfm2_moe-hub",
+        {
+            **sizes(40, 56, 4, 4, 2),
+            **_LFM2_MOE,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+            "rope_theta": 1e6,
+        },
+        style="hub",
+        served=True,
+        overlooked={"norm_topk_prob": False},
+    ),
+    Case(
+        "lfm2_moe-scaled-without-bias",
+        {
+            **sizes(48, 40, 3, 4, 4),
+            **_LFM2_MOE,
+            "num_dense_layers": 0,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "norm_topk_prob": False,
+            "use_expert_bias": False,
+            "routed_scaling_factor": 1.5,
+        },
+        overlooked={"routed_scaling_factor": 1.0},
+    ),
+)
+
+CASES = QWEN3_NEXT + QWEN3_5 + GRANITE + NEMOTRON + FALCON_H1 + LFM2
