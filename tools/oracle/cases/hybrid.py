@@ -1,4 +1,4 @@
-"""Models whose layers have a state of fixed size, some or all of them: Qwen3-Next, Qwen3.5, LFM2, and those with Mamba-2."""
+"""Models whose layers, some or all, have a state of fixed size: Qwen3-Next, Qwen3.5, LFM2, and those with Mamba-2."""
 
 from typing import Any
 
