@@ -62,6 +62,9 @@ def export_pages(
 ) -> Shaped[Array, "pages layers *page"]:
     """Gather pages of all layers that attend, by each group's ids, page after page; see `moved_pages`."""
     layers = [_packed(pool, source[spec.group(layer)]) for pool, layer in zip(pools, spec.attending, strict=True)]
+    if not layers:  # a stage whose layers have states alone
+        none = moved_pages(spec, source.shape[1], spec.page_size, jnp.dtype(jnp.float32))
+        return jnp.zeros(none.shape, none.dtype)
     if (heads := _common_heads(spec)) is None:
         return jnp.stack(layers, 1)
     return jnp.concatenate([_with_heads(layer, heads) for layer in layers], -1)[:, None]
