@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.kv.pool import LayerPool, copy_pages, new_pools
-from jaxinfer.kv.transfer import HostPages, export_pages, import_pages, moved_pages
-from jaxinfer.types import CacheSpec, LayerSpec
+from jaxinfer.kv.transfer import HostPages, export_pages, import_pages, moved_pages, slot_bytes
+from jaxinfer.types import CacheSpec, LayerSpec, StateSpec
 
 # Layers 0 and 2 share a group, layer 1 has one of its own.
 SPEC = CacheSpec((LayerSpec(), LayerSpec(5), LayerSpec()), kv_heads=2, head_dim=4)
@@ -125,3 +125,14 @@ def test_neighbouring_heads_stand_beside_each_other():
     pools[0] = pools[0]._replace(data=jnp.arange(8.0).reshape(pools[0].data.shape))
     exported = export_pages(spec, pools, ids([0]))
     assert exported[0, 0, 0, :, 0].tolist() == [[0.0, 1.0, 0.0], [2.0, 3.0, 0.0]]
+
+
+def test_layers_with_states_alone_have_no_pages_to_move():
+    """As in a pipeline stage without attention."""
+    layers = (LayerSpec(attends=False, states=(StateSpec((4, 3)),)), LayerSpec())
+    spec = CacheSpec(layers, kv_heads=2, head_dim=4, page_size=PAGE).part(slice(0, 1))
+    exported = export_pages(spec, [], ids([1, 4, 2], [0, 0, 0]))
+    described = moved_pages(spec, 3, PAGE, jnp.dtype("float32"))
+    assert (exported.shape, exported.dtype) == (described.shape, described.dtype)
+    assert slot_bytes(np.asarray(exported)).shape == (3, PAGE, 0)
+    assert import_pages(spec, [], exported, ids([1, 4, 2], [0, 0, 0])) == []

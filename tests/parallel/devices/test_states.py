@@ -1,21 +1,37 @@
-"""Layers with states over devices: heads are dealt out, and what groups of heads share lies whole on each."""
+"""Layers with states over devices: heads are dealt out, and what groups of heads share lies whole on each. Tokens,
+logprobs and logits are those of one device."""
 
+import collections
 import pathlib
+import re
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from jaxinfer import LLM
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import device_bytes
 from jaxinfer.kv.pool import StatePool
+from jaxinfer.llm import LLM
+from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling_params import SamplingParams
+from tests.engine.test_identity import ROOMY, SETTINGS
 from tests.models.parity import TOP, load_case, served_faults
 from tests.models.test_parity import golden
 from tests.parallel.devices.test_families import cases
-from tests.parallel.devices.test_tensor import same_logits
+from tests.parallel.devices.test_tensor import COLLECTIVES, same_logits
 
 MAMBA = ("granitemoehybrid-hub", "nemotron_h-hub", "falcon_h1-hub")
+TENSOR, STAGES, EXPERT = ({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+# Of both models the first stage has layers with states alone.
+SPREAD = [
+    *(("qwen3_next-hub", sizes) for sizes in (TENSOR, STAGES, EXPERT)),
+    ("lfm2-hub", STAGES),
+    ("lfm2_moe-hub", EXPERT),
+]
 
 
 @pytest.mark.parametrize("name", cases(*MAMBA, "granitemoehybrid-dense-rope-biases-groups", fast="falcon_h1-hub"))
@@ -37,3 +53,55 @@ def test_served_over_devices(name: str, tmp_path: pathlib.Path):
         temperature=0.0, max_tokens=len(case.greedy), logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True
     )
     assert served_faults(case, llm.generate([case.prompt], params)[0]) == []
+
+
+def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and their logprobs, twice: from an empty cache, and from what it keeps of states."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, llm.model.config.vocab_size, length).tolist() for length in (1, 15, 16, 17, 64, 110)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1, ignore_eos=True)
+    found = []
+    for _ in range(2):
+        for sample in (output.outputs[0] for output in llm.generate(prompts, params)):
+            pairs = zip(sample.token_ids, sample.logprobs or [], strict=True)
+            found.append((sample.token_ids, [logprobs[token].logprob for token, logprobs in pairs]))
+    llm.engine.check()
+    assert llm.engine.stats().prefix_hits > 0
+    return found
+
+
+def served(model: Model, **sizes: int) -> LLM:
+    settings: dict[str, Any] = {**SETTINGS, "num_pages": ROOMY, **sizes}
+    return LLM(model, **settings)
+
+
+def same_answers(llm: LLM) -> None:
+    """As those of one device."""
+    expected, found = answers(served(llm.model)), answers(llm)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert max(np.abs(np.subtract(a, b)).max() for (_, a), (_, b) in zip(found, expected, strict=True)) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return served(load_case(golden("lfm2-hub"), tmp_path_factory.mktemp("lfm2")), **TENSOR)
+
+
+def test_answers_are_those_of_one_device(two: LLM):
+    same_answers(two)
+
+
+def test_states_lie_where_their_channels_are_computed(two: LLM):
+    (part,) = two.engine._executor.runtimes
+    found = collections.Counter(re.findall(COLLECTIVES, part.run.decode.as_text()))
+    assert found == {"all-reduce": 2 * len(part.pools) + 1, "all-gather": 1}
+    states = [pool.states for pool in part.pools if isinstance(pool, StatePool)]
+    assert {shard.data.shape[1:] for x in jax.tree.leaves(states) for shard in x.addressable_shards} == {(20, 2)}
+    config = EngineConfig(**SETTINGS, num_pages=ROOMY, **TENSOR)
+    assert plan_engine(two.model, config, "cpu").needs.states == device_bytes(states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes"), SPREAD, ids=[f"{name}-{next(iter(sizes))}" for name, sizes in SPREAD])
+def test_answers_of_every_kind(name: str, sizes: dict[str, int], tmp_path: pathlib.Path):
+    same_answers(served(load_case(golden(name), tmp_path), **sizes))
