@@ -52,8 +52,8 @@ def test_what_is_off_or_of_training_is_no_difference() -> None:
 
 def test_a_name_that_begins_alike_decides_where_fields_do_not(repo: pathlib.Path) -> None:
     described = json.loads((repo / "configs/models/DeepSeek-V3.json").read_text())
-    told = nearest("DeepseekV32ForCausalLM", {**described, "index_topk": 2048}, KNOWN)
-    assert str(told) == "DeepseekV3ForCausalLM, which does not read index_topk = 2048"
+    told = nearest("DeepseekV3XForCausalLM", {**described, "odd_topk": 2048}, KNOWN)
+    assert str(told) == "DeepseekV3ForCausalLM, which does not read odd_topk = 2048"
 
 
 def test_fields_of_the_text_model_within_are_compared() -> None:
