@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and 3.6: three layers of gated DeltaNet to one of gated attention; experts, or one dense network.
+"""Qwen3-Next and Qwen3.5: three layers of gated DeltaNet to one of gated attention; experts, or one dense network.
 
 Norms have weights around zero (`RMSNorm.offset`), but for the gated ones within the linear layers.
 """
