@@ -111,7 +111,10 @@ def test_a_kernel_that_works_on_the_pool_is_given_its_places(monkeypatch):
 
 
 def test_pages_and_states_are_told_apart():
-    pools = with_states(SPEC, new_pools(SPEC, 3, PAGE, jnp.dtype("bfloat16")), STATES, jnp.dtype("bfloat16"))
+    def room(state: StateSpec) -> jax.Array:
+        return jnp.zeros((STATES, *state.shape), jnp.float32 if state.exact else jnp.bfloat16)
+
+    pools = with_states(SPEC, new_pools(SPEC, 3, PAGE, jnp.dtype("bfloat16")), room)
     assert isinstance(pools[1], StatePool)
     assert [x.dtype.name for x in pools[1].states] == ["float32", "bfloat16"]
     (pages,) = pages_of(pools)
