@@ -1,7 +1,7 @@
 """Adapters beside the model they are for, served: equal to `apply`, neighbours' and the model's own bits untouched."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ OF_VOCABULARY = {
     "gpt2": ("gpt2-vocabulary", "gpt2-all"),
     "phi": ("phi-head",),
 }
+FAST = ("llama", "mixtral", "gpt2", "llama-nf4", "tied")
 
 
 def asked(model: Model, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -77,12 +78,16 @@ def check_is_apply(model: Model, prompt: list[int], output: RequestOutput) -> No
     np.testing.assert_allclose(said, expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def fast_first(families: Mapping[str, Any]) -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in families]
+
+
+@pytest.mark.parametrize("family", fast_first(FAMILIES))
 def test_each_says_what_apply_says_alone_and_mixed(family: str, tmp_path: pathlib.Path) -> None:
     check_each(FAMILIES[family], tmp_path)
 
 
-@pytest.mark.parametrize("family", OF_VOCABULARY)
+@pytest.mark.parametrize("family", fast_first(OF_VOCABULARY))
 def test_adapters_of_embeddings_and_heads(family: str, tmp_path: pathlib.Path) -> None:
     check_each(OF_VOCABULARY[family], tmp_path, **VOCABULARY)
 

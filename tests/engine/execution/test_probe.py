@@ -69,7 +69,7 @@ def probe_with(engine: Engine, **changes: Any) -> Iterator[Probe]:
     per_token = spec.bytes_per_page(1, itemsize) // itemsize
     part.run = dataclasses.replace(run, **changes)
     try:
-        yield Probe(engine._executor, config, runner._vocab, runner._groups, itemsize, per_token)
+        yield Probe(engine._executor, config, runner._vocab, spec.windows, itemsize, per_token)
     finally:
         part.run = run
 
