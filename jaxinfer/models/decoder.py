@@ -142,7 +142,7 @@ class Decoder(Layer):
             carried, layer_cache = run(self.weight(f"layers_{index}"), carried, told, given)
             if index in sources:
                 kept[index] = layer_cache
-            if own is not None:
+            if source is None:
                 caches.append(layer_cache)
         return self.hidden(carried), None if cache is None else caches
 
