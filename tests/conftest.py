@@ -16,6 +16,7 @@ REPO = pathlib.Path(__file__).resolve().parent.parent
 # Half of the suite's time, in files that seldom are the first to fail: left to `make test-extended` and CI.
 EXTENDED = (
     "bench/test_command.py",
+    "demo/test_demo_adapters.py",
     "demo/test_demo_models.py",
     "engine/distributed/test_leader.py",
     "engine/execution/test_adapters.py",
@@ -31,6 +32,7 @@ EXTENDED = (
     "engine/test_identity.py",
     "engine/test_invariance.py",
     "engine/test_kv_dtype.py",
+    "engine/test_llm.py",
     "engine/test_quantised.py",
     "engine/test_states.py",
     "engine/test_structured.py",
@@ -92,9 +94,11 @@ EXTENDED = (
     "test_edited.py",
     "test_python_page.py",
     "test_stories.py",
+    "tools/test_census.py",
     "tools/test_train_demo.py",
     "tools/test_train_heads.py",
     "weights/gguf/test_checkpoint.py",
+    "weights/gguf/test_newer_models.py",
     "weights/gguf/test_storages.py",
     "weights/test_quantized.py",
 )

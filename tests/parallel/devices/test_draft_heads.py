@@ -12,8 +12,8 @@ from tests.parallel.devices.test_tensor import model_of
     ("method", "name"),
     [
         ("medusa", "stages"),
-        ("eagle", "copies of heads"),
-        ("eagle", "replicas"),
+        pytest.param("eagle", "copies of heads", marks=pytest.mark.slow),
+        pytest.param("eagle", "replicas", marks=pytest.mark.slow),
         ("eagle3", "stages of heads"),
     ],
 )
