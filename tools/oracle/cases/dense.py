@@ -132,6 +132,7 @@ COHERE = (
         served=True,
         overlooked={"logit_scale": 1.0},
     ),
+    Case("cohere-tied-hub", _sizes(2, 4, 2, logit_scale=0.25), style="hub"),
     Case("cohere-biases", _sizes(2, 4, 4, attention_bias=True, logit_scale=1.5, head_dim=24, **_UNTIED)),
     Case(
         "cohere2-hub",
@@ -206,6 +207,7 @@ HUNYUAN = (
         overlooked={"rope_scaling": None},
     ),
     Case("hunyuan_v1_dense-biases", _sizes(2, 4, 1, head_dim=24, attention_bias=True)),
+    Case("hunyuan_v1_dense-tied-hub", _sizes(2, 4, 2, head_dim=16, tie_word_embeddings=True), style="hub"),
 )
 
 NEOX = (
@@ -231,6 +233,7 @@ STARCODER2 = (
         served=True,
         overlooked={"sliding_window": None},
     ),
+    Case("starcoder2-tied-hub", _sizes(2, 4, 2, sliding_window=8), style="hub"),
     Case("starcoder2-plain", _sizes(2, 4, 1, use_bias=False, hidden_act="gelu", **_UNTIED)),
 )
 
