@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 Prompts = list[list[int]]
@@ -72,11 +72,15 @@ def best_seconds(call: Callable[[], object], repeats: int = 5) -> float:
 
 
 def serve(peer: Peer) -> None:
+    """Answer requests to a peer until stdin ends."""
+    answer(peer.versions(), {"load": peer.load, "generate": peer.generate, "limits": peer.limits})
+
+
+def answer(versions: dict[str, str], operations: Mapping[str, Callable[..., Reply]]) -> None:
     """Answer requests until stdin ends. What libraries print goes to stderr, so that stdout carries replies alone."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    operations: dict[str, Callable[..., Reply]] = {"load": peer.load, "generate": peer.generate, "limits": peer.limits}
-    print(json.dumps(peer.versions()), file=replies, flush=True)
+    print(json.dumps(versions), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         reply = operations[request.pop("op")](**request)
