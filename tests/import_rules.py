@@ -95,7 +95,7 @@ COMPUTES_NAMES = {
     "jaxinfer.gpu_check.__main__",
     "jaxinfer.gpu_check.kernels",
     "jaxinfer.gpu_check.peers",
-    "jaxinfer.gpu_check.problems",
+    "jaxinfer.gpu_check.problem",
     "pallas_kernels.check.ops",
 }
 # Imports inside of functions: what is installed beside JAX decides what it can; a thread that stands back imports.

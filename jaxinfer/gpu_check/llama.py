@@ -60,14 +60,37 @@ def _random_weight(spec: ParamSpec, seed: int) -> jax.Array:
     return fill(seed, spec.shape, jnp.bfloat16, spec.scale)
 
 
+def filled(model: Model, seed: int = 0) -> Model:
+    """Random numbers for a model of abstract parameters, quantised ones too, on the device when this returns."""
+    leaves, tree = jax.tree.flatten(model.params)
+    params = [_random_numbers(leaf, 1000 * seed + number) for number, leaf in enumerate(leaves)]
+    jax.block_until_ready(params)
+    return model.replace(params=jax.tree.unflatten(tree, params))
+
+
+def _random_numbers(leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    """Codes of all values; what multiplies them (vectors, scales) near 0.02."""
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        least, most = int(jnp.iinfo(leaf.dtype).min), int(jnp.iinfo(leaf.dtype).max)
+        middle, half = (least + most + 1) / 2, (most - least) / 2
+        return (fill(seed, leaf.shape, jnp.float32, half) + middle).astype(leaf.dtype)
+    return fill(seed, leaf.shape, leaf.dtype, 0.03)
+
+
 def weight_bytes(model: Model) -> tuple[int, int]:
     """Bytes of all weights, and of those that a decode step reads whole: all but an embedding that is no head."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    return total, total - (0 if model.config.tied else model.params["embed"]["table"].nbytes)
+    total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model.params))
+    return total, total - (0 if model.config.tied else _bytes(model.params["embed"]["table"]))
+
+
+def _bytes(leaf: jax.Array) -> int:
+    """Bytes of an array on a GPU, where two numbers of 4 bits share one."""
+    bits = jnp.iinfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.integer) else 8 * leaf.dtype.itemsize
+    return leaf.size * bits // 8
 
 
 def bytes_per_token(model: Model, page: int) -> int:
-    """Bytes of a token's keys and values in all layers, 16 bits a number."""
+    """Bytes of a token's keys and values in all layers, 16 bits a number unless the cache says another."""
     return model.cache_spec.bytes_per_page(page, 2) // page
 
 

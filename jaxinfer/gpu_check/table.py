@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxinfer.gpu_check.goals import verdicts
+
 NOT_A_GPU = "not a GPU: only that it runs was checked"
+_PARITY = ("ok", "worst_vector", "bound", "same_bits_twice", "same_bits_reversed", "same_bits_alone")
+_ENGINE = ("output_tokens_s", "all_tokens_s", "step_ms", "share_of_copy", "seconds_to_first_token", "seconds_to_start")
 # Section: the columns beside the key. A record without any of them is told in a line of its own.
 COLUMNS: Mapping[str, Sequence[str]] = {
     "copy": ("gb_s", "best_ms"),
     "gemm": ("tflop_s", "best_ms", "relative_error"),
-    "parity": ("ok", "relative_error", "of_rounding", "same_bits_twice", "same_bits_reversed", "same_bits_alone"),
+    "parity": _PARITY,
+    "parity-all": _PARITY,
     "kernels": ("best_ms", "gb_s", "share_of_copy", "tflop_s", "share_of_gemm"),
     "peers": ("best_ms", "gb_s", "share_of_copy", "tflop_s", "share_of_gemm"),
     "step": ("best_ms", "tokens_s", "share_of_copy", "share_of_gemm", "kernels_of_mosaic", "pool_copies"),
-    "engine": ("output_tokens_s", "all_tokens_s", "seconds", "seconds_to_first_token", "seconds_to_start"),
+    "engine": _ENGINE,
+    "relaxed": _ENGINE,
+    "formats": _ENGINE,
+    "identity": ("ok", "requests", "recompute", "swap"),
     "rows": ("classes", "row_depends_on_slot_at"),
     "demo": ("seconds", "tokens", "equal_tokens"),
 }
@@ -33,6 +41,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     lines += [f"Commit {content['git'].get('commit')}{' and changes' * bool(content['git'].get('dirty'))}.", ""]
     lines += _sections(content["sections"])
     figures = on_gpu and not content["quick"]
+    lines += _goals(content) if figures else []
     lines += _side_by_side(content["sections"]) if figures else []
     for name, section in content["sections"].items():
         if name in COLUMNS:
@@ -46,6 +55,17 @@ def _sections(sections: Mapping[str, Any]) -> list[str]:
         for name, part in sections.items()
     ]
     return [*_grid(["section", "ended", "s", "errors"], rows), ""]
+
+
+def _goals(content: Mapping[str, Any]) -> list[str]:
+    """Figures beside what they are to be."""
+    found = verdicts(content["sections"], content["device"]["kind"])
+    head = ["section", "", "figure", "is", "goal", "floor", ""]
+    rows = [
+        [goal.section, goal.key, goal.field, _cell(figure), _cell(goal.goal), _cell(goal.floor), word]
+        for goal, figure, word in found
+    ]
+    return ["## Goals", "", *_grid(head, rows), ""] if rows else []
 
 
 def _side_by_side(sections: Mapping[str, Any]) -> list[str]:

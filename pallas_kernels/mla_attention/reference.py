@@ -51,18 +51,20 @@ def decode(
     options: LatentOptions,
     *,
     dtype: Any = jnp.float32,
+    weights_dtype: Any = None,
 ) -> Float[Array, "rows heads rank"]:
     """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
 
     Args:
         dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
+        weights_dtype: see `pallas_kernels.paged_attention.reference.attend`.
     """
     starts = jnp.maximum(lengths - 1, 0)
     if options.chosen is not None:
         keys = jnp.arange(tables.shape[1] * pool.shape[1])
         mask = (options.chosen[:, :, None] == keys).any(1)[:, None]
         options = dataclasses.replace(options, chosen=mask)
-    return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype)[:, 0]
+    return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype, weights_dtype=weights_dtype)[:, 0]
 
 
 def prefill(
@@ -74,6 +76,7 @@ def prefill(
     options: LatentOptions,
     *,
     dtype: Any = jnp.float32,
+    weights_dtype: Any = None,
 ) -> Float[Array, "sequences chunk heads rank"]:
     """Chunks whose first queries stand at ``starts``, causal; keys up to ``lengths`` are written. Length 0: zeros.
 
@@ -94,7 +97,7 @@ def prefill(
         visible &= (start + jnp.arange(chunk) < length)[:, None]
         if chosen is not None:
             visible &= chosen[:, : keys.shape[0]]
-        return attend(q, keys[None], keys[None, :, :rank], visible, AttentionOptions(options.scale))
+        return attend(q, keys[None], keys[None, :, :rank], visible, AttentionOptions(options.scale), weights_dtype)
 
     mixed = jax.vmap(sequence)(q, tables, starts, lengths, options.chosen)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -9,6 +9,7 @@ What else a call says, alike in every path: `options.AttentionOptions`. A pool i
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import bits
 from pallas_kernels.paged_attention.options import AttentionOptions
+
+_LN_2 = math.log(2.0)
 
 
 def dequantize(
@@ -66,8 +69,14 @@ def attend(
     values: Float[Array, "kv_heads keys value_dim"],
     visible: Bool[Array, "queries keys"],
     options: AttentionOptions,
+    weights_dtype: Any = None,
 ) -> Float[Array, "queries heads value_dim"]:
-    """Softmax attention in the dtype of the keys. A query that sees nothing gives zeros."""
+    """Softmax attention in the dtype of the keys. A query that sees nothing gives zeros.
+
+    Args:
+        weights_dtype: that of a kernel's probabilities: they are rounded to it before values are weighed, while their
+            sum is not. They are relative to an integer power of two, whichever: that changes nothing of the rounding.
+    """
     (heads, dtype), softcap, sinks = (q.shape[1], keys.dtype), options.softcap, options.sinks
     keys, values = (jnp.repeat(x, heads // x.shape[0], axis=0) for x in (keys, values))
     seen = visible.any(0)[None, :, None]
@@ -79,8 +88,10 @@ def attend(
     sink = jnp.full((heads, 1, 1), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)[:, None, None]
     top = jnp.maximum(scores.max(-1, keepdims=True), sink)
     top = jnp.where(top > -jnp.inf, top, 0)
+    top = top if weights_dtype is None else jnp.round(top / _LN_2) * _LN_2
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
+    weights = weights if weights_dtype is None else weights.astype(weights_dtype).astype(dtype)
     weights = weights / jnp.where(total > 0, total, 1)
     return jnp.einsum("hqk,hkd->qhd", weights, values, precision=lax.Precision.HIGHEST)
 
@@ -93,14 +104,16 @@ def decode(
     options: AttentionOptions,
     *,
     dtype: Any = jnp.float32,
+    weights_dtype: Any = None,
 ) -> Float[Array, "rows heads head_dim"]:
     """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
 
     Args:
         dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
+        weights_dtype: see `attend`.
     """
     starts = jnp.maximum(lengths - 1, 0)
-    return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype)[:, 0]
+    return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype, weights_dtype=weights_dtype)[:, 0]
 
 
 def prefill(
@@ -112,6 +125,7 @@ def prefill(
     options: AttentionOptions,
     *,
     dtype: Any = jnp.float32,
+    weights_dtype: Any = None,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
     """Chunks whose first queries stand at ``starts``; keys up to ``lengths`` are written. Length 0 gives zeros.
 
@@ -127,7 +141,7 @@ def prefill(
         keys, values = gather(numbers, table)
         visible = visible_keys(chunk, keys.shape[1], start, length, options.window, tree)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
-        return attend(q, keys, values, visible, options)
+        return attend(q, keys, values, visible, options, weights_dtype)
 
     mixed = jax.vmap(sequence, in_axes=(0, 0, 0, 0, None if tree is None else 0))(q, tables, starts, lengths, tree)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -14,11 +14,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 
+from jaxinfer.gpu_check.stored import WEIGHTS
 from jaxinfer.speculative import HEADS
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
 from tools.check_programs.rules import of_partitioner
-from tools.check_programs.stored import WEIGHTS
 from tools.check_programs.topologies import TOPOLOGIES, broken, header, lines
 from tools.check_programs.work import PATHS, Finding, Part, Work
 

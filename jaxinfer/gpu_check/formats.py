@@ -1,0 +1,96 @@
+"""Section formats: the engine with 8-bit pools, quantised weights and mixtures, random numbers all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, filled
+from jaxinfer.gpu_check.report import Report
+from jaxinfer.gpu_check.stored import stored
+from jaxinfer.gpu_check.throughput import Load, measure, settings
+from jaxinfer.models.model import abstract
+
+LOADS = (Load(64, 512, 128), Load(1, 512, 64))
+QUICK_LOADS = (Load(2, 20, 4),)
+_START_S = 60.0
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 8,  # of 32: what fits into 80 GB in bfloat16
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+SPARSE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 24,  # of 48
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+# What makes them small enough to be compiled and run anywhere.
+_TINY_MIXTURE = {
+    **{name: TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")},
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,
+}
+
+
+class Format(NamedTuple):
+    """Of ``weights`` see `jaxinfer.gpu_check.stored.WEIGHTS`; None: as they are."""
+
+    name: str
+    config: Mapping[str, Any]
+    weights: str | None = None
+    cache: str = "auto"
+
+
+FORMATS = (
+    Format("8B, int4", LLAMA_8B, "int4"),
+    Format("8B, fp8", LLAMA_8B, "fp8"),
+    Format("8B, pools of fp8", LLAMA_8B, cache="fp8"),
+    Format("Mixtral, 8 layers", MIXTRAL),
+    Format("Qwen3-30B-A3B, 24 layers", SPARSE),
+    Format("8B, pools of int8", LLAMA_8B, cache="int8"),
+    Format("8B, int8 weights and activations", LLAMA_8B, "int8-activations"),
+    Format("Qwen3-30B-A3B, int4", {**SPARSE, "num_hidden_layers": 48}, "int4"),
+)
+
+
+def run(report: Report) -> None:
+    for number, each in enumerate(FORMATS):
+        if not (report.quick or report.time_for(each.name, _START_S)):
+            continue
+        with report.attempt(each.name):
+            loads = QUICK_LOADS if report.quick else LOADS
+            model = abstract(_small(each.config) if report.quick else dict(each.config), "bfloat16")
+            model = filled(stored(model, each.weights) if each.weights else model, number)
+            measure(report, f"{each.name}: ", model, settings(loads, kv_cache_dtype=each.cache), loads)
+
+
+def _small(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["model_type"] == "llama":
+        return {**TINY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    return {**config, **_TINY_MIXTURE, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}

@@ -1,0 +1,50 @@
+"""Figures beside their goals, and what the exit status makes of them."""
+
+import pytest
+
+from jaxinfer.gpu_check import __main__ as gpu_check
+from jaxinfer.gpu_check import goals, throughput, workloads
+from jaxinfer.gpu_check.table import markdown
+
+H100 = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu"}
+
+
+def step_of(share):
+    records = [{"key": "decode, 64 rows, auto, context 512", "share_of_copy": share}]
+    return {"step": {"status": "ok", "seconds": 1.0, "records": records}}
+
+
+@pytest.mark.parametrize(("share", "word"), [(0.81, "goal"), (0.75, "floor"), (0.7, "below floor")])
+def test_figures_stand_beside_their_goals(share, word):
+    (verdict,) = goals.verdicts(step_of(share), H100["kind"])
+    assert (verdict.word, verdict.figure) == (word, share)
+    content = {"device": H100, "date": "2026-01-01", "quick": False, "git": {"commit": "a"}, "sections": step_of(share)}
+    assert f"| {share:.4g} | 0.8 | 0.72 | {word} |" in markdown(content)
+    assert goals.verdicts(step_of(share), "NVIDIA L40S") == []
+
+
+def test_a_goal_over_another_section_is_a_ratio():
+    def section(rate):
+        return {"records": [{"key": "64 requests, 512 + 256 tokens", "output_tokens_s": rate}]}
+
+    found = goals.verdicts({"engine": section(850.0), "relaxed": section(1000.0)}, H100["kind"])
+    assert [(verdict.figure, verdict.word) for verdict in found] == [(0.85, "below goal")]
+    assert goals.verdicts({"engine": section(850.0)}, H100["kind"]) == []
+
+
+def test_every_goal_is_of_something_that_is_measured():
+    keys = {str(shape) for shape in workloads.attention(quick=False)}
+    loads = {str(load) for load in throughput.LOADS}
+    for goal in goals.GOALS:
+        assert goal.section in gpu_check.NAMES
+        assert goal.section != "kernels" or goal.key.removesuffix(": mosaic") in keys
+        assert goal.over is None or goal.key in loads
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.75, 0), (0.7, 1)])
+def test_the_exit_status_knows_floors(tmp_path, capsys, share, code):
+    results = gpu_check.Results(tmp_path, H100, quick=False)
+    for name, section in step_of(share).items():
+        results.put(name, section)
+    assert gpu_check.summary(results, ["step"]) == code
+    assert ("below floor" in capsys.readouterr().out) == (code == 1)
