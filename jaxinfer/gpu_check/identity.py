@@ -28,7 +28,7 @@ def run(report: Report) -> None:
     quick = report.quick
     model = random_model(TINY if quick else LLAMA_8B)
     requests = mixed(8 if quick else 40, model.config.vocab_size, _QUICK_LENGTHS if quick else _LENGTHS)
-    longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
+    longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in requests)
     page = 16 if quick else 64
     config = EngineConfig(max_model_len=-(-longest // page) * page, max_num_seqs=4 if quick else 40, page_size=page)
     tight = dataclasses.replace(config, num_pages=-(-longest // page) + (6 if quick else 40))
