@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jaxinfer.cache_config import CacheConfig
+from jaxinfer.defaults import CPU, Defaults
 from jaxinfer.lora_config import LoRAConfig
+from jaxinfer.parallel_config import ParallelConfig
 from jaxinfer.speculative import GRAMMAR, HEADS, SpeculativeConfig
 from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
-
-# Enough that decode rows cost a long prefill a few percent only; a step of it bounds the pause between two tokens.
-_BATCHED_TOKENS = 2048
 
 Backend = Literal["auto", "mosaic", "xla"]
 
@@ -58,10 +57,13 @@ class SchedulerConfig:
     """Steps, and the queue.
 
     Attributes:
-        max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled.
-        max_num_batched_tokens: prompt and decode tokens per step (default: 2048, or a full chunk and all rows if more).
+        max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled (default: 8
+            on a CPU, 256 on a GPU of 48 GB and more).
+        max_num_batched_tokens: prompt and decode tokens per step (default: 2048 on a CPU, 4096 on such a GPU, or a full
+            chunk and all rows if more).
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each
-            multiple of it, and the tail of a prompt in the smallest size that holds it.
+            multiple of it, and the tail of a prompt in the smallest size that holds it (default: up to 256 on a CPU,
+            2048 on such a GPU).
         max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together where that is
             proved to change no bit (default: what pays on the platform; 1: a program a chunk).
         scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (the tenant that has used
@@ -73,9 +75,9 @@ class SchedulerConfig:
         multi_step: most decode steps that run on the device without the host, when nobody waits.
     """
 
-    max_num_seqs: int = 8
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    prefill_sizes: tuple[int, ...] = (32, 128, 256)
+    prefill_sizes: tuple[int, ...] | None = None
     max_prefill_rows: int | None = None
     scheduling_policy: str = "fcfs"
     max_waiting_requests: int | None = None
@@ -87,47 +89,22 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Devices, and how the model is spread over them.
-
-    Attributes:
-        tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are spread.
-        expert_parallel_size: groups of so many devices among which a mixture's experts are dealt out; all else is
-            spread over the devices of all groups.
-        pipeline_parallel_size: groups of so many devices, each of which computes some of the layers.
-        data_parallel_size: copies of all that: each has the whole model, a KV pool of its own and some of the
-            requests.
-        enable_dp_attention: each of the groups among which experts are dealt out is one device, which has attention
-            and all else whole, and sequences, slots and a KV pool of its own; tokens go to their experts and back.
-        sequence_parallel_norms: in prefill programs each device has the hidden states of some tokens between the parts
-            of a layer: each sum over devices becomes a reduce-scatter, and an all-gather behind the norm.
-    """
-
-    tensor_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    enable_dp_attention: bool = False
-    sequence_parallel_norms: bool = False
-
-    @property
-    def dp_ranks(self) -> int:
-        """Devices of which each serves sequences of its own."""
-        return self.expert_parallel_size if self.enable_dp_attention else 1
-
-    @property
-    def devices(self) -> int:
-        """Over which heads and the KV pool are spread."""
-        return self.tensor_parallel_size * (1 if self.enable_dp_attention else self.expert_parallel_size)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(LoRAConfig, ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
     """Settings of an engine, all groups in one; None means: choose."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResolvedEngine(EngineConfig):
+class _Chosen(EngineConfig):
+    """The settings with what the platform has defaults for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_sizes: tuple[int, ...]
+    max_prefill_rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedEngine(_Chosen):
     """The settings with nothing left open, and every number that shapes the compiled programs and the pool.
 
     Attributes:
@@ -139,7 +116,6 @@ class ResolvedEngine(EngineConfig):
     """
 
     max_model_len: int
-    max_num_batched_tokens: int
     num_pages: int
     num_states: int
     attention_backend: Backend
@@ -184,8 +160,7 @@ def resolve(
     *,
     max_position: int,
     itemsize: int,
-    min_rows: int = 1,
-    prefill_rows: int = 1,
+    defaults: Defaults = CPU,
     draft: CacheSpec | None = None,
 ) -> ResolvedEngine:
     """Fill in what the user left open and refuse what cannot be.
@@ -193,8 +168,7 @@ def resolve(
     Args:
         cache: the model's KV cache; ``itemsize`` is the bytes of one of its elements.
         max_position: the longest context that the model knows.
-        min_rows: fewest rows of a decode program that the platform runs well.
-        prefill_rows: ``max_prefill_rows`` where it was left open.
+        defaults: of the platform.
         draft: the draft model's KV cache, whose elements are as large.
 
     Raises:
@@ -202,19 +176,18 @@ def resolve(
     """
     check(config)
     length = _max_model_len(config.max_model_len, max_position)
-    prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
+    chosen = _choose(config, cache, length, itemsize, defaults)
+    check(chosen)
     microbatches, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
     # One sequence at least has rows for its drafts; a further path has one of the last known token, too.
     most_drafts = config.speculative_tree * (1 + config.num_speculative_tokens)
-    least_rows = min_rows if config.speculative is None else max(min_rows, most_drafts)
-    rows = microbatches * max(math.ceil(config.max_num_seqs / microbatches), least_rows)
-    budget = config.max_num_batched_tokens
+    least_rows = defaults.min_rows if config.speculative is None else max(defaults.min_rows, most_drafts)
+    rows = microbatches * max(math.ceil(chosen.max_num_seqs / microbatches), least_rows)
     caches = [spec.stored_as(config.kv_cache_dtype) for spec in (cache, draft) if spec is not None]
-    pages, states = _num_pages(config, caches, width, itemsize), _num_states(config, cache)
-    batches = _prefill_batch_sizes(config, prefill_rows, width, pages)
+    pages, states = _num_pages(chosen, caches, width, itemsize), _num_states(chosen, cache)
+    batches = _prefill_batch_sizes(chosen, width, pages)
     found = {
         "max_model_len": length,
-        "max_num_batched_tokens": max(_BATCHED_TOKENS, _least_tokens(config)) if budget is None else budget,
         "num_pages": pages,
         "num_states": states,
         "rows": rows,
@@ -222,7 +195,28 @@ def resolve(
         "prefill_batch_sizes": tuple(max(1, min(each, states // 2)) for each in batches) if states else batches,
         "host_pages": 0 if states else _host_pages(config, caches, itemsize),
     }
-    return ResolvedEngine(**vars(config) | found)
+    return ResolvedEngine(**vars(chosen) | found)
+
+
+def _choose(config: EngineConfig, cache: CacheSpec, length: int, itemsize: int, defaults: Defaults) -> _Chosen:
+    """What was left open as the platform has it, as far as what was given allows."""
+    states = 0 if config.num_states else _LEAST_STATES * cache.bytes_per_state(itemsize, config.devices)
+    sequences, budget, sizes = config.max_num_seqs, config.max_num_batched_tokens, config.prefill_sizes
+    if sequences is None:
+        sequences = defaults.sequences(states)
+        if budget is not None:
+            sequences = max(1, min(sequences, budget // 2 if sizes is None else budget - sizes[-1]))
+    if sizes is None:
+        most = None if budget is None else budget - sequences
+        devices = config.devices if config.sequence_parallel_norms else 1
+        sizes = defaults.sizes(length, config.page_size, devices, most)
+    found = {
+        "max_num_seqs": sequences,
+        "prefill_sizes": sizes,
+        "max_num_batched_tokens": budget or max(defaults.max_num_batched_tokens, sizes[-1] + sequences),
+        "max_prefill_rows": config.max_prefill_rows or defaults.max_prefill_rows,
+    }
+    return _Chosen(**vars(config) | found)
 
 
 def check(config: EngineConfig) -> None:
@@ -232,20 +226,18 @@ def check(config: EngineConfig) -> None:
         EngineConfigError: names the setting and the value.
     """
     _require_power_of_two("page_size", config.page_size)
-    _require_prefill_sizes(config.prefill_sizes, config.page_size)
+    if config.prefill_sizes is not None:
+        _require_prefill_sizes(config.prefill_sizes, config.page_size)
     _require_simple(config)
     _require_dp_attention(config)
     _require_even_tokens(config)
     length, rows, tokens = config.max_model_len, config.max_prefill_rows, config.max_num_batched_tokens
     _require(length is None or length >= 2, "max_model_len", length, "must be at least 2")
     _require(rows is None or rows >= 1, "max_prefill_rows", rows, "must be at least 1")
-    least = _least_tokens(config)
+    # Of what is open as little is chosen as must be.
+    least = (config.prefill_sizes or (config.page_size,))[-1] + (config.max_num_seqs or 1)
     enough = f"must hold a full chunk and all rows ({least})"
     _require(tokens is None or tokens >= least, "max_num_batched_tokens", tokens, enough)
-
-
-def _least_tokens(config: EngineConfig) -> int:
-    return config.prefill_sizes[-1] + config.max_num_seqs
 
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -257,7 +249,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "attention_backend": ("auto", "mosaic", "xla"),
 }
 _AT_LEAST_ONE = (
-    "max_num_seqs",
     "max_loras",
     "max_lora_rank",
     "multi_step",
@@ -279,7 +270,7 @@ def _require_simple(config: EngineConfig) -> None:
         _require(getattr(config, name) in choices, name, getattr(config, name), what)
     for name in _AT_LEAST_ONE:
         _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
-    for name in ("max_waiting_requests", "max_waiting_sequences", "max_waiting_tokens"):
+    for name in ("max_num_seqs", "max_waiting_requests", "max_waiting_sequences", "max_waiting_tokens"):
         limit = getattr(config, name)
         _require(limit is None or limit >= 1, name, limit, "must be at least 1")
     least = f"must be at least prompt_lookup_min ({config.prompt_lookup_min})"
@@ -352,7 +343,7 @@ def _require_even_tokens(config: EngineConfig) -> None:
     both = "and enable_dp_attention = True exclude each other: each device has tokens of its own"
     _require(not config.enable_dp_attention, name, True, both)
     _require(devices > 1, name, True, "needs tensor_parallel_size or expert_parallel_size above 1: nothing is summed")
-    for size in config.prefill_sizes:
+    for size in config.prefill_sizes or ():
         uneven = f"cannot be: {devices} devices do not divide a chunk of {size} tokens (prefill_sizes)"
         _require(size % devices == 0, name, True, uneven)
 
@@ -373,10 +364,10 @@ def _require_prefill_sizes(sizes: tuple[int, ...], page: int) -> None:
         _require_power_of_two("prefill_sizes", size)
 
 
-def _prefill_batch_sizes(config: EngineConfig, rows: int, width: int, pages: int) -> tuple[int, ...]:
+def _prefill_batch_sizes(config: _Chosen, width: int, pages: int) -> tuple[int, ...]:
     """Chunks per wide program. Only the largest size can occur more than once in a prompt; the proof of a program
     needs pages of its own for every chunk."""
-    sizes = config.prefill_sizes
+    rows, sizes = config.max_prefill_rows, config.prefill_sizes
     counts = (rows // size if size == sizes[-1] else min(rows // size, config.max_num_seqs) for size in sizes)
     return tuple(max(1, min(count, pages // width)) for count in counts)
 
@@ -388,7 +379,7 @@ def _max_model_len(length: int | None, max_position: int) -> int:
     return length
 
 
-def _num_pages(config: EngineConfig, caches: Sequence[CacheSpec], width: int, itemsize: int) -> int:
+def _num_pages(config: _Chosen, caches: Sequence[CacheSpec], width: int, itemsize: int) -> int:
     """Pages of the pool: as asked, or enough for every row within ``kv_cache_bytes``, one full sequence at least."""
     if config.num_pages is not None:
         what = f"must hold one sequence of max_model_len ({width} pages)"
@@ -410,7 +401,7 @@ def _host_pages(config: EngineConfig, caches: Sequence[CacheSpec], itemsize: int
 _LEAST_STATES = 4  # of one sequence alone: that it goes on from, those of its next pages
 
 
-def _num_states(config: EngineConfig, cache: CacheSpec) -> int:
+def _num_states(config: _Chosen, cache: CacheSpec) -> int:
     """States that are kept; EngineConfigError for what a model with states cannot be served with."""
     if not cache.stateful:
         _require(config.num_states is None, "num_states", config.num_states, "is of models with states: this has none")

@@ -26,6 +26,8 @@ STOREY = {
     "speculative": 0,
     "lora_config": 0,
     "cache_config": 0,
+    "defaults": 0,
+    "parallel_config": 0,
     "protos": 0,  # generated from protos/
     "parsers": 0,
     "gguf": 0,
@@ -123,6 +125,8 @@ THIRD_PARTY = {
     "speculative": set[str](),
     "lora_config": set[str](),
     "cache_config": set[str](),
+    "defaults": set[str](),
+    "parallel_config": set[str](),
     "names": set[str](),
     "version": set[str](),
     "parsers": set[str](),

@@ -74,8 +74,9 @@ def _schema(kind: type, skip: Collection[str]) -> dict[str, Any]:
 def _type(hint: Any) -> dict[str, Any]:
     """Of a field. What is converted before it is checked (``off``, mappings for JSON) may be anything."""
     if isinstance(hint, types.UnionType):
-        kinds = [_TYPES[part] for part in typing.get_args(hint) if part is not types.NoneType]
-        return {"type": [*kinds, "null"]}
+        parts = [_type(part) for part in typing.get_args(hint) if part is not types.NoneType]
+        kinds = [part["type"] for part in parts]
+        return {key: value for part in parts for key, value in part.items()} | {"type": [*kinds, "null"]}
     if typing.get_origin(hint) is tuple:
         return {"type": "array", "items": _type(typing.get_args(hint)[0])}
     return {"type": _TYPES[hint]} if hint in _TYPES else {}

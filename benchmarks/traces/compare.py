@@ -62,7 +62,9 @@ def static_batching(setup: Setup) -> dict[str, Any]:
     prompts = Way(servers["continuous"], dataclasses.replace(setup.trace, requests=requests), seed=_OTHER_PROMPTS)
     ways = {name: Way(server, setup.trace) for name, server in servers.items()}
     runs = _turns(setup, ways | {"prompts alone": prompts}, setup.outstanding)
-    bound = BatchingBound.of([request.output_len for request in setup.trace.requests], setup.config.max_num_seqs)
+    slots = setup.config.max_num_seqs
+    assert slots is not None  # `benchmarks.trace` says how many
+    bound = BatchingBound.of([request.output_len for request in setup.trace.requests], slots)
     ratio, decoding = _ratio(runs["continuous"], runs["static"]), _decoding_ratio(runs)
     return {
         "ratio": dataclasses.asdict(ratio),

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.core import EngineCore
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model
 from jaxinfer.gpu_check.report import Report
 from jaxinfer.gpu_check.throughput import planned
@@ -60,7 +60,7 @@ def mixed(count: int, vocab: int, lengths: tuple[int, ...]) -> Requests:
     ]
 
 
-def answers(engine: Engine, requests: Requests, first: int = 0) -> Answers:
+def answers(engine: EngineCore, requests: Requests, first: int = 0) -> Answers:
     """Tokens and logprobs by request, each number as its bits say it."""
     found: Answers = {f"{first + at}": [] for at in range(len(requests))}
     for at, (prompt, params) in enumerate(requests):

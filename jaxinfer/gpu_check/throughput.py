@@ -6,7 +6,6 @@ the host's share included; what is compiled before is told apart. The pool is wh
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -14,9 +13,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.distributed.make import make_engine
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, bytes_per_token, random_model, weight_bytes
 from jaxinfer.gpu_check.report import Report
 from jaxinfer.models.model import Model
@@ -80,14 +78,12 @@ def measure(report: Report, name: str, model: Model, config: EngineConfig, loads
             report.put(f"{name}{load}", **_measure(report, engine, model.with_cache(config.kv_cache_dtype), load))
 
 
-def planned(model: Model, config: EngineConfig) -> Engine:
+def planned(model: Model, config: EngineConfig) -> EngineCore:
     """An engine whose pool is what memory leaves, unless ``config`` says how large it is."""
-    platform = jax.default_backend()
-    pages = plan_engine(model, config, platform).pages
-    return Engine(prepare(model, dataclasses.replace(config, num_pages=pages), platform))
+    return make_engine(model, config, jax.default_backend())
 
 
-def _settings(engine: Engine) -> dict[str, Any]:
+def _settings(engine: EngineCore) -> dict[str, Any]:
     config = engine.config
     return {
         "rows": config.rows,
@@ -98,7 +94,7 @@ def _settings(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _measure(report: Report, engine: Engine, model: Model, load: Load) -> dict[str, Any]:
+def _measure(report: Report, engine: EngineCore, model: Model, load: Load) -> dict[str, Any]:
     """Sampling is greedy; nothing is warmed up: everything was compiled at the start."""
     sampling = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
     vocab = model.config.vocab_size

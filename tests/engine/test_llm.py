@@ -140,7 +140,7 @@ def test_bad_requests_disturb_nobody(llm, prompt, params, message):
         ({"max_num_seqs": 0}, "max_num_seqs = 0"),
         ({"page_size": 24}, "page_size = 24"),
         ({"num_pages": 2}, "num_pages = 2 must hold one sequence"),
-        ({"max_num_batched_tokens": 100}, "max_num_batched_tokens = 100"),
+        ({"max_num_batched_tokens": 50}, "max_num_batched_tokens = 50"),
         ({"prefill_sizes": (32, 16)}, "prefill_sizes"),
         ({"memory_utilization": 0.0}, "memory_utilization = 0.0"),
         ({"memory_utilization": 1.5}, "memory_utilization = 1.5"),

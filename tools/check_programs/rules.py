@@ -202,6 +202,7 @@ def moved_arrays(step: Step) -> list[Instruction]:
 
     A GEMM's result is an activation. A custom call that is aliased writes in place, as do scatters. What could be an
     activation by its size is not one if it is made of an argument that is as large: the scales of a norm are smaller.
+    But a table's rows for the tokens of a call are.
     """
     sizes = {one.size for one in step.module.weights() if len(one.dims or ()) > 1}
     return [one for one in step.module.in_memory() if _is_moved(step, one, {*sizes, step.pool})]
@@ -217,6 +218,8 @@ def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:
         return True
     if one.size > step.largest:
         return one.size >= min(sizes)
+    if opcode == "gather" and [n for n in one.dims or () if n != 1][:1] == [step.tokens]:
+        return False
     as_large = {size for size in sizes if size >= one.size}
     return opcode in _MOVES and one.size in sizes and step.module.reads_argument(one, as_large)
 

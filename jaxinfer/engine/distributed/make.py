@@ -13,6 +13,7 @@ from jaxinfer.engine.distributed.replicas import Replicas, config_of_each, make_
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
+from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.lora.open import open_store
 from jaxinfer.lora.store import LoRAStore
@@ -31,9 +32,11 @@ def make_engine(
     group: Group | None = None,
     loras: LoRAStore | None = None,
 ) -> EngineCore:
-    """An engine for a model, with a store of adapters where its settings ask for one and none is given; see `Replicas`
-    for arguments and errors."""
+    """An engine for a model, with a store of adapters where its settings ask for one and none is given, and on a GPU a
+    pool of what memory leaves where they do not say how large it is; see `Replicas` for arguments and errors."""
     mesh = mesh or mesh_for(config)
+    if config.num_pages is None and platform != "cpu":
+        config = dataclasses.replace(config, num_pages=plan_engine(model, config, platform, mesh).pages)
     loras = open_store(model, config) if loras is None and config.enable_lora else loras
     if mesh.shape["data"] > 1:
         return Replicas(model, config, platform, progress, mesh, group, loras)

@@ -230,7 +230,7 @@ def _plan_stage(
             return plan
     # More pages allow wider programs.
     roomy = dataclasses.replace(config, num_pages=config.num_pages or max(most, engine.table_width))
-    temporaries = _temporaries(part, arrays, resolve_for(model, roomy, platform))
+    temporaries = _temporaries(part, arrays, resolve_for(model, roomy, platform, mesh))
     return decide(dataclasses.replace(needs, temporaries=temporaries))
 
 

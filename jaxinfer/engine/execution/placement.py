@@ -213,6 +213,16 @@ def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
+def device_memory(device: Any) -> int:
+    """Bytes that JAX may allocate on a device; 0 where it does not say, or the device is one that is only described
+    (`jax.experimental.topologies`)."""
+    try:
+        stats = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        return 0
+    return int(stats.get("bytes_limit", 0))
+
+
 def device_bytes(tree: Any) -> int:
     """Bytes of one device that a tree of arrays takes, which may be abstract. All must have a sharding."""
     leaves = jax.tree.leaves(tree)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
-from jaxinfer.engine.execution.placement import spread_model
+from jaxinfer.defaults import Defaults, of_platform
+from jaxinfer.engine.execution.placement import device_memory, spread_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
-from jaxinfer.parallel.processes import processes_of
+from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.quant import rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
@@ -48,7 +49,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     draft = _draft_of(model, config, mesh)
     model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
     model = model.for_kernels() if platform == "gpu" else model
-    resolved = resolve_for(model, config, platform)
+    resolved = resolve_for(model, config, platform, mesh)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     model = model.replace(cache_spec=dataclasses.replace(model.cache_spec, page_size=resolved.page_size))
     if model.draft is not None:
@@ -151,10 +152,9 @@ def with_activations(model: Model, config: EngineConfig) -> Model:
     return changed
 
 
-def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
-    """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a platform."""
-    # XLA:CPU runs one-row products of bfloat16 or 8-bit numbers twenty times slower than two-row ones.
-    narrow = model.dtype != jnp.float32 or rounds_activations(model.params)
+def resolve_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None = None) -> ResolvedEngine:
+    """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a mesh of a platform's devices (None:
+    nothing is known of them)."""
     _require_backend(model, config, platform)
     make_drafter(config)  # refuses a name that nobody has registered
     return resolve(
@@ -162,10 +162,20 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
         model.cache_spec,
         max_position=model.config.max_position,
         itemsize=model.dtype.itemsize,
-        min_rows=2 if platform == "cpu" and narrow else 1,
-        prefill_rows=_prefill_rows(model, platform),
+        defaults=defaults_for(model, platform, mesh),
         draft=model.draft.cache_spec if model.draft is not None and config.drafts_on_device else None,
     )
+
+
+def defaults_for(model: Model, platform: str, mesh: Mesh | None) -> Defaults:
+    """The platform's defaults, as the model and the devices' memory make them."""
+    if platform != "cpu":
+        own = [] if mesh is None else own_devices(mesh)
+        return of_platform(platform, min(map(device_memory, own), default=0))
+    # XLA:CPU runs one-row products of bfloat16 or 8-bit numbers twenty times slower than two-row ones.
+    narrow = model.dtype != jnp.float32 or rounds_activations(model.params)
+    found = of_platform(platform)
+    return found._replace(min_rows=2 if narrow else 1, max_prefill_rows=_prefill_rows(model, found.max_prefill_rows))
 
 
 def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
@@ -179,10 +189,8 @@ def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
         raise EngineConfigError(f"attention_backend = mosaic cannot be: {why}")
 
 
-def _prefill_rows(model: Model, platform: str) -> int:
-    """Rows that fill the device. On a CPU products of few rows spend half their time packing weights; beyond some
-    2e11 operations a program would gain nothing and its proof at start-up cost seconds."""
-    if platform != "cpu":
-        return 512
+def _prefill_rows(model: Model, most: int) -> int:
+    """Rows that fill a CPU. Products of few rows spend half their time packing weights; beyond some 2e11 operations a
+    program would gain nothing and its proof at start-up cost seconds."""
     operations = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    return max(1, min(512, 200_000_000_000 // operations))
+    return max(1, min(most, 200_000_000_000 // operations))

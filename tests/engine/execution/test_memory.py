@@ -163,8 +163,9 @@ def with_budget(monkeypatch, total: int) -> None:
 def test_an_accelerators_pool_takes_what_weights_and_programs_leave(monkeypatch):
     with_budget(monkeypatch, 64 * MIB)
     model = tiny_model()
-    plan = plan_engine(model, CONFIG, "gpu")
-    llm = LLM(model, config=CONFIG, num_pages=plan.pages, compilation_cache_dir="")
+    config = dataclasses.replace(CONFIG, max_num_seqs=8, prefill_sizes=(32, 128, 256), max_prefill_rows=512)
+    plan = plan_engine(model, config, "gpu")
+    llm = LLM(model, config=config, num_pages=plan.pages, compilation_cache_dir="")
     assert plan.needs.temporaries == llm.engine.temporaries() > 0
     assert llm.engine.config.prefill_batch_sizes[0] > 1
     assert plan.needs.weights == sum(x.nbytes for x in jax.tree.leaves(model.params))
