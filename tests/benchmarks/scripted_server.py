@@ -6,6 +6,7 @@ import dataclasses
 
 from benchmarks.traces.replay import Counters, Occupancy
 from jaxinfer.config import EngineConfig
+from jaxinfer.defaults import CPU
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 
@@ -36,7 +37,7 @@ class ScriptedServer:
 
     def step(self) -> list[SequenceDelta]:
         if not self.running or self.settings.batching == "continuous":
-            while self.queue and len(self.running) < self.settings.max_num_seqs:
+            while self.queue and len(self.running) < (self.settings.max_num_seqs or CPU.max_num_seqs):
                 request = self.queue.pop(0)
                 self.running[request.request_id] = [request.params.max_tokens or 0, 0]
         self.time += self.step_seconds
