@@ -49,11 +49,11 @@ CPU = Defaults(max_num_seqs=8, prefill_sizes=(32, 128, 256), max_prefill_rows=51
 # saves nothing. Its products reach their rate at some 2,000 rows (an H100: 23 us a token of an 8B model in chunks of
 # 2,048, 35 in chunks of 256); short prompts have that in wide programs. What limits it is memory: activations of 4,096
 # rows of an 8B model take 0.6 GB, which a device of 24 GB wants for pages. Memory is what JAX may take, three quarters
-# of all if nothing else is said.
+# of all if nothing else is said. XLA norms a single row in two kernels, several in one.
 _GPU = (
-    (36 * _GIB, Defaults(256, (128, 256, 512, 1024, 2048), 4096, 4096)),
-    (15 * _GIB, Defaults(128, (128, 256, 512, 1024), 2048, 2048)),
-    (0, Defaults(64, (128, 256, 512), 1024, 2048)),
+    (36 * _GIB, Defaults(256, (128, 256, 512, 1024, 2048), 4096, 4096, min_rows=2)),
+    (15 * _GIB, Defaults(128, (128, 256, 512, 1024), 2048, 2048, min_rows=2)),
+    (0, Defaults(64, (128, 256, 512), 1024, 2048, min_rows=2)),
 )
 
 

@@ -121,6 +121,9 @@ class RankExecutor:
     def temporaries(self) -> int:
         return self._all.programs.temporaries()
 
+    def digest(self) -> str | None:
+        return None  # ranks try theirs out together
+
 
 class _IdleOperands(NamedTuple):
     """Operands of a call for a rank that did not ask for it."""

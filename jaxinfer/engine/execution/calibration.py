@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from jaxinfer.engine.execution.commands import Executor
+from jaxinfer.engine.execution.compilations import found_out
 from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.probe import AdaptedExecutor, Probe, joint
@@ -38,8 +41,28 @@ class Calibration:
     costs: Costs
 
 
+_PER_SIZE = ("prefill_batches", "size_classes")
+
+
 def calibrate(executor: Executor, prepared: Prepared, platform: str) -> Calibration:
-    """Try an executor's programs out. Its pools hold nothing yet, and mean nothing afterwards."""
+    """Try an executor's programs out, unless an earlier start did. Its pools hold nothing yet, and mean nothing
+    afterwards."""
+    settings = f"{prepared.config!r} {platform} {jax.devices()[0].device_kind}"
+    find_out = functools.partial(_try_out, executor, prepared, platform)
+    found = found_out(executor.digest(), settings, find_out, _is_proof)
+    by_size = {name: {int(size): number for size, number in found[name].items()} for name in _PER_SIZE}
+    # Measured at each start: it is also the first call of programs, and what that costs a request need not pay.
+    costs = measure_costs(executor, prepared.config, len(prepared.model.cache_spec.windows))
+    return Calibration(**found | by_size, costs=costs)
+
+
+def _is_proof(found: Any) -> bool:
+    fields = {field.name for field in dataclasses.fields(Calibration)} - {"costs"}
+    return isinstance(found, dict) and found.keys() == fields
+
+
+def _try_out(executor: Executor, prepared: Prepared, platform: str) -> dict[str, Any]:
+    """The fields of a `Calibration` but its costs, which are kept as JSON."""
     model, engine, limits = prepared
     exact, probes = engine.exactness == "exact", _probes(executor, prepared)
     found = [probe.prefill_batches() for probe in probes]
@@ -51,8 +74,12 @@ def calibrate(executor: Executor, prepared: Prepared, platform: str) -> Calibrat
         classes = joint([probe.size_classes() for probe in probes])
         resume = all(probe.exact_resume(classes) for probe in probes)
     several = engine.multi_step > 1 and (not exact or all(probe.multi_step(limits) for probe in probes))
-    costs = measure_costs(executor, engine, len(model.cache_spec.windows))
-    return Calibration(batches, classes, resume, engine.multi_step if several else 1, costs)
+    return {
+        "prefill_batches": batches,
+        "size_classes": classes,
+        "exact_resume": resume,
+        "multi_step": engine.multi_step if several else 1,
+    }
 
 
 def _probes(executor: Executor, prepared: Prepared) -> list[Probe]:

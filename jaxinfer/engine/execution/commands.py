@@ -304,6 +304,10 @@ class Executor(Protocol):
         """Bytes that the hungriest program uses on a device while it runs."""
         ...
 
+    def digest(self) -> str | None:
+        """Of all its executables; None: nobody knows those of all."""
+        ...
+
 
 class SamplerSnapshot:
     """The number of a snapshot that executors keep, as long as somebody refers to this."""

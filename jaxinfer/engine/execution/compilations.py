@@ -1,14 +1,33 @@
-"""Compilations: the cache that keeps them between starts, and counts of them; after READY there must be none."""
+"""Compilations: what is kept of them between starts, and counts of them; after READY there must be none.
+
+JAX's own cache keeps executables. To find one, JAX needs the program in StableHLO, and to make that of a GPU's kernels
+takes longer than all else of a restart: so that is kept, too, by what the program was traced to, and what was found out
+about executables by what they are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
 import pathlib
-from collections.abc import Iterator
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.monitoring
+import numpy as np
+from jax.export import DisabledSafetyCheck, Exported, deserialize, export
+from jax.extend.core import Jaxpr, Literal
+from jax.sharding import Mesh
+
+import pallas_kernels
 
 DEFAULT_FOLDER = pathlib.Path("~/.cache/jaxinfer/compiled")
 
@@ -86,3 +105,176 @@ def count_cache_use() -> Iterator[CacheUse]:
     finally:
         jax.monitoring.unregister_event_listener(listen)
         use.wanted = seen.count
+
+
+# ---- programs before they are compiled
+
+_FORM = "1"  # of what is kept
+_METADATA = re.compile(r", metadata={[^}]*}")
+_LOWERED = "lowered"
+_KEPT_OF = ("gpu",)  # a CPU's programs have no kernels: they are lowered as fast as they are read
+_KERNELS = tuple(map(DisabledSafetyCheck.custom_call, ("mosaic_gpu", "mosaic_gpu_v2")))
+# What a setting is called that says where things are, or how much is told of them.
+_ELSEWHERE = ("_dir", "_path", "log", "dump", "compilation_cache", "persistent_cache", "traceback")
+
+
+def lower(
+    mesh: Mesh, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int | None, results: Any
+) -> jax.stages.Lowered:
+    """``function`` in StableHLO, of an earlier start where one had the same to do: traced it is each time.
+
+    Kept are programs of one GPU, where JAX's compilation cache has a folder. Call it within `traced_for`.
+
+    Args:
+        arguments: arrays, which may be abstract; ``donate``: which of them is donated.
+        results: shardings.
+    """
+    folder, device = jax.config.jax_compilation_cache_dir, mesh.devices.flat[0]
+    if folder is None or mesh.size > 1 or device.platform not in _KEPT_OF:
+        return jax.jit(function, donate_argnums=donate, out_shardings=results).lower(*arguments)
+    leaves, tree = jax.tree.flatten(arguments)
+    given: list[Any] = []
+
+    def flat(*operands: Any) -> list[Any]:
+        found, form = jax.tree.flatten(function(*jax.tree.unflatten(tree, operands)))
+        given[:] = [form]
+        return found
+
+    traced = jax.jit(flat)
+    key = _key(traced.trace(*leaves).jaxpr, device, (leaves, tree, donate, results))
+    kept = _kept(pathlib.Path(folder) / _LOWERED / key, functools.partial(_exported, traced, leaves, device.platform))
+
+    @functools.wraps(function)
+    def restored(*operands: Any) -> Any:
+        return jax.tree.unflatten(given[0], kept.call(*jax.tree.leaves(operands)))
+
+    return jax.jit(restored, donate_argnums=donate, out_shardings=results).lower(*arguments)
+
+
+def _exported(traced: Any, leaves: list[Any], platform: str) -> bytes:
+    # JAX's name of a platform to export for is that of a GPU's maker.
+    name = {"gpu": "cuda"}.get(platform, platform)
+    return bytes(export(traced, platforms=[name], disabled_checks=_KERNELS)(*leaves).serialize())
+
+
+def _kept(path: pathlib.Path, make: Callable[[], bytes]) -> Exported:
+    """What ``path`` holds, or is to hold: behind its digest, as JAX does not look at what it is given. A file that was
+    cut off, or that another version wrote, is made anew."""
+    with contextlib.suppress(OSError):
+        digest, content = _apart(path.read_bytes())
+        if digest == hashlib.sha256(content).digest():
+            return deserialize(bytearray(content))
+    content = make()
+    _write(path, hashlib.sha256(content).digest() + content)
+    return deserialize(bytearray(content))
+
+
+def _apart(kept: bytes) -> tuple[bytes, bytes]:
+    return kept[:32], kept[32:]
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Replace a file at once: another process may read it. A folder that cannot be written keeps nothing."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        part.write_bytes(content)
+        part.replace(path)
+
+
+def _key(program: Any, device: jax.Device, form: Any) -> str:
+    """A digest of all that a program's StableHLO is made from."""
+    settings = {
+        name: value for name, value in jax.config.values.items() if not any(part in name for part in _ELSEWHERE)
+    }
+    flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_FLAGS", "MOSAIC_"))}
+    versions = [jax.__version__, importlib.metadata.version("jaxlib"), device.client.platform_version]
+    parts = [_FORM, *versions, _sources(), device.device_kind]
+    digest = hashlib.sha256("\0".join([*parts, repr(settings), repr(flags), repr(form), str(program)]).encode())
+    for constant in _constants(program):
+        digest.update(f"{constant.dtype} {constant.shape}".encode())
+        digest.update(constant.tobytes())
+    return digest.hexdigest()
+
+
+def _constants(program: Any) -> Iterator[np.ndarray]:
+    """Arrays that a program has within it, which its text does not show."""
+    seen, waiting = set[int](), [program]
+    while waiting:
+        one: Any = waiting.pop()
+        if isinstance(one, (tuple, list)):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif (isinstance(one, Jaxpr) or hasattr(one, "jaxpr")) and id(one) not in seen:
+            seen.add(id(one))
+            # Up to JAX 0.11, what is closed over its constants is a thing of its own.
+            yield from (np.asarray(x) for x in getattr(one, "consts", ()) if not isinstance(x, jax.core.Tracer))
+            for equation in getattr(one, "jaxpr", one).eqns:
+                yield from (np.asarray(x.val) for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
+                waiting += equation.params.values()
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the code that makes programs: text of a program does not show all that a kernel is made from."""
+    digest = hashlib.sha256()
+    for folder in (pathlib.Path(__file__).parents[2], pathlib.Path(pallas_kernels.__path__[0])):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+# ---- what was found out about executables
+
+
+def digest_of(stages: Iterable[Any]) -> str:
+    """A digest of the executables of compiled stages: of what XLA made of them, with the library calls and tiles that
+    it chose by measuring, which differ from compilation to compilation."""
+    digest = hashlib.sha256(jax.devices()[0].client.platform_version.encode())
+    for stage in stages:
+        for executable in _executables(stage):
+            digest.update("\n".join(_instructions(executable.as_text())).encode())
+    return digest.hexdigest()
+
+
+def _instructions(text: str) -> Iterator[str]:
+    """What a program does, without where in the source it stands, which the cache tells otherwise."""
+    for line in text.splitlines():
+        if " = " in line:
+            yield _METADATA.sub("", line)
+
+
+def _executables(stage: Any) -> Iterator[Any]:
+    for field in dataclasses.fields(stage):
+        one = getattr(stage, field.name)
+        if dataclasses.is_dataclass(one):
+            yield from _executables(one)
+        elif isinstance(one, Mapping):
+            yield from one.values()
+        elif one is not None:
+            yield one
+
+
+def found_out(
+    digest: str | None, settings: str, find_out: Callable[[], dict[str, Any]], known: Callable[[Any], bool]
+) -> dict[str, Any]:
+    """What an earlier start found out about the same executables with the same ``settings``, or else what this one
+    does, as JSON has it.
+
+    Args:
+        digest: of the executables (`digest_of`); None: nobody knows which they are.
+        known: whether what a file holds is such a finding.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None or digest is None:
+        return find_out()
+    name = hashlib.sha256("\0".join([_FORM, _sources(), digest, settings]).encode()).hexdigest()
+    path = pathlib.Path(folder) / "calibrated" / f"{name}.json"
+    with contextlib.suppress(OSError, ValueError):
+        earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if known(earlier):
+            return earlier
+    found = find_out()
+    _write(path, json.dumps(found).encode())
+    return found

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
+from jaxinfer.engine.execution.compilations import lower
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
@@ -434,7 +435,7 @@ def _options(mesh: Mesh, job: _Job) -> dict[str, str] | None:
 
 def _lowered(mesh: Mesh, job: _Job) -> Any:
     with traced_for(mesh):
-        return jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results).lower(*job.arguments)
+        return lower(mesh, job.function, job.arguments, job.donate, job.results)
 
 
 def _abstract(tree: Any) -> Any:

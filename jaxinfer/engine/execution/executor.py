@@ -17,6 +17,7 @@ from jaxtyping import Array, Int32, UInt8
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch, Executor, HeadBatch, PrefillBatch
+from jaxinfer.engine.execution.compilations import digest_of
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import (
     StageArrays,
@@ -404,6 +405,9 @@ class LocalExecutor:
 
     def temporaries(self) -> int:
         return max((runtime.run.temporaries() for runtime in (*self.runtimes, *self.drafting)), default=0)
+
+    def digest(self) -> str | None:
+        return digest_of(runtime.run for runtime in (*self.runtimes, *self.drafting))
 
 
 def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine, rows: int) -> list[Link]:

@@ -328,6 +328,9 @@ class AdaptedExecutor:
     def temporaries(self) -> int:
         return self._executor.temporaries()
 
+    def digest(self) -> str | None:
+        return self._executor.digest()
+
 
 def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """A number for each size: equal where those of all ``classes`` are."""

@@ -181,6 +181,9 @@ def test_a_plan_loads_before_its_programs():
         def temporaries(self):
             return 0
 
+        def digest(self):
+            return None
+
     limits, tables = prepare(random_model(), CONFIG, "cpu").limits, np.zeros((1, ROWS, WIDTH), np.int32)
     runner = Runner(Listening(), one.engine, limits, tables, 97, {})
     arrays = parts(one.adapters[0], one.targets)[0]
