@@ -19,7 +19,7 @@ from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.edited import require_described, require_one_dtype, require_specified
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
-from jaxinfer.engine.execution.compilations import use_compilation_cache
+from jaxinfer.engine.execution.compilations import timed, use_compilation_cache
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
@@ -108,13 +108,15 @@ def start_engine(
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
     planned = in_memory or abstract_model(str(model), dtype, family)
-    plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
+    with timed("memory planned"):
+        plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
-    loaded = in_memory or load(str(model), dtype, family=family)
-    loaded = with_activations(loaded, config)  # what is served is what the caller gets
-    loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
+    with timed("weights loaded"):
+        loaded = in_memory or load(str(model), dtype, family=family)
+        loaded = with_activations(loaded, config)  # what is served is what the caller gets
+        loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     _warn_of_long_texts(loaded, engine.config.max_model_len)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxinfer.engine.execution.commands import Executor
-from jaxinfer.engine.execution.compilations import found_out
+from jaxinfer.engine.execution.compilations import found_out, timed
 from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.probe import AdaptedExecutor, Probe, joint
@@ -49,10 +49,12 @@ def calibrate(executor: Executor, prepared: Prepared, platform: str) -> Calibrat
     afterwards."""
     settings = f"{prepared.config!r} {platform} {jax.devices()[0].device_kind}"
     find_out = functools.partial(_try_out, executor, prepared, platform)
-    found = found_out(executor.digest(), settings, find_out, _is_proof)
+    with timed("programs tried out, or what is known of them read"):
+        found = found_out(executor.digest(), settings, find_out, _is_proof)
     by_size = {name: {int(size): number for size, number in found[name].items()} for name in _PER_SIZE}
     # Measured at each start: it is also the first call of programs, and what that costs a request need not pay.
-    costs = measure_costs(executor, prepared.config, len(prepared.model.cache_spec.windows))
+    with timed("costs measured"):
+        costs = measure_costs(executor, prepared.config, len(prepared.model.cache_spec.windows))
     return Calibration(**found | by_size, costs=costs)
 
 

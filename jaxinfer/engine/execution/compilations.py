@@ -13,10 +13,12 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import pathlib
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,6 +30,8 @@ from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh
 
 import pallas_kernels
+
+_log = logging.getLogger("jaxinfer.start")
 
 DEFAULT_FOLDER = pathlib.Path("~/.cache/jaxinfer/compiled")
 
@@ -48,6 +52,16 @@ def use_compilation_cache(folder: str | None) -> None:
     # Every program of the engine counts, however small: startup is their sum.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextlib.contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Tell, for debugging, how long a part of a start takes."""
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        _log.debug("%s: %.2f s", what, time.perf_counter() - begun)
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
-from jaxinfer.engine.execution.compilations import lower
+from jaxinfer.engine.execution.compilations import lower, timed
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
@@ -36,6 +36,7 @@ from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writi
 
 # Called with the programs that are compiled, and with how many there will be.
 CompileProgress = Callable[[int, int], None]
+ADAPTED = "_adapted"  # ends the names of programs with adapters
 
 # Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
@@ -78,9 +79,6 @@ class CompiledStage:
         programs = (self.decode, self.draft, widest, self.prefill_logprobs)
         own = max(temporary_bytes(program) for program in programs if program is not None)
         return own if self.adapted is None else max(own, self.adapted.temporaries())
-
-
-ADAPTED = "_adapted"  # ends the names of programs with adapters
 
 
 class _Job(NamedTuple):
@@ -411,14 +409,15 @@ def _compile(
     work: Sequence[tuple[Mesh, Mapping[str, _Job]]], progress: CompileProgress | None = None
 ) -> list[dict[str, Any]]:
     """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
-    on_progress, total = progress or (lambda done, total: None), sum(len(jobs) for _, jobs in work)
-    on_progress(0, total)
-    lowered = {
-        (place, name): (_lowered(mesh, job), _options(mesh, job))
-        for place, (mesh, jobs) in enumerate(work)
-        for name, job in jobs.items()
-    }
-    with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
+    on_progress = progress or (lambda done, total: None)
+    on_progress(0, total := sum(len(jobs) for _, jobs in work))
+    with timed(f"{total} programs traced and lowered"):
+        lowered = {
+            (place, name): (_lowered(mesh, job), _options(mesh, job))
+            for place, (mesh, jobs) in enumerate(work)
+            for name, job in jobs.items()
+        }
+    with timed(f"{total} programs compiled, or read"), concurrent.futures.ThreadPoolExecutor(4) as threads:
         running = {
             key: threads.submit(low.compile, compiler_options=options) for key, (low, options) in lowered.items()
         }
