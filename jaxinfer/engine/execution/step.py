@@ -26,6 +26,7 @@ from jaxinfer.sampling import (
     Sampled,
     SlotParams,
     SlotState,
+    accepted,
     admit,
     keep_slot,
     prompt_logprobs,
@@ -163,13 +164,16 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         active = batch.positions >= 0
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
         x = jnp.where(fed >= 0, fed, state.last_tokens) if stage.first else arriving
-        attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
-        hidden, features, pools = stage.tapped(params, x, batch.positions, attend, state.pools)
+        owners = batch.owners if spec.stateful else None
+        attend = DecodeAttend(spec, batch.tables, batch.positions, backend, owners)
+        hidden, features, pools = stage.tapped(params, x, batch.positions, spread(attend), state.pools)
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         sampled, slot_state = sample(
             logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts, masks
         )
+        if drafts is not None:
+            pools = attend.accept(pools, accepted(drafts, sampled.tokens))
         own = active if drafts is None else drafts.slot_rows
         last_tokens, kept = jnp.where(own, sampled.tokens, state.last_tokens), state.features
         if kept is not None and drafts is not None:
