@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any, ClassVar
 
@@ -78,6 +79,27 @@ def test_what_is_said_does_not_depend_on_drafts(kind: str, tmp_path: pathlib.Pat
 
     llm = LLM(model, **{**SETTINGS, **DRAFTS}, speculative="prompter", num_pages=14, num_states=6)
     check_mode(llm, requests, expected, happened)
+
+
+def test_a_later_turn_goes_on_behind_drafts(tmp_path: pathlib.Path):
+    """From states of pages that were filled by them."""
+    model = model_of("conv", tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=60, logprobs=1, ignore_eos=True)
+    prompts = [[number, *range(10 + number)] for number in range(8)]
+    plain = LLM(model, **SETTINGS, num_pages=ROOMY, num_states=128)
+    outputs = zip(prompts, plain.generate(prompts, params), strict=True)
+    turns = [prompt + output.outputs[0].token_ids for prompt, output in outputs]
+    Prompter.texts = turns
+    changes: dict[str, Any] = {**DRAFTS, "speculative": "prompter", "exactness": "relaxed"}
+    llm = LLM(model, **{**SETTINGS, **changes}, num_pages=ROOMY, num_states=128)
+    llm.generate(prompts, params)
+    for turn in turns:
+        again = [turn[:65]], dataclasses.replace(params, max_tokens=4)
+        plain.engine.reset_prefix_cache()
+        hits = llm.engine.stats().prefix_hits
+        (want,), (found,) = plain.generate(*again), llm.generate(*again)
+        assert llm.engine.stats().prefix_hits - hits == 64
+        assert found.outputs[0].cumulative_logprob == pytest.approx(want.outputs[0].cumulative_logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
