@@ -158,7 +158,12 @@ class ResolvedEngine(EngineConfig):
     @property
     def state_places(self) -> int:
         """Room for states: of those that are kept, and of one behind each row that may be fed a draft."""
-        return self.num_states + (self.rows if self.num_states and self.speculative is not None else 0)
+        return self.num_states + (self.rows if self.drafts_leave_states else 0)
+
+    @property
+    def drafts_leave_states(self) -> bool:
+        """Whether rows that are fed drafts leave states, one draft after the other (`jaxinfer.kv.states.run_rows`)."""
+        return self.num_states > 0 and self.speculative is not None
 
     @property
     def grammars(self) -> bool:

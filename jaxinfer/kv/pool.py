@@ -278,7 +278,9 @@ class _PagedAttend:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tables", "positions", "owners"], meta_fields=["spec", "backend"]
+    jax.tree_util.register_dataclass,
+    data_fields=["tables", "positions", "owners"],
+    meta_fields=["spec", "backend", "turns"],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeAttend(_PagedAttend):
@@ -288,7 +290,7 @@ class DecodeAttend(_PagedAttend):
     sequence: all write before any attends.
 
     ``tables`` holds one for each group of the cache. ``backend`` is `EngineConfig.attention_backend`. ``owners``: the
-    slot of each row, where there are states and rows may be fed drafts (`StateRows`).
+    slot of each row, where there are states and rows may be fed drafts, and ``turns`` of these (`StateRows`).
     """
 
     spec: CacheSpec
@@ -296,6 +298,7 @@ class DecodeAttend(_PagedAttend):
     positions: Int[Array, " rows"]
     backend: Wish = "auto"
     owners: Int[Array, " rows"] | None = None
+    turns: int | None = None
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
         """See `jaxinfer.layers.recurrent.Recur`; behind drafts states are not yet those of pages (`accept`)."""
@@ -316,7 +319,9 @@ class DecodeAttend(_PagedAttend):
 
     def _state_rows(self, owners: Int[Array, " rows"]) -> StateRows:
         home, _ = self._borders(self.positions, (self.positions >= 0).astype(jnp.int32), 1)
-        return StateRows(owners, self.positions, self._before(self.positions), home[:, 0], self.spec.page_size)
+        return StateRows(
+            owners, self.positions, self._before(self.positions), home[:, 0], self.spec.page_size, self.turns
+        )
 
     def _by_chunk(self, x: jax.Array) -> jax.Array:
         return x[:, None]

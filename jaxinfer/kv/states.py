@@ -55,8 +55,8 @@ def run_pieces(
     exists = (pieces.read < pool.shape[0]).reshape(-1, *[1] * (pool.ndim - 1))
     known = jnp.where(exists, pool.at[pieces.read].get(mode="clip"), 0)
     # Else XLA fuses it with what is around, and rounds otherwise where that is a loop (`run_rows`).
-    operands = lax.optimization_barrier((inputs, known, pieces.lengths))
-    outputs, states = lax.optimization_barrier(function(*operands, pieces.size))
+    inputs, known, lengths = lax.optimization_barrier((inputs, known, pieces.lengths))
+    outputs, states = lax.optimization_barrier(function(inputs, known, lengths, pieces.size))
     kept = states[:, pieces.last].reshape(-1, *pool.shape[1:]).astype(pool.dtype)
     return outputs, pool.at[pieces.write.reshape(-1)].set(kept, mode="drop")
 
@@ -82,6 +82,8 @@ class StateRows(NamedTuple):
         before: the place of the state before each position; beyond the pool: it is zeros.
         home: the place of the page that has the position.
         page: tokens of a page.
+        turns: one more than there are drafts behind one another, at most; None: as many as there are. Over devices no
+            command buffer holds a loop, and the host would wait for its end, were that not known.
     """
 
     owners: Int[Array, " rows"]
@@ -89,6 +91,7 @@ class StateRows(NamedTuple):
     before: Int[Array, " rows"]
     home: Int[Array, " rows"]
     page: int
+    turns: int | None = None
 
     @property
     def depths(self) -> Int[Array, " rows"]:
@@ -133,7 +136,8 @@ def run_rows(
 
     shapes = jax.eval_shape(turn, jnp.int32(0), pool)[0]
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return lax.fori_loop(0, jnp.max(depths) + 1, once, (nothing, pool))
+    turns = jnp.max(depths) + 1 if rows.turns is None else rows.turns
+    return lax.fori_loop(0, turns, once, (nothing, pool))
 
 
 def keep_accepted[Pools](pools: Pools, rows: StateRows, accepted: Bool[Array, " rows"]) -> Pools:
@@ -149,4 +153,5 @@ def keep_accepted[Pools](pools: Pools, rows: StateRows, accepted: Bool[Array, " 
     def once(_: Any, pools: Pools) -> Pools:
         return jax.tree.map(lambda x: x.at[target].set(x[-target.shape[0] :], mode="drop"), pools)
 
-    return lax.fori_loop(0, jnp.any(target < NO_STATE).astype(jnp.int32), once, pools)
+    turns = jnp.any(target < NO_STATE).astype(jnp.int32) if rows.turns is None else 1
+    return lax.fori_loop(0, turns, once, pools)
