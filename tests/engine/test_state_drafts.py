@@ -24,6 +24,7 @@ from tests.models.test_parity import golden
 DRAFTS: dict[str, Any] = {"num_speculative_tokens": 7, "speculative_adaptive": False, "max_num_seqs": 3}
 KINDS = {"delta": None, "mamba": "granitemoehybrid-hub", "conv": "lfm2-hub", "both": "falcon_h1-hub"}
 SLOW = ("both",)
+MORE = ("drafts of an adversary", "drafts, recomputed")
 
 
 class Prompter:
@@ -72,7 +73,7 @@ def some_true(stats: EngineStats) -> bool:
 def test_what_is_said_does_not_depend_on_drafts(kind: str, tmp_path: pathlib.Path):
     """Beside one another, over borders of pages, after preemptions and hits."""
     model = model_of(kind, tmp_path)
-    requests, expected = without_drafts(model, 24)
+    requests, expected = without_drafts(model, 14)
 
     def happened(stats: EngineStats) -> bool:
         return some_true(stats) and stats.preemptions["recompute"] > 0 and stats.prefix_hits > 0
@@ -102,11 +103,11 @@ def test_a_later_turn_goes_on_behind_drafts(tmp_path: pathlib.Path):
         assert found.outputs[0].cumulative_logprob == pytest.approx(want.outputs[0].cumulative_logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
 def test_what_was_said_before_comes_true_and_fails(method: str):
     model = hybrid()
     rng, params = np.random.default_rng(0), SamplingParams(temperature=0.0, max_tokens=70, logprobs=1, ignore_eos=True)
-    requests = [((rng.integers(0, 97, 9).tolist() * 8)[: 20 + 9 * number], params) for number in range(6)]
+    requests = [((rng.integers(0, 97, 9).tolist() * 8)[: 20 + 9 * number], params) for number in range(4)]
     expected = alone(model, requests, **SETTINGS)
 
     def happened(stats: EngineStats) -> bool:
@@ -115,10 +116,10 @@ def test_what_was_said_before_comes_true_and_fails(method: str):
     check_mode(LLM(model, **{**SETTINGS, **DRAFTS}, speculative=method, num_pages=ROOMY), requests, expected, happened)
 
 
-@pytest.mark.parametrize("mode", ["drafts of an adversary", "a draft model", "drafts, recomputed"])
+@pytest.mark.parametrize("mode", ["a draft model", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MORE)])
 def test_modes_of_drafts(mode: str):
     model = hybrid()
-    requests, expected = without_drafts(model, 16)
+    requests, expected = without_drafts(model, 10)
     changes, _ = MODES[mode]
     llm = LLM(
         model.replace(draft=random_model(seed=1, num_hidden_layers=1)), **{**SETTINGS, "num_pages": ROOMY, **changes}
@@ -126,7 +127,9 @@ def test_modes_of_drafts(mode: str):
     check_mode(llm, requests, expected, lambda stats: stats.draft_tokens > stats.draft_accepted)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("eagle", "medusa"))]
+)
 def test_heads_draft(method: str):
     model = hybrid()
     requests, expected = without_drafts(model, 8)
