@@ -6,6 +6,8 @@ import dataclasses
 import pathlib
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError, resolve
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_params import SamplingParams, Speculation
 from jaxinfer.spec import Drafted, Tree, register
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, Requests, alone, check_mode, make_requests
 from tests.engine.test_states import hybrid
@@ -22,6 +24,7 @@ from tests.models.parity import load_case
 from tests.models.test_parity import golden
 
 DRAFTS: dict[str, Any] = {"num_speculative_tokens": 7, "speculative_adaptive": False, "max_num_seqs": 3}
+TYPICAL = Speculation(acceptance="typical")
 KINDS = {"delta": None, "mamba": "granitemoehybrid-hub", "conv": "lfm2-hub", "both": "falcon_h1-hub"}
 SLOW = ("both",)
 MORE = ("drafts of an adversary", "drafts, recomputed")
@@ -80,6 +83,21 @@ def test_what_is_said_does_not_depend_on_drafts(kind: str, tmp_path: pathlib.Pat
 
     llm = LLM(model, **{**SETTINGS, **DRAFTS}, speculative="prompter", num_pages=14, num_states=6)
     check_mode(llm, requests, expected, happened)
+
+
+def test_drafts_that_are_likely_enough_are_in_the_state():
+    """Tokens that nobody drew: logprobs are those of the plain function behind them."""
+    model = hybrid()
+    params = SamplingParams(temperature=1.0, max_tokens=60, logprobs=1, seed=1, speculation=TYPICAL, ignore_eos=True)
+    prompts = [[number, *range(10 + number)] for number in range(4)]
+    llm = LLM(model, **{**SETTINGS, **DRAFTS}, speculative="adversary", num_pages=ROOMY)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        sample = output.outputs[0]
+        expected = jax.nn.log_softmax(model.apply(model.params, jnp.array([prompt + sample.token_ids]))[0])
+        for step, (token, logprobs) in enumerate(zip(sample.token_ids, sample.logprobs or [], strict=True)):
+            assert logprobs[token].logprob == pytest.approx(float(expected[len(prompt) + step - 1, token]), abs=2e-5)
+    stats = llm.engine.stats()
+    assert 20 < stats.draft_accepted < stats.draft_tokens
 
 
 def test_a_later_turn_goes_on_behind_drafts(tmp_path: pathlib.Path):
