@@ -18,10 +18,14 @@ from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams, Speculation
 from jaxinfer.spec import Drafted, Tree, register
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, Requests, alone, check_mode, make_requests
+from tests.engine.test_invariance import bits
 from tests.engine.test_states import hybrid
+from tests.engine.test_structured import asked
 from tests.fakes import random_head, random_model
 from tests.models.parity import load_case
 from tests.models.test_parity import golden
+from tests.serve.fake_engine import VOCAB as BYTES
+from tests.serve.fake_engine import fake_tokenizer
 
 DRAFTS: dict[str, Any] = {"num_speculative_tokens": 7, "speculative_adaptive": False, "max_num_seqs": 3}
 TYPICAL = Speculation(acceptance="typical")
@@ -98,6 +102,18 @@ def test_drafts_that_are_likely_enough_are_in_the_state():
             assert logprobs[token].logprob == pytest.approx(float(expected[len(prompt) + step - 1, token]), abs=2e-5)
     stats = llm.engine.stats()
     assert 20 < stats.draft_accepted < stats.draft_tokens
+
+
+def test_what_a_grammar_forces_goes_into_the_state():
+    model = hybrid(vocab_size=BYTES).replace(tokenizer=fake_tokenizer())
+    plain, forced = (LLM(model, **SETTINGS, num_pages=ROOMY, speculative=method) for method in (None, "grammar"))
+    for number in range(6):
+        params = SamplingParams(
+            temperature=number % 2, seed=number, max_tokens=60, logprobs=2, structured_outputs=asked(number)
+        )
+        (want,), (found,) = (llm.generate([[3 + number]], params) for llm in (plain, forced))
+        assert bits(found) == bits(want)
+    assert forced.engine.stats().draft_accepted > 10
 
 
 def test_a_later_turn_goes_on_behind_drafts(tmp_path: pathlib.Path):
