@@ -14,7 +14,8 @@ class CacheConfig:
         num_pages: size of the KV pool (default: on a GPU what ``memory_utilization`` leaves, on a CPU room for
             max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
         num_states: of models whose layers have states of fixed size: how many are kept, of sequences that run and of
-            prefixes that are cached (default: four for each of max_num_seqs).
+            prefixes that are cached (default: four for each of max_num_seqs). With speculation each row of a step has
+            room for one more.
         kv_cache_dtype: of keys and values in the pool: "auto": the model's; "int8" or "fp8" (e4m3): rounded to 8 bits,
             with a scale for each head of each token, for nearly twice the tokens in the same memory.
         kv_cache_bytes: bound on the size of the pool where num_pages does not say it, on each device (default: none on

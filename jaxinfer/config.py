@@ -132,6 +132,16 @@ class ResolvedEngine(_Chosen):
         return self.pipeline_parallel_size
 
     @property
+    def state_places(self) -> int:
+        """Room for states: of those that are kept, and of one behind each row that may be fed a draft."""
+        return self.num_states + (self.rows if self.drafts_leave_states else 0)
+
+    @property
+    def drafts_leave_states(self) -> bool:
+        """Whether rows that are fed drafts leave states, one draft after the other (`jaxinfer.kv.states.run_rows`)."""
+        return self.num_states > 0 and self.speculative is not None
+
+    @property
     def grammars(self) -> bool:
         """Whether outputs can be held to grammars. Ranks of data-parallel attention run one program, and have none."""
         return self.structured_output_helpers > 0 and not self.enable_dp_attention
@@ -407,7 +417,10 @@ def _num_states(config: _Chosen, cache: CacheSpec) -> int:
         _require(config.num_states is None, "num_states", config.num_states, "is of models with states: this has none")
         return 0
     why = "cannot be with a model that has states (docs/states.md)"
-    _require(config.speculative is None, "speculative", config.speculative, f"{why}: a draft could not be taken back")
+    if config.speculative is not None:
+        _require(config.speculative_tree == 1, "speculative_tree", config.speculative_tree, f"{why}: paths are forks")
+        stages = f"{why} that drafts are verified of: the last stage alone knows which are accepted"
+        _require(config.pipeline_parallel_size == 1, "pipeline_parallel_size", config.pipeline_parallel_size, stages)
     _require(not config.enable_dp_attention, "enable_dp_attention", config.enable_dp_attention, why)
     least = f"must be at most page_size ({config.page_size}) with a model that has states"
     _require(config.multi_step <= config.page_size, "multi_step", config.multi_step, least)

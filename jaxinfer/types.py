@@ -279,6 +279,8 @@ _FLOAT32_BYTES = 4
 STATE = 0
 """The window of the group of states, in which a page has room for the states of one sequence behind its last token in
 that page: all that is before is in it."""
+NO_STATE = 2**30
+"""The place of a state that is not kept, in tables of that group: beyond every pool."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ from jaxinfer.kv.prefix import Match, find_prefix
 from jaxinfer.kv.radix import Node, PageKeys
 from jaxinfer.kv.records import KVConfig, KVUsage, SlotPages, Swapped
 from jaxinfer.kv.store import PageStore, check_tree
-from jaxinfer.types import STATE
+from jaxinfer.types import NO_STATE, STATE
 
 __all__ = ["KVConfig", "KVManager", "KVUsage", "Match", "Swapped"]
 
@@ -43,7 +43,7 @@ class KVManager:
         self._groups = range(len(config.windows))
         self._windowed = [group for group in self._groups if config.windows[group] is not None]
         self._state = config.windows.index(STATE) if STATE in config.windows else None
-        self._absent = [config.states if group == self._state else 0 for group in self._groups]
+        self._absent = [NO_STATE if group == self._state else 0 for group in self._groups]
         self._pools = [pool for group, pool in enumerate(self._store.pools) if group != self._state]
 
     # ---- what there is

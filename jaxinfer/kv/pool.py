@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxinfer.types import STATE, CacheSpec, LayerSpec, StateSpec
+from jaxinfer.kv.states import Pieces, Recurrence, StateRows, keep_accepted, run_pieces, run_rows
+from jaxinfer.types import NO_STATE, STATE, CacheSpec, LayerSpec, StateSpec
 from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention, token_index
 from pallas_kernels.choice import HOPPER, Target, Wish
 from pallas_kernels.mla_attention import LatentOptions
@@ -21,17 +22,6 @@ from pallas_kernels.token_index import Index
 
 Options = AttentionOptions | LatentOptions
 Rope = tuple[jax.Array, jax.Array]
-Recurrence = Callable[[Any, jax.Array, jax.Array, int], tuple[Any, jax.Array]]
-
-
-@runtime_checkable
-class PooledRecurrence(Protocol):
-    """A `Recurrence` that may have a kernel which goes on from states in a pool: see `LinearAttention.in_pool`."""
-
-    def in_pool(
-        self, inputs: Any, pool: jax.Array, read: jax.Array, write: jax.Array, lengths: jax.Array, size: int
-    ) -> tuple[Any, jax.Array] | None: ...
-
 
 _SPAN = 64
 """Tokens of a chunk of a recurrence, at most: so many are one matrix."""
@@ -234,52 +224,37 @@ class _PagedAttend:
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
         """See `jaxinfer.layers.recurrent.Recur`; ``state`` is a pool ``[states, *shape]``."""
-        table, page = self.tables[self.spec.windows.index(STATE)], self.spec.page_size
-        starts, lengths = self._pieces()
+        page, (starts, lengths) = self.spec.page_size, self._pieces()
         cut = jax.tree.map(self._by_chunk, inputs)
         time = jax.tree.leaves(cut)[0].shape[1]
         size = min(page, _SPAN, time)
         padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -time % size), *[(0, 0)] * (x.ndim - 2)]), cut)
-        before = jnp.take_along_axis(table, jnp.maximum(starts - 1, 0)[:, None] // page, axis=1)[:, 0]
-        places, borders = self._borders(table, starts, lengths, time, state.shape[0])
+        places, borders = self._borders(starts, lengths, time)
         last = np.minimum(borders // size, -(-time // size)) - 1
-        done = self._in_pool(function, padded, state, jnp.where(starts > 0, before, state.shape[0]), places, last, size)
-        if done is None:
-            known = jnp.where((starts > 0).reshape(-1, *[1] * (state.ndim - 1)), state.at[before].get(mode="clip"), 0)
-            outputs, states = function(padded, known, lengths, size)
-            kept = states[:, last].reshape(-1, *state.shape[1:]).astype(state.dtype)
-            done = outputs, state.at[places.reshape(-1)].set(kept, mode="drop")
-        return jax.tree.map(lambda x: x[:, :time].reshape(-1, *x.shape[2:]), done[0]), done[1]
+        pieces = Pieces(lengths, size, self._before(starts), places, last)
+        outputs, pool = run_pieces(function, padded, state, pieces, self.backend)
+        return jax.tree.map(lambda x: x[:, :time].reshape(-1, *x.shape[2:]), outputs), pool
 
-    def _in_pool(
-        self,
-        function: Any,
-        inputs: Any,
-        state: jax.Array,
-        read: Int[Array, " batch"],
-        places: Int[Array, "batch pages"],
-        last: Int[np.ndarray, " pages"],
-        size: int,
-    ) -> tuple[Any, jax.Array] | None:
-        """What a kernel makes of it that reads and writes the pool itself; None where the function has none. ``last``:
-        the chunks whose states go to ``places``."""
-        if self.backend == "xla" or not isinstance(function, PooledRecurrence):
-            return None
-        _, lengths = self._pieces()
-        chunks = jax.tree.leaves(inputs)[0].shape[1] // size
-        write = jnp.full((places.shape[0], chunks), state.shape[0], jnp.int32).at[:, last].set(places)
-        return function.in_pool(inputs, state, read, write, lengths, size)
+    @property
+    def _states(self) -> Int[Array, "batch width"]:
+        """Tables of the group of states."""
+        return self.tables[self.spec.windows.index(STATE)]
+
+    def _before(self, starts: jax.Array) -> Int[Array, " batch"]:
+        """Where the states before some positions are."""
+        page = jnp.maximum(starts - 1, 0)[:, None] // self.spec.page_size
+        return jnp.where(starts > 0, jnp.take_along_axis(self._states, page, axis=1)[:, 0], NO_STATE)
 
     def _borders(
-        self, table: jax.Array, starts: jax.Array, lengths: jax.Array, time: int, states: int
+        self, starts: jax.Array, lengths: jax.Array, time: int
     ) -> tuple[Int[Array, "batch pages"], Int[np.ndarray, " pages"]]:
         """Where each chunk's states go that are behind its pages, out of range where none is kept, and how many tokens
         of the chunk these pages end behind. A chunk of several tokens begins where a page does."""
-        page, width = self.spec.page_size, table.shape[1]
+        page, width = self.spec.page_size, self._states.shape[1]
         index = np.arange(-(-time // page))
         at = starts[:, None] // page + index
-        ids = jnp.take_along_axis(table, jnp.minimum(at, width - 1), axis=1)
-        return jnp.where(index * page < lengths[:, None], ids, states), (index + 1) * page
+        ids = jnp.take_along_axis(self._states, jnp.minimum(at, width - 1), axis=1)
+        return jnp.where(index * page < lengths[:, None], ids, NO_STATE), (index + 1) * page
 
     def _pieces(self) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
         """Where each chunk begins, and how many tokens it has."""
@@ -303,7 +278,9 @@ class _PagedAttend:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tables", "positions"], meta_fields=["spec", "backend"]
+    jax.tree_util.register_dataclass,
+    data_fields=["tables", "positions", "owners"],
+    meta_fields=["spec", "backend", "turns"],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeAttend(_PagedAttend):
@@ -312,13 +289,39 @@ class DecodeAttend(_PagedAttend):
     A row at position -1 is padding: it writes nothing and attends to nothing. Rows may be consecutive positions of one
     sequence: all write before any attends.
 
-    ``tables`` holds one for each group of the cache. ``backend`` is `EngineConfig.attention_backend`.
+    ``tables`` holds one for each group of the cache. ``backend`` is `EngineConfig.attention_backend`. ``owners``: the
+    slot of each row, where there are states and rows may be fed drafts, and ``turns`` of these (`StateRows`).
     """
 
     spec: CacheSpec
     tables: Int[Array, "groups rows width"]
     positions: Int[Array, " rows"]
     backend: Wish = "auto"
+    owners: Int[Array, " rows"] | None = None
+    turns: int | None = None
+
+    def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
+        """See `jaxinfer.layers.recurrent.Recur`; behind drafts states are not yet those of pages (`accept`)."""
+        if self.owners is None:
+            return super().recur(function, inputs, state)
+        by_row = jax.tree.map(self._by_chunk, inputs)
+        outputs, pool = run_rows(function, by_row, state, self._state_rows(self.owners), self.backend)
+        return jax.tree.map(lambda x: x[:, 0], outputs), pool
+
+    def accept(self, pools: list[Pool], accepted: Bool[Array, " rows"]) -> list[Pool]:
+        """Keep the states behind accepted rows, when all layers are computed."""
+        if self.owners is None:
+            return pools
+        states = [pool.states if isinstance(pool, StatePool) else () for pool in pools]
+        kept = keep_accepted(states, self._state_rows(self.owners), accepted)
+        changed = zip(pools, kept, strict=True)
+        return [pool._replace(states=own) if isinstance(pool, StatePool) else pool for pool, own in changed]
+
+    def _state_rows(self, owners: Int[Array, " rows"]) -> StateRows:
+        home, _ = self._borders(self.positions, (self.positions >= 0).astype(jnp.int32), 1)
+        return StateRows(
+            owners, self.positions, self._before(self.positions), home[:, 0], self.spec.page_size, self.turns
+        )
 
     def _by_chunk(self, x: jax.Array) -> jax.Array:
         return x[:, None]

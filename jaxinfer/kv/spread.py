@@ -14,7 +14,8 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, Recurrence, Rope, copy_pages, fuses
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, Rope, copy_pages, fuses
+from jaxinfer.kv.states import Recurrence
 from jaxinfer.parallel.mesh import RULES, pool_spec, traced_size
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels.choice import Wish

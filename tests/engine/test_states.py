@@ -99,7 +99,6 @@ def test_gradients_go_through_the_states(served):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"speculative": "ngram"}, "speculative = ngram cannot be with a model that has states"),
         ({"num_states": 3}, "num_states = 3 must be at least 4"),
         ({"multi_step": 32, "page_size": 16}, "multi_step = 32 must be at most page_size"),
     ],

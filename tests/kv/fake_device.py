@@ -12,7 +12,7 @@ import dataclasses
 from jaxinfer.kv.manager import KVConfig, KVManager, Swapped
 from jaxinfer.kv.moves import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
-from jaxinfer.types import STATE
+from jaxinfer.types import NO_STATE, STATE
 
 GARBAGE = -1
 
@@ -103,7 +103,7 @@ class FakeDevice:
         for at in range(sequence.launched, sequence.scheduled):
             for group, window in enumerate(self.windows):
                 page = int(self.kv.tables[group, sequence.slot, at // self.size])
-                if window == STATE and page == len(self.pages[group]):
+                if window == STATE and page == NO_STATE:
                     continue  # none is kept of this page
                 for other in others:
                     assert other is sequence or not self._shows(group, other, page), "a shared page was written"

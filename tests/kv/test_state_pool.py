@@ -94,8 +94,9 @@ def test_states_are_those_behind_pages(kind):
     assert (np.asarray(pool[jnp.array(untouched)]) == 7.0).all(), "a state of nobody was written"
 
 
-def test_a_kernel_that_works_on_the_pool_is_given_its_places(monkeypatch):
-    want, calls = run("delta"), []
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have what works on the pool itself run, by XLA; its calls."""
+    calls = list[str]()
 
     def called(name: str, door: Any) -> Any:
         return lambda *operands: (calls.append(name), door(*operands, path="xla"))[1]
@@ -104,6 +105,61 @@ def test_a_kernel_that_works_on_the_pool_is_given_its_places(monkeypatch):
     monkeypatch.setattr(linear_attention, "explain", lambda *_, **__: mosaic)
     for name in ("decode", "prefill"):
         monkeypatch.setattr(linear_attention, name, called(name, getattr(linear_attention, name)))
+    return calls
+
+
+# Eight rows: the second sequence's own is at 46 with drafts up to 49 behind it, a page ends behind 47; the first one's
+# is at 50 with a draft, its draft fails; all else is idle.
+OWNERS = jnp.array([0, 1, 2, 0, 1, 1, 1, 7])
+POSITIONS = jnp.array([50, 46, -1, 51, 49, 47, 48, -1])
+
+
+def at_rows(positions: jax.Array, owners: jax.Array | None, backend: Any, kind: str, pool: jax.Array) -> Any:
+    """Rows of a step; what it gives, and how it keeps what is accepted."""
+    of = jnp.minimum(OWNERS, 1)
+    attend = DecodeAttend(SPEC, TABLES[:, of], positions, backend, owners)
+
+    @jax.jit
+    def compiled(row: Any, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attend.recur(RECURRENCES[kind], row, pool)
+
+    return *compiled(jax.tree.map(lambda x: x[of, positions], operands(0)[kind]), pool), attend
+
+
+def filled(kind: str) -> jax.Array:
+    """A pool up to the rows' known tokens, with places for drafts behind it."""
+    function, inputs = RECURRENCES[kind], operands(0)[kind]
+    pool = jnp.full((STATES + 8, *SPECS[kind].shape), 7.0, jnp.float32)
+    _, pool = prefill([0, 0], [32, 32], 32, "xla", function, inputs, pool)
+    return prefill([32, 32], [18, 14], 32, "xla", function, inputs, pool)[1]
+
+
+@pytest.mark.parametrize("backend", ["xla", "auto"])
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_drafts_are_rows_one_behind_the_other(kind: str, backend: str, monkeypatch: pytest.MonkeyPatch):
+    calls = kernels(monkeypatch) if backend == "auto" else []
+    before = filled(kind)
+    outs, pool, attend = at_rows(POSITIONS, OWNERS, backend, kind, before)
+    one, behind = before, dict[int, jax.Array]()
+    for at in range(46, 50):
+        positions = jnp.where(jnp.arange(8) == 1, at, -1)
+        out, one, _ = at_rows(positions, None, backend, kind, one)
+        (row,) = np.flatnonzero(np.asarray(POSITIONS) == at)
+        np.testing.assert_array_equal(outs[row], out[1], err_msg=f"position {at}")
+        behind[at] = one[TABLES[1, 1, at // PAGE]]
+    assert ("decode" in calls) == (backend == "auto" and kind == "delta")
+    for kept in range(46, 50):
+        accepted = jnp.array([True, True, False, False, *(POSITIONS[4:7] <= kept), False])
+        (after,) = attend.accept([StatePool((pool,))], accepted)
+        np.testing.assert_array_equal(after.states[0][7], behind[min(kept, 47)], err_msg="the page that ends behind 47")
+        want = behind[kept] if kept > 47 else before[8]
+        np.testing.assert_array_equal(after.states[0][8], want, err_msg="the next page")
+        rest = jnp.array([place for place in range(STATES) if place not in (7, 8)])
+        np.testing.assert_array_equal(after.states[0][rest], pool[rest])
+
+
+def test_a_kernel_that_works_on_the_pool_is_given_its_places(monkeypatch):
+    want, calls = run("delta"), kernels(monkeypatch)
     outs, _, pool = run("delta", "auto")
     assert calls == ["prefill"] * 2 + ["decode"] * 3
     np.testing.assert_allclose(outs, want[0], atol=2e-5)

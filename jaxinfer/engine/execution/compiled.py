@@ -197,16 +197,16 @@ class _Work:
 
     def _whole(self) -> dict[str, _Job]:
         engine, (params, pools, slots, last_tokens, sampler, features, _) = self.engine, self.arrays
-        limit, batch = engine.max_logprobs, self._decode_batch()
+        batch, most = self._decode_batch(), (engine.max_logprobs, engine.multi_step, engine.num_speculative_tokens)
         state = StepState(pools, last_tokens, sampler, features)
         backend, spread = engine.attention_backend, engine.sequence_parallel_norms
-        programs = make_programs(self.stage, limit, engine.multi_step, backend, spread_tokens=spread)
+        programs = make_programs(self.stage, *most, backend, spread_tokens=spread)
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
         arriving = self._arriving(batch.positions.shape[0])
         drafted = self._drafted() if engine.drafts_on_device else None
         masks = self._ints(batch.positions.shape[0], mask_words(sampler)) if engine.grammars else None
         operands = (params, slots, state, batch, arriving, drafted, masks)
-        jobs = {"decode": _Job(programs.decode, operands, 2, (carried, out), batch=3)}
+        jobs = {"decode": _Job(programs.decode, operands, 2, (carried, out), engine.drafts_leave_states, batch=3)}
         if engine.multi_step > 1 and batch.owners is None:
             several = (params, slots, state, batch, self._ints())
             jobs["decode_many"] = _Job(programs.decode_many, several, 2, (carried, out, out), loops=True, batch=3)
@@ -336,7 +336,7 @@ class _DraftWork(_Work):
         pages = _shardings(pools)
         arguments = (params, slots, sampler, pools, self._draft_batch())
         one = _Job(draft, arguments, 3, (pages, self.replicated), loops=True, batch=4)
-        prefill = make_programs(self.stage, 0, 1, engine.attention_backend).prefill
+        prefill = make_programs(self.stage, 0, backend=engine.attention_backend).prefill
         return {
             name: _packed(job, self.replicated)
             for name, job in {"draft": one, **self._prefill_jobs(prefill, pages)}.items()

@@ -256,7 +256,7 @@ def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Nee
         page += _page_bytes(draft.model, engine)
     sampler, adapters = device_bytes((arrays.sampler, arrays.features)), device_bytes(arrays.banks)
     state = part.model.cache_spec.bytes_per_state(part.model.dtype.itemsize, engine.devices)
-    return Needs(weights, sampler * engine.microbatches, page, adapters=adapters, states=state * engine.num_states)
+    return Needs(weights, sampler * engine.microbatches, page, adapters=adapters, states=state * engine.state_places)
 
 
 def _page_bytes(model: Model, engine: ResolvedEngine) -> int:

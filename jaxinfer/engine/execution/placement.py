@@ -174,7 +174,7 @@ def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Pool]
 
 
 def _states(state: StateSpec, model: Model, engine: ResolvedEngine, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    shape, dtype = (engine.num_states, *state.shape), jnp.dtype(jnp.float32 if state.exact else model.dtype)
+    shape, dtype = (engine.state_places, *state.shape), jnp.dtype(jnp.float32 if state.exact else model.dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=state_sharding(mesh, state))
 
 

@@ -23,7 +23,7 @@ from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.lora.parts import random_parts
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.types import STATE, LoRATarget, Request
+from jaxinfer.types import NO_STATE, STATE, LoRATarget, Request
 
 # Rounding to 16 bits hides all but some 2**-16 of the differences of a last bit in float32. So more must be seen: these
 # elements of keys and values are what ten times as many roundings left behind. A model for which this takes too many
@@ -184,7 +184,7 @@ class Probe:
         """Chunks of sequences of which each has one state; ``untouched``: what it begins with is that of nobody."""
         whole = self._for_groups(tables)
         if self._state is not None:
-            whole[self._state], page = self._engine.num_states, self._engine.page_size
+            whole[self._state], page = NO_STATE, self._engine.page_size
             for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
                 whole[self._state, index, max(start - 1, 0) // page] = (
                     self._engine.num_states - 1 if untouched else index

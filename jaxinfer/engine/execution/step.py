@@ -18,7 +18,7 @@ from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, Pool, PrefillAttend, pages_of, with_pages
 from jaxinfer.kv.spread import copy_own_pages, spread
 from jaxinfer.kv.transfer import export_pages, import_pages
-from jaxinfer.parallel.mesh import gathered_logits
+from jaxinfer.parallel.mesh import gathered_logits, traced_size
 from jaxinfer.parallel.tokens import tokens_spread
 from jaxinfer.sampling import (
     DraftRows,
@@ -26,6 +26,7 @@ from jaxinfer.sampling import (
     Sampled,
     SlotParams,
     SlotState,
+    accepted,
     admit,
     keep_slot,
     prompt_logprobs,
@@ -95,16 +96,23 @@ class MovePrograms(NamedTuple):
 
 
 def make_programs(
-    stage: Stage, max_logprobs: int, multi_step: int = 1, backend: Wish = "auto", *, spread_tokens: bool = False
+    stage: Stage,
+    max_logprobs: int,
+    multi_step: int = 1,
+    drafts: int = 0,
+    backend: Wish = "auto",
+    *,
+    spread_tokens: bool = False,
 ) -> Programs:
     """The programs of a whole model, or of its last stage.
 
     Args:
         multi_step: the most steps of one ``decode_many``.
+        drafts: the most drafts behind one another.
         backend: attention's.
         spread_tokens: of the prefill programs, see `jaxinfer.parallel.tokens`.
     """
-    decode = _decode(stage, max_logprobs, backend)
+    decode = _decode(stage, max_logprobs, drafts, backend)
     prefill, prefill_logprobs = _prefill(stage, max_logprobs, _chunks(stage, backend, spread_tokens))
     return Programs(decode, _decode_many(decode, multi_step), prefill, prefill_logprobs, admit, keep_slot, resume_slot)
 
@@ -148,7 +156,9 @@ def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
     return MovePrograms(copy, export, restore)
 
 
-def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tuple[StepState, Sampled]]:
+def _decode(
+    stage: Stage, max_logprobs: int, most_drafts: int, backend: Wish
+) -> Callable[..., tuple[StepState, Sampled]]:
     spec = stage.model.cache_spec
 
     def decode(
@@ -163,13 +173,17 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         active = batch.positions >= 0
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
         x = jnp.where(fed >= 0, fed, state.last_tokens) if stage.first else arriving
-        attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
-        hidden, features, pools = stage.tapped(params, x, batch.positions, attend, state.pools)
+        owners = batch.owners if spec.stateful else None
+        turns = None if traced_size("kv_heads") == 1 else 1 + most_drafts
+        attend = DecodeAttend(spec, batch.tables, batch.positions, backend, owners, turns)
+        hidden, features, pools = stage.tapped(params, x, batch.positions, spread(attend), state.pools)
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         sampled, slot_state = sample(
             logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts, masks
         )
+        if drafts is not None:
+            pools = attend.accept(pools, accepted(drafts, sampled.tokens))
         own = active if drafts is None else drafts.slot_rows
         last_tokens, kept = jnp.where(own, sampled.tokens, state.last_tokens), state.features
         if kept is not None and drafts is not None:

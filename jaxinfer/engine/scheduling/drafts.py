@@ -50,7 +50,7 @@ class DraftPlanner:
         self._by_head, self._window, self._page = engine.drafts_by_head, engine.feature_window, engine.page_size
         self._from_one_state = engine.drafts_from_one_state
         self._worth = WORTH_OF_A_PASS if self._on_device and not self._from_one_state else WORTH
-        self._paths = engine.speculative_tree
+        self._paths, self._states = engine.speculative_tree, engine.num_states > 0
         self.branches = BranchPlanner(engine, pages)
         self.forced = list[Draft]()
         """Of the plan that was made last: what grammars leave no choice about, which nobody waits for."""
@@ -128,8 +128,9 @@ class DraftPlanner:
         sequence = row.sequence
         room = min(idle, sequence.final_length - sequence.scheduled)
         known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
-        # What is computed again, the sampler counts token by token; and behind it a grammar has a mask for one row.
-        if row.token < 0 or (known and (sequence.stateful or sequence.held is not None)):
+        # What is computed again, the sampler counts token by token; and behind it a grammar has a mask for one row. A
+        # state goes on behind what the device has drawn.
+        if row.token < 0 or (known and (self._states or sequence.stateful or sequence.held is not None)):
             return _Wanted([], 0.0)
         if known:
             return _Wanted(known.tolist(), 1.0, known=True)

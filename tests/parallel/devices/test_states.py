@@ -70,7 +70,7 @@ def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
     return found
 
 
-def served(model: Model, **sizes: int) -> LLM:
+def served(model: Model, **sizes: Any) -> LLM:
     settings: dict[str, Any] = {**SETTINGS, "num_pages": ROOMY, **sizes}
     return LLM(model, **settings)
 
@@ -99,6 +99,14 @@ def test_states_lie_where_their_channels_are_computed(two: LLM):
     assert {shard.data.shape[1:] for x in jax.tree.leaves(states) for shard in x.addressable_shards} == {(20, 2)}
     config = EngineConfig(**SETTINGS, num_pages=ROOMY, **TENSOR)
     assert plan_engine(two.model, config, "cpu").needs.states == device_bytes(states)
+
+
+def test_drafts_change_no_answer(tmp_path: pathlib.Path):
+    drafts: dict[str, Any] = {"speculative": "suffix", "speculative_adaptive": False, "num_speculative_tokens": 7}
+    llm = served(load_case(golden("lfm2-hub"), tmp_path), **TENSOR, **drafts, max_num_seqs=3)
+    same_answers(llm)
+    stats = llm.engine.stats()
+    assert 0 < stats.draft_accepted < stats.draft_tokens
 
 
 @pytest.mark.slow
