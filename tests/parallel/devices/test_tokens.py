@@ -116,6 +116,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "cannot be: 6 devices do not divide a chunk of 32 tokens (prefill_sizes)": {
         "tensor_parallel_size": 2,
         "expert_parallel_size": 3,
+        "prefill_sizes": (32, 64),
     },
     "cannot be: 8 devices do not divide a chunk of 4 tokens (prefill_sizes)": {
         "tensor_parallel_size": 8,
