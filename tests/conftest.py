@@ -34,6 +34,7 @@ EXTENDED = (
     "engine/test_kv_dtype.py",
     "engine/test_llm.py",
     "engine/test_quantised.py",
+    "engine/test_state_drafts.py",
     "engine/test_states.py",
     "engine/test_structured.py",
     "engine/test_thinking.py",
