@@ -13,6 +13,7 @@ from tools.check_programs import __main__ as door
 from tools.check_programs.expected import expected, weight_bytes
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.rules import (
+    OF_STATES,
     Step,
     findings,
     kernels_per_layer,
@@ -199,6 +200,11 @@ def test_adapters_may_have_kernels_and_rows_of_their_own():
 ONE_BUFFER = THUNKS[: THUNKS.index("152:")]
 
 
+def test_recurrences_may_have_kernels_of_their_own():
+    most, found = (int(rule(make_step(states=kept), "kernels a layer").limit) for kept in (False, True))
+    assert found == most + OF_STATES
+
+
 def test_all_launches_are_in_one_command_buffer():
     assert not rule(make_step(launches=read_launches(ONE_BUFFER)), "command buffers").broken
     cut = rule(make_step(), "command buffers")
@@ -347,6 +353,13 @@ def test_collectives_and_gemms_follow_from_the_declarations():
     assert [one.sums("decode"), one.gathers("decode")] == [0, 0]
 
 
+def test_taps_and_gates_of_one_number_are_no_matrices():
+    mixer = DENSE["attention"] | {"conv": ParamSpec((8, 24, 4), ("heads", None, None))}
+    gated = DENSE["mlp"] | {"shared_gate": ParamSpec((1, 64), (None, "embed"))}
+    found = expected_of(first=True, last=True, dense=DENSE | {"attention": mixer, "mlp": gated})
+    assert found.gemms("decode") == expected_of(first=True, last=True).gemms("decode")
+
+
 def test_norms_over_all_heads_are_a_sum_more_of_each_layer():
     """Also of the last one where a chunk is computed for its keys and values alone."""
     norm = {"scale": ParamSpec((32, 8), ("all_heads", "norm"), init="ones")}
@@ -471,3 +484,16 @@ def test_the_steps_of_adapters_keep_the_rules():
     assert part.broken == []
     asked = {one.rule for one in part.programs["decode_adapted"].findings if one.asked}
     assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_steps_of_a_model_with_states(tensor, tmp_path):
+    """A layer of each kind of a small Qwen3-Next: states are donated and planned for, and nothing waits."""
+    config = Work("Qwen3-Next-80B-A3B", door.PAGES).config()
+    small = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "num_experts": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **small, "vocab_size": 4096}), encoding="utf-8")
+    (part,) = door.run(Work(str(tmp_path), door.PAGES, tensor=tensor), default_folder())
+    assert part.broken == []
+    assert all(program.kernels > 0 for program in part.programs.values())

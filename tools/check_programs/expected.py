@@ -17,6 +17,7 @@ from jaxinfer.parallel.mesh import REPLICABLE, RULES
 from jaxinfer.quant import is_stored
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 
+CONVOLUTION = "conv"  # the name of its taps, which no GEMM reads
 SUMS = 2  # a layer: of attention's output, and of all that the feed-forward layer is
 
 
@@ -133,7 +134,9 @@ def _matrices(tree: Any) -> int:
     """A stored weight is one, whatever it is made of."""
     if is_stored(tree):
         return 1
-    return int(_is_matrix(tree)) if isinstance(tree, ParamSpec) else sum(_matrices(node) for _, node in tree.items())
+    if isinstance(tree, ParamSpec):
+        return int(_is_matrix(tree))
+    return sum(_matrices(node) for name, node in tree.items() if name != CONVOLUTION)
 
 
 def _part(axis: str | None, size: int, ways: int) -> int:
@@ -145,8 +148,8 @@ def _bits(spec: ParamSpec, itemsize: int) -> int:
 
 
 def _is_matrix(spec: ParamSpec) -> bool:
-    """Biases and norms begin at one number."""
-    return len(spec.shape) > 1 and spec.init == "normal"
+    """Biases and norms begin at one number; a gate of one number a token is a vector."""
+    return len(spec.shape) > 1 and spec.init == "normal" and min(spec.shape) > 1
 
 
 def _width(spec: ParamSpec) -> int:

@@ -103,6 +103,11 @@ class Planned:
         return self.needs.page * self.engine.num_pages
 
     @property
+    def kept(self) -> int:
+        """Bytes of the pool and of sequences' states."""
+        return self.pool + self.needs.states
+
+    @property
     def microbatch(self) -> int:
         """Bytes that the sampler keeps of the slots that decode together."""
         return self.needs.sampler // self.engine.microbatches
@@ -118,8 +123,8 @@ class Planned:
     def donated(self, program: str) -> int:
         """Bytes by the planner's arithmetic, and what the slots sampled last."""
         if program.startswith("decode") and self.stage.last:
-            return self.pool + self.microbatch + device_bytes(self.arrays.last_tokens)
-        return self.pool
+            return self.kept + self.microbatch + device_bytes(self.arrays.last_tokens)
+        return self.kept
 
 
 def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, drafts: bool = False) -> Planned:
@@ -214,9 +219,10 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             aliased=memory.alias_size_in_bytes,
             temporaries=temporary_bytes(executable),
             arguments=memory.argument_size_in_bytes,
-            planned=needs.weights + planned.pool + sampler + adapters,
+            planned=needs.weights + planned.kept + sampler + adapters,
             whole=layers == should.layers and tail == should.head,
             experts=should.experts,
+            states=any(layer.states for layer in stage.model.cache_spec.layers),
             devices=should.devices,
             adapters=planned.engine.lora_slots if program != name else 0,
             dequantized=dequantized(weights, program),

@@ -19,6 +19,7 @@ from tools.check_programs.work import Finding
 
 KERNELS_PER_LAYER = 16  # of a dense layer; with
 OF_SUMS, OF_EXPERTS = 3, 26  # sums over devices; with experts: choosing them and gathering
+OF_STATES = 8  # of recurrences: places, convolution, gates, the recurrence, what pages keep
 OF_ADAPTERS = (
     4  # of each weight that has them: rows into tiles, two products, rows back; those of experts are dealt out
 )
@@ -64,6 +65,7 @@ class Step:
         repeats: whether it is a loop of steps, whose GEMMs are in the loop.
         whole: whether it reads all of the stage's weights.
         experts: whether a layer is a mixture of them.
+        states: whether layers keep any.
         devices: over which the stage is spread.
         adapters: on the device, where rows have any.
         dequantised: whether stored weights become plain numbers, some output channels after the others.
@@ -91,6 +93,7 @@ class Step:
     repeats: bool = False
     whole: bool = True
     experts: bool = False
+    states: bool = False
     devices: int = 1
     adapters: int = 0
     dequantized: bool = False
@@ -145,6 +148,7 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
     asked = not step.module.loops(step.repeats) and not step.dequantized
     count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
+    most += OF_STATES * step.states
     if step.adapters:
         most += OF_ADAPTERS * max(step.layers, default=0) + OF_ADAPTED_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)

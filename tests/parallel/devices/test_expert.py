@@ -38,8 +38,9 @@ def test_logits_are_those_of_one_device(expert, tensor):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_of_every_kind_of_expert(name, tmp_path):
-    same_logits(load_case(golden(name), tmp_path), make_mesh(expert=2))
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_logits_of_every_kind_of_expert(name, tensor, tmp_path):
+    same_logits(load_case(golden(name), tmp_path), make_mesh(tensor, expert=2))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_identity import ROOMY, SETTINGS
+from tests.fakes import random_model
 from tests.models.parity import TOP, load_case, served_faults
 from tests.models.test_parity import golden
 from tests.parallel.devices.test_families import cases
@@ -31,6 +32,7 @@ SPREAD = [
     *(("qwen3_next-hub", sizes) for sizes in (TENSOR, STAGES, EXPERT)),
     ("lfm2-hub", STAGES),
     ("lfm2_moe-hub", EXPERT),
+    ("lfm2_moe-hub", EXPERT | TENSOR),
 ]
 
 
@@ -110,6 +112,13 @@ def test_drafts_change_no_answer(tmp_path: pathlib.Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), SPREAD, ids=[f"{name}-{next(iter(sizes))}" for name, sizes in SPREAD])
+@pytest.mark.parametrize(("name", "sizes"), SPREAD, ids=[f"{name}-{'-'.join(sizes)}" for name, sizes in SPREAD])
 def test_answers_of_every_kind(name: str, sizes: dict[str, int], tmp_path: pathlib.Path):
     same_answers(served(load_case(golden(name), tmp_path), **sizes))
+
+
+@pytest.mark.slow
+def test_experts_and_heads_of_a_recurrence_over_four_devices():
+    """Qwen3-Next with as many key heads as devices, dealt out over both axes."""
+    config = golden("qwen3_next-hub").config | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    same_answers(served(random_model(**config), **EXPERT, **TENSOR))
