@@ -488,12 +488,11 @@ def test_the_steps_of_adapters_keep_the_rules():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_steps_of_a_model_with_states(tensor, tmp_path):
-    """A layer of each kind of a small Qwen3-Next: states are donated and planned for, and nothing waits."""
+def test_steps_of_a_model_with_states(tmp_path):
+    """A layer of each kind of Qwen3-Next: states are donated and planned for, and nothing waits."""
     config = Work("Qwen3-Next-80B-A3B", door.PAGES).config()
-    small = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "num_experts": 16}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **small, "vocab_size": 4096}), encoding="utf-8")
-    (part,) = door.run(Work(str(tmp_path), door.PAGES, tensor=tensor), default_folder())
+    two = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **two}), encoding="utf-8")
+    (part,) = door.run(Work(str(tmp_path), door.PAGES), default_folder())
     assert part.broken == []
     assert all(program.kernels > 0 for program in part.programs.values())

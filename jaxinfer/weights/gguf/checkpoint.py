@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.gguf import GgufError, Metadata
-from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf.config import config_json
 from jaxinfer.weights.gguf.described import Described
-from jaxinfer.weights.gguf.joined import Joined, LatentUp, Latest
+from jaxinfer.weights.gguf.joined import Joined, LatentUp, Latest, Rows
 from jaxinfer.weights.gguf.names import joins, targets
 from jaxinfer.weights.gguf.naming import Target
 from jaxinfer.weights.gguf.tensors import GgufFile, Plain, stored_weight
@@ -54,12 +53,12 @@ class GgufCheckpoint:
         self.config_json: Mapping[str, Any] = MappingProxyType(
             {**config_json(self._model), "torch_dtype": _usual_dtype(homes)}
         )
-        self._plain: dict[str, Plain | LatentUp | Joined] = {}
+        self._plain: dict[str, Plain | LatentUp | Joined | Rows] = {}
         weights: dict[str, StoredWeight] = {}
         for name, file in homes.items():
             self._sort(file, name, weights)
         self._join_latents(homes)
-        self._join_experts(homes, weights)
+        self._join(homes, weights)
         self.weights: Mapping[str, StoredWeight] = MappingProxyType(weights)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             {name: plain.info(name) for name, plain in self._plain.items()}
@@ -84,8 +83,7 @@ class GgufCheckpoint:
             if len(self._plain) + len(weights) >= MAX_NAMES:
                 raise CheckpointError(f"{file.path} holds more than {MAX_NAMES} tensors")
             plain = Plain(file, name, target)
-            stored = file.tensors[name].kind in KINDS and len(plain.shape) == 2 and not target.shift
-            if stored:
+            if plain.in_blocks:
                 weights[target.name] = stored_weight(plain)
             else:
                 self._plain[target.name] = plain
@@ -102,12 +100,14 @@ class GgufCheckpoint:
                 del self._plain[keys], self._plain[values]
                 self._plain[f"model.layers.{layer}.self_attn.kv_b_proj.weight"] = joined
 
-    def _join_experts(self, homes: Mapping[str, GgufFile], weights: dict[str, StoredWeight]) -> None:
-        """Join the experts' tensors of models whose checkpoints have one for all gates and ups."""
+    def _join(self, homes: Mapping[str, GgufFile], weights: dict[str, StoredWeight]) -> None:
+        """Join what a checkpoint has in one tensor: gates and ups of all experts, projections of a recurrence."""
         latest = Latest()
         for join in joins(self._model):
             parts = tuple(Plain(homes[part], part, Target(part)) for part in join.parts)
-            joined = Joined(join.name, parts, join.interleaved, latest)
+            joined = (
+                Joined(join.name, parts, join.interleaved, latest) if join.order is None else Rows(parts, join.order)
+            )
             if not joined.fits:
                 raise CheckpointError(f"{self.folder} has tensors {', '.join(join.parts)} of shapes that do not fit")
             if joined.in_blocks:

@@ -22,6 +22,7 @@ from jaxinfer.weights.gguf.fields import (
     rope_scaling,
     rows_of_first,
 )
+from jaxinfer.weights.gguf.hybrids import HYBRIDS
 
 _GROUP_LIMITED_V2 = 160  # experts of the V2 models that choose among groups
 
@@ -264,5 +265,6 @@ ARCHITECTURES: Mapping[str, Callable[[Described], Json]] = MappingProxyType(
         "deepseek2": _deepseek2,
         **DENSE,
         **EXPERTS,
+        **HYBRIDS,
     }
 )

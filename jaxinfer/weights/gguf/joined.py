@@ -10,7 +10,7 @@ import numpy as np
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf.blocks import layout_of, part_of
-from jaxinfer.weights.gguf.tensors import Plain
+from jaxinfer.weights.gguf.tensors import Plain, stored_part
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import TensorInfo
 
@@ -104,6 +104,63 @@ class Joined:
             return np.concatenate(arrays, axis=1)
         stacked = np.stack(arrays, axis=2)
         return stacked.reshape(stacked.shape[0], -1, *stacked.shape[3:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A matrix [out, in] whose rows stand in several, in another order.
+
+    Attributes:
+        order: by number of a row, where it is among those of the parts, one behind the other.
+    """
+
+    parts: tuple[Plain, ...]
+    order: Callable[[int], np.ndarray]
+
+    @property
+    def fits(self) -> bool:
+        shapes = [part.shape for part in self.parts]
+        return {len(shape) for shape in shapes} == {2} and len({shape[1] for shape in shapes}) == 1
+
+    @property
+    def in_blocks(self) -> bool:
+        """All parts are stored alike, and so is what they make."""
+        kinds = {part.source.kind for part in self.parts}
+        return len(kinds) == 1 and kinds <= KINDS.keys()
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(part.source.nbytes for part in self.parts)
+
+    def info(self, name: str) -> TensorInfo:
+        kinds = {part.info(part.name).dtype for part in self.parts}
+        kind = kinds.pop() if len(kinds) == 1 else "F32"
+        return TensorInfo(name, kind, self._shape, self.parts[0].source.start, self._nbytes)
+
+    def read(self) -> np.ndarray:
+        return self._joined([part.read() for part in self.parts])
+
+    def expect(self, part: np.ndarray) -> None:
+        del part  # it is in memory
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+    def stored(self) -> StoredWeight:
+        def read(part: str) -> np.ndarray:
+            array = self._joined([stored_part(each, part) for each in self.parts])
+            self.release()
+            return array
+
+        return StoredWeight(self._shape, layout_of(self.parts[0].source.kind), read, self._nbytes)
+
+    def _joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays)[self.order(self._shape[0])]
 
 
 def _part_of_stack(plain: Plain, part: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.naming import Join, Names, Target
 from jaxinfer.weights.gguf.tables import FALCON_40B, TABLES
 
-_LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)\.(weight|bias)", re.ASCII)
+_LAYER = re.compile(r"blk\.(\d{1,5})\.(?:(.+)\.(weight|bias)|(ssm_a))", re.ASCII)
 _ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,5})", re.ASCII)
 
 # Read with the configuration, or made by every reader for itself.
@@ -24,7 +24,12 @@ def joins(model: Described) -> list[Join]:
     """Tensors of the checkpoint that are made of several, where the file has all of them."""
     names = _names(model)
     made = [
-        Join(f"{names.layers}.{index}.{name}", tuple(f"blk.{index}.{part}" for part in parts), names.interleaved)
+        Join(
+            f"{names.layers}.{index}.{name}",
+            tuple(f"blk.{index}.{part}" for part in parts),
+            names.interleaved,
+            names.row_orders[name](model) if name in names.row_orders else None,
+        )
         for index in range(model.layers)
         for name, parts in names.joins.items()
     ]
@@ -43,8 +48,9 @@ def targets(model: Described, name: str) -> list[Target]:
     if found is None:
         stem, _, kind = name.rpartition(".")
         return [names.target(model, stem, names.whole.get(stem), kind, name)]
-    layer, stem, kind = found.groups()
-    prefix = f"{names.layers}.{int(layer)}."
+    layer, stem, kind = found[1], found[2] or found[4], found[3] or ""
+    behind = names.behind if int(layer) >= model.layers else ""
+    prefix = f"{behind or names.layers}.{int(layer)}."
     if f"{stem}.{kind}" in names.joined:
         return []
     if stem in names.stacks:

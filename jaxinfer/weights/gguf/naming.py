@@ -22,6 +22,9 @@ class Target:
         matrix: a vector is a matrix of one row.
         expert: which matrix of a stack it is, or which row of one.
         rows: which rows of a fused matrix it is, from the first to before the second.
+        columns: as ``order``, of the inputs of a matrix.
+        undo: what makes the checkpoint's numbers of the file's; raises ValueError.
+        taps: a matrix [channels, taps] is a convolution [channels, 1, taps].
     """
 
     name: str
@@ -31,6 +34,9 @@ class Target:
     matrix: bool = False
     expert: int | None = None
     rows: tuple[int, int] | None = None
+    columns: Callable[[int], np.ndarray] | None = None
+    undo: Callable[[np.ndarray], np.ndarray] | None = None
+    taps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +44,18 @@ class Join:
     """A tensor of the checkpoint that is in several of the file, or one in which the file has it turned.
 
     Of stacks [experts, out, in], or of biases [experts, out], the outputs are joined, and stacks are turned to
-    [experts, in, out].
+    [experts, in, out]. Of matrices [out, in] with an ``order`` the rows are.
 
     Attributes:
         parts: tensors of the file.
         interleaved: outputs of the parts take turns; otherwise they stand one part behind the other.
+        order: by number of a row of the checkpoint's matrix, where it is among those of all parts.
     """
 
     name: str
     parts: tuple[str, ...]
     interleaved: bool
+    order: Callable[[int], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +72,10 @@ class Names:
         transposed: matrices stand as [in, out].
         vectors: tensors that lost their first dimension, of size 1.
         joins: what several tensors of a layer become, and whether their outputs are ``interleaved``: see `Join`.
+        row_orders: of joined matrices, by the name of what they become.
+        amended: tensors of which more was changed, by what says how to undo it.
+        kept: norms that are not shifted.
+        behind: what the names of layers that predict further tokens begin with; none: what all do.
     """
 
     whole: Mapping[str, str]
@@ -76,6 +88,10 @@ class Names:
     vectors: tuple[str, ...] = ()
     joins: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     interleaved: bool = False
+    row_orders: Mapping[str, Callable[[Described], Callable[[int], np.ndarray]]] = MappingProxyType({})
+    amended: Mapping[str, Callable[[Described, Target], Target]] = MappingProxyType({})
+    kept: tuple[str, ...] = ()
+    behind: str = ""
 
     @property
     def joined(self) -> frozenset[str]:
@@ -90,15 +106,17 @@ class Names:
     def target(self, model: Described, stem: str, name: str | None, kind: str, original: str) -> Target:
         if name is None:
             return Target(original)
-        # corrections of routers and sinks have names of their own
-        full = name if name.endswith(("_bias", ".sinks")) else f"{name}.{kind}"
-        return Target(
+        # corrections of routers, sinks and decays have names of their own
+        full = name if name.endswith(("_bias", ".sinks", "A_log")) else f"{name}.{kind}"
+        shifted = stem.endswith("norm") and stem not in self.kept and kind == "weight"
+        target = Target(
             full,
             order=self.orders[stem](model) if stem in self.orders else None,
-            shift=self.shift if stem.endswith("norm") and kind == "weight" else 0.0,
+            shift=self.shift if shifted else 0.0,
             transposed=kind == "weight" and stem in self.transposed,
             matrix=stem in self.vectors,
         )
+        return self.amended[stem](model, target) if stem in self.amended else target
 
 
 def _turned(model: Described, heads: int) -> Callable[[int], np.ndarray]:

@@ -7,6 +7,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jaxinfer.weights.gguf.naming import Names, grouped, turned_keys, turned_queries
+from jaxinfer.weights.gguf.recurrent import (
+    by_heads,
+    channels,
+    decays,
+    tiled,
+    tiled_channels,
+    tiled_columns,
+    tiled_decays,
+    tiled_values,
+)
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
@@ -189,6 +199,52 @@ _ERNIE_MOE = dataclasses.replace(
 )
 _SPARSE_BLOCK = {**_ATTENTION, **_QK_NORM, "ffn_gate_inp": "block_sparse_moe.gate"}
 _MINIMAX = {**_SPARSE_BLOCK, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
+_HYBRID = Names(
+    _WHOLE,
+    "model.layers",
+    {
+        **_LATE_NORM,
+        **_QK_NORM,
+        **_GATED,
+        **_ROUTER,
+        **_QWEN2_SHARED,
+        **_PREDICTORS,
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt": "linear_attn.dt_bias",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+    stacks=_STACKS,
+    vectors=("ffn_gate_inp_shexp",),
+    shift=-1.0,
+    kept=("ssm_norm",),
+    behind="mtp.layers",
+)
+_QWEN3_NEXT = dataclasses.replace(
+    _HYBRID,
+    layer={**_HYBRID.layer, "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+    joins={"linear_attn.in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight")},
+    row_orders={"linear_attn.in_proj_qkvz.weight": by_heads},
+    amended={"ssm_a": decays, "ssm_conv1d": channels},
+)
+_QWEN35 = dataclasses.replace(
+    _HYBRID,
+    layer={
+        **_HYBRID.layer,
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+    },
+    amended={
+        "ssm_a": tiled_decays,
+        "ssm_conv1d": tiled_channels,
+        "ssm_out": tiled_columns,
+        "attn_qkv": tiled_values,
+        **dict.fromkeys(("ssm_dt", "attn_gate", "ssm_alpha", "ssm_beta"), tiled),
+    },
+)
 
 TABLES: Mapping[str, Names] = MappingProxyType(
     {
@@ -234,5 +290,8 @@ TABLES: Mapping[str, Names] = MappingProxyType(
         "phimoe": dataclasses.replace(_DECODER, layer=_SPARSE_BLOCK, stacks=_MIXTRAL),
         "minimax-m2": dataclasses.replace(_DECODER, layer=_MINIMAX, stacks=_MIXTRAL),
         "ernie4_5-moe": _ERNIE_MOE,
+        "qwen3next": _QWEN3_NEXT,
+        "qwen35": _QWEN35,
+        "qwen35moe": _QWEN35,
     }
 )

@@ -112,30 +112,62 @@ class Plain:
         if self.target.rows is not None:
             shape = (self.target.rows[1] - self.target.rows[0], *shape[1:])
         shape = (1, *shape) if self.target.matrix and len(shape) == 1 else shape
+        shape = (shape[0], 1, shape[1]) if self.target.taps and len(shape) == 2 else shape
         return shape[::-1] if self.target.transposed and self.source.kind not in KINDS else shape
 
     def info(self, name: str) -> TensorInfo:
-        kind = "F32" if self.source.kind in KINDS or self.target.shift else self.source.kind
+        made = self.source.kind in KINDS or self.target.shift or self.target.undo is not None
+        kind = "F32" if made else self.source.kind
         start, nbytes = self.file.span(self.name, self.target.expert)
         if self.target.rows is not None:
             nbytes = nbytes // self.source.shape[0] * self.shape[0]
         return TensorInfo(name, kind, self.shape, start, nbytes)
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the checkpoint's weight is in blocks: no number of them has to be changed or to leave its block."""
+        target, blocks = self.target, self.source.kind in KINDS and len(self.shape) == 2
+        return blocks and not target.shift and target.undo is None and self._columns(blocks=True) is not None
+
     def stored(self) -> np.ndarray:
-        """Numbers or blocks, rows in the model's order."""
+        """Numbers or blocks, rows in the model's order, and columns, where whole blocks have only to be moved."""
         rows = self.file.read(self.name, self.target.expert)
         if self.target.rows is not None:
             rows = rows[slice(*self.target.rows)]
-        return rows if self.target.order is None else rows[self.target.order(rows.shape[0])]
+        rows = rows if self.target.order is None else rows[self.target.order(rows.shape[0])]
+        return rows if self.target.columns is None or not self.in_blocks else rows[:, self._columns(blocks=True)]
+
+    def _columns(self, *, blocks: bool) -> np.ndarray | slice | None:
+        """Where columns are, or blocks of them; None: blocks would have to be cut."""
+        if self.target.columns is None:
+            return slice(None)
+        places = self.target.columns(self.source.shape[-1])
+        if not blocks:
+            return places
+        size = KINDS[self.source.kind].elements
+        firsts = places.reshape(-1, size)[:, :1]
+        whole = (firsts % size == 0).all() and (places.reshape(-1, size) == firsts + np.arange(size)).all()
+        return firsts[:, 0] // size if whole else None
 
     def read(self) -> np.ndarray:
         rows = self.stored()
         if self.source.kind in KINDS:
             values = numbers(self.source.kind, rows.reshape(-1, *rows.shape[-2:]))
             rows = values.reshape(*rows.shape[:-2], -1)
+        if self.target.columns is not None and not self.in_blocks:
+            rows = rows[:, self._columns(blocks=False)]
         if self.target.shift:
             rows = rows.astype(np.float32) + np.float32(self.target.shift)
+        if self.target.undo is not None:
+            rows = self._undone(rows)
         return rows.T if self.target.transposed else rows.reshape(self.shape)
+
+    def _undone(self, rows: np.ndarray) -> np.ndarray:
+        assert self.target.undo is not None
+        try:
+            return self.target.undo(rows)
+        except ValueError as error:
+            raise CheckpointError(f"tensor {quoted(self.name)} of {self.file.path} has {error}") from None
 
     def expect(self, part: np.ndarray) -> None:
         if self._is_view:
@@ -147,19 +179,23 @@ class Plain:
     @property
     def _is_view(self) -> bool:
         target = self.target
-        moved = any(each is not None for each in (target.order, target.expert, target.rows))
+        changes = (target.order, target.expert, target.rows, target.columns, target.undo)
+        moved = any(each is not None for each in changes)
         return not target.shift and not moved and self.source.kind not in KINDS
 
 
 def stored_weight(plain: Plain) -> StoredWeight:
-    kind, label = plain.source.kind, f"tensor {quoted(plain.name)} of {plain.file.path}"
-
     def read(part: str) -> np.ndarray:
-        try:
-            array = part_of(kind, part, plain.stored())
-        except CheckpointError as error:
-            raise CheckpointError(f"{label} has {error}") from None
+        array = stored_part(plain, part)
         plain.release()
         return array
 
-    return StoredWeight(plain.shape, layout_of(kind), read, plain.info(plain.name).nbytes)
+    return StoredWeight(plain.shape, layout_of(plain.source.kind), read, plain.info(plain.name).nbytes)
+
+
+def stored_part(plain: Plain, part: str) -> np.ndarray:
+    """A part of the layout of a matrix' blocks."""
+    try:
+        return part_of(plain.source.kind, part, plain.stored())
+    except CheckpointError as error:
+        raise CheckpointError(f"tensor {quoted(plain.name)} of {plain.file.path} has {error}") from None

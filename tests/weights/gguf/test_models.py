@@ -15,6 +15,7 @@ from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
 from jaxinfer.weights.gguf.config import ARCHITECTURES
 from jaxinfer.weights.gguf.dense import DENSE
 from jaxinfer.weights.gguf.experts import EXPERTS
+from jaxinfer.weights.gguf.hybrids import HYBRIDS
 from tests.weights.files import refused
 from tests.weights.gguf.convert import architecture, converted
 from tests.weights.gguf.files import write_gguf
@@ -97,6 +98,7 @@ def test_every_architecture_has_a_case(repo: pathlib.Path) -> None:
     assert {architecture(golden(repo, name).config["model_type"]) for name in CASES} == ARCHITECTURES.keys() - {
         *DENSE,
         *EXPERTS,
+        *HYBRIDS,
     }
 
 
