@@ -30,7 +30,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # Tokens that end a turn, whatever else the metadata names: files often name one end alone.
 _ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
-    *("<|return|>", "<|call|>"),
+    *("<|return|>", "<|call|>", "<turn|>"),
 )
 # Where there are both of these, <|end|> ends a message within a turn (Harmony).
 _HARMONY = ("<|return|>", "<|call|>")
@@ -71,9 +71,11 @@ def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabul
     elif kind == "gpt2":
         pre = _pre_tokenizer(path, metadata)
         library, with_bos = _byte_pairs(vocabulary, metadata, pre), pre.bos
+    elif kind == "gemma4":
+        library, with_bos = _merged_pieces(vocabulary, metadata), True
     else:
         raise TokenizerError(
-            f"{path} has a tokenizer of the kind {kind!r}, which is not supported (known: gpt2, llama)"
+            f"{path} has a tokenizer of the kind {kind!r}, which is not supported (known: gemma4, gpt2, llama)"
         )
     # As Phi-3's own file has it, which no key says.
     stripping = kind == "llama" and metadata.get("general.architecture") == "phi3"
@@ -204,6 +206,16 @@ def _pieces(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Library:
     library.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces] if prefixed else [spaces])
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     library.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return library
+
+
+def _merged_pieces(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Library:
+    """Pieces of characters, with marks for spaces, that merges put together; others are bytes."""
+    merges = [_pair(vocabulary.path, merge) for merge in _list(vocabulary.path, metadata, "tokenizer.ggml.merges", str)]
+    unknown = vocabulary.texts().get("unk_token")
+    library = _model(vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    library.normalizer = normalizers.Replace(" ", _SPACE)
+    library.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return library
 
 

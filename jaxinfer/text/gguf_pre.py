@@ -17,6 +17,10 @@ _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN35 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2 = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}|{_REST}"
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -114,6 +118,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
         "qwen2": _LIKE_QWEN2,
         "deepseek-r1-qwen": _LIKE_QWEN2,
         "stablelm2": _LIKE_QWEN2,
+        "qwen35": PreTokenizer((_QWEN35,), composed=True),
         "hunyuan": PreTokenizer((_QWEN2,)),
         "seed-coder": PreTokenizer((_SEED,)),
         "gpt-4o": _LIKE_GPT4O,

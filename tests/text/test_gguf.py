@@ -132,6 +132,20 @@ def test_blanks_behind_the_special_tokens_of_phi3() -> None:
     assert phi3.encode(text) == [10, 1, 8]
 
 
+def test_pieces_that_merges_put_together() -> None:
+    """As files of Gemma 4 have them: spaces are marks, and what is no piece is its bytes."""
+    made: dict[str, Any] = {"model": "gemma4", "scores": None, "merges": ["a b", "▁ a"]}
+    assert tokens("ab a", **made) == ["<s>", "ab", "▁a"]
+    assert tokens(" ab", **made) == ["<s>", "▁", "ab"]
+    assert tokens(" ab", **{**made, "merges": ["▁ a", "a b"]}) == ["<s>", "▁a", "b"]
+    assert tokens("<|user|>b", **made) == ["<s>", "<|user|>", "b"]
+    known = ["<unk>", "<s>", "</s>", "<0xC3>", *PIECES[4:-2], "<0xA9>", "<turn|>"]
+    tokenizer = gguf_tokenizer(PATH, pieces(**made, tokens=known))
+    assert tokenizer.encode("é a") == [1, 3, 9, 8]
+    assert tokenizer.decode([3, 9, 8]) == "é a"
+    assert tokenizer.eos_ids == (2, 10)
+
+
 def test_every_end_of_a_turn() -> None:
     named = gguf_tokenizer(PATH, pieces(eot_token_id=10, eom_token_id=0))
     assert named.eos_ids == (2, 10, 0)
@@ -152,9 +166,16 @@ def test_messages_of_harmony_do_not_end_a_turn() -> None:
 # Rules that cut a text
 
 
+def test_marks_belong_to_the_letters_before_them() -> None:
+    """Of Qwen3.5, and not of Qwen2."""
+    found = {rule: len(PRE_TOKENIZERS[rule].rule().pre_tokenize_str("e\u0301a \u0301")) for rule in ("qwen2", "qwen35")}
+    assert found == {"qwen2": 3, "qwen35": 2}
+
+
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
+        ("qwen35", ["It", "'s", "Ġ", "1", "2", "3", "4", "Ġ", "Ġx", "!"]),
         ("gpt-2", ["It", "'s", "Ġ1234", "Ġ", "Ġx", "!"]),
         ("llama-bpe", ["It", "'s", "Ġ", "123", "4", "Ġ", "Ġx", "!"]),
         ("qwen2", ["It", "'s", "Ġ", "1", "2", "3", "4", "Ġ", "Ġx", "!"]),

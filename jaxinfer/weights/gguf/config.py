@@ -23,6 +23,7 @@ from jaxinfer.weights.gguf.fields import (
     rows_of_first,
 )
 from jaxinfer.weights.gguf.hybrids import HYBRIDS
+from jaxinfer.weights.gguf.per_layer import PER_LAYER
 
 _GROUP_LIMITED_V2 = 160  # experts of the V2 models that choose among groups
 
@@ -266,5 +267,6 @@ ARCHITECTURES: Mapping[str, Callable[[Described], Json]] = MappingProxyType(
         **DENSE,
         **EXPERTS,
         **HYBRIDS,
+        **PER_LAYER,
     }
 )

@@ -29,8 +29,25 @@ class Latest:
         return self._array
 
 
+class _Made:
+    """What is made in memory of several tensors of a file."""
+
+    parts: tuple[Plain, ...]
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(part.source.nbytes for part in self.parts)
+
+    def expect(self, part: np.ndarray) -> None:
+        del part  # it is in memory
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+
 @dataclasses.dataclass(frozen=True)
-class Joined:
+class Joined(_Made):
     """A stack [experts, in, out], or biases [experts, out], of parts [experts, out, in] or [experts, out].
 
     Attributes:
@@ -58,10 +75,6 @@ class Joined:
         experts, out, *inputs = self.parts[0].shape
         return (experts, len(self.parts) * out, *inputs)
 
-    @property
-    def _nbytes(self) -> int:
-        return sum(part.source.nbytes for part in self.parts)
-
     def info(self, name: str) -> TensorInfo:
         experts, *rest = self._upright
         shape = (experts, *reversed(rest))
@@ -71,13 +84,6 @@ class Joined:
 
     def read(self) -> np.ndarray:
         return self.latest.get(self.name, self._numbers)
-
-    def expect(self, part: np.ndarray) -> None:
-        del part  # it is in memory
-
-    def release(self) -> None:
-        for part in self.parts:
-            part.release()
 
     def stored(self) -> StoredWeight:
         """The stack in blocks."""
@@ -107,7 +113,7 @@ class Joined:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(_Made):
     """A matrix [out, in] whose rows stand in several, in another order.
 
     Attributes:
@@ -132,10 +138,6 @@ class Rows:
     def _shape(self) -> tuple[int, int]:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
-    @property
-    def _nbytes(self) -> int:
-        return sum(part.source.nbytes for part in self.parts)
-
     def info(self, name: str) -> TensorInfo:
         kinds = {part.info(part.name).dtype for part in self.parts}
         kind = kinds.pop() if len(kinds) == 1 else "F32"
@@ -143,13 +145,6 @@ class Rows:
 
     def read(self) -> np.ndarray:
         return self._joined([part.read() for part in self.parts])
-
-    def expect(self, part: np.ndarray) -> None:
-        del part  # it is in memory
-
-    def release(self) -> None:
-        for part in self.parts:
-            part.release()
 
     def stored(self) -> StoredWeight:
         def read(part: str) -> np.ndarray:

@@ -13,7 +13,8 @@ from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.naming import Join, Names, Target
 from jaxinfer.weights.gguf.tables import FALCON_40B, TABLES
 
-_LAYER = re.compile(r"blk\.(\d{1,5})\.(?:(.+)\.(weight|bias)|(ssm_a))", re.ASCII)
+_BARE = r"ssm_a|(?:ffn_gate_inp|ffn_down_exps)\.scale"  # without ".weight"
+_LAYER = re.compile(rf"blk\.(\d{{1,5}})\.(?:(.+)\.(weight|bias)|({_BARE}))", re.ASCII)
 _ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,5})", re.ASCII)
 
 # Read with the configuration, or made by every reader for itself.
@@ -47,6 +48,8 @@ def targets(model: Described, name: str) -> list[Target]:
     found = _LAYER.fullmatch(name)
     if found is None:
         stem, _, kind = name.rpartition(".")
+        if stem in names.stacks:
+            return [Target(names.stacks[stem].format(index), expert=index) for index in range(model.shapes[name][0])]
         return [names.target(model, stem, names.whole.get(stem), kind, name)]
     layer, stem, kind = found[1], found[2] or found[4], found[3] or ""
     behind = names.behind if int(layer) >= model.layers else ""

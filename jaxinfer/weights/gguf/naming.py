@@ -10,6 +10,9 @@ import numpy as np
 
 from jaxinfer.weights.gguf.described import Described
 
+# Corrections of routers, sinks and scales have whole names of their own.
+_WITHOUT_KIND = ("_bias", ".sinks", "_scale", ".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -25,6 +28,7 @@ class Target:
         columns: as ``order``, of the inputs of a matrix.
         undo: what makes the checkpoint's numbers of the file's; raises ValueError.
         taps: a matrix [channels, taps] is a convolution [channels, 1, taps].
+        plain: it is no weight of a product, and cannot stay in blocks.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Target:
     columns: Callable[[int], np.ndarray] | None = None
     undo: Callable[[np.ndarray], np.ndarray] | None = None
     taps: bool = False
+    plain: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +71,8 @@ class Names:
         whole: those outside of the layers, without ".weight".
         layers: what the names of all layers begin with.
         layer: those within a layer.
-        stacks: of all experts: the whole name for one, with braces in the place of its number.
+        stacks: of all experts: the whole name for one, with braces in the place of its number; those outside of layers
+            are of as many matrices as there are.
         orders: of which the rows were moved, by what undoes it.
         shift: what the norms lack.
         transposed: matrices stand as [in, out].
@@ -106,8 +112,7 @@ class Names:
     def target(self, model: Described, stem: str, name: str | None, kind: str, original: str) -> Target:
         if name is None:
             return Target(original)
-        # corrections of routers, sinks and decays have names of their own
-        full = name if name.endswith(("_bias", ".sinks", "A_log")) else f"{name}.{kind}"
+        full = name if not kind or name.endswith(_WITHOUT_KIND) else f"{name}.{kind}"
         shifted = stem.endswith("norm") and stem not in self.kept and kind == "weight"
         target = Target(
             full,
@@ -117,6 +122,12 @@ class Names:
             matrix=stem in self.vectors,
         )
         return self.amended[stem](model, target) if stem in self.amended else target
+
+
+def in_numbers(model: Described, target: Target) -> Target:
+    """What no product reads."""
+    del model
+    return dataclasses.replace(target, plain=True)
 
 
 def _turned(model: Described, heads: int) -> Callable[[int], np.ndarray]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxinfer.weights.gguf.naming import Names, grouped, turned_keys, turned_queries
+from jaxinfer.weights.gguf.naming import Names, grouped, in_numbers, turned_keys, turned_queries
 from jaxinfer.weights.gguf.recurrent import (
     by_heads,
     channels,
@@ -245,6 +245,60 @@ _QWEN35 = dataclasses.replace(
         **dict.fromkeys(("ssm_dt", "attn_gate", "ssm_alpha", "ssm_beta"), tiled),
     },
 )
+_PER_LAYER = dataclasses.replace(
+    _DECODER,
+    whole={
+        **_WHOLE,
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+    },
+    layer={
+        **_GEMMA3.layer,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+    amended={"per_layer_token_embd": in_numbers},
+)
+_ALTUP = {
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+}
+_GEMMA3N = dataclasses.replace(
+    _PER_LAYER,
+    layer={
+        **_PER_LAYER.layer,
+        **_ALTUP,
+        "altup_correct_scale": "altup.correct_output_scale",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
+    stacks={
+        "altup_proj": "model.altup_projections.{}.weight",
+        "altup_unembd_proj": "model.altup_unembed_projections.{}.weight",
+    },
+    amended={**_PER_LAYER.amended, **dict.fromkeys(_ALTUP, in_numbers)},
+)
+_GEMMA4 = dataclasses.replace(
+    _PER_LAYER,
+    layer={
+        **_PER_LAYER.layer,
+        "layer_output_scale": "layer_scalar",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "ffn_gate_up_exps": "experts.gate_up_proj",
+        "ffn_down_exps": "experts.down_proj",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    },
+    amended={**_PER_LAYER.amended, "ffn_gate_inp": in_numbers},
+)
 
 TABLES: Mapping[str, Names] = MappingProxyType(
     {
@@ -290,6 +344,8 @@ TABLES: Mapping[str, Names] = MappingProxyType(
         "phimoe": dataclasses.replace(_DECODER, layer=_SPARSE_BLOCK, stacks=_MIXTRAL),
         "minimax-m2": dataclasses.replace(_DECODER, layer=_MINIMAX, stacks=_MIXTRAL),
         "ernie4_5-moe": _ERNIE_MOE,
+        "gemma3n": _GEMMA3N,
+        "gemma4": _GEMMA4,
         "qwen3next": _QWEN3_NEXT,
         "qwen35": _QWEN35,
         "qwen35moe": _QWEN35,

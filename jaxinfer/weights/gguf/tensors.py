@@ -127,7 +127,13 @@ class Plain:
     def in_blocks(self) -> bool:
         """Whether the checkpoint's weight is in blocks: no number of them has to be changed or to leave its block."""
         target, blocks = self.target, self.source.kind in KINDS and len(self.shape) == 2
-        return blocks and not target.shift and target.undo is None and self._columns(blocks=True) is not None
+        return (
+            blocks
+            and not target.plain
+            and not target.shift
+            and target.undo is None
+            and self._columns(blocks=True) is not None
+        )
 
     def stored(self) -> np.ndarray:
         """Numbers or blocks, rows in the model's order, and columns, where whole blocks have only to be moved."""

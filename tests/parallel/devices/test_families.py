@@ -8,6 +8,7 @@ import pytest
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.quant.layouts import Grouped
+from tests.fakes import random_model
 from tests.models.parity import load_case
 from tests.models.test_parity import golden
 from tests.parallel.devices.test_tensor import same_logits
@@ -21,6 +22,14 @@ NORMS = (
 # Side by side, with norms behind, and with factors.
 BLOCKS = ("gpt_neox-hub", "cohere2-hub", "glm4-hub", "exaone4-hub", "starcoder2-hub", "ernie4_5-hub", "granite-biases")
 EXPERTS = ("minimax_m2-hub", "olmoe-hub", "phimoe-hub")
+
+# Wide enough for groups of inputs on four devices.
+WIDER: dict[str, dict[str, int]] = {
+    "glm4_moe-hub": {"moe_intermediate_size": 32},
+    "llama4_text-hub": {"intermediate_size": 32, "intermediate_size_mlp": 64},
+    "ernie4_5_moe-hub": {"moe_intermediate_size": 32},
+    "qwen2_moe-hub": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+}
 
 
 def cases(*names: str, fast: str = "") -> list[Any]:
@@ -43,3 +52,12 @@ def test_quantised_weights(name: str, tmp_path: pathlib.Path):
     model = load(name, tmp_path / "plain")
     stored, _ = stored_and_plain(model, tmp_path / "stored", lambda name, inputs: Grouped("float8_e4m3fn", 4))
     same_logits(stored, make_mesh(2, expert=2) if name in EXPERTS else make_mesh(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDER)
+def test_quantised_experts_beside_a_shared_one(name: str, tmp_path: pathlib.Path):
+    config = {**golden(name).config, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, **WIDER[name]}
+    model = random_model(**config)
+    stored, _ = stored_and_plain(model, tmp_path, lambda name, inputs: Grouped("float8_e4m3fn", 4))
+    same_logits(stored, make_mesh(2, expert=2))

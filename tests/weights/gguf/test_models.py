@@ -16,6 +16,7 @@ from jaxinfer.weights.gguf.config import ARCHITECTURES
 from jaxinfer.weights.gguf.dense import DENSE
 from jaxinfer.weights.gguf.experts import EXPERTS
 from jaxinfer.weights.gguf.hybrids import HYBRIDS
+from jaxinfer.weights.gguf.per_layer import PER_LAYER
 from tests.weights.files import refused
 from tests.weights.gguf.convert import architecture, converted
 from tests.weights.gguf.files import write_gguf
@@ -99,6 +100,7 @@ def test_every_architecture_has_a_case(repo: pathlib.Path) -> None:
         *DENSE,
         *EXPERTS,
         *HYBRIDS,
+        *PER_LAYER,
     }
 
 
