@@ -1,19 +1,27 @@
-"""jaxinfer as a peer: an engine with its defaults but for what all engines are told."""
+"""jaxinfer as a peer: an engine with its defaults but for what all engines are told.
+
+With random weights JAX, Flax and numpy are enough: what reads checkpoints is imported where there is one.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import jax
 
 from benchmarks.gpu_peers.drive import drive
 from benchmarks.gpu_peers.loads import Load
 from benchmarks.peers.protocol import Reply, answer
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.distributed.make import make_engine
+from jaxinfer.engine.execution.compilations import use_compilation_cache
 from jaxinfer.gpu_check.llama import random_model
-from jaxinfer.loading import load_model, start_engine
+from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request
 from jaxinfer.version import __version__
@@ -31,12 +39,13 @@ class JaxInfer:
         given = dict(settings)
         dtype = given.pop("dtype")
         start = time.perf_counter()
-        model = load_model(folder, dtype, show_progress=False) if folder else random_model(config)
+        model = _read(folder, dtype) if folder else random_model(config)
         loaded = time.perf_counter()
         engine = EngineConfig(
             enable_prefix_caching=False, memory_utilization=given.pop("gpu_memory_utilization"), seed=0, **given
         )
-        _, self._engine = start_engine(model, engine, dtype, compilation_cache_dir=cache)
+        use_compilation_cache(cache)
+        self._engine = make_engine(model, engine, jax.default_backend())
         found = self._engine.config
         return {
             "weights_seconds": round(loaded - start, 2),
@@ -63,6 +72,10 @@ class JaxInfer:
             for delta in self._engine.step():
                 tokens += delta.token_ids
         return {"tokens": tokens}
+
+
+def _read(folder: str, dtype: str) -> Model:
+    return importlib.import_module("jaxinfer.loading").load_model(folder, dtype, show_progress=False)
 
 
 class _Stepped:

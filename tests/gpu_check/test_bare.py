@@ -1,4 +1,4 @@
-"""gpu_check on a machine that has JAX, Flax and numpy, and nothing else that this project needs."""
+"""gpu_check and vs_gpu_peers on a machine that has JAX, Flax and numpy, and nothing else that this project needs."""
 
 import importlib.metadata
 import os
@@ -23,7 +23,7 @@ importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in
 from jaxinfer.gpu_check import standins
 standins.provide()
 for name in sys.argv[2].split(","):
-    importlib.import_module(f"jaxinfer.gpu_check.{name}")
+    importlib.import_module(name)
 """
 
 
@@ -34,8 +34,9 @@ def test_it_needs_jax_flax_and_numpy_alone(repo):
     hidden = {module for module, of in distributions.items() if not there & {plain(each) for each in of}}
     hidden -= {"jaxinfer", "pallas_kernels"}
     assert {"jaxtyping", "llguidance", "tokenizers"} <= hidden
-    modules = [section.module.partition(":")[0] for section in gpu_check.SECTIONS]
-    command = [sys.executable, "-c", BARE, ",".join(hidden), ",".join([*modules, "greedy"])]
+    sections = {f"jaxinfer.gpu_check.{section.module.partition(':')[0]}" for section in gpu_check.SECTIONS}
+    modules = [*sections, "jaxinfer.gpu_check.greedy", "benchmarks.vs_gpu_peers", "benchmarks.gpu_peers.jaxinfer_peer"]
+    command = [sys.executable, "-c", BARE, ",".join(hidden), ",".join(modules)]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-2000:]
 

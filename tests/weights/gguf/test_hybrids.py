@@ -3,16 +3,20 @@
 import pathlib
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from jaxinfer import load_model
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
 from jaxinfer.weights.gguf.hybrids import HYBRIDS
+from tests.models.parity import logit_faults, tokenizer_json
 from tests.weights.files import refused
-from tests.weights.gguf.files import q8_0, write_gguf
+from tests.weights.gguf.files import TINY, q8_0, write_gguf
 from tests.weights.gguf.hybrid_files import ARCHITECTURES, converted
-from tools.oracle.golden import Golden, load, make_tensors
+from tools.oracle.golden import Golden, load, make_tensors, write_json
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "models"
 CASES = (
@@ -22,6 +26,8 @@ CASES = (
     "qwen3_5_text-dense",
     "qwen3_5_moe_text-experts",
 )
+EACH = ("qwen3_next-hub", "qwen3_5_text-dense", "qwen3_5_moe_text-experts")
+TOKENIZER = {key: value for key, value in TINY.items() if key.startswith("tokenizer.")}
 
 
 def written(path: pathlib.Path, name: str, without: str = "", **changes: Any) -> tuple[Golden, GgufCheckpoint]:
@@ -56,24 +62,61 @@ def test_every_architecture_has_a_case() -> None:
     assert {ARCHITECTURES[load(GOLDENS / name).config["model_type"]] for name in CASES} == HYBRIDS.keys()
 
 
-def test_three_value_heads_of_a_key_head(tmp_path: pathlib.Path) -> None:
-    """With two of two, an order and its inverse are the same."""
-    case = load(GOLDENS / "qwen3_5_text-dense")
-    config = case.config | {"linear_num_value_heads": 6}
-    shapes = {name: _with_six(name, shape) for name, shape in case.shapes.items()}
-    tensors = make_tensors(case.seed, shapes)
-    checkpoint = open_gguf(write_gguf(tmp_path / "model.gguf", *converted(config, tensors)))
-    tensors = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-    same_tensors(checkpoint, tensors)
+def with_values(name: str, values: int) -> tuple[Golden, dict[str, Any], dict[str, np.ndarray]]:
+    """A case, its config and tensors with so many value heads a key head.
+
+    With two of two, an order and its inverse are the same.
+    """
+    case = load(GOLDENS / name)
+    sizes = {4: 2 * values, 8: 4 * values, 96: 48 * values, 160: 64 + 48 * values, 256: 64 + 96 * values}
+    shapes = {key: _grown(key, shape, sizes) for key, shape in case.shapes.items()}
+    tensors = make_tensors(case.seed, shapes, case.norm_centre, case.query_share)
+    return case, case.config | {"linear_num_value_heads": 2 * values}, tensors
 
 
-def _with_six(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of two key heads of 16 and four value heads of 24, shapes for two value heads more."""
+def _grown(name: str, shape: tuple[int, ...], sizes: dict[int, int]) -> tuple[int, ...]:
+    """Of two key heads of 16 and four value heads of 24, a recurrence's shape for as many as ``sizes`` are for."""
     if "linear_attn" not in name:
         return shape
-    grown = {4: 6, 96: 144, 160: 208}
-    kept = name.endswith("conv1d.weight")
-    return (grown[shape[0]], *shape[1:]) if kept else tuple(grown.get(size, size) for size in shape)
+    kept = shape[1:] if name.endswith("conv1d.weight") else tuple(sizes.get(size, size) for size in shape[1:])
+    return (sizes.get(shape[0], shape[0]), *kept)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_three_value_heads_of_a_key_head(tmp_path: pathlib.Path, name: str) -> None:
+    _, config, tensors = with_values(name, 3)
+    same_tensors(open_gguf(write_gguf(tmp_path / "model.gguf", *converted(config, tensors))), tensors)
+
+
+def logits_of(path: pathlib.Path, ids: list[int]) -> np.ndarray:
+    """Float32 logits [T, V] of a model as users load it."""
+    model = load_model(str(path), "float32", show_progress=False)
+    return np.asarray(model.apply(model.params, jnp.asarray(ids)))
+
+
+def saved(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> pathlib.Path:
+    """A Hugging Face folder. Its decays are rounded as a file's are: it has powers of e in float32, which alone moves
+    logits by 3e-6."""
+    held = {key: np.log(np.exp(tensor)) if key.endswith("A_log") else tensor for key, tensor in tensors.items()}
+    write_json(folder / "config.json", config)
+    write_json(folder / "tokenizer.json", tokenizer_json(config["vocab_size"]))
+    save_file(held, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("values", [2, 3])
+@pytest.mark.parametrize("name", EACH)
+def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str, values: int) -> None:
+    """And, of the golden file's own heads, those of transformers, whatever a file rounds."""
+    case, config, tensors = with_values(name, values)
+    metadata, filed = converted(config, tensors)
+    path = write_gguf(tmp_path / "model.gguf", metadata | TOKENIZER, filed)
+    ids = case.prompt + case.greedy[:-1]
+    ours, expected = (logits_of(each, ids) for each in (path, saved(tmp_path, config, tensors)))
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-6)
+    if values == case.config["linear_num_value_heads"] // case.config["linear_num_key_heads"]:
+        assert logit_faults(case, ours) == []
 
 
 def test_the_first_files_have_projections_in_one(tmp_path: pathlib.Path) -> None:
@@ -152,10 +195,11 @@ def test_sizes_that_do_not_fit(tmp_path: pathlib.Path, changes: dict[str, Any], 
         checkpoint.read("model.layers.0.linear_attn.in_proj_qkv.weight")
 
 
-@pytest.mark.parametrize("key", ["ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size"])
-def test_what_is_not_given(tmp_path: pathlib.Path, key: str) -> None:
-    with refused(f"lacks the metadata .*{key}"):
-        written(tmp_path, "qwen3_next-hub", without=key)
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("key", ["conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size"])
+def test_what_is_not_given(tmp_path: pathlib.Path, name: str, key: str) -> None:
+    with refused(f"lacks the metadata .*ssm.{key}"):
+        written(tmp_path, name, without=f"ssm.{key}")
 
 
 def test_decays_above_zero(tmp_path: pathlib.Path) -> None:
