@@ -8,13 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
+from jaxinfer import load_model
 from jaxinfer.gguf import BLOCKS, PLAIN
 from jaxinfer.models.model import abstract
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.quantized import StoredCheckpoint
+from tests.models.parity import tokenizer_json
+from tools.oracle.golden import write_json
 
 NUMBERS = {name: number for number, name in (*PLAIN.items(), *BLOCKS.items())}
 _SIMPLE = {"F32": np.float32, "F16": np.float16}
@@ -151,6 +155,8 @@ TINY = {
 }
 
 
+TOKENIZER = {key: value for key, value in TINY.items() if key.startswith("tokenizer.")}
+
 MIXED_TINY = {**TINY, "llama.embedding_length": 256, "llama.feed_forward_length": 256}
 
 
@@ -210,3 +216,17 @@ def dequantized_logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarra
     stored = StoredCheckpoint(checkpoint, checkpoint.weights, frozenset(), specs)
     model = model.replace(params=load_params(stored, specs, "float32"))
     return np.asarray(model.apply(model.params, jnp.asarray(ids)))
+
+
+def logits_of(path: pathlib.Path, ids: list[int]) -> np.ndarray:
+    """Float32 logits [T, V] of a model as users load it."""
+    model = load_model(str(path), "float32", show_progress=False)
+    return np.asarray(model.apply(model.params, jnp.asarray(ids)))
+
+
+def saved(folder: pathlib.Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> pathlib.Path:
+    """A Hugging Face folder."""
+    write_json(folder / "config.json", config)
+    write_json(folder / "tokenizer.json", tokenizer_json(config["vocab_size"]))
+    save_file(dict(tensors), folder / "model.safetensors")
+    return folder

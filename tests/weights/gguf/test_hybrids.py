@@ -3,20 +3,17 @@
 import pathlib
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from jaxinfer import load_model
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
 from jaxinfer.weights.gguf.hybrids import HYBRIDS
-from tests.models.parity import logit_faults, tokenizer_json
+from tests.models.parity import logit_faults
 from tests.weights.files import refused
-from tests.weights.gguf.files import TINY, q8_0, write_gguf
+from tests.weights.gguf.files import TOKENIZER, logits_of, q8_0, saved, write_gguf
 from tests.weights.gguf.hybrid_files import ARCHITECTURES, converted
-from tools.oracle.golden import Golden, load, make_tensors, write_json
+from tools.oracle.golden import Golden, load, make_tensors
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "models"
 CASES = (
@@ -27,7 +24,6 @@ CASES = (
     "qwen3_5_moe_text-experts",
 )
 EACH = ("qwen3_next-hub", "qwen3_5_text-dense", "qwen3_5_moe_text-experts")
-TOKENIZER = {key: value for key, value in TINY.items() if key.startswith("tokenizer.")}
 
 
 def written(path: pathlib.Path, name: str, without: str = "", **changes: Any) -> tuple[Golden, GgufCheckpoint]:
@@ -88,20 +84,9 @@ def test_three_value_heads_of_a_key_head(tmp_path: pathlib.Path, name: str) -> N
     same_tensors(open_gguf(write_gguf(tmp_path / "model.gguf", *converted(config, tensors))), tensors)
 
 
-def logits_of(path: pathlib.Path, ids: list[int]) -> np.ndarray:
-    """Float32 logits [T, V] of a model as users load it."""
-    model = load_model(str(path), "float32", show_progress=False)
-    return np.asarray(model.apply(model.params, jnp.asarray(ids)))
-
-
-def saved(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> pathlib.Path:
-    """A Hugging Face folder. Its decays are rounded as a file's are: it has powers of e in float32, which alone moves
-    logits by 3e-6."""
-    held = {key: np.log(np.exp(tensor)) if key.endswith("A_log") else tensor for key, tensor in tensors.items()}
-    write_json(folder / "config.json", config)
-    write_json(folder / "tokenizer.json", tokenizer_json(config["vocab_size"]))
-    save_file(held, folder / "model.safetensors")
-    return folder
+def rounded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Decays as a file rounds them: it has powers of e in float32, which alone moves logits by 3e-6."""
+    return {key: np.log(np.exp(tensor)) if key.endswith("A_log") else tensor for key, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("values", [2, 3])
@@ -112,7 +97,7 @@ def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str, v
     metadata, filed = converted(config, tensors)
     path = write_gguf(tmp_path / "model.gguf", metadata | TOKENIZER, filed)
     ids = case.prompt + case.greedy[:-1]
-    ours, expected = (logits_of(each, ids) for each in (path, saved(tmp_path, config, tensors)))
+    ours, expected = (logits_of(each, ids) for each in (path, saved(tmp_path, config, rounded(tensors))))
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-6)
     if values == case.config["linear_num_value_heads"] // case.config["linear_num_key_heads"]:

@@ -1,6 +1,7 @@
 """Gemma 3n and Gemma 4 as GGUF there and back, and what files cannot say."""
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
 from jaxinfer.weights.gguf.per_layer import PER_LAYER
+from tests.models.parity import logit_faults
 from tests.weights.files import refused
-from tests.weights.gguf.files import Blocks, q8_0, write_gguf
+from tests.weights.gguf.files import TOKENIZER, Blocks, logits_of, q8_0, saved, write_gguf
 from tests.weights.gguf.gemma_files import converted
 from tools.oracle.golden import Golden, load
 
@@ -72,6 +74,68 @@ def test_there_and_back(tmp_path: pathlib.Path, name: str) -> None:
         assert found.shape == tensor.shape or key == _TABLE, key
         np.testing.assert_array_equal(found[: len(tensor)], tensor, err_msg=key)
         assert not found[len(tensor) :].any()
+
+
+def filed_logits(
+    path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray], ids: list[int]
+) -> np.ndarray:
+    return logits_of(write_gguf(path / "model.gguf", metadata | TOKENIZER, tensors), ids)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str) -> None:
+    """And those of transformers. A file of Gemma 3n has zeros where a token has no embeddings of each layer, and a
+    checkpoint the first token's: such tokens are left out."""
+    case, metadata, tensors = filed(name)
+    ids = case.prompt + case.greedy[:-1]
+    known = case.config.get("vocab_size_per_layer_input", case.config["vocab_size"])
+    within = [index if index < known else 1 for index in ids]
+    expected = logits_of(saved(tmp_path, case.config, case.tensors()), within)
+    ours = filed_logits(tmp_path, metadata, tensors, within)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-6)
+    if within == ids:
+        assert logit_faults(case, ours) == []
+
+
+def _one_more(norm: np.ndarray) -> np.ndarray:
+    return norm + 1
+
+
+def _turned(stack: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(stack.swapaxes(1, 2))
+
+
+def _exchanged(stack: np.ndarray) -> np.ndarray:
+    """Ups before gates."""
+    return np.concatenate(np.split(stack, 2, axis=1)[::-1], axis=1)
+
+
+def _reversed(tensor: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(tensor[::-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change"),
+    [
+        ("gemma4_text-effective-hub", "blk.1.attn_norm.weight", _one_more),
+        ("gemma4_text-effective-hub", "per_layer_proj_norm.weight", _one_more),
+        ("gemma4_text-experts", "blk.0.ffn_gate_up_exps.weight", _exchanged),
+        ("gemma4_text-experts", "blk.1.ffn_down_exps.scale", _reversed),
+        ("gemma4_text-experts", "blk.1.ffn_gate_inp.scale", _reversed),
+        ("gemma3n_text-hub", "blk.1.laurel_post_norm.weight", _one_more),
+        ("gemma3n_text-hub", "altup_proj.weight", _turned),
+        ("gemma3n_text-hub", "altup_unembd_proj.weight", _turned),
+        ("gemma3n_text-hub", "altup_proj.weight", _reversed),
+    ],
+)
+def test_logits_tell_a_wrong_file(
+    tmp_path: pathlib.Path, name: str, tensor: str, change: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    case, metadata, tensors = filed(name)
+    changed = tensors | {tensor: change(tensors[tensor])}
+    right, wrong = (filed_logits(tmp_path, metadata, each, case.prompt) for each in (tensors, changed))
+    assert np.abs(wrong - right).max() > 1e-3
 
 
 def test_every_architecture_has_a_case() -> None:
