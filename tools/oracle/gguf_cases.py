@@ -55,6 +55,20 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "youtu-hub": {},
 }
 
+_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.2},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+# Gemma 3n and 4: the converter asks for the size of wide heads, which newer files of transformers leave out.
+PER_LAYER: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_text-effective-hub": {},
+    "gemma4_text-embedded-untied": {"global_head_dim": 16},
+    "gemma4_text-experts": {},
+    "gemma4_text-pattern-hub": {"rope_parameters": _ROPES},
+    "gemma3n_text-hub": {},
+    "gemma3n_text-default-pattern-hub": {},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
@@ -80,7 +94,7 @@ class Converted:
 
 def checkpoint_of(goldens: pathlib.Path, name: str) -> Converted:
     """The checkpoint of a case, without an answer."""
-    golden, changes = load(goldens / name), dict(CASES[name])
+    golden, changes = load(goldens / name), dict({**CASES, **PER_LAYER}[name])
     inner = {key: {**golden.config.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
     config = {**golden.config, **changes, **inner}
     kept = {key: value for key, value in config.items() if value is not None or key not in changes}

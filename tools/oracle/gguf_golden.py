@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from tools.oracle.gguf_cases import CASES, Converted, checkpoint_of
+from tools.oracle.gguf_cases import CASES, PER_LAYER, Converted, checkpoint_of
 
 GOLDENS = pathlib.Path("tests/goldens/models")
 # transformers' name of an architecture, where the converter knows the hub's.
@@ -35,6 +35,10 @@ def convert(case: Converted, checkout: pathlib.Path, path: pathlib.Path) -> None
         folder = pathlib.Path(name)
         (folder / "config.json").write_text(json.dumps(case.config))
         save_file(case.checkpoint(), folder / "model.safetensors", metadata={"format": "pt"})
+        # Gemma's embeddings are cut to the tokens that it has
+        vocabulary = {str(index): index for index in range(case.config["vocab_size"])}
+        tokens = {"model": {"vocab": vocabulary}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(tokens))
         architecture = case.config["architectures"][0]
         kind = conversion.get_model_class(_HUB.get(architecture, architecture))
         for each in (kind, *(inner for inner in vars(kind).values() if isinstance(inner, type))):
@@ -82,7 +86,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", default=[], help="name of a case; repeat it; all by default")
     parser.add_argument("--files", type=pathlib.Path, help="folder in which the GGUF files are kept")
     options = parser.parse_args()
-    for name in options.case or CASES:
+    for name in options.case or (*CASES, *PER_LAYER):
         case = checkpoint_of(GOLDENS, name)
         with tempfile.TemporaryDirectory() as scratch:
             path = (options.files or pathlib.Path(scratch)) / f"{name}.gguf"

@@ -1,5 +1,6 @@
 """Gemma 3n and Gemma 4 as GGUF there and back, and what files cannot say."""
 
+import hashlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,42 +14,23 @@ from jaxinfer.weights.gguf.per_layer import PER_LAYER
 from tests.models.parity import logit_faults
 from tests.weights.files import refused
 from tests.weights.gguf.files import TOKENIZER, Blocks, logits_of, q8_0, saved, write_gguf
-from tests.weights.gguf.gemma_files import converted
+from tests.weights.gguf.gemma_files import tensors_of_file
+from tools.oracle.gguf_cases import PER_LAYER as PER_LAYER_CASES
+from tools.oracle.gguf_cases import Converted, read_converted
 from tools.oracle.golden import Golden, load
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "models"
-_ROPES = {
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-_DEFAULTS = {"rms_norm_eps": 1e-6, "num_kv_shared_layers": 0, "rope_parameters": _ROPES}
-_NEAR, _WHOLE = "sliding_attention", "full_attention"
-# What the converter asks of a config.json, where that leaves it open.
-CASES: dict[str, dict[str, Any]] = {
-    "gemma4_text-effective-hub": {},
-    "gemma4_text-embedded-untied": {"global_head_dim": 16},
-    "gemma4_text-experts": {"global_head_dim": 32, "num_global_key_value_heads": 1},
-    "gemma4_text-pattern-hub": {
-        "layer_types": [*5 * (_NEAR,), _WHOLE, _WHOLE],
-        "rope_parameters": {**_ROPES, "full_attention": {**_ROPES["full_attention"], "partial_rotary_factor": 0.2}},
-    },
-    "gemma3n_text-hub": {},
-    "gemma3n_text-default-pattern-hub": {
-        "layer_types": [*4 * (_NEAR,), _WHOLE, _NEAR, _NEAR],
-        "activation_sparsity_pattern": [0.0] * 7,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "altup_active_idx": 0,
-        "altup_num_inputs": 4,
-        "final_logit_softcapping": 30.0,
-    },
-}
+GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens"
 _TABLE = "model.embed_tokens_per_layer.weight"
 
 
+def answer(name: str) -> Converted:
+    return read_converted(GOLDENS / "gguf" / f"{name}.json")
+
+
 def filed(name: str) -> tuple[Golden, dict[str, Any], dict[str, np.ndarray]]:
-    case = load(GOLDENS / name)
-    return case, *converted(_DEFAULTS | case.config | CASES[name], case.tensors())
+    """A case, and what its file has."""
+    case, told = load(GOLDENS / "models" / name), answer(name)
+    return case, dict(told.metadata), tensors_of_file(told.config, told.metadata, case.tensors())
 
 
 def written(path: pathlib.Path, name: str, without: str = "", **changes: Any) -> tuple[Golden, GgufCheckpoint]:
@@ -59,14 +41,26 @@ def written(path: pathlib.Path, name: str, without: str = "", **changes: Any) ->
     return case, open_gguf(write_gguf(path / "model.gguf", kept, tensors))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PER_LAYER_CASES)
+def test_files_are_those_of_the_converter(name: str) -> None:
+    told = answer(name)
+    tensors = tensors_of_file(told.config, told.metadata, told.checkpoint())
+    sums = {
+        key: ["F32", list(tensor.shape), hashlib.sha256(tensor.tobytes()).hexdigest()[:16]]
+        for key, tensor in tensors.items()
+    }
+    assert sums.keys() == told.tensors.keys()
+    assert sums == {key: list(told.tensors[key]) for key in sums}
+
+
+@pytest.mark.parametrize("name", PER_LAYER_CASES)
 def test_there_and_back(tmp_path: pathlib.Path, name: str) -> None:
     """But for rows of padding, which files of Gemma 3n have behind the embeddings of each layer."""
     case, checkpoint = written(tmp_path, name)
     told, family = dict(checkpoint.config_json), family_for(case.config)
     assert family_for(told) is family
     padded = {"vocab_size_per_layer_input": told.get("vocab_size_per_layer_input", 262_144)}
-    assert family.config(told) == family.config({**case.config, **CASES[name], **padded})
+    assert family.config(told) == family.config({**answer(name).config, **padded})
     expected = case.tensors()
     assert checkpoint.tensors.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -82,7 +76,7 @@ def filed_logits(
     return logits_of(write_gguf(path / "model.gguf", metadata | TOKENIZER, tensors), ids)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PER_LAYER_CASES)
 def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str) -> None:
     """And those of transformers. A file of Gemma 3n has zeros where a token has no embeddings of each layer, and a
     checkpoint the first token's: such tokens are left out."""
@@ -139,7 +133,7 @@ def test_logits_tell_a_wrong_file(
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {filed(name)[1]["general.architecture"] for name in CASES} == PER_LAYER.keys()
+    assert {filed(name)[1]["general.architecture"] for name in PER_LAYER_CASES} == PER_LAYER.keys()
 
 
 def test_what_no_product_reads_is_made_plain(tmp_path: pathlib.Path) -> None:
