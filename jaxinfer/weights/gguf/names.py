@@ -78,7 +78,8 @@ def _names(model: Described) -> Names:
 
 def _cut(model: Described, names: Names, prefix: str, kind: str, name: str) -> list[Target]:
     """Cut queries, keys and values that stand in one tensor, one behind the other."""
-    heads, kv_heads, rows = model.heads, model.kv_heads, model.shapes[name][0]
+    heads, rows = model.heads, model.shapes[name][0]
+    kv_heads = names.fused_kv_heads(model, int(name.split(".")[1])) if names.fused_kv_heads else model.kv_heads
     if rows % (heads + 2 * kv_heads):
         raise model.bad("attention.head_count_kv", kv_heads)
     size = rows // (heads + 2 * kv_heads)

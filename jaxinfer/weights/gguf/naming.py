@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -81,6 +82,7 @@ class Names:
         row_orders: of joined matrices, by the name of what they become.
         amended: tensors of which more was changed, by what says how to undo it.
         kept: norms that are not shifted.
+        fused_kv_heads: KV heads of a layer whose queries, keys and values stand in one; none: all layers have as many.
         behind: what the names of layers that predict further tokens begin with; none: what all do.
     """
 
@@ -97,6 +99,7 @@ class Names:
     row_orders: Mapping[str, Callable[[Described], Callable[[int], np.ndarray]]] = MappingProxyType({})
     amended: Mapping[str, Callable[[Described, Target], Target]] = MappingProxyType({})
     kept: tuple[str, ...] = ()
+    fused_kv_heads: Callable[[Described, int], int] | None = None
     behind: str = ""
 
     @property
@@ -128,6 +131,15 @@ def in_numbers(model: Described, target: Target) -> Target:
     """What no product reads."""
     del model
     return dataclasses.replace(target, plain=True)
+
+
+def fused_kv_heads(model: Described, layer: int) -> int:
+    """What rows of a layer's ``attn_qkv`` leave for KV heads; a head is as large as the norm of queries."""
+    heads, rows = model.heads, model.rows(f"blk.{layer}.attn_qkv.weight")
+    size = math.prod(model.shapes.get(f"blk.{layer}.attn_q_norm.weight", ()))
+    if not size or rows <= heads * size or rows % (2 * size) != heads * size % (2 * size):
+        raise model.bad("attention.head_count", heads)
+    return (rows // size - heads) // 2
 
 
 def _turned(model: Described, heads: int) -> Callable[[int], np.ndarray]:

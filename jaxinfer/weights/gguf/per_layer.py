@@ -11,12 +11,15 @@ import numpy as np
 
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.gguf.described import Described
-from jaxinfer.weights.gguf.fields import Json, expert_size, layer_types, named, rows_of_first
+from jaxinfer.weights.gguf.fields import Json, expert_size, layer_types, named, rope_scaling, rows_of_first
+from jaxinfer.weights.gguf.naming import fused_kv_heads
 
 _FREQUENCIES = "rope_freqs.weight"
 
 
 def _common(model: Described) -> Json:
+    if rope_scaling(model) is not None:
+        raise model.bad("rope.scaling.type", model.get("rope.scaling.type") or "linear")
     fields = {
         "vocab_size": model.rows("token_embd.weight"),
         "hidden_size": model.count("embedding_length"),
@@ -84,8 +87,11 @@ def _sparsity(model: Described) -> list[float]:
 def _gemma4(model: Described) -> Json:
     fields, sizes = _common(model), _hidden_sizes(model)
     head_dim, wide = model.count("attention.key_length_swa"), model.count("attention.key_length")
-    if model.count("rope.dimension_count_swa", head_dim) != head_dim:
-        raise model.bad("rope.dimension_count_swa", model.get("rope.dimension_count_swa"))
+    _expect(model, "rope.dimension_count_swa", head_dim)
+    _expect(model, "attention.value_length_swa", head_dim)
+    _expect(model, "attention.value_length", wide)
+    if model.has("blk.0.ffn_gate_exps.weight"):
+        raise CheckpointError(f"{model.path} has ffn_gate_exps and ffn_up_exps apart, which is not supported of gemma4")
     kinds = fields["layer_types"]
     near, whole = (_kv_heads(model, kinds, kind) for kind in ("sliding_attention", "full_attention"))
     full = kinds.index("full_attention") if "full_attention" in kinds else 0
@@ -103,7 +109,7 @@ def _gemma4(model: Described) -> Json:
         "global_head_dim": wide,
         "num_key_value_heads": near or whole,
         "num_global_key_value_heads": whole,
-        "attention_k_eq_v": not model.has(f"blk.{full}.attn_v.weight"),
+        "attention_k_eq_v": not any(model.has(f"blk.{full}.{name}.weight") for name in ("attn_v", "attn_qkv")),
         "intermediate_size": sizes[0] if sizes else 0,
         "use_double_wide_mlp": len(set(sizes)) > 1,
         "rope_parameters": {
@@ -117,12 +123,20 @@ def _gemma4(model: Described) -> Json:
     }
 
 
+def _expect(model: Described, key: str, value: int) -> None:
+    if model.count(key, value) != value:
+        raise model.bad(key, model.get(key))
+
+
 def _kv_heads(model: Described, kinds: list[str], kind: str) -> int:
     """KV heads of layers of a kind, by their keys: metadata say what configurations said, whether it is used or not."""
     size = model.count(f"attention.key_length{'_swa' if kind.startswith('sliding') else ''}")
     if kind not in kinds:
         return 0
-    rows = model.rows(f"blk.{kinds.index(kind)}.attn_k.weight")
+    layer = kinds.index(kind)
+    if model.has(f"blk.{layer}.attn_qkv.weight"):
+        return fused_kv_heads(model, layer)
+    rows = model.rows(f"blk.{layer}.attn_k.weight")
     if not size or rows % size:
         raise model.bad("attention.key_length", size)
     return rows // size

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxinfer.weights.gguf.naming import Names, grouped, in_numbers, turned_keys, turned_queries
+from jaxinfer.weights.gguf.naming import Names, fused_kv_heads, grouped, in_numbers, turned_keys, turned_queries
 from jaxinfer.weights.gguf.recurrent import (
     by_heads,
     channels,
@@ -298,6 +298,7 @@ _GEMMA4 = dataclasses.replace(
         "post_ffw_norm_2": "post_feedforward_layernorm_2",
     },
     amended={**_PER_LAYER.amended, "ffn_gate_inp": in_numbers},
+    fused_kv_heads=fused_kv_heads,
 )
 
 TABLES: Mapping[str, Names] = MappingProxyType(

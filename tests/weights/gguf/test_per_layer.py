@@ -20,6 +20,8 @@ from tools.oracle.gguf_cases import Converted, read_converted
 from tools.oracle.golden import Golden, load
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens"
+_LENGTHS = ("attention.key_length", "attention.value_length")
+_LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 _TABLE = "model.embed_tokens_per_layer.weight"
 
 
@@ -153,11 +155,16 @@ def test_what_no_product_reads_is_made_plain(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gemma4_text-experts", {"attention.key_length": 16}, "has not 8 numbers in rope_freqs.weight"),
+        ("gemma4_text-experts", dict.fromkeys(_LENGTHS, 16), "has not 8 numbers in rope_freqs.weight"),
         ("gemma4_text-experts", {"rope.dimension_count_swa": 8}, "'8' as gemma4.rope.dimension_count_swa"),
         ("gemma4_text-experts", {"attention.sliding_window_pattern": 2}, "'2' as gemma4.attention.sliding_window_pat"),
-        ("gemma4_text-experts", {"attention.key_length": 24}, "'24' as gemma4.attention.key_length"),
+        ("gemma4_text-experts", dict.fromkeys(_LENGTHS, 24), "'24' as gemma4.attention.key_length"),
         ("gemma4_text-effective-hub", {"feed_forward_length": [40]}, "a list as gemma4.feed_forward_length"),
+        ("gemma4_text-experts", {"attention.value_length": 16}, "'16' as gemma4.attention.value_length"),
+        ("gemma4_text-experts", {"attention.value_length_swa": 32}, "'32' as gemma4.attention.value_length_swa"),
+        ("gemma4_text-experts", {"rope.scaling.type": "yarn"}, "lacks the metadata gemma4.rope.scaling.factor"),
+        ("gemma4_text-experts", _LINEAR, "'linear' as gemma4.rope.scaling.type"),
+        ("gemma3n_text-hub", _LINEAR, "'linear' as gemma3n.rope.scaling.type"),
         ("gemma3n_text-hub", {"activation_sparsity_scale": 0.5}, "'0.5' as gemma3n.activation_sparsity_scale"),
     ],
 )
@@ -185,4 +192,42 @@ def test_frequencies_that_turn_behind_those_that_do_not(tmp_path: pathlib.Path) 
     _, metadata, tensors = filed("gemma4_text-experts")
     tensors["rope_freqs.weight"] = tensors["rope_freqs.weight"][::-1].copy()
     with refused("rope_freqs.weight that are 1 behind others"):
+        open_gguf(write_gguf(tmp_path / "model.gguf", metadata, tensors))
+
+
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As ``--fuse-qkv`` has them: of layers that have all three."""
+    made = dict(tensors)
+    for value in [key for key in tensors if key.endswith(".attn_v.weight")]:
+        names = [value.replace(".attn_v.", f".attn_{part}.") for part in "qkv"]
+        made[value.replace(".attn_v.", ".attn_qkv.")] = np.concatenate([made.pop(name) for name in names])
+    return made
+
+
+@pytest.mark.parametrize("name", PER_LAYER_CASES)
+def test_queries_keys_and_values_in_one(tmp_path: pathlib.Path, name: str) -> None:
+    """KV heads and their sizes differ from layer to layer."""
+    case, metadata, tensors = filed(name)
+    apart, one = (open_gguf(write_gguf(tmp_path / "model.gguf", metadata, each)) for each in (tensors, fused(tensors)))
+    assert one.config_json == apart.config_json
+    assert one.tensors.keys() == apart.tensors.keys()
+    for key, tensor in case.tensors().items():
+        np.testing.assert_array_equal(one.read(key)[: len(tensor)], tensor, err_msg=key)
+
+
+@pytest.mark.parametrize("rows", [64, 80, 112, 120])
+def test_rows_in_one_that_are_no_heads(tmp_path: pathlib.Path, rows: int) -> None:
+    """Four heads of 16, and nothing, half a pair, one and a half, or no whole number of them."""
+    _, metadata, tensors = filed("gemma4_text-experts")
+    made = fused(tensors)
+    made["blk.0.attn_qkv.weight"] = np.zeros((rows, 48), np.float32)
+    with refused("'4' as gemma4.attention.head_count"):
+        open_gguf(write_gguf(tmp_path / "model.gguf", metadata, made))
+
+
+def test_gates_and_ups_apart(tmp_path: pathlib.Path) -> None:
+    _, metadata, tensors = filed("gemma4_text-experts")
+    gate, up = np.split(tensors.pop("blk.0.ffn_gate_up_exps.weight"), 2, axis=1)
+    tensors |= {"blk.0.ffn_gate_exps.weight": gate.copy(), "blk.0.ffn_up_exps.weight": up.copy()}
+    with refused("ffn_gate_exps and ffn_up_exps apart"):
         open_gguf(write_gguf(tmp_path / "model.gguf", metadata, tensors))
