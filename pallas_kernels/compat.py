@@ -32,6 +32,8 @@ def kernel(
     kernel_name: str,
     compiler_params: plgpu.CompilerParams,
     cost_estimate: pl.CostEstimate,
+    cluster: tuple[int, ...] = (),
+    cluster_names: tuple[str, ...] = (),
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Callable[..., Any]:
     """``plgpu.kernel``; the cost estimate is passed on where the release takes one (from 0.12)."""
@@ -46,6 +48,8 @@ def kernel(
         thread_name=thread_name,
         kernel_name=kernel_name,
         compiler_params=compiler_params,
+        cluster=cluster,
+        cluster_names=cluster_names,
         interpret=interpret,
         **cost,
     )

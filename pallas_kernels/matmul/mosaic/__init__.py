@@ -1,0 +1,1 @@
+"""The Mosaic GPU kernel of matmul, for Hopper GPUs."""

@@ -1,0 +1,334 @@
+"""A dense product for Hopper GPUs in Pallas Mosaic GPU, of which no bit of a row depends on other rows or their number.
+
+Whatever the number of rows, they are taken 64 at a time as the rows of a wgmma, with zeros where there are none (which
+cost no traffic: the copy engine does not read beyond an operand's end), and a sum goes over the inputs in order, in
+float32, in one accumulator. What tiles change is how many groups of 64 rows and how many columns a block has, and who
+reads what for whom: no bit. So one token and a prompt of 8192 have equal bits, if a wgmma's element depends neither on
+its place nor on how many columns the wgmma has.
+
+As many thread blocks as there are multiprocessors take units (a block's rows and columns) in turns, so that a unit's
+first copies run under the products and the epilogue of the one before. `kernel` is what a block does.
+
+Few rows: as narrow columns as leave each multiprocessor a unit, whose time is that of reading its weights; blocks of a
+cluster read x for each other. Many rows: 128 rows and 256 columns a block, and two blocks read weights for each other,
+because 128 x 256 of one block alone ask more of the L2 cache than it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Num
+
+from pallas_kernels import compat
+from pallas_kernels.matmul.mosaic.kernel import Barriers, Smem, body
+from pallas_kernels.matmul.reference import check
+from pallas_kernels.matmul.tile_keys import MATMUL, matmul_key
+from pallas_kernels.matmul.types import (
+    COLUMNS,
+    CONSUMERS,
+    GROUP,
+    LINE,
+    NOTHING,
+    PROMOTED,
+    Extras,
+    Layout,
+    Shape,
+    Tiles,
+    inputs_of,
+    outputs_of,
+)
+from pallas_kernels.matmul.xla import result_dtype
+from pallas_kernels.tiles import pick
+
+__all__ = ["Extras", "Tiles", "heuristic_tiles", "matmul", "refusal"]
+
+WIDE, NARROW = (jnp.bfloat16, jnp.float16), (jnp.float8_e4m3fn, jnp.int8)
+RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
+_BLOCK_BYTES = 232_448  # shared memory that one thread block may have
+_BARRIER_BYTES = 1024
+_COPY_BYTES = 16  # that every line of what the copy engine copies begins at a multiple of
+_MOST_STAGES = 16
+# Columns of all parts that a consumer's registers hold, by consumers; float8 holds its sums twice.
+_MOST_COLUMNS = {1: 256, 2: 256, 4: 128}
+# What the heuristic takes a multiprocessor for, in bytes or products a cycle: its share of the memory's rate, what it
+# gets of it where others get less, of the cache's, and of its own.
+_MEMORY_RATE, _OWN_RATE, _CACHE_RATE, _SHARED_RATE, _PRODUCT_RATE = 15, 20, 40, 128, 2048
+_WRITE_RATE = 20  # results a cycle
+_FILL_CYCLES = 2500  # until a block's first slot is there
+_PAIRS = ((1, 1), (2, 1), (1, 2))
+
+
+def matmul(
+    x: Num[Array, "rows k"],
+    weights: Num[Array, "..."],
+    extras: Extras = NOTHING,
+    *,
+    layout: Layout = "in first",
+    gated: bool = False,
+    dtype: Any = None,
+    tiles: Tiles | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "rows *n"]:
+    """See `reference.matmul`. Products are exact, sums in float32 (int8: in int32).
+
+    Args:
+        dtype: of the result; None: that of ``x``, bfloat16 where that has 8 bits.
+        tiles: sizes of the work's pieces; None: those tuned for the device (`pallas_kernels.tiles`), else
+            `heuristic_tiles`.
+        interpret: run on a CPU (`compat.interpret_params`).
+
+    Raises:
+        ValueError: what `refusal` says.
+    """
+    if (why := refusal(x, weights, extras, layout=layout, gated=gated, dtype=dtype, tiles=tiles)) is not None:
+        raise ValueError(why)
+    chosen = tiles or _best_tiles(x, weights, extras, layout, gated, dtype)
+    shape = _shape_of(x, weights, extras, layout, gated, dtype, chosen)
+    given = {"x": x, "weights": _stacked(shape, weights), **_laid_out(shape, extras)}
+    result: jax.Array = _launcher(shape, tuple(given), interpret)(*given.values())[0]
+    outputs = outputs_of(weights, layout)
+    return result.reshape(x.shape[0], *(outputs[1:] if gated else outputs))
+
+
+def _stacked(shape: Shape, weights: Any) -> Any:
+    if shape.layout == "in first":
+        return weights.reshape(shape.inputs, shape.parts, shape.columns)
+    return weights.reshape(shape.parts, shape.columns, shape.inputs)
+
+
+def _laid_out(shape: Shape, extras: Extras) -> dict[str, Any]:
+    """Operands of the epilogue by name; those that are loaded without the copy engine have no end within a block."""
+    given = {name: array for name, array in extras._asdict().items() if array is not None}
+    for name in given.keys() & {"scales", "bias"}:
+        parts = given[name].reshape(shape.parts, shape.columns).astype(jnp.float32)
+        given[name] = jnp.pad(parts, ((0, 0), (0, shape.padded_columns - shape.columns)))
+    if "x_scales" in given:
+        given["x_scales"] = jnp.pad(given["x_scales"].astype(jnp.float32), (0, shape.padded_rows - shape.rows))
+    if "residual" in given:
+        given["residual"] = given["residual"].reshape(shape.rows, shape.columns)
+    return given
+
+
+def refusal(
+    x: Any,
+    weights: Any,
+    extras: Extras = NOTHING,
+    *,
+    layout: Layout = "in first",
+    gated: bool = False,
+    dtype: Any = None,
+    tiles: Tiles | None = None,
+) -> str | None:
+    """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can.
+
+    It does not depend on the number of rows.
+    """
+    check(x, weights, extras, layout, gated=gated)
+    why = _numbers_refusal(x, weights, extras, layout, dtype) or _lines_refusal(x, weights, layout, gated, dtype)
+    if why is not None or tiles is None:
+        return why
+    return _tiles_refusal(_shape_of(x, weights, extras, layout, gated, dtype, tiles))
+
+
+def _numbers_refusal(x: Any, weights: Any, extras: Extras, layout: Layout, dtype: Any) -> str | None:
+    if not compat.CLIPPED_STORES:
+        return "this release of JAX copies no tile that ends beyond an array's end: from 0.12 on"
+    if x.dtype not in (*WIDE, *NARROW) or weights.dtype != x.dtype:
+        return f"{weights.dtype} weights times {x.dtype}: both must be bfloat16, float16, float8_e4m3fn or int8"
+    if x.dtype in NARROW and layout == "in first":
+        return f"{weights.dtype} weights that lie as [in, out]: a tensor core wants the inputs side by side"
+    if x.dtype in WIDE and (extras.x_scales is not None or extras.scales is not None):
+        return f"scales of {weights.dtype} weights: of 8 bits only"
+    result = jnp.dtype(dtype or result_dtype(x))
+    if result not in RESULTS or (extras.residual is not None and extras.residual.dtype != result):
+        return f"a result in {result}: bfloat16, float16 or float32, and what it is added to in the same"
+    return None
+
+
+def _lines_refusal(x: Any, weights: Any, layout: Layout, gated: bool, dtype: Any) -> str | None:
+    inputs, columns = inputs_of(weights, layout), math.prod(outputs_of(weights, layout)) // (2 if gated else 1)
+    size, most = jnp.dtype(x.dtype).itemsize, 8 if layout == "in first" else 1
+    most = max(most, _COPY_BYTES // jnp.dtype(dtype or result_dtype(x)).itemsize)
+    if min(x.shape[0], inputs, columns) < 1 or inputs * size % _COPY_BYTES or columns % most:
+        return f"{inputs} inputs and {columns} outputs: multiples of {_COPY_BYTES // size} and {most}"
+    return None
+
+
+def _tiles_refusal(shape: Shape) -> str | None:
+    tiles = shape.tiles
+    if shape.parts * tiles.columns * (2 if shape.promoted else 1) > _MOST_COLUMNS[tiles.consumers]:
+        return f"{tiles} and {shape.parts} x {tiles.columns} columns of {shape.dtype}: more than registers hold"
+    if shape.layout == "in first" and tiles.columns % (GROUP // 2):
+        return f"{tiles} and weights that lie as [in, out]: a multiple of {GROUP // 2} columns"
+    if tiles.depth * jnp.dtype(shape.dtype).itemsize % LINE or (shape.promoted and tiles.depth != PROMOTED):
+        return f"{tiles} of {shape.dtype}: a slot has whole lines of {LINE} bytes"
+    if (need := _bytes_of(shape)) > _BLOCK_BYTES:
+        return f"{tiles} needs {need} bytes of shared memory: there are {_BLOCK_BYTES}"
+    return None
+
+
+def _bytes_of(shape: Shape) -> int:
+    return shape.tiles.stages * shape.stage_bytes + shape.result_bytes + _BARRIER_BYTES
+
+
+def _shape_of(x: Any, weights: Any, extras: Extras, layout: Layout, gated: bool, dtype: Any, tiles: Tiles) -> Shape:
+    parts = 2 if gated else 1
+    return Shape(
+        rows=x.shape[0],
+        inputs=inputs_of(weights, layout),
+        columns=math.prod(outputs_of(weights, layout)) // parts,
+        parts=parts,
+        layout=layout,
+        dtype=jnp.dtype(x.dtype),
+        result=jnp.dtype(dtype or result_dtype(x)),
+        extras=tuple(name for name, array in extras._asdict().items() if array is not None),
+        tiles=tiles,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Tiles.
+
+
+def _best_tiles(x: Any, weights: Any, extras: Extras, layout: Layout, gated: bool, dtype: Any) -> Tiles:
+    """The tuned tiles, else the heuristic's."""
+
+    def refused(tiles: Tiles) -> str | None:
+        return _tiles_refusal(_shape_of(x, weights, extras, layout, gated, dtype, tiles))
+
+    untuned = heuristic_tiles(x, weights, extras, layout=layout, gated=gated, dtype=dtype)
+    return pick(MATMUL, matmul_key(x, weights, layout=layout, gated=gated), untuned, refused)
+
+
+def heuristic_tiles(
+    x: Any,
+    weights: Any,
+    extras: Extras = NOTHING,
+    *,
+    layout: Layout = "in first",
+    gated: bool = False,
+    dtype: Any = None,
+    multiprocessors: int = 132,
+) -> Tiles:
+    """The tiles of the least time by a rough count of cycles, and all stages that fit. Not measured on a GPU.
+
+    Clusters of 4 are left to tuning: not every GPU has room for as many of them as its multiprocessors make.
+    """
+    depth = 64 if jnp.dtype(x.dtype).itemsize == 2 else 128
+    shapes = []
+    for consumers, columns, (row_blocks, column_blocks) in itertools.product(CONSUMERS, COLUMNS, _PAIRS):
+        blocks = max(multiprocessors, row_blocks * column_blocks)
+        tiles = Tiles(consumers, columns, depth, 4, row_blocks, column_blocks, blocks=blocks)
+        shape = _shape_of(x, weights, extras, layout, gated, dtype, tiles)
+        if _tiles_refusal(shape) is None:
+            shapes.append(shape)
+    return _fullest(min(shapes, key=_cost_order))
+
+
+def _cost_order(shape: Shape) -> tuple[int, int, int, int]:
+    """Cycles in steps of 2 %; of equals the smaller cluster, the wider columns, the fewer consumers."""
+    tiles = shape.tiles
+    return int(50 * math.log(_cycles(shape))), tiles.cluster, -tiles.columns, tiles.consumers
+
+
+def _cycles(shape: Shape) -> float:
+    """Cycles that the slowest multiprocessor needs, at least those in which memory gives the weights."""
+    tiles, size = shape.tiles, jnp.dtype(shape.dtype).itemsize
+    columns, rows = shape.parts * tiles.columns, min(tiles.rows, shape.rows)
+    each = (  # of one input of a unit: products, what they read of shared memory, what comes from cache and memory
+        tiles.rows * columns / (_PRODUCT_RATE * 2 / size),
+        tiles.consumers * (shape.parts * GROUP + columns) * size / _SHARED_RATE,
+        (rows / tiles.column_blocks + columns / tiles.row_blocks) * size / _CACHE_RATE,
+        columns * size / _OWN_RATE if shape.row_units == 1 else 0.0,
+    )
+    unit = shape.inputs * (0.9 * max(each) + 0.1 * sum(each)) + tiles.rows * tiles.columns / _WRITE_RATE
+    waves = pl.cdiv(shape.row_units * shape.column_units, tiles.blocks // tiles.cluster)
+    weights = shape.inputs * shape.columns * shape.parts * size / (_MEMORY_RATE * tiles.blocks)
+    return max(waves * unit, weights) + _FILL_CYCLES
+
+
+def _fullest(shape: Shape) -> Tiles:
+    """Tiles with lines as deep, and as many stages, as shared memory has room for; a few stages come first."""
+    for depth, least in ((128, 6), (shape.tiles.depth, 2)):
+        for stages in range(_MOST_STAGES, least - 1, -1):
+            tiles = dataclasses.replace(shape.tiles, depth=depth, stages=stages)
+            if _tiles_refusal(shape._replace(tiles=tiles)) is None:
+                return tiles
+    return shape.tiles
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The launch.
+
+
+def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Callable[..., Any]:
+    tiles = shape.tiles
+    clusters = min(tiles.blocks // tiles.cluster, shape.row_units * shape.column_units)
+    return compat.kernel(
+        functools.partial(body, shape, (*names, "output")),
+        out_type=(jax.ShapeDtypeStruct((shape.rows, shape.columns), shape.result),),
+        scratch_types={"smem": _smem(shape), "barriers": _barriers(shape)},
+        grid=(clusters,),
+        grid_names=("block",),
+        cluster=(tiles.cluster,) if tiles.cluster > 1 else (),
+        cluster_names=("cluster",) if tiles.cluster > 1 else (),
+        num_threads=tiles.consumers + 1,
+        thread_name="warpgroup",
+        kernel_name="matmul",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        cost_estimate=_cost(shape),
+        interpret=interpret,
+    )
+
+
+def _cost(shape: Shape) -> pl.CostEstimate:
+    outputs, size = shape.parts * shape.columns, jnp.dtype(shape.dtype).itemsize
+    moved = (shape.rows + outputs) * shape.inputs * size + shape.rows * shape.columns * 2
+    return pl.CostEstimate(
+        flops=2 * shape.rows * outputs * shape.inputs,
+        transcendentals=shape.rows * shape.columns * (shape.parts - 1),
+        bytes_accessed=moved,
+    )
+
+
+def _smem(shape: Shape) -> Smem:
+    tiles = shape.tiles
+    weights = (tiles.depth, tiles.columns) if shape.layout == "in first" else (tiles.columns, tiles.depth)
+    return Smem(
+        x=_tiled((tiles.stages, tiles.rows, tiles.depth), shape.dtype, shape.swizzle),
+        weights=_tiled((tiles.stages, shape.parts, *weights), shape.dtype, shape.swizzle),
+        results=_tiled(
+            (tiles.consumers, shape.slots, GROUP, shape.chunk),
+            shape.result,
+            shape.chunk * jnp.dtype(shape.result).itemsize,
+        ),
+    )
+
+
+def _tiled(dims: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
+    """Rows in swizzled tiles of 8, as wgmma and the copy engine want them."""
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(dims, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def _barriers(shape: Shape) -> Barriers:
+    tiles = shape.tiles
+    free: dict[str, Any] = {"num_arrivals": tiles.consumers, "num_barriers": tiles.stages}
+    alone = tiles.cluster == 1
+    return Barriers(
+        ready=plgpu.Barrier(num_arrivals=1 + shape.parts, num_barriers=tiles.stages),
+        free=plgpu.Barrier(**free) if alone else plgpu.ClusterBarrier(collective_axes=("cluster",), **free),
+        added=plgpu.Barrier(num_barriers=tiles.consumers * shape.slots) if "residual" in shape.extras else (),
+    )

@@ -1,0 +1,293 @@
+"""The Mosaic GPU kernel of matmul, interpreted on the CPU. What compiles it to machine code: test_check.py."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+from pallas_kernels.matmul import Extras, reference
+from pallas_kernels.matmul.mosaic import kernel, launch
+from pallas_kernels.matmul.types import Tiles
+from tests.kernels.matmul_cases import BF16, F32, FP8, FP16, INT8, NAMES, assert_close, operands
+
+LAST = {"layout": "in last"}
+WITHOUT_SCALES = ("bias", "residual")
+
+
+def run(arrays, tiles, **options):
+    """The kernel's result; ``options`` are those of the product."""
+
+    def product(*arrays):
+        return launch.matmul(*arrays, **options, tiles=tiles, interpret=compat.interpret_params())
+
+    return np.asarray(compat.interpreted(lambda: jax.jit(product)(*arrays)))
+
+
+# Rows, outputs and inputs; options; tiles. No size is a multiple of what a block has, but where it says so.
+CASES = {
+    "one row": ((1, 64, 128), {}, Tiles(1, 64, 64, 2, blocks=2)),
+    "one row, in last": ((1, 48, 136), LAST, Tiles(1, 16, 64, 3, blocks=2)),
+    "two units a block": ((70, 104, 200), {}, Tiles(1, 32, 64, 3, blocks=3)),
+    "a bias and a residual": ((70, 120, 72), LAST | {"extras": WITHOUT_SCALES}, Tiles(1, 48, 64, 2, blocks=2)),
+    "gated": ((67, 40, 136), LAST | {"gated": True}, Tiles(1, 32, 64, 2, blocks=2)),
+    "a cluster along columns": (
+        (65, 136, 72),
+        {"extras": ("residual",)},
+        Tiles(1, 64, 64, 2, column_blocks=2, blocks=2),
+    ),
+    "a cluster along rows": ((131, 72, 72), {"extras": ("bias",)}, Tiles(1, 64, 64, 2, row_blocks=2, blocks=2)),
+    "int8": ((66, 56, 144), LAST | {"dtype": INT8, "extras": NAMES}, Tiles(1, 32, 128, 2, blocks=2)),
+    "fp8": ((66, 56, 272), LAST | {"dtype": FP8, "extras": NAMES}, Tiles(1, 32, 128, 2, blocks=2)),
+}
+SLOW = {
+    "whole blocks of 128 x 256": ((256, 512, 128), {}, Tiles(2, 256, 64, 3, blocks=2)),
+    "four consumers": ((300, 136, 72), {"extras": ("residual",)}, Tiles(4, 128, 64, 2, blocks=2)),
+    "a cluster of two consumers": ((200, 96, 136), LAST, Tiles(2, 48, 64, 2, row_blocks=2, blocks=4)),
+    "float16": ((9, 72, 136), {"dtype": FP16, "result": FP16, "extras": WITHOUT_SCALES}, Tiles(1, 32, 128, 2)),
+    "to float32": ((70, 96, 136), LAST | {"result": F32, "extras": ("bias",)}, Tiles(2, 96, 64, 2, blocks=2)),
+    "float32, gated": ((70, 24, 72), {"result": F32, "gated": True, "extras": ("residual",)}, Tiles(1, 32, 64, 2)),
+    "gated, in first": ((70, 136, 72), {"gated": True, "extras": WITHOUT_SCALES}, Tiles(2, 128, 64, 2, blocks=1)),
+    "int8, gated": ((70, 72, 272), LAST | {"dtype": INT8, "gated": True, "extras": NAMES}, Tiles(2, 64, 128, 2)),
+    "int8 to float32": (
+        (70, 72, 272),
+        LAST | {"dtype": INT8, "result": F32, "extras": ("x_scales",)},
+        Tiles(2, 64, 128),
+    ),
+    "fp8, gated": (
+        (70, 40, 144),
+        LAST | {"dtype": FP8, "gated": True, "extras": NAMES},
+        Tiles(2, 16, 128, 3, blocks=2),
+    ),
+    "fp8 to float16": ((130, 40, 400), LAST | {"dtype": FP8, "result": FP16, "extras": ("scales",)}, Tiles(4, 32, 128)),
+    "panels": ((390, 40, 72), {}, Tiles(1, 32, 64, 2, panel=2, blocks=3)),
+    "more blocks than units": ((3, 40, 72), {}, Tiles(1, 32, 64, 2, blocks=50)),
+    "a ring longer than the work": ((3, 40, 72), {}, Tiles(1, 32, 64, 9, blocks=1)),
+    "the heuristic's": ((3, 136, 200), {"extras": ("residual",)}, None),
+}
+
+
+def of_case(name):
+    sizes, options, tiles = (CASES | SLOW)[name]
+    product = {key: options[key] for key in ("layout", "gated") if key in options}
+    return operands(*sizes, **options), product, {**product, "dtype": options.get("result", BF16)}, tiles
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES | SLOW]
+)
+def test_equals_float64(name):
+    arrays, product, options, tiles = of_case(name)
+    assert_close(run(arrays, tiles, **options), arrays, **product)
+
+
+EXACT = {
+    "bias and residual": ({"extras": WITHOUT_SCALES}, Tiles(1, 32, 64, 2, blocks=2)),
+    "gated": ({"extras": WITHOUT_SCALES, "gated": True}, Tiles(1, 32, 64, 2, blocks=2)),
+    "int8": (LAST | {"dtype": INT8, "extras": NAMES}, Tiles(1, 32, 128, 2, blocks=2)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_step_is_rounded_as_if_it_were_a_program(name):
+    """Of numbers whose sums are exact, all bits are those of the steps one by one."""
+    options, tiles = EXACT[name]
+    arrays = operands(66, 72, 144, whole=True, **options)
+    product = {key: options[key] for key in ("layout", "gated") if key in options}
+    got = run(arrays, tiles, **product)
+    want = reference.matmul(*arrays, **product, dtype=BF16).astype(BF16)
+    assert (want != reference.matmul(*arrays, **product).astype(BF16)).any()
+    np.testing.assert_array_equal(got, want)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Bits.
+
+# Of 300 rows, 96 outputs and 264 inputs: pieces of every kind.
+PIECES = (
+    Tiles(1, 32, 64, 3, blocks=3),
+    Tiles(2, 64, 64, 2, blocks=2),
+    Tiles(1, 96, 128, 2, row_blocks=2, blocks=4),
+    Tiles(4, 32, 64, 2, blocks=2),
+    Tiles(1, 64, 64, 4, column_blocks=2, blocks=2),
+    Tiles(2, 128, 128, 2, panel=1, blocks=5),
+)
+SIZES = {"n": 96, "k": 264}
+
+
+def of_rows(arrays, rows):
+    x, weights, extras = arrays
+    return x[rows], weights, extras._replace(residual=extras.residual[rows])
+
+
+def assert_same_bits(count, place, tiles):
+    """A row has the bits that it has alone, wherever it is among so many; all others are NaN."""
+    arrays = operands(301, **SIZES, extras=WITHOUT_SCALES)
+    row = np.array([300])
+    alone = run(of_rows(arrays, row), PIECES[0])
+    x, weights, extras = of_rows(arrays, np.where(np.arange(count) == place, 300, 0))
+    x = jnp.where(jnp.arange(count)[:, None] == place, x, jnp.nan)
+    got = run((x, weights, extras), tiles)
+    assert got[place].tobytes() == alone[0].tobytes()
+    assert np.isnan(np.delete(got, place, axis=0).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("count", "place", "piece"), [(1, 0, 1), (2, 1, 4), (64, 63, 0), (65, 64, 2), (300, 191, 5)])
+def test_no_bit_of_a_row_depends_on_others_their_number_or_its_place(count, place, piece):
+    assert_same_bits(count, place, PIECES[piece])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 301, 20))
+def test_no_bit_depends_on_any_number_of_rows(first):
+    for count in range(first, first + 20):
+        assert_same_bits(count, count * 37 % count if count % 3 else count - 1, PIECES[count % len(PIECES)])
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP8, marks=pytest.mark.slow)])
+def test_a_sum_goes_over_the_inputs_in_order(dtype):
+    """Large numbers drown a small one that comes between them, and it survives where it comes after them."""
+    x = np.zeros((2, 640), np.float32)
+    x[:, [5, 400]] = 256.0, -256.0
+    x[0, 200], x[1, 600] = 2.0**-6, 2.0**-6
+    weights = np.zeros((16, 640), np.float32)
+    weights[:, [5, 400]], weights[:, [200, 600]] = 256.0, 2.0**-6
+    arrays = jnp.asarray(x, dtype), jnp.asarray(weights, dtype), Extras()
+    for tiles in (Tiles(1, 16, 128, 2, blocks=1), Tiles(2, 32, 128, 3, blocks=2)):
+        got = run(arrays, tiles, **LAST)
+        np.testing.assert_array_equal(got, np.array([[0.0], [2.0**-12]] * np.ones((1, 16))))
+
+
+def test_what_lies_beyond_the_operands_is_not_read():
+    """Rows and outputs that a block has and the operands have not: no NaN of a neighbour in memory comes in.
+
+    The interpreter's memory of results is NaN where nothing wrote.
+    """
+    arrays = operands(3, 24, 72, extras=WITHOUT_SCALES)
+    assert_close(run(arrays, Tiles(2, 64, 64, 2, row_blocks=2, blocks=2)), arrays)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 1), (1, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize("panel", [1, 3, 8])
+def test_units_are_each_piece_once(rows, columns, panel):
+    tiles = Tiles(1, 32, 64, 2, row_blocks=rows, column_blocks=columns, panel=panel, blocks=8)
+    x, weights = (jax.ShapeDtypeStruct(dims, BF16) for dims in ((64 * 21 + 1, 64), (64, 32 * 5 + 8)))
+    shape = launch._shape_of(x, weights, Extras(), "in first", False, None, tiles)
+    found = set()
+    for member in range(tiles.cluster):
+        for number in range(shape.row_units * shape.column_units):
+            found.add(tuple(map(int, kernel.unit_at(shape, jnp.int32(number), jnp.int32(member)))))
+    assert found >= {(64 * row, 32 * column) for row in range(22) for column in range(6)}
+    assert len(found) == shape.row_units * shape.column_units * tiles.cluster
+    assert max(found) == (shape.padded_rows - 64, shape.padded_columns - 32)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Mutations: what to change and in which case that must fail.
+
+MUTATIONS = {
+    "wait for copies": ("plgpu.barrier_wait(barriers.ready.at[slot])", "pass", "residual"),
+    "wait for a free slot": (
+        "pl.when(done + index >= stages)(functools.partial(await_free, done + index))",
+        "pass",
+        "plain",
+    ),
+    "wait for a copy out": ("plgpu.wait_smem_to_gmem(last if chunk else 0, wait_read_only=True)", "pass", "plain"),
+    "wait for what is added": ("plgpu.barrier_wait(self._added(chunk))", "pass", "residual"),
+    "wait before more is added": ("plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "pass", "chunks"),
+    "wait before the first is added": ("plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass", "residual"),
+    "a step's inputs": ("pl.multiple_of(index * tiles.depth, ", "pl.multiple_of(index * 0, ", "plain"),
+    "the last step": (
+        "lax.fori_loop(0, shape.steps, step, None)",
+        "lax.fori_loop(0, shape.steps - 1, step, None)",
+        "plain",
+    ),
+    "the order of steps": (
+        "pl.multiple_of(index * tiles.depth, ",
+        "pl.multiple_of((shape.steps - 1 - index) * tiles.depth, ",
+        "order",
+    ),
+    "a consumer's rows": (
+        "own = pl.ds(pl.multiple_of(warpgroup * GROUP",
+        "own = pl.ds(pl.multiple_of(0 * GROUP",
+        "plain",
+    ),
+    "a unit's rows": ("rows = pl.ds(pl.multiple_of(unit.row, ", "rows = pl.ds(pl.multiple_of(unit.row * 0, ", "plain"),
+    "a unit's columns": (
+        "columns = pl.ds(pl.multiple_of(unit.column, ",
+        "columns = pl.ds(pl.multiple_of(unit.column * 0, ",
+        "plain",
+    ),
+    "a part of the weights": ("(part, columns, inputs)", "(0, columns, inputs)", "gated"),
+    "gate and up": ("gate, up = parts", "up, gate = parts", "gated"),
+    "a bias of gate for up": ("extras.bias.at[part, ", "extras.bias.at[0, ", "gated"),
+    "a scale of gate for up": ("extras.scales.at[part, ", "extras.scales.at[0, ", "gated"),
+    "a neighbour's scale": (
+        "extras.x_scales.at[pl.ds(self.unit.row, GROUP)]",
+        "extras.x_scales.at[pl.ds(self.unit.row * 0, GROUP)]",
+        "gated",
+    ),
+    "what a neighbour adds": (
+        "return ref.at[pl.ds(self.unit.row, GROUP)",
+        "return ref.at[pl.ds(self.unit.row + 1 - 1 * (ref is self.gmem.output), GROUP)",
+        "residual",
+    ),
+    "a chunk's columns": (
+        "pl.multiple_of(self.unit.column + chunk * size, size)",
+        "pl.multiple_of(self.unit.column, size)",
+        "plain",
+    ),
+    "rounding of steps": ("return numbers.astype(self.shape.result).astype(jnp.float32)", "return numbers", "rounding"),
+    "a member of a cluster's rows": ("(member if tiles.row_blocks > 1 else 0)", "0", "cluster"),
+    "a tile of a panel": ("(first + lax.rem(within, size))", "first", "plain"),
+    "sums of float8": (
+        "return tuple(one + other for one, other in zip(sums, some, strict=True))",
+        "return some",
+        "fp8",
+    ),
+}
+MUTATED = {
+    "plain": ((140, 200, 264), LAST, Tiles(2, 96, 64, 2, blocks=2)),
+    "residual": ((70, 96, 136), {"extras": ("residual",)}, Tiles(1, 32, 64, 2, blocks=1)),
+    "chunks": ((70, 256, 72), {"extras": ("residual",)}, Tiles(1, 256, 64, 2, blocks=1)),
+    "gated": ((70, 72, 144), LAST | {"dtype": INT8, "gated": True, "extras": NAMES}, Tiles(1, 32, 128, 2, blocks=2)),
+    "cluster": ((140, 32, 72), {}, Tiles(1, 32, 64, 2, row_blocks=2, blocks=2)),
+    "fp8": ((3, 32, 272), LAST | {"dtype": FP8}, Tiles(1, 32, 128, 2, blocks=1)),
+}
+FAST_MUTATIONS = ("wait for copies", "the order of steps", "gate and up", "what a neighbour adds")
+
+
+def caught_by(case):
+    """Raises where the kernel is wrong."""
+    if case == "order":
+        test_a_sum_goes_over_the_inputs_in_order(BF16)
+    elif case == "rounding":
+        test_every_step_is_rounded_as_if_it_were_a_program("bias and residual")
+    else:
+        sizes, options, tiles = MUTATED[case]
+        product = {key: options[key] for key in ("layout", "gated") if key in options}
+        arrays = operands(*sizes, **options)
+        assert_close(run(arrays, tiles, **product), arrays, **product)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST_MUTATIONS else pytest.mark.slow) for name in MUTATIONS]
+)
+def test_a_mutation_is_caught(name, monkeypatch):
+    old, new, case = MUTATIONS[name]
+    source = inspect.getsource(kernel)
+    assert old in source
+    mutant = dict(kernel.__dict__)
+    exec(compile(source.replace(old, new), kernel.__file__, "exec"), mutant)
+    monkeypatch.setattr(launch, "body", mutant["body"])
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        caught_by(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MUTATED)
+def test_without_a_mutation_all_is_well(case):
+    caught_by(case)
