@@ -10,6 +10,8 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxinfer.gpu_check import workloads
+
 DEVICE = "H100"
 
 
@@ -19,6 +21,7 @@ class Goal(NamedTuple):
     Attributes:
         field: of the record.
         over: section whose record of the same key the figure is divided by.
+        beside: key of a record of the same section that the figure is divided by.
     """
 
     section: str
@@ -28,6 +31,7 @@ class Goal(NamedTuple):
     floor: float | None = None
     most: bool = False
     over: str | None = None
+    beside: str | None = None
 
     def reached(self, figure: float, bound: float) -> bool:
         return (operator.le if self.most else operator.ge)(figure, bound)
@@ -43,7 +47,8 @@ class Verdict(NamedTuple):
     def __str__(self) -> str:
         most = "at most" if self.goal.most else "at least"
         floor = "" if self.goal.floor is None else f", floor {self.goal.floor:g}"
-        over = "" if self.goal.over is None else f" over {self.goal.over}'s"
+        other = self.goal.over or self.goal.beside
+        over = "" if other is None else f" over {other}'s"
         return (
             f"{self.goal.section}, {self.goal.key}: {self.goal.field}{over} {self.figure:.4g}, {most} "
             f"{self.goal.goal:g}{floor}: {self.word}"
@@ -58,6 +63,15 @@ def _step(rows: int, context: int, share: float, floor: float | None) -> Goal:
     return Goal("step", f"decode, {rows} rows, auto, context {context}", "share_of_copy", share, floor)
 
 
+def _few_rows(shape: workloads.Dense) -> Goal:
+    return Goal("kernels", f"{shape}: mosaic", "share_of_copy", 0.97)
+
+
+def _many_rows(shape: workloads.Dense) -> Goal:
+    """Beside cuBLAS."""
+    return Goal("kernels", f"{shape}: mosaic", "tflop_s", 0.95, beside=f"{shape}: xla")
+
+
 GOALS: tuple[Goal, ...] = (
     # Floors of kernels: what was measured on 2026-11-22, less 3 %.
     _decode(64, 4096, 0.97, 0.87),
@@ -65,6 +79,8 @@ GOALS: tuple[Goal, ...] = (
     Goal("kernels", "decode, 1 rows, 4096 keys, page 64: mosaic", "best_ms", 0.013, 0.0191, most=True),
     Goal("kernels", "prefill, 1 x 8192 of 8192 tokens, page 64: mosaic", "tflop_s", 680, 577),
     Goal("kernels", "prefill, 4 x 2048 of 2048 tokens, page 64: mosaic", "tflop_s", 540, 442),
+    *map(_few_rows, workloads.FEW_ROWS),
+    *map(_many_rows, workloads.MANY_ROWS),
     _step(1, 512, 0.80, 0.72),
     _step(8, 512, 0.80, 0.72),
     _step(64, 512, 0.80, 0.72),
@@ -83,11 +99,11 @@ def verdicts(sections: Mapping[str, Any], device: str) -> list[Verdict]:
 
 def _verdicts(sections: Mapping[str, Any]) -> Iterator[Verdict]:
     for goal in GOALS:
-        figure = _figure(sections, goal.section, goal)
+        figure = _figure(sections, goal.section, goal.key, goal.field)
         if figure is None:
             continue
-        if goal.over is not None:
-            other = _figure(sections, goal.over, goal)
+        if goal.over is not None or goal.beside is not None:
+            other = _figure(sections, goal.over or goal.section, goal.beside or goal.key, goal.field)
             if not other:
                 continue
             figure /= other
@@ -102,7 +118,7 @@ def _word(goal: Goal, figure: float) -> str:
     return "floor" if goal.reached(figure, goal.floor) else "below floor"
 
 
-def _figure(sections: Mapping[str, Any], section: str, goal: Goal) -> float | None:
+def _figure(sections: Mapping[str, Any], section: str, key: str, field: str) -> float | None:
     records: Sequence[Mapping[str, Any]] = sections.get(section, {}).get("records", ())
-    found: float | None = next((record.get(goal.field) for record in records if record["key"] == goal.key), None)
+    found: float | None = next((record.get(field) for record in records if record["key"] == key), None)
     return found

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.gpu_check import workloads
+from jaxinfer.gpu_check import dense, workloads
 from jaxinfer.gpu_check.measure import Inside, fill
 from jaxinfer.gpu_check.report import Report
-from jaxinfer.gpu_check.workloads import Copy, Decode, Latent, Mixture, Prefill, Product, States, Workload, Write
+from jaxinfer.gpu_check.workloads import Copy, Decode, Dense, Latent, Mixture, Prefill, Product, States, Workload, Write
 from pallas_kernels.mla_attention import LatentOptions
 from pallas_kernels.paged_attention import AttentionOptions
 
@@ -103,8 +103,10 @@ def _measure(report: Report, job: Job, program: Callable[..., Any]) -> None:
 
 
 def limits(report: Report, shape: Workload, ms: float) -> dict[str, float]:
-    """Rates of what bounds the shape: operations for prefill, bytes for all others."""
-    return report.rate(shape.operations, ms) if isinstance(shape, Prefill) else report.bandwidth(shape.bytes, ms)
+    """Rates of what bounds the shape: operations for prefill and products of many rows, bytes for all others."""
+    if isinstance(shape, Prefill) or (isinstance(shape, Dense) and shape not in workloads.FEW_ROWS):
+        return report.rate(shape.operations, ms)
+    return report.bandwidth(shape.bytes, ms)
 
 
 def paths(shape: Workload) -> Iterator[Path]:
@@ -118,6 +120,11 @@ def paths(shape: Workload) -> Iterator[Path]:
             yield from _latent_paths(shape)
         case Product():
             yield from _both("quant_matmul", "matmul", functools.partial(_product, shape))
+        case Dense():
+            for path in (MOSAIC, XLA):
+                options = {"layout": shape.layout, "gated": shape.gated}
+                operands = functools.partial(dense.operands, shape)
+                yield Path(path, f"jaxinfer.gpu_check.dense:{path}", options, operands)
         case Mixture():
             for path in (MOSAIC, XLA):
                 yield Path(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.gpu_check import states
+from jaxinfer.gpu_check import dense, states
 from jaxinfer.gpu_check.attention import (
     DECODE_LENGTHS,
     EVERY,
@@ -217,7 +217,7 @@ def _states_problem(name: str, size: int | None, dtype: Any, *, delta: bool) -> 
 
 # The most telling shapes first: what the time does not suffice for is left out at the end. Section parity has the
 # first ones, which are at least one of each kernel for Hopper GPUs.
-FIRST = 16
+FIRST = 17
 PROBLEMS: tuple[Problem, ...] = (
     attention_problem(
         "decode", "page 64, 4 heads to a KV head of 128, bfloat16", DECODE_LENGTHS, page=64, head_dim=128
@@ -227,6 +227,7 @@ PROBLEMS: tuple[Problem, ...] = (
     _copy_problem("copy_pages", BF16),
     _copy_problem("move_rows", INT8),
     _product_problem(16, jnp.int4, 128),
+    dense.problem(70, added=True),
     _experts_problem(64, BF16),
     _adapters_problem(32, 16, BF16),
     mla_problem("decode", 64, 16, 1, BF16),
@@ -265,4 +266,8 @@ PROBLEMS: tuple[Problem, ...] = (
     _adapters_problem(32, 24, jnp.float32),
     _states_problem("Mamba-2", None, jnp.float32, delta=False),
     _states_problem("Mamba-2", 32, jnp.float32, delta=False),
+    dense.problem(3, layout="in last", gated=True),
+    dense.problem(300, FP16, gated=True, added=True),
+    dense.problem(20, FP8, layout="in last"),
+    dense.problem(200, INT8, layout="in last", gated=True, added=True),
 )

@@ -1,13 +1,16 @@
 """Section rows: for which numbers of rows does a GEMM give a row the same bits?
 
 The engine promises that a request's numbers do not depend on its neighbours. It keeps that promise by running every
-token in a program of a fixed row count; this section shows how far the promise could be had for less.
+token in a program of a fixed row count; this section shows how far the promise could be had for less: by XLA, and by
+the kernel of `pallas_kernels.matmul`, which must have one class of bits alone.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +20,8 @@ import numpy as np
 from jaxinfer.gpu_check.measure import fill, time_calls
 from jaxinfer.gpu_check.report import Report
 from jaxinfer.quant import matmul, matmul_transposed
+from pallas_kernels import matmul as dense
+from pallas_kernels.choice import HOPPER, lowering_target
 
 # Llama-3.1-8B: name, inputs, outputs, and whether the weight lies as [out, in], as the model has it
 PROJECTIONS = (
@@ -28,7 +33,13 @@ PROJECTIONS = (
 )
 QUICK_PROJECTIONS = (("qkv", 64, 96, False), ("gate_up", 96, 64, True))
 # The first wave covers the range, the second looks between; each wave is done for all projections before the next.
-WAVES = ((1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (3, 6, 12, 24, 48, 96, 192, 384), (5, 7, 9, 17, 33, 65, 129, 257))
+WAVES = (
+    (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+    (2048, 8192),
+    (3, 6, 12, 24, 48, 96, 192, 384),
+    (5, 7, 9, 17, 33, 65, 129, 257),
+)
+KERNEL = ", by the kernel"
 QUICK_WAVES = ((1, 2, 4), (3, 8))
 _COMPILE_THREADS = 8
 _RESERVE_S = 12.0  # what one wave of one projection may still need
@@ -44,20 +55,33 @@ class Result(NamedTuple):
 
 def run(report: Report) -> None:
     waves, projections = (QUICK_WAVES, QUICK_PROJECTIONS) if report.quick else (WAVES, PROJECTIONS)
-    found: dict[str, dict[int, Result]] = {name: {} for name, *_ in projections}
+    products = [(name + by, k, n, transposed) for by in _paths() for name, k, n, transposed in projections]
+    found: dict[str, dict[int, Result]] = {name: {} for name, *_ in products}
     for wave in waves:
-        for name, k, n, transposed in projections:
+        for name, k, n, transposed in products:
             if report.left() < _RESERVE_S and not report.quick:
                 report.put("stopped", reason=f"time: {name} and what follows was not run for rows {wave}")
                 return
             with report.attempt(name):
-                found[name].update(_measure(k, n, transposed, wave))
+                found[name].update(_measure(_product(name, transposed), k, n, transposed, wave))
                 report.put(name, inputs=k, outputs=n, transposed=transposed, **_summary(found[name]))
 
 
-def _measure(k: int, n: int, transposed: bool, wave: tuple[int, ...]) -> dict[int, Result]:
+def _paths() -> tuple[str, ...]:
+    """What the names of products end with; the kernel is interpreted elsewhere, which takes too long."""
+    return ("", KERNEL) if lowering_target().capability == HOPPER else ("",)
+
+
+def _product(name: str, transposed: bool) -> Callable[..., jax.Array]:
+    if name.endswith(KERNEL):
+        return functools.partial(dense.matmul, layout="in last" if transposed else "in first", path="mosaic")
+    return matmul_transposed if transposed else matmul
+
+
+def _measure(
+    product: Callable[..., jax.Array], k: int, n: int, transposed: bool, wave: tuple[int, ...]
+) -> dict[int, Result]:
     weight = fill(2, (n, k) if transposed else (k, n), jnp.bfloat16, k**-0.5)
-    product = matmul_transposed if transposed else matmul
     inputs = {rows: _inputs(k, rows) for rows in wave}
 
     def compile_one(x: jax.Array) -> Any:

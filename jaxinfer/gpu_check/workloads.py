@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 L2_BYTES = 50_000_000  # of an H100; an H200 has the same
 
@@ -84,6 +84,31 @@ class Product(NamedTuple):
         return weight * self.bits // 8 + weight // 128 * 2 + 2 * self.rows * (self.inputs + self.channels)
 
 
+class Dense(NamedTuple):
+    """``rows`` times a weight of 16 bits; ``gated``: by gate and by up, ``columns`` each."""
+
+    rows: int
+    inputs: int
+    columns: int
+    layout: Literal["in first", "in last"] = "in first"
+    gated: bool = False
+
+    def __str__(self) -> str:
+        return f"matmul, {self.rows} rows, {self.inputs} x {'2 x ' * self.gated}{self.columns}"
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.columns * (1 + self.gated)
+
+    @property
+    def bytes(self) -> int:
+        return 2 * (self.weights + self.rows * (self.inputs + self.columns))
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.rows * self.weights
+
+
 class Mixture(NamedTuple):
     """``tokens`` with ``top_k`` of ``experts`` each, all of which have equally many: one product, 16 bits a number."""
 
@@ -158,7 +183,7 @@ class States(NamedTuple):
         return self.rows * (8 * self.heads * self.key * self.value + self.tokens * token)
 
 
-Workload = Decode | Prefill | Latent | Product | Mixture | Write | Copy | States
+Workload = Decode | Prefill | Latent | Product | Dense | Mixture | Write | Copy | States
 
 # The most telling first: what the time does not suffice for is left out from the end.
 DECODES = (
@@ -171,8 +196,22 @@ DECODES = (
     Decode(64, 512),
 )
 PREFILLS = (Prefill(1, 8192, 8192), Prefill(4, 2048, 2048), Prefill(1, 2048, 8192))
+# Queries with keys and values, gate with up, down, and head of Llama-3.1-8B.
+FEW_ROWS = (
+    Dense(64, 14336, 4096),
+    Dense(64, 4096, 14336, "in last", gated=True),
+    Dense(1, 4096, 6144),
+    Dense(8, 4096, 128256, "in last"),
+)
+MANY_ROWS = (
+    Dense(2048, 4096, 14336, "in last", gated=True),
+    Dense(2048, 4096, 6144),
+    Dense(8192, 14336, 4096),
+)
 OTHERS: tuple[Workload, ...] = (
     Product(16, 4096, 28672, 4),
+    *FEW_ROWS[:2],
+    *MANY_ROWS[:1],
     Latent(64, 4096, 128),
     Mixture(64, 8, 2, 4096, 28672),
     Product(1, 4096, 28672, 4),
@@ -187,6 +226,8 @@ OTHERS: tuple[Workload, ...] = (
     Mixture(1, 8, 2, 4096, 28672),
     Mixture(64, 128, 8, 2048, 1536),
     Mixture(512, 8, 2, 4096, 28672),
+    *FEW_ROWS[2:],
+    *MANY_ROWS[1:],
 )
 QUICK_SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 QUICK_DECODES = (Decode(2, 128, **QUICK_SHAPE),)
@@ -199,6 +240,7 @@ QUICK_OTHERS: tuple[Workload, ...] = (
     Copy(2, kv_heads=2, head_dim=64),
     States(2, k_heads=1, heads=2, key=64, value=32),
     States(1, 64, k_heads=1, heads=2, key=64, value=32),
+    Dense(3, 64, 32, "in last", gated=True),
 )
 
 

@@ -12,7 +12,7 @@ Layout = Literal["in first", "in last"]
 GROUP = 64  # rows of one consumer: those of a wgmma
 CONSUMERS = (1, 2, 4)
 COLUMNS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # of a block: those of a wgmma, or of one for gate and up each
-TOGETHER = (1, 2, 4)  # blocks of a cluster, which share what one of them reads
+TOGETHER = (1, 2)  # blocks of a cluster, which share what one of them reads
 LINE = 128  # bytes of a swizzled line
 PROMOTED = 128  # inputs of float8 that a tensor core sums by itself
 
@@ -48,7 +48,7 @@ class Tiles:
         if self.consumers not in CONSUMERS or self.columns not in COLUMNS or self.depth not in (64, 128):
             raise ValueError(f"consumers must be of {CONSUMERS}, columns of {COLUMNS}, depth 64 or 128: {self}")
         if {self.row_blocks, self.column_blocks} - set(TOGETHER) or 1 not in (self.row_blocks, self.column_blocks):
-            raise ValueError(f"a cluster has 1, 2 or 4 blocks, along rows or along columns: {self}")
+            raise ValueError(f"a cluster has 1 or 2 blocks, along rows or along columns: {self}")
         if self.stages < 2 or self.panel < 1 or self.blocks < self.cluster:
             raise ValueError(f"there are at least two stages, a panel of one and the blocks of a cluster: {self}")
 

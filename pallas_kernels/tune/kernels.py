@@ -2,6 +2,7 @@
 
 from pallas_kernels.tune.problem import Tunable
 from pallas_kernels.tune.problems import grouped_matmul as grouped_matmul
+from pallas_kernels.tune.problems import matmul as matmul
 from pallas_kernels.tune.problems import mla_attention as mla
 from pallas_kernels.tune.problems.paged_attention_hopper_decode import DECODE_TUNING
 from pallas_kernels.tune.problems.paged_attention_hopper_prefill import PREFILL_TUNING
@@ -13,4 +14,5 @@ TUNABLES: tuple[Tunable, ...] = (
     MATMUL_TUNING,
     mla.DECODE_TUNING,
     grouped_matmul.MATMUL_TUNING,
+    matmul.MATMUL_TUNING,
 )

@@ -32,8 +32,18 @@ def test_a_goal_over_another_section_is_a_ratio():
     assert goals.verdicts({"engine": section(850.0)}, H100["kind"]) == []
 
 
+def test_a_goal_beside_another_record_is_a_ratio():
+    shape = str(workloads.MANY_ROWS[0])
+    rates = {f"{shape}: mosaic": 630.0, f"{shape}: xla": 700.0}
+    kernels = {"records": [{"key": key, "tflop_s": rate} for key, rate in rates.items()]}
+    (found,) = goals.verdicts({"kernels": kernels}, H100["kind"])
+    assert (found.figure, found.word) == (0.9, "below goal")
+    assert f"tflop_s over {shape}: xla's 0.9" in str(found)
+    assert goals.verdicts({"kernels": {"records": kernels["records"][:1]}}, H100["kind"]) == []
+
+
 def test_every_goal_is_of_something_that_is_measured():
-    keys = {str(shape) for shape in workloads.attention(quick=False)}
+    keys = {str(shape) for shape in (*workloads.attention(quick=False), *workloads.others(quick=False))}
     loads = {str(load) for load in throughput.LOADS}
     for goal in goals.GOALS:
         assert goal.section in gpu_check.NAMES

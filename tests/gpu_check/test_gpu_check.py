@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.gpu_check import __main__ as gpu_check
-from jaxinfer.gpu_check import demo, kernels, llama, parity, peers, workloads
+from jaxinfer.gpu_check import demo, kernels, llama, parity, peers, rows, workloads
 from jaxinfer.gpu_check.measure import Inside, deviation
 from jaxinfer.gpu_check.problem import MOSAIC, Problem
 from jaxinfer.gpu_check.problems import FIRST, PROBLEMS
@@ -97,7 +97,8 @@ def the_problem(text):
 def test_the_ops_equal_float64(report):
     parity.check(report, [the_problem("quant_matmul: 16"), the_problem("grouped_matmul: 600")], ("xla",))
     parity.check(report, [the_problem("kv_copy.copy_pages")], ("xla", "mosaic"))
-    assert len(written(report)) == 4
+    parity.check(report, [problem for problem in PROBLEMS if problem.op == "matmul"], ("xla", "mosaic"))
+    assert len(written(report)) == 4 + 2 * 5
     assert all(record["ok"] for record in written(report).values()), written(report)
 
 
@@ -225,8 +226,9 @@ def test_kernels_are_timed(report, monkeypatch):
     monkeypatch.setattr(workloads, "QUICK_PREFILLS", ())
     monkeypatch.setattr(workloads, "QUICK_OTHERS", workloads.QUICK_OTHERS[2:])
     kernels.run(report)
-    assert len(written(report)) == 5
-    assert all(record["share_of_copy"] > 0 for record in written(report).values())
+    assert len(written(report)) == 6
+    assert all("share_of_copy" in record or "tflop_s" in record for record in written(report).values())
+    assert all(record.get("share_of_copy", 1) > 0 for record in written(report).values())
 
 
 def test_calls_inside_a_program_all_happen():
@@ -250,10 +252,27 @@ def test_bytes_and_operations_by_hand():
     assert workloads.Decode(1, 2, heads=4, kv_heads=2, head_dim=8).bytes == 2 * (2 * 2 * 2 * 8) + 2 * (2 * 4 * 8)
     assert workloads.Prefill(1, 2, 3, heads=1, kv_heads=1, head_dim=8).operations == 4 * 8 * (2 + 3)
     assert workloads.Product(1, 128, 2, 4).bytes == 128 + 4 + 2 * 130
+    assert workloads.Dense(3, 128, 2).bytes == 2 * (256 + 3 * 130)
+    assert workloads.Dense(3, 128, 2, gated=True).operations == 2 * 3 * 128 * 4
     assert workloads.States(3, 2, 1, 2, 4, 8).bytes == 3 * (2 * 4 * 2 * 4 * 8 + 2 * (2 * (4 + 4 + 16) + 4 * 16))
     shape = {**llama.TINY, "num_hidden_layers": 2}
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96
     assert llama.prefill_operations(shape, 3, 1) == 2 * (layer + 2 * 64 * 32) + 4 * 64 * 4
+
+
+def test_rows_have_the_kernel_beside_xla_where_it_runs(report, monkeypatch):
+    def run():
+        rows.run(report)
+        return {name: record["classes"] for name, record in written(report).items()}
+
+    assert set(run()) == {"qkv", "gate_up"}
+    monkeypatch.setattr(rows, "lowering_target", lambda: Target("gpu", (9, 0)))
+    asked = []
+    monkeypatch.setattr(rows.dense, "matmul", lambda x, w, **how: asked.append(how) or x[:, :1] + w[:1, 0])
+    found = run()
+    assert found["qkv, by the kernel"] == found["gate_up, by the kernel"] == [[1, 2, 3, 4, 8]]
+    assert {"layout": "in first", "path": "mosaic"} in asked
+    assert {"layout": "in last", "path": "mosaic"} in asked
 
 
 def test_peers_that_are_not_there(report, monkeypatch):

@@ -1,10 +1,9 @@
 """Operands of dense products, and how close a result must be."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.matmul import Extras, reference
+from pallas_kernels.matmul import Extras
 from pallas_kernels.matmul.types import outputs_of
 from tests.kernels.quant_cases import DIGITS
 

@@ -1,6 +1,5 @@
 """The Mosaic GPU kernel of matmul, interpreted on the CPU. What compiles it to machine code: test_check.py."""
 
-import dataclasses
 import inspect
 
 import jax
@@ -170,7 +169,7 @@ def test_what_lies_beyond_the_operands_is_not_read():
     assert_close(run(arrays, Tiles(2, 64, 64, 2, row_blocks=2, blocks=2)), arrays)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(2, 1), (1, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize(("rows", "columns"), [(2, 1), (1, 2), (1, 1)])
 @pytest.mark.parametrize("panel", [1, 3, 8])
 def test_units_are_each_piece_once(rows, columns, panel):
     tiles = Tiles(1, 32, 64, 2, row_blocks=rows, column_blocks=columns, panel=panel, blocks=8)
@@ -201,8 +200,8 @@ MUTATIONS = {
     "wait before the first is added": ("plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass", "residual"),
     "a step's inputs": ("pl.multiple_of(index * tiles.depth, ", "pl.multiple_of(index * 0, ", "plain"),
     "the last step": (
-        "lax.fori_loop(0, shape.steps, step, None)",
-        "lax.fori_loop(0, shape.steps - 1, step, None)",
+        "pl.multiple_of(index * tiles.depth, ",
+        "pl.multiple_of((index + index // (shape.steps - 1)) * tiles.depth, ",
         "plain",
     ),
     "the order of steps": (

@@ -220,10 +220,7 @@ def heuristic_tiles(
     dtype: Any = None,
     multiprocessors: int = 132,
 ) -> Tiles:
-    """The tiles of the least time by a rough count of cycles, and all stages that fit. Not measured on a GPU.
-
-    Clusters of 4 are left to tuning: not every GPU has room for as many of them as its multiprocessors make.
-    """
+    """The tiles of the least time by a rough count of cycles, and all stages that fit. Not measured on a GPU."""
     depth = 64 if jnp.dtype(x.dtype).itemsize == 2 else 128
     shapes = []
     for consumers, columns, (row_blocks, column_blocks) in itertools.product(CONSUMERS, COLUMNS, _PAIRS):
