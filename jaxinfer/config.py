@@ -40,6 +40,9 @@ class ExecutionConfig:
             ``structured_outputs``. 0: such requests are refused.
         attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
             XLA; "mosaic" and "xla" force one of them.
+        gemm_backend: products with unquantised weights. "xla"; "mosaic": by the kernel for Hopper GPUs, in which no bit
+            of a row depends on the number of rows, wherever it can; "auto": where tiles tuned on this GPU say that it
+            is worth it (none do yet).
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -49,6 +52,7 @@ class ExecutionConfig:
     exactness: str = "exact"
     structured_output_helpers: int = 2
     attention_backend: str = "auto"
+    gemm_backend: str = "auto"
     seed: int | None = None
 
 
@@ -119,6 +123,7 @@ class ResolvedEngine(_Chosen):
     num_pages: int
     num_states: int
     attention_backend: Backend
+    gemm_backend: Backend
     rows: int
     table_width: int
     prefill_batch_sizes: tuple[int, ...]
@@ -257,6 +262,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "batching": ("continuous", "static"),
     "exactness": ("exact", "relaxed"),
     "attention_backend": ("auto", "mosaic", "xla"),
+    "gemm_backend": ("auto", "mosaic", "xla"),
 }
 _AT_LEAST_ONE = (
     "max_loras",

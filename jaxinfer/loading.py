@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.defaults import outputs_first
 from jaxinfer.edited import require_described, require_one_dtype, require_specified
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
@@ -108,8 +109,10 @@ def start_engine(
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
     planned = in_memory or abstract_model(str(model), dtype, family)
+    turned = in_memory is None and platform == "cpu" and mesh.size == 1 and outputs_first()
     with timed("memory planned"):
-        plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
+        planned = with_draft(planned, config, abstract_draft(config, dtype))
+        plan, sized = _plan(planned.outputs_first() if turned else planned, config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
@@ -117,6 +120,7 @@ def start_engine(
         loaded = in_memory or load(str(model), dtype, family=family)
         loaded = with_activations(loaded, config)  # what is served is what the caller gets
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
+        loaded = loaded.outputs_first() if turned else loaded
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     _warn_of_long_texts(loaded, engine.config.max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
-from jaxinfer.defaults import CPU, Defaults, of_platform
+from jaxinfer.defaults import CPU, Defaults, of_platform, outputs_first
 from jaxinfer.types import CacheSpec, LayerSpec, StateSpec
 
 GIB = 1 << 30
@@ -98,3 +99,16 @@ def test_what_is_chosen_fits_what_was_given_or_that_is_refused_by_name(
     assert all(size % devices == 0 for size in engine.prefill_sizes)
     asked = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     assert all(getattr(engine, name) == value for name, value in asked.items())
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"), [("fpu avx512_bf16 amx_bf16 amx_tile", True), ("fpu avx512_bf16", False), ("amx_bf16x", False)]
+)
+def test_weights_lie_as_the_processor_likes_them(tmp_path: pathlib.Path, flags: str, wanted: bool) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nbugs\t\t: amx_bf16\nflags\t\t: {flags}\n")
+    assert outputs_first(file) is wanted
+
+
+def test_a_processor_that_says_nothing_of_itself(tmp_path: pathlib.Path) -> None:
+    assert not outputs_first(tmp_path / "absent")

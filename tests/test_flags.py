@@ -61,6 +61,7 @@ EVERY = {
     "max_cpu_loras": (["--max-cpu-loras", "40"], 40),
     "exactness": (["--exactness", "relaxed"], "relaxed"),
     "attention_backend": (["--attention-backend", "xla"], "xla"),
+    "gemm_backend": (["--gemm-backend", "xla"], "xla"),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
     "expert_parallel_size": (["--expert-parallel-size", "4"], 4),
     "pipeline_parallel_size": (["--pipeline-parallel-size", "2"], 2),

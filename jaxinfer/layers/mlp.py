@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import matmul, matmul_transposed, plus_bias
+from jaxinfer.quant import matmul, matmul_transposed, plus_bias, swiglu
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -47,14 +47,18 @@ class GatedMLP(Layer):
     gate_scale: float = 1.0
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        gate_up = matmul_transposed(all_tokens(x), self.weight("gate_up"))
+        out = own_tokens(matmul(self._hidden(all_tokens(x)), self.weight("down")))
+        return plus_bias(out, self.weight("down_bias")) if self.bias else out
+
+    def _hidden(self, x: Float[Array, "... d"]) -> Float[Array, "... hidden"]:
+        if self.activation == "silu" and not self.bias and self.gate_scale == 1.0:
+            return swiglu(x, self.weight("gate_up"))
+        gate_up = matmul_transposed(x, self.weight("gate_up"))
         if self.bias:
             gate_up = plus_bias(gate_up, self.weight("gate_up_bias"))
         gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
         gate = gate if self.gate_scale == 1.0 else gate * self.gate_scale
-        hidden = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
-        out = own_tokens(matmul(hidden, self.weight("down")))
-        return plus_bias(out, self.weight("down_bias")) if self.bias else out
+        return ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
 
 
 class MLP(Layer):

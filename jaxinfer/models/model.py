@@ -19,10 +19,11 @@ from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.parallel.mesh import require_auto
-from jaxinfer.quant import for_kernels, is_stored, with_activations
+from jaxinfer.quant import for_gemm, for_kernels, is_stored, outputs_first, with_activations
 from jaxinfer.quant.banks import adapt
 from jaxinfer.types import CacheSpec, ParamTree, walk_specs
 from jaxinfer.wrapped import text_model
+from pallas_kernels.choice import Wish
 
 _DECLARED: Any = None  # by the family, of the config
 
@@ -130,9 +131,21 @@ class Model:
         """The model whose quantised weights have inputs of another dtype, see `EngineConfig.activation_dtype`."""
         return self if kind == "auto" else self.map_weights(functools.partial(with_activations, kind=kind))
 
-    def for_kernels(self) -> Model:
-        """The model with its weights in the layout of GPU kernels, see `jaxinfer.quant.for_kernels`."""
-        return self.map_weights(for_kernels)
+    def for_kernels(self, gemm: Wish) -> Model:
+        """The model with its weights in the layout of GPU kernels, see `jaxinfer.quant.for_kernels`, and products of
+        plain ones by the path that ``gemm`` says, see `jaxinfer.quant.Plain`."""
+        model = self.map_weights(for_kernels)
+        if gemm == "xla":
+            return model
+        specs, params = for_gemm(model.specs, model.params, gemm)
+        return model.replace(specs=specs, params=params)
+
+    def outputs_first(self) -> Model:
+        """The model with its weights, and its draft's, as some CPUs like them, see `jaxinfer.quant.outputs_first`: this
+        one's arrays are given up."""
+        specs, params = outputs_first(self.specs, self.params)
+        draft = None if self.draft is None else self.draft.outputs_first()
+        return self.replace(specs=specs, params=params, draft=draft)
 
     def map_weights(self, function: Callable[[Any], Any]) -> Model:
         """Apply ``function`` to the tree of specs and to the tree of parameters."""

@@ -8,8 +8,10 @@ from jaxinfer.quant.dispatch import (
     matmul_heads,
     matmul_transposed,
     plus_bias,
+    swiglu,
     take,
 )
+from jaxinfer.quant.plain import Plain, for_gemm, gemm_refusal, outputs_first
 from jaxinfer.quant.storage import (
     Quantized,
     Split,
@@ -24,19 +26,24 @@ from jaxinfer.quant.storage import (
 
 __all__ = [
     "Adapted",
+    "Plain",
     "Quantized",
     "Split",
     "dense",
+    "for_gemm",
     "for_kernels",
+    "gemm_refusal",
     "grouped_matmul",
     "grouped_path",
     "is_stored",
     "matmul",
     "matmul_heads",
     "matmul_transposed",
+    "outputs_first",
     "partition",
     "plus_bias",
     "rounds_activations",
+    "swiglu",
     "take",
     "with_activations",
     "with_values",

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.quant.adapted import Adapted, unadapted
 from jaxinfer.quant.experts import grouped_product
 from jaxinfer.quant.observe import Observed
+from jaxinfer.quant.plain import Plain
 from jaxinfer.quant.storage import Quantized, Split
 from pallas_kernels import grouped_matmul as grouped
 
@@ -25,6 +26,8 @@ def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
         return w.added(x, matmul(x, w.base))
     if isinstance(w, Quantized | Split):
         return _stored(x, w)
+    if isinstance(w, Plain):
+        return _plain(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in first")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -38,6 +41,8 @@ def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"
         return result if w.table else w.added(x, result)
     if isinstance(w, Quantized | Split):
         return _stored(x, w)
+    if isinstance(w, Plain):
+        return _plain(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in last")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -52,6 +57,21 @@ def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"
 
 def _stored(x: jax.Array, w: Quantized | Split) -> jax.Array:
     return w.matmul(x) if isinstance(w, Quantized) else w.matmul(x, matmul_transposed)
+
+
+def _plain(x: jax.Array, w: Plain) -> jax.Array:
+    if w.by_kernel(x):
+        return w.matmul(x)
+    return (matmul if w.layout == "in first" else matmul_transposed)(x, w.weight)
+
+
+def swiglu(x: Float[Array, "... k"], w: Any) -> Float[Array, "... n"]:
+    """silu(gate) * up, of the product with ``w`` [2, n, k]: gate, then up (Shazeer 2020)."""
+    if isinstance(w, Plain) and w.by_kernel(x, gated=True):
+        return w.matmul(x, gated=True)
+    gate_up = matmul_transposed(x, w)
+    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+    return jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up
 
 
 def plus_bias(product: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -71,7 +91,7 @@ def take(w: Any, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """Rows of a table. Ids must be within it: they are checked at admission."""
     if isinstance(w, Adapted):
         return w.added_to_taken(ids, take(w.base, ids)) if w.table else take(w.base, ids)
-    return w.take(ids) if isinstance(w, Quantized) else jnp.take(w, ids, axis=0, mode="clip")
+    return w.take(ids) if isinstance(w, Quantized | Plain) else jnp.take(w, ids, axis=0, mode="clip")
 
 
 def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Groups) -> Float[Array, "tiles rows *n"]:

@@ -22,6 +22,7 @@ from jaxinfer.parallel.mesh import RULES, spread_over
 from jaxinfer.quant import activations
 from jaxinfer.quant.adapted import Adapted
 from jaxinfer.quant.layouts import Grouped, Layout, Part
+from jaxinfer.quant.plain import Plain
 from jaxinfer.quant.spread import is_spread
 from jaxinfer.types import ParamSpec
 from pallas_kernels import quant_matmul
@@ -186,12 +187,12 @@ def partition(weight: Any, plain: PartitionSpec) -> Any:
         return weight.partition(partition(weight.base, plain))
     if isinstance(weight, Split):
         return dataclasses.replace(weight, pieces=tuple(partition(piece, plain) for piece in weight.pieces))
-    return weight.partition() if isinstance(weight, Quantized) else plain
+    return weight.partition() if isinstance(weight, Quantized | Plain) else plain
 
 
 def is_stored(node: Any) -> bool:
     """A weight that is no array, in a tree of parameters or of specs."""
-    return isinstance(node, Quantized | Split)
+    return isinstance(node, Quantized | Split | Plain)
 
 
 def with_values(tree: Any, dtype: str) -> Any:

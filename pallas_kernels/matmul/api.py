@@ -26,6 +26,7 @@ def explain(
     gated: bool = False,
     dtype: Any = None,
     path: Wish = "auto",
+    measured: bool = True,
     target: Target | None = None,
 ) -> Choice:
     """The path that `matmul` takes for operands of these shapes and dtypes, and why.
@@ -36,6 +37,7 @@ def explain(
 
     Args:
         path: "mosaic" and "xla" force one.
+        measured: False: "auto" takes the kernel wherever it can be, tuned or not.
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
 
     Raises:
@@ -45,7 +47,7 @@ def explain(
     refusal = launch.refusal(flat, weights, flat_extras, layout=layout, gated=gated, dtype=dtype)
     target = target or lowering_target()
     chosen = choose(path, refusal, least=HOPPER, most=HOPPER, target=target)
-    if path != "auto" or chosen.path == "xla":
+    if path != "auto" or chosen.path == "xla" or not measured:
         return chosen
     if tuned(MATMUL, target.device_kind, matmul_key(flat, weights, layout=layout, gated=gated)) is None:
         return Choice("xla", f"No tuned tiles of {target.device_kind} are for weights {weights.shape} {layout}.")

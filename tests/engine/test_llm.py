@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer import loading
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM, _with_settings
+from jaxinfer.quant import is_stored
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
 from tests.fakes import mixed_params, random_model
 
@@ -320,3 +322,21 @@ def test_a_reset_forgets_cached_pages(llm):
     hits.append(llm.engine.stats().prefix_hits)
     assert known == known[:1] * 3
     assert hits[0] == hits[1] > 0
+
+
+@pytest.mark.parametrize("speculative", [None, "draft_model"])
+def test_weights_as_some_cpus_like_them_are_the_same_function(monkeypatch, speculative):
+    answers = {}
+    for first in (False, True):
+        monkeypatch.setattr(loading, "outputs_first", lambda first=first: first)
+        with LLM("demo", "float32", max_num_seqs=2, max_model_len=128, speculative=speculative) as llm:
+            assert is_stored(llm.model.params["layers_0"]["mlp"]["down"]) is first
+            answers[first] = llm.generate(
+                ["ROMEO:", "To be"], SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
+            )
+            if first:
+                ids = [*answers[True][0].prompt_token_ids, *answers[True][0].outputs[0].token_ids]
+                assert teacher_forced(llm, ids).shape[0] == len(ids)
+    for plain, turned in zip(answers[False], answers[True], strict=True):
+        assert plain.outputs[0].token_ids == turned.outputs[0].token_ids
+        assert plain.outputs[0].cumulative_logprob == pytest.approx(turned.outputs[0].cumulative_logprob, abs=1e-4)

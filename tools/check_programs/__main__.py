@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = (arguments.tensor_parallel_size, arguments.expert_parallel_size, arguments.pipeline_parallel_size)
     work = Work(arguments.model, arguments.pages, *sizes, layers)
     work = dataclasses.replace(work, kv_cache_dtype=arguments.kv_cache_dtype, weights=arguments.weights)
-    work = dataclasses.replace(work, norms=arguments.sequence_parallel_norms)
+    work = dataclasses.replace(work, norms=arguments.sequence_parallel_norms, gemm=arguments.gemm)
     layers = arguments.draft_layers if arguments.speculative == "draft_model" else 0
     work = dataclasses.replace(work, steps=arguments.multi_step, drafts=arguments.speculative is not None)
     work = dataclasses.replace(
@@ -109,6 +109,7 @@ def _compile(work: Work, number: int, plugins: pathlib.Path | None) -> Part:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.check_programs", description=__doc__)
     parser.add_argument("--model", default="Llama-3.1-8B", help="of configs/models, or a folder with a config.json")
+    parser.add_argument("--gemm", choices=PATHS, default="auto", help="which path products with plain weights take")
     parser.add_argument("--attention", nargs="+", choices=PATHS, default=["auto"], help="which path attention takes")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as the server's flag")
     parser.add_argument("--weights", choices=WEIGHTS, default="", help="how the layers' weights are stored")

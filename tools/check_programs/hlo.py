@@ -14,7 +14,7 @@ _INSTRUCTION = re.compile(
 _HEADER = re.compile(r"^(?:(?P<entry>ENTRY) )?%(?P<name>\S+) \(.*\{$")
 _GEMM = re.compile(
     r'"kind":"__triton_(?:nested_)?gemm\w*"|custom_call_target="__cublas'
-    r'|custom_call_target="mosaic_gpu.*/(?:quant|grouped)_matmul/'
+    r'|custom_call_target="mosaic_gpu.*/(?:(?:quant|grouped)_)?matmul/'
 )
 
 

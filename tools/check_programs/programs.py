@@ -47,6 +47,7 @@ def settings_of(work: Work) -> EngineConfig:
         ENGINE,
         num_pages=work.pages,
         attention_backend=work.attention,
+        gemm_backend=work.gemm,
         kv_cache_dtype=work.kv_cache_dtype,
         tensor_parallel_size=work.tensor,
         expert_parallel_size=work.expert,

@@ -25,6 +25,7 @@ class Work:
         tensor, expert, stages: the parallel sizes.
         layers: so many instead of all.
         attention: the path that it takes.
+        gemm: the path of products with unquantised weights.
         kv_cache_dtype: of the pool's elements, see `EngineConfig`.
         weights: how the layers' are stored, one of `stored.WEIGHTS`; none: as arrays.
         norms: whether prefill programs spread hidden states over tokens, see `EngineConfig.sequence_parallel_norms`.
@@ -42,6 +43,7 @@ class Work:
     stages: int = 1
     layers: int | None = None
     attention: str = "auto"
+    gemm: str = "auto"
     kv_cache_dtype: str = "auto"
     weights: str = ""
     norms: bool = False
@@ -62,6 +64,7 @@ class Work:
         weights = f"weights in {self.weights}" if self.weights else ""
         options = {"sequence-parallel norms": self.norms, f"{self.steps} steps": self.steps > 1, "drafts": self.drafts}
         options |= {f"a draft model of {self.draft_layers} layers": self.draft_layers > 0}
+        options |= {f"GEMMs by {self.gemm}": self.gemm != "auto"}
         options |= {f"heads of {self.head}": bool(self.head), f"{self.adapters} adapters": self.adapters > 0}
         chosen = [name for name, on in options.items() if on]
         parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights, *chosen]

@@ -17,7 +17,7 @@ from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
-from jaxinfer.quant import rounds_activations
+from jaxinfer.quant import gemm_refusal, rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
 from jaxinfer.speculative import other_vocabulary
@@ -48,7 +48,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     mesh = mesh or mesh_for(config)
     draft = _draft_of(model, config, mesh)
     model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
-    model = model.for_kernels() if platform == "gpu" else model
+    model = model.for_kernels(config.gemm_backend) if platform == "gpu" else model
     resolved = resolve_for(model, config, platform, mesh)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     model = model.replace(cache_spec=dataclasses.replace(model.cache_spec, page_size=resolved.page_size))
@@ -113,7 +113,7 @@ def _prepared_draft(draft: Model, model: Model, engine: ResolvedEngine, platform
             f"and the model keeps pages for {model.cache_spec.windows}"
         )
     _require_backend(draft, engine, platform)
-    draft = draft.for_kernels() if platform == "gpu" else draft
+    draft = draft.for_kernels(engine.gemm_backend) if platform == "gpu" else draft
     draft = draft.with_cache(engine.kv_cache_dtype).up_to(engine.max_model_len)
     return draft.replace(cache_spec=dataclasses.replace(draft.cache_spec, groups=model.cache_spec.windows))
 
@@ -122,7 +122,7 @@ def _prepared_head(head: Model, model: Model, engine: ResolvedEngine, platform: 
     """The head as it is served, with those parameters that are the model's in the form in which they are served."""
     if head.cache_spec.layers:
         _require_backend(head, engine, platform)
-    head = head.for_kernels() if platform == "gpu" else head
+    head = head.for_kernels(engine.gemm_backend) if platform == "gpu" else head
     cache = dataclasses.replace(head.with_cache(engine.kv_cache_dtype).cache_spec, groups=model.cache_spec.windows)
     specs, params = (
         {**without_shared(own, head.config), **shared(theirs, head.config)}
@@ -156,6 +156,7 @@ def resolve_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
     """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a mesh of a platform's devices (None:
     nothing is known of them)."""
     _require_backend(model, config, platform)
+    _require_gemm(model, config, platform)
     make_drafter(config)  # refuses a name that nobody has registered
     return resolve(
         config,
@@ -187,6 +188,11 @@ def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
         why = "its kernels are for GPUs, and this is a CPU"
     if why is not None:
         raise EngineConfigError(f"attention_backend = mosaic cannot be: {why}")
+
+
+def _require_gemm(model: Model, config: EngineConfig, platform: str) -> None:
+    if config.gemm_backend == "mosaic" and (why := gemm_refusal(model.dtype, platform)) is not None:
+        raise EngineConfigError(f"gemm_backend = mosaic cannot be: {why}")
 
 
 def _prefill_rows(model: Model, most: int) -> int:

@@ -1,0 +1,163 @@
+"""`Plain`: a weight of plain numbers that says how it lies, and what computes its products."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import ItemsView, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.parallel.mesh import spread_over
+from jaxinfer.quant.spread import is_spread
+from jaxinfer.types import ParamSpec
+from pallas_kernels import matmul as dense_matmul
+from pallas_kernels.choice import HOPPER, Target, Wish, lowering_target
+from pallas_kernels.matmul import Layout
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"]
+)
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A weight that stands where an array stood.
+
+    Attributes:
+        weight: the array; in a tree of specs, its `ParamSpec`.
+        layout: "in first", ``[in, *out]``, or "in last", ``[*out, in]``.
+        axes: logical axes of ``[*out, in]``, whatever the layout.
+        path: "xla"; "auto": the kernel of `pallas_kernels.matmul` where this GPU was measured to run it faster; "mosaic":
+            wherever it can be.
+    """
+
+    weight: Any
+    layout: Layout
+    axes: tuple[str | None, ...]
+    path: Wish = "auto"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape as stored weights have it, ``[*out, in]``."""
+        shape = tuple(self.weight.shape)
+        return (*shape[1:], shape[0]) if self.layout == "in first" else shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.weight.shape)
+
+    def items(self) -> ItemsView[str, Any]:
+        return {"weight": self.weight}.items()
+
+    def rebuilt(self, arrays: Mapping[str, Any]) -> Plain:
+        """The same with another leaf."""
+        return dataclasses.replace(self, **arrays)
+
+    def dequantize(self) -> Float[Array, "*out k"]:
+        """The weight in float32, outputs first."""
+        weight: Array = self.weight.astype(jnp.float32)
+        return jnp.moveaxis(weight, 0, -1) if self.layout == "in first" else weight
+
+    def take(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch k"]:
+        """Rows of a table ``[rows, in]``."""
+        return jnp.take(self.weight, ids, axis=0, mode="clip")
+
+    def by_kernel(self, x: Any, weight: Any = None, *, gated: bool = False) -> bool:
+        """Whether a kernel computes products with numbers like ``x``; ``weight``: a device's part of it."""
+        weight = self.weight if weight is None else weight
+        if self.path == "xla" or x.dtype != weight.dtype:
+            return False
+        row = jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)
+        chosen = dense_matmul.explain(row, weight, layout=self.layout, gated=gated, measured=self.path == "auto")
+        return chosen.path == "mosaic"
+
+    def matmul(self, x: Float[Array, "*rows k"], *, gated: bool = False) -> Float[Array, "*rows *out"]:
+        """The kernel's product in the dtype of ``x``; ``gated``: silu(gate) * up of outputs [2, n]."""
+        flat = x.reshape(-1, x.shape[-1])
+        result = self._spread(flat, gated) if is_spread() else self._product(flat, self.weight, gated)
+        return result.reshape(*x.shape[:-1], *self.shape[gated:-1])
+
+    def partition(self) -> Plain:
+        """Replace the array by its `PartitionSpec` on the mesh that a program is traced for."""
+        *outs, along = spread_over(self.axes, self.shape)
+        return dataclasses.replace(
+            self, weight=PartitionSpec(along, *outs) if self.layout == "in first" else PartitionSpec(*outs, along)
+        )
+
+    def _product(self, x: Float[Array, "rows k"], weight: Array, gated: bool) -> Float[Array, "rows *out"]:
+        path: Wish = "mosaic" if self.by_kernel(x, weight, gated=gated) else "xla"
+        return dense_matmul.matmul(x, weight.astype(x.dtype), layout=self.layout, gated=gated, path=path)
+
+    def _spread(self, x: Float[Array, "rows k"], gated: bool) -> Float[Array, "rows *out"]:
+        """Multiply by each device's shard of the weight; products of shards along the inputs are added up."""
+        *outs, along = spread_over(self.axes, self.shape)
+        assert not (gated and along)  # what is added up has no gate yet
+
+        def own(x: jax.Array, weight: Plain) -> jax.Array:
+            part = self._product(x, weight.weight, gated)
+            return lax.psum(part, along) if along else part
+
+        specs = (PartitionSpec(None, along), self.partition())
+        run = jax.shard_map(own, in_specs=specs, out_specs=PartitionSpec(None, *outs[gated:]), check_vma=False)
+        result: jax.Array = run(x, self)
+        return result
+
+
+def gemm_refusal(dtype: Any, platform: str) -> str | None:
+    """Why no product of a model of this dtype can be the kernel's on a platform, in one sentence; None if it can."""
+    if platform == "cpu":
+        return "its kernel is for GPUs, and this is a CPU"
+    here, row = lowering_target(), jax.ShapeDtypeStruct((1, 64), dtype)
+    target = here if here.platform in ("gpu", "cuda") else Target("gpu", HOPPER)  # compiled for one that is elsewhere
+    chosen = dense_matmul.explain(row, jax.ShapeDtypeStruct((64, 64), dtype), measured=False, target=target)
+    return None if chosen.path == "mosaic" else chosen.why
+
+
+def for_gemm(specs: Any, params: Any, path: Wish) -> tuple[Any, Any]:
+    """Trees of specs and of parameters whose matrices of the model's own dtype are `Plain`, as they lie."""
+
+    def wrapped(spec: ParamSpec, value: Any) -> Any:
+        if spec.inputs is None or len(spec.shape) < 2 or spec.dtype is not None or "expert" in spec.axes:
+            return value
+        first = spec.inputs == 0
+        axes = (*spec.axes[1:], spec.axes[0]) if first else spec.axes
+        return Plain(value, "in first" if first else "in last", axes, path)
+
+    return jax.tree.map(wrapped, specs, specs), jax.tree.map(wrapped, specs, params)
+
+
+def outputs_first(specs: Any, params: Any) -> tuple[Any, Any]:
+    """Trees of specs and of parameters whose matrices ``[in, *out]`` lie as ``[*out, in]``, as checkpoints and
+    quantised weights do. The arrays that they replace are deleted one by one: the memory never holds both trees."""
+    made: dict[int, Any] = {}  # what stands at several places is one array there, too
+
+    def turned(spec: ParamSpec, value: Any) -> Any:
+        if spec.inputs != 0 or len(spec.shape) < 2:
+            return value
+        if id(value) not in made:
+            made[id(value)] = value, Plain(_inputs_last(value), "in last", (*spec.axes[1:], spec.axes[0]), "xla")
+        return made[id(value)][1]
+
+    return jax.tree.map(turned, specs, specs), jax.tree.map(turned, specs, params)
+
+
+def _inputs_last(array: Any) -> Any:
+    """Move the first axis of an array, a `ParamSpec` or a `jax.ShapeDtypeStruct` to the end."""
+    if isinstance(array, ParamSpec):
+        shape, axes = (*array.shape[1:], array.shape[0]), (*array.axes[1:], array.axes[0])
+        return dataclasses.replace(array, shape=shape, axes=axes, sources=(), inputs=-1)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*array.shape[1:], array.shape[0]), array.dtype)
+    moved = jax.block_until_ready(jnp.moveaxis(array, 0, -1))
+    array.delete()
+    return moved

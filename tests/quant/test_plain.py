@@ -1,0 +1,132 @@
+"""Plain weights that say how they lie and what multiplies them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.engine.execution.prepare import prepare, resolve_for
+from jaxinfer.quant import Plain, dense, matmul, matmul_transposed, outputs_first, swiglu, take
+from jaxinfer.quant.plain import for_gemm, gemm_refusal
+from jaxinfer.types import ParamSpec
+from pallas_kernels.choice import HOPPER, Target
+from tests.fakes import random_model
+from tests.quant.examples import INPUTS
+
+
+def numbers(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+
+
+def assert_near(result: jax.Array, expected: jax.Array) -> None:
+    np.testing.assert_allclose(result, expected, atol=3e-6 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize("product", [matmul, matmul_transposed])
+@pytest.mark.parametrize("layout", ["in first", "in last"])
+def test_a_product_is_that_of_the_array(product, layout):
+    weight = numbers(3, 8, INPUTS)
+    lies = jnp.moveaxis(weight, -1, 0) if layout == "in first" else weight
+    plain = Plain(lies, layout, ("heads", None, None))
+    assert plain.shape == (3, 8, INPUTS)
+    assert plain.size == weight.size
+    np.testing.assert_array_equal(dense(plain), weight)
+    assert_near(product(numbers(2, 5, INPUTS), plain), jnp.einsum("rtk,hdk->rthd", numbers(2, 5, INPUTS), weight))
+
+
+def test_rows_of_a_table():
+    table = numbers(30, 8)
+    ids = jnp.array([[3, 29]])
+    np.testing.assert_array_equal(take(Plain(table, "in last", ("vocab", None)), ids), table[ids])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_gated_product(wrapped):
+    weight, x = numbers(2, 16, INPUTS), numbers(4, INPUTS)
+    gate, up = (x @ half.T for half in weight)
+    found = swiglu(x, Plain(weight, "in last", (None, "mlp", None)) if wrapped else weight)
+    assert_near(found, gate / (1 + jnp.exp(-gate)) * up)
+
+
+def test_plain_weights_with_their_outputs_first():
+    specs = {
+        "qkv": ParamSpec((INPUTS, 3, 2, 4), (None, "kv", None, None), inputs=0, sources=()),
+        "again": ParamSpec((INPUTS, 3, 2, 4), (None, "kv", None, None), inputs=0),
+        "up": ParamSpec((8, INPUTS), ("mlp", None), inputs=-1),
+        "scale": ParamSpec((INPUTS,), (None,), inputs=0),
+    }
+    shared = numbers(INPUTS, 3, 2, 4)
+    params = {"qkv": shared, "again": shared, "up": numbers(8, INPUTS), "scale": numbers(INPUTS)}
+    x, kept = numbers(5, INPUTS), np.asarray(shared)
+    expected = matmul(x, params["qkv"])
+    turned, found = outputs_first(specs, params)
+    assert found["qkv"].shape == turned["qkv"].shape == (3, 2, 4, INPUTS)
+    np.testing.assert_array_equal(dense(found["qkv"]), np.moveaxis(kept, 0, -1))
+    assert turned["qkv"].weight == ParamSpec((3, 2, 4, INPUTS), ("kv", None, None, None), inputs=-1)
+    assert_near(matmul(x, found["qkv"]), expected)
+    assert found["again"] is found["qkv"]
+    assert shared.is_deleted()
+    assert found["up"] is params["up"]
+    assert found["scale"] is params["scale"]
+
+
+def test_abstract_weights_with_their_outputs_first():
+    spec = {"down": ParamSpec((64, 48), ("mlp", None), inputs=0)}
+    _, found = outputs_first(spec, {"down": jax.ShapeDtypeStruct((64, 48), jnp.bfloat16)})
+    assert found["down"].weight == jax.ShapeDtypeStruct((48, 64), jnp.bfloat16)
+
+
+def test_matrices_of_the_models_own_dtype_alone_are_for_the_kernel():
+    specs = {
+        "qkv": ParamSpec((64, 3, 8), ("embed", "heads", None), inputs=0),
+        "gate_up": ParamSpec((2, 96, 64), (None, "mlp", "embed"), inputs=-1),
+        "experts": ParamSpec((4, 96, 64), ("expert", "mlp", "embed"), inputs=-1),
+        "router": ParamSpec((4, 64), (None, "embed"), inputs=-1, dtype="float32"),
+        "taps": ParamSpec((4, 64), (None, "embed")),
+        "scale": ParamSpec((64,), ("embed",)),
+    }
+    params = {name: numbers(*spec.shape) for name, spec in specs.items()}
+    described, found = for_gemm(specs, params, "mosaic")
+    assert {name for name, weight in found.items() if isinstance(weight, Plain)} == {"qkv", "gate_up"}
+    assert found["qkv"].weight is params["qkv"]
+    assert (found["qkv"].layout, found["qkv"].axes) == ("in first", ("heads", None, "embed"))
+    assert (described["gate_up"].layout, described["gate_up"].axes) == ("in last", (None, "mlp", "embed"))
+    assert jax.tree.structure(found) == jax.tree.structure(described)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "why"),
+    [
+        ("bfloat16", "cpu", "for GPUs, and this is a CPU"),
+        ("float32", "gpu", "float32 weights times float32: both must be bfloat16"),
+        ("bfloat16", "gpu", None),
+    ],
+)
+def test_where_the_kernel_can_be(dtype, platform, why):
+    config = EngineConfig(gemm_backend="mosaic")
+    found = gemm_refusal(jnp.dtype(dtype), platform)
+    if why is None:
+        assert found is None
+        assert resolve_for(random_model(dtype), config, platform).gemm_backend == "mosaic"
+        return
+    assert why in str(found)
+    with pytest.raises(EngineConfigError, match=f"gemm_backend = mosaic cannot be: .*{why}"):
+        resolve_for(random_model(dtype), config, platform)
+
+
+def test_a_gpu_for_which_it_is_not_written(monkeypatch):
+    monkeypatch.setattr("jaxinfer.quant.plain.lowering_target", lambda: Target("cuda", (8, 0)))
+    assert "compute capability is 8.0" in str(gemm_refusal(jnp.dtype("bfloat16"), "gpu"))
+
+
+@pytest.mark.parametrize(("backend", "kernels"), [("mosaic", True), ("auto", False), ("xla", False)])
+def test_the_kernel_is_where_it_is_asked_for(monkeypatch, backend, kernels):
+    """Nobody has tuned it yet: "auto" is XLA."""
+    monkeypatch.setattr("pallas_kernels.matmul.api.lowering_target", lambda: Target("gpu", HOPPER, "NVIDIA H100"))
+    prepared = prepare(random_model("bfloat16"), EngineConfig(gemm_backend=backend, max_model_len=64), "gpu")
+    weight = prepared.model.params["layers_0"]["mlp"]["down"]
+    assert isinstance(weight, Plain) == (backend != "xla")
+    x = jax.ShapeDtypeStruct((3, weight.shape[-1] if backend != "xla" else weight.shape[0]), jnp.bfloat16)
+    assert (backend != "xla" and weight.by_kernel(x)) == kernels
+    assert not (backend != "xla" and weight.by_kernel(jax.ShapeDtypeStruct(x.shape, jnp.float32)))
