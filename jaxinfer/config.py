@@ -410,7 +410,8 @@ def _num_pages(config: _Chosen, caches: Sequence[CacheSpec], width: int, itemsiz
 
 
 def _host_pages(config: EngineConfig, caches: Sequence[CacheSpec], itemsize: int) -> int:
-    page = sum(spec.bytes_per_page(config.page_size, itemsize) for spec in caches)
+    # Each device has its own heads of a page on the host, or, of latents, the whole page.
+    page = sum(config.devices * spec.bytes_per_page(config.page_size, itemsize, config.devices) for spec in caches)
     return int(config.swap_space_gib * 2**30 / page)
 
 

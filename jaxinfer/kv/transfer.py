@@ -1,25 +1,27 @@
-"""Pages that leave the device and come back: preempted sequences, and cached prefixes that were evicted."""
+"""Pages that leave the device and come back: preempted sequences, and cached prefixes that were evicted.
+
+A page outside is an array in page-locked memory of the host. A program's copies to and from it are a part of the
+program: they run in the order of the calls, and nobody waits for them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, Shaped, UInt8
 
 from jaxinfer.kv.pool import LayerPool
-from jaxinfer.parallel.processes import from_own_part, own_part, own_shape
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import kv_copy
 
-TRANSFER_PAGES = 4
-"""Pages that one call of the export and restore programs moves: few, as a single page costs as much."""
+TRANSFERS = (4, 1)
+"""Pages that one call of an export or restore program moves: a program each. Several share the launches of a call, and
+one alone, as most evictions are, moves no other bytes."""
 
 COPIES = 8
 """Pages that one call of the copy program takes."""
@@ -59,8 +61,15 @@ def _common_heads(spec: CacheSpec) -> int | None:
 
 def export_pages(
     spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
+) -> tuple[Shaped[Array, "1 layers *page"], ...]:
+    """Gather pages of all layers that attend, by each group's ids, an array a page; see `moved_pages`."""
+    pages = _gathered(spec, pools, source)
+    return tuple(pages[at : at + 1] for at in range(source.shape[1]))
+
+
+def _gathered(
+    spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
 ) -> Shaped[Array, "pages layers *page"]:
-    """Gather pages of all layers that attend, by each group's ids, page after page; see `moved_pages`."""
     layers = [_packed(pool, source[spec.group(layer)]) for pool, layer in zip(pools, spec.attending, strict=True)]
     if not layers:  # a stage whose layers have states alone
         none = moved_pages(spec, source.shape[1], spec.page_size, jnp.dtype(jnp.float32))
@@ -88,12 +97,13 @@ def _packed(pool: LayerPool, ids: Int[Array, " pages"]) -> Shaped[Array, "pages 
 def import_pages(
     spec: CacheSpec,
     pools: list[LayerPool],
-    pages: Shaped[Array, "pages layers *page"],
+    pages: Sequence[Shaped[Array, "1 layers *page"]],
     target: Int[Array, "groups pages"],
 ) -> list[LayerPool]:
-    """Write exported pages (`export_pages`) into other pages; a target beyond the pool is dropped."""
-
-    packed = zip(pools, spec.attending, _by_layer(spec, pages), strict=True)
+    """Write exported pages (`export_pages`), wherever they lie, into other pages; a target beyond the pool is
+    dropped."""
+    arrived = jnp.concatenate([jax.device_put(page, jax.memory.Space.Device) for page in pages])
+    packed = zip(pools, spec.attending, _by_layer(spec, arrived), strict=True)
     return [
         kv_copy.scatter_pages(pool, target[spec.group(layer)], _unpacked(pool, each)) for pool, layer, each in packed
     ]
@@ -129,77 +139,49 @@ def slot_bytes(pages: Shaped[np.ndarray, "pages layers *page"]) -> UInt8[np.ndar
     return by_slot.view(np.uint8).reshape(*by_slot.shape[:2], -1)
 
 
-class _Arriving(NamedTuple):
-    """A page in transfer: entry ``place`` of an array that the device fills."""
-
-    array: jax.Array
-    place: int
+def transfers[Move](moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
+    """Cut moves into as many as one call takes, see `TRANSFERS`."""
+    at = 0
+    for size in TRANSFERS:
+        while at + size <= len(moves):
+            yield moves[at : (at := at + size)]
 
 
 class HostPages:
-    """Host memory for pages of all layers. Memory is taken page by page, when a page is first used, and kept.
+    """What lies on pages of the host: as many arrays at most as there are pages.
 
-    Pages from the device arrive later: `put` does not wait, `settle` and `take` do. Where several processes share
-    the pools, each keeps its devices' shard of a page.
-
-    Args:
-        dtype: the model's.
-        sharding: of the arrays passed to `put`; None: on one device.
+    Of each page an array of `export_pages` is kept until the next one comes. Its memory is free again when nothing
+    that was launched reads it any more: the runtime's allocator gives it to the next page.
     """
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        host_pages: int,
-        page_size: int,
-        dtype: jnp.dtype,
-        sharding: NamedSharding | None = None,
-    ) -> None:
-        whole = moved_pages(spec, 1, page_size, dtype)
-        self._whole = whole.shape[1:]
-        self._shape = self._whole if sharding is None else own_shape(sharding, (1, *self._whole))[1:]
-        self._total, self._dtype, self._sharding = host_pages, np.dtype(whole.dtype), sharding
-        self._pages: dict[int, np.ndarray] = {}
-        self._arriving: dict[int, _Arriving] = {}
+    def __init__(self, host_pages: int) -> None:
+        self._total = host_pages
+        self._pages: dict[int, Array] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory allocated so far."""
-        return len(self._pages) * math.prod(self._shape) * self._dtype.itemsize
-
-    def put(self, pages: Sequence[int], array: Shaped[Array, "pages layers *page"]) -> None:
-        """Copy ``array[i]`` to host page ``pages[i]`` in the background; earlier bytes of that page are void.
+    def release(self, pages: Sequence[int]) -> None:
+        """Forget what lies on these pages, before it is replaced: so the new bytes may take the old ones' memory.
 
         Raises:
             IndexError: a page is beyond ``host_pages``.
         """
-        for place, page in enumerate(pages):
+        for page in pages:
             if not 0 <= page < self._total:
                 raise IndexError(f"host page {page} of {self._total}")
-            self._arriving[page] = _Arriving(array, place)
-        array.copy_to_host_async()
+            self._pages.pop(page, None)
 
-    def settle(self, pages: Sequence[int]) -> None:
-        """Wait for these pages and release the device's copy."""
-        parts: dict[int, np.ndarray] = {}  # of arrays, which several pages share
-        for page in pages:
-            if (arriving := self._arriving.pop(page, None)) is not None:
-                if page not in self._pages:
-                    self._pages[page] = np.empty(self._shape, self._dtype)
-                array, place = arriving
-                if id(array) not in parts:
-                    parts[id(array)] = own_part(array)
-                self._pages[page][...] = parts[id(array)][place]
+    def put(self, pages: Sequence[int], arrays: Sequence[Shaped[Array, "1 layers *page"]]) -> None:
+        """Keep ``arrays[i]`` as host page ``pages[i]``. Nobody waits: they may still be on their way.
 
-    def take(self, pages: Sequence[int], room: int) -> Shaped[np.ndarray | Array, "room layers *page"]:
-        """Copy these pages into an array of ``room`` entries; further entries are arbitrary. The array is on the host,
-        or on the devices where several processes share the pools.
+        Raises:
+            IndexError: as `release`.
+        """
+        self.release(pages)
+        self._pages.update(zip(pages, arrays, strict=True))
+
+    def take(self, pages: Sequence[int]) -> tuple[Shaped[Array, "1 layers *page"], ...]:
+        """The arrays of these pages.
 
         Raises:
             KeyError: nothing was ever put into a page.
         """
-        self.settle(pages)
-        taken = np.empty((room, *self._shape), self._dtype)
-        for index, page in enumerate(pages):
-            taken[index] = self._pages[page]
-        return taken if self._sharding is None else from_own_part(taken, self._sharding, (room, *self._whole))
+        return tuple(self._pages[page] for page in pages)

@@ -22,6 +22,11 @@ def rank_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, _PER_RANK)
 
 
+def over_ranks_sharding(sharding: NamedSharding) -> NamedSharding:
+    """`rank_sharding` in the memory in which one rank's array lies."""
+    return NamedSharding(sharding.mesh, _PER_RANK, memory_kind=sharding.memory_kind)
+
+
 def over_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], shared: int = 0) -> Callable[..., Any]:
     """One rank's function as that of all ranks, for the mesh that it is traced for.
 
@@ -49,10 +54,11 @@ def over_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], shared:
 
 def of_ranks(arguments: tuple[Any, ...], mesh: Mesh, shared: int = 0) -> tuple[Any, ...]:
     """The arguments of `over_ranks`' function, from those of one rank's."""
-    ranks, sharding = mesh.shape["dp_attn"], rank_sharding(mesh)
+    ranks = mesh.shape["dp_attn"]
 
     def together(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape = (ranks * x.shape[0], *x.shape[1:]) if x.ndim else (ranks,)
+        sharding = rank_sharding(mesh) if x.sharding is None else over_ranks_sharding(x.sharding)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     return (*arguments[:shared], *jax.tree.map(together, arguments[shared:]))

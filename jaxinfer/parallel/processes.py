@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,10 @@ from jaxtyping import Array, Shaped
 
 from jaxinfer.config import EngineConfigError
 from jaxinfer.parallel.mesh import asked
+
+_HOST_KINDS = ("pinned_host", "unpinned_host")  # what JAX calls memory of the host, the best first
+_LOCKED_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_FOR_PAGES = 0.9  # of what may be locked; by the rest the runtime moves all else
 
 
 def join_processes(coordinator: str, num_processes: int, process_id: int, seconds: int = 60) -> None:
@@ -50,6 +55,19 @@ def require_processes(mesh: Mesh) -> None:
         total = f"{count} processes x {local} = {jax.device_count()}"
         raise EngineConfigError(f"{asked(mesh.shape)} must be all devices of the group: {total}")
     require_whole(mesh.shape, count, local)
+
+
+def require_host_memory(gib: float) -> None:
+    """Raises:
+    EngineConfigError: so much for pages is more than a GPU's runtime locks: a page that it has no room for would end
+        the engine.
+    """
+    limit = int(os.environ.get(_LOCKED_MEMORY, "64"))  # which is XLA's own default
+    if (own := gib / jax.process_count()) > _FOR_PAGES * limit:
+        raise EngineConfigError(
+            f"swap_space_gib = {gib:g} is {own:g} in each process, and of the {limit} GiB that XLA locks on a host "
+            f"at most {_FOR_PAGES:.0%} are for pages: set {_LOCKED_MEMORY} to more"
+        )
 
 
 def require_whole(sizes: Mapping[str, int], processes: int, devices: int) -> None:
@@ -100,20 +118,16 @@ def own_part(array: Array) -> Shaped[np.ndarray, "..."]:
     return np.concatenate(ordered, axis)
 
 
-def own_shape(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of `own_part`."""
-    if sharding.is_fully_addressable or sharding.is_fully_replicated:
-        return shape
-    starts = {_start(index) for index in sharding.addressable_devices_indices_map(shape).values()}
-    (axis,), part = _spread(sharding, shape), sharding.shard_shape(shape)
-    return (*part[:axis], part[axis] * len(starts), *part[axis + 1 :])
-
-
-def from_own_part(part: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> Array | np.ndarray:
-    """The array of which `own_part` gave ``part`` in each process; on the host where this one has all of it."""
-    if sharding.is_fully_addressable:
-        return part
-    return jax.make_array_from_process_local_data(sharding, part, shape)
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """The sharding of an array that lies in memory of the devices' hosts, page-locked where there is such: then copies
+    to and from it run beside the host's own work. A backend that tells of none keeps it where all else is."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    kinds = [memory.kind for memory in own_devices(mesh)[0].addressable_memories()]
+    if not kinds:  # devices that are only described (pallas_kernels.check): with them, JAX drops the kind
+        return NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=_HOST_KINDS[0])
+    found = next((kind for kind in _HOST_KINDS if kind in kinds), None)
+    return sharding if found is None else sharding.with_memory_kind(found)
 
 
 def _spread(sharding: Sharding, shape: tuple[int, ...]) -> list[int]:

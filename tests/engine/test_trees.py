@@ -13,7 +13,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError, check, resolve
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.kv.transfer import TRANSFER_PAGES
+from jaxinfer.kv.transfer import TRANSFERS
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import Bounded, DeviceDrafter, Drafted, Tree, register
@@ -256,7 +256,7 @@ def bytes_at_the_end(engine: Engine, request: Request) -> tuple[list[int], np.nd
     while engine._pending:
         engine.read(False)
     table = engine._kv.tables[:, sequence.slot, : engine._kv.pages_for(len(sequence.tokens) - 1)]
-    source = np.zeros((len(table), TRANSFER_PAGES), np.int32)
+    source = np.zeros((len(table), TRANSFERS[0]), np.int32)
     source[:, : table.shape[1]] = table
     found = np.asarray(engine._executor.run(commands.ReadPages(source)))[: table.shape[1]]
     tokens = sequence.tokens.tolist()

@@ -12,11 +12,10 @@ from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.parallel.links import Link
 from jaxinfer.parallel.mesh import make_mesh, page_sharding, replicated, stages
 from jaxinfer.parallel.processes import (
-    from_own_part,
     join_processes,
+    on_host,
     own_devices,
     own_part,
-    own_shape,
     processes_of,
     put_whole,
     require_processes,
@@ -31,9 +30,10 @@ def check_pages(spec: CacheSpec, shape: tuple[int, ...], mine: slice) -> None:
     pages = put_whole(whole, sharding)
     want = whole if spec.latent else whole[:, :, :, mine]
     np.testing.assert_array_equal(own_part(pages), want)
-    assert own_shape(sharding, shape) == want.shape
-    back = from_own_part(want, sharding, shape)
-    assert back.sharding == sharding
+    outside = jax.jit(lambda x: x, out_shardings=on_host(sharding))(pages)
+    assert outside.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(own_part(outside), want)
+    back = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device), out_shardings=sharding)(outside)
     for shard in back.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
 
@@ -81,12 +81,11 @@ def main() -> None:
     assert own_devices(mesh) == jax.local_devices()
     with count_compilations() as compiled:
         everywhere = put_whole({"a": np.arange(5), "b": np.float32(2)}, replicated(mesh))
-        check_pages(
-            CacheSpec((LayerSpec(),) * 2, kv_heads=4, head_dim=3), (2, 2, 2, 4, 8, 3), slice(2 * number, 2 * number + 2)
-        )
-        latents = CacheSpec((LayerSpec(latent_rank=6),) * 2, kv_heads=1, head_dim=8)
-        check_pages(latents, (2, 2, 8, 8), slice(None))
     assert compiled.count == 0
+    heads = CacheSpec((LayerSpec(),) * 2, kv_heads=4, head_dim=3)
+    check_pages(heads, (2, 2, 2, 4, 8, 3), slice(2 * number, 2 * number + 2))
+    latents = CacheSpec((LayerSpec(latent_rank=6),) * 2, kv_heads=1, head_dim=8)
+    check_pages(latents, (2, 2, 8, 8), slice(None))
     np.testing.assert_array_equal(own_part(everywhere["a"]), np.arange(5))
     assert everywhere["b"].shape == ()
     split = NamedSharding(mesh, PartitionSpec(("expert", "tensor")))

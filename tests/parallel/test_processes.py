@@ -5,11 +5,14 @@ import pathlib
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.parallel.processes import require_whole
+from jaxinfer.parallel import processes
+from jaxinfer.parallel.mesh import make_mesh, replicated
+from jaxinfer.parallel.processes import on_host, require_host_memory, require_whole
 
 
 def test_each_process_puts_and_sees_its_own_part(repo: pathlib.Path) -> None:
@@ -29,13 +32,35 @@ def test_each_process_puts_and_sees_its_own_part(repo: pathlib.Path) -> None:
     assert all("all is well" in text for text in said), "\n".join(said)
 
 
+def test_arrays_lie_in_the_best_memory_that_a_host_has(monkeypatch) -> None:
+    place = replicated(make_mesh())
+    assert on_host(place) == place.with_memory_kind("pinned_host")
+    for kinds, found in ((("device", "unpinned_host"), "unpinned_host"), (("device",), "device")):
+        device = SimpleNamespace(
+            addressable_memories=lambda kinds=kinds: [SimpleNamespace(kind=kind) for kind in kinds]
+        )
+        monkeypatch.setattr(processes, "own_devices", lambda _, device=device: [device])
+        assert on_host(place).memory_kind == found
+
+
+def test_no_more_is_locked_than_a_runtime_locks(monkeypatch) -> None:
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    require_host_memory(57.5)
+    with pytest.raises(EngineConfigError, match="swap_space_gib = 58 is 58 in each process, and of the 64 GiB"):
+        require_host_memory(58)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "100")
+    require_host_memory(58)
+    with pytest.raises(EngineConfigError, match="at most 90% are for pages: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
+        require_host_memory(91)
+
+
 def sizes(data: int, stage: int, tensor: int) -> dict[str, int]:
     return {"data": data, "stage": stage, "dp_attn": 1, "expert": 1, "tensor": tensor}
 
 
 def test_copies_and_stages_are_whole_processes_or_lie_in_one():
-    for shape, processes, devices in (((1, 2, 8), 2, 8), ((1, 2, 8), 4, 4), ((2, 4, 1), 2, 4), ((4, 2, 2), 2, 8)):
-        require_whole(sizes(*shape), processes, devices)
+    for shape, count, devices in (((1, 2, 8), 2, 8), ((1, 2, 8), 4, 4), ((2, 4, 1), 2, 4), ((4, 2, 2), 2, 8)):
+        require_whole(sizes(*shape), count, devices)
     words = (
         "pipeline_parallel_size x tensor_parallel_size = 3 x 2 cannot be spread over 2 processes: the 2 devices of a "
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
@@ -25,9 +25,10 @@ from jaxinfer.engine.execution.placement import abstract_arrays, new_banks, plac
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import new_pools
-from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages, slot_bytes
+from jaxinfer.kv.transfer import COPIES, TRANSFERS, HostPages, moved_pages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.dp_attention import joined, rank_sharding
+from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
 
@@ -87,12 +88,8 @@ class RankExecutor:
                 return self._ask(command, None)
             case commands.LoadLora():
                 return self._ask(command, None)
-            case commands.ExportPages(_, hosts):
-                return self._ask(command, lambda pages: self._host.put(hosts, pages))
-            case commands.ImportPages(hosts, _):
-                return self._ask(command, lambda: self._host.take(hosts, TRANSFER_PAGES))
-            case commands.SettlePages(hosts):
-                return self._host.settle(hosts)
+            case commands.ExportPages() | commands.ImportPages():
+                return self._ask(command, self._host)
             case commands.ReadPages(source):
                 return self._read_pages(source)
             case commands.SaveSlot(_, snapshot):
@@ -110,10 +107,11 @@ class RankExecutor:
 
     def _read_pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
         self._all.run()  # what is to be seen
-        found: list[Array] = []
-        self._ask(commands.ExportPages(source, ()), found.append)
+        pages = range(source.shape[1])
+        found = HostPages(len(pages))
+        self._ask(commands.ExportPages(source, pages), found)
         self._all.run()
-        return slot_bytes(np.asarray(found[0]))
+        return slot_bytes(np.concatenate([np.asarray(page) for page in found.take(pages)]))
 
     def wait(self) -> None:
         self._all.wait()
@@ -130,6 +128,7 @@ class _IdleOperands(NamedTuple):
 
     decode: DecodeBatch
     pages: np.ndarray
+    hosted: list[Array]
     vocab: tuple[np.ndarray, np.ndarray]
     slot: np.int32
 
@@ -159,6 +158,7 @@ class Lockstep:
     ) -> None:
         self._engine, self._model, self.mesh = engine, model, mesh
         self._sharding, count = rank_sharding(mesh), mesh.shape["dp_attn"]
+        self._hosted = on_host(self._sharding)
         self.size_classes: Mapping[int, int] = {size: size for size in engine.prefill_sizes}
         self.params = place_params(model, mesh)
         spec, page = model.cache_spec, engine.page_size
@@ -166,8 +166,7 @@ class Lockstep:
         self._device_slots = [HostSlots(engine.rows, limits).snapshot()._asdict() for _ in range(count)]
         self._slots = self._placed(HostSlots(count * engine.rows, limits).snapshot())
         self.last_tokens, self.sampler = self._new_slots(count * engine.rows, limits)
-        hosts = [HostPages(spec, engine.host_pages, page, model.dtype) for _ in range(count)]
-        self.ranks = [RankExecutor(self, host) for host in hosts]
+        self.ranks = [RankExecutor(self, HostPages(engine.host_pages)) for _ in range(count)]
         stage = Stage(model)
         self.banks = new_banks(stage, engine, mesh)
         self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
@@ -190,9 +189,11 @@ class Lockstep:
     def _idle_operands(self) -> _IdleOperands:
         """Make operands that do nothing: rows without a position, pages and slots beyond the last."""
         engine, groups, vocab = self._engine, len(self._model.cache_spec.windows), self._model.config.vocab_size
-        pages = np.full((groups, max(COPIES, TRANSFER_PAGES)), engine.num_pages, np.int32)
+        pages = np.full((groups, max(COPIES, *TRANSFERS)), engine.num_pages, np.int32)
+        page = moved_pages(self._model.cache_spec, len(self.ranks), engine.page_size, self._model.dtype)
+        hosted = self._parts(jax.device_put(np.zeros(page.shape, page.dtype), self._hosted))
         rows = np.zeros(vocab, np.bool_), np.zeros(vocab, np.float32)
-        return _IdleOperands(idle_batch(engine, groups), pages, rows, np.int32(engine.rows))
+        return _IdleOperands(idle_batch(engine, groups), pages, hosted, rows, np.int32(engine.rows))
 
     def run(self) -> None:
         """Make the calls that the ranks have asked for, in the order in which a step asks for them."""
@@ -224,12 +225,15 @@ class Lockstep:
 
     # ---- pages
 
-    def _export(self, pending: list[tuple[commands.ExportPages, Callable[[Array], None]] | None]) -> None:
-        none = self._idle.pages[:, :TRANSFER_PAGES]
-        pages = self.programs.export(self.pools, joined([one[0].source if one else none for one in pending]))
-        for one, part in zip(pending, self._parts(pages), strict=True):
+    def _export(self, pending: list[tuple[commands.ExportPages, HostPages] | None]) -> None:
+        for command, host in filter(None, pending):
+            host.release(command.hosts)
+        source = self._of_all([one and one[0].source for one in pending])
+        pages = self.programs.export[source.shape[1]](self.pools, source)
+        parts = zip(*map(self._parts, pages), strict=True)
+        for one, own in zip(pending, parts, strict=True):
             if one is not None:
-                one[1](part)
+                one[1].put(one[0].hosts, own[: len(one[0].hosts)])
 
     def _copy(self, pending: list[tuple[commands.CopyPages, None] | None]) -> None:
         none = (self._idle.pages[:, :COPIES],) * 2
@@ -237,13 +241,24 @@ class Lockstep:
             self.pools, *joined([(one[0].source, one[0].target) if one else none for one in pending])
         )
 
-    def _import(self, pending: list[tuple[commands.ImportPages, Callable[[], np.ndarray]] | None]) -> None:
-        imported = [one and one[1]() for one in pending]
-        any_pages = next(pages for pages in imported if pages is not None)  # they go nowhere
-        pages = joined([any_pages if one is None else one for one in imported])
-        none = self._idle.pages[:, :TRANSFER_PAGES]
-        target = joined([one[0].target if one else none for one in pending])
-        self.pools = self.programs.restore(self.pools, pages, target)
+    def _import(self, pending: list[tuple[commands.ImportPages, HostPages] | None]) -> None:
+        target = self._of_all([one and one[0].target for one in pending])
+        count = target.shape[1]
+        taken = [one[1].take(one[0].hosts) if one else () for one in pending]
+        filled = [(*own, *(count - len(own)) * [idle]) for own, idle in zip(taken, self._idle.hosted, strict=True)]
+        pages = [self._from_parts(parts, self._hosted) for parts in zip(*filled, strict=True)]
+        self.pools = self.programs.restore[count](self.pools, tuple(pages), target)
+
+    def _of_all(self, ids: Sequence[Int32[np.ndarray, "groups _"] | None]) -> Int32[np.ndarray, "rows _"]:
+        """Ids of the ranks' pages, as many as the most that one of them moves; the others' are beyond their pools."""
+        count = max(own.shape[1] for own in ids if own is not None)
+        none = self._idle.pages[:, :count]
+        return joined([none if own is None else np.append(own, none[:, own.shape[1] :], 1) for own in ids])
+
+    def _from_parts(self, parts: Sequence[Array], sharding: NamedSharding) -> Array:
+        """One array of what the ranks have in turn, each on its device."""
+        shape = len(parts), *parts[0].shape[1:]
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
     def _parts(self, array: Array) -> list[Array]:
         """Shards of the ranks, each on its device."""

@@ -20,7 +20,7 @@ from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import mesh_for, replicas
-from jaxinfer.parallel.processes import own_devices
+from jaxinfer.parallel.processes import own_devices, require_host_memory
 
 
 def make_engine(
@@ -35,6 +35,8 @@ def make_engine(
     """An engine for a model, with a store of adapters where its settings ask for one and none is given, and on a GPU a
     pool of what memory leaves where they do not say how large it is; see `Replicas` for arguments and errors."""
     mesh = mesh or mesh_for(config)
+    if platform == "gpu":
+        require_host_memory(config.swap_space_gib)
     if config.num_pages is None and platform != "cpu":
         config = dataclasses.replace(config, num_pages=plan_engine(model, config, platform, mesh).pages)
     loras = open_store(model, config) if loras is None and config.enable_lora else loras

@@ -194,27 +194,21 @@ class CopyPages(Command[None]):
 
 
 class ExportPages(Command[None]):
-    """Copy pages to pages of the host; `SettlePages` waits for them."""
+    """Copy pages to pages of the host, as many as one call takes (`jaxinfer.kv.transfer.TRANSFERS`)."""
 
     source: Int32[np.ndarray, "groups pages"]
     hosts: Sequence[int]
 
 
-class SettlePages(Command[None]):
-    """Wait until exported pages are in the host's memory."""
-
-    hosts: Sequence[int]
-
-
 class ImportPages(Command[None]):
-    """Copy pages back from the host."""
+    """Copy pages back from the host, as many as one call takes."""
 
     hosts: Sequence[int]
     target: Int32[np.ndarray, "groups pages"]
 
 
 class ReadPages(Command[UInt8[np.ndarray, "pages slots bytes"]]):
-    """Read the bytes of each slot of pages, as far as the process has them. Waits."""
+    """Read the bytes of each slot of pages, as many as one call exports, as far as the process has them. Waits."""
 
     source: Int32[np.ndarray, "groups pages"]
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
-from jaxinfer.engine.execution.compilations import lower, timed
+from jaxinfer.engine.execution.compilations import compiler_options, lower, timed
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
@@ -28,9 +28,10 @@ from jaxinfer.engine.execution.step import (
     make_programs,
     unpack,
 )
-from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
-from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, rank_sharding
+from jaxinfer.kv.transfer import COPIES, TRANSFERS, moved_pages
+from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, over_ranks_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
+from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.adapted import rows_of
 from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writing_over_ranks
 
@@ -38,22 +39,15 @@ from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writi
 CompileProgress = Callable[[int, int], None]
 ADAPTED = "_adapted"  # ends the names of programs with adapters
 
-# Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
-_GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
-# Several steps are a loop, whose end the host reads unless a command buffer holds it. By default none does: this list
-# replaces the default and is the same, WHILE aside (and without collectives' kernels, which one device has not).
-_GPU_LOOP_OPTIONS = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStage:
-    """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and how many chunks.
+    """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and how many chunks,
+    ``export`` and ``restore`` by how many pages. They take a batch as `pack` makes it.
 
-    They take a batch as `pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
-    `PassPrograms`, and what needs the head or the sampler is None, as is ``decode_many`` where one step is the most. A
-    draft model or head has ``draft`` in place of ``decode``; one without a cache has nothing else.
+    Where other stages follow, ``decode`` and ``prefill`` are those of `PassPrograms`, and what needs the head or the
+    sampler is None, as is ``decode_many`` where one step is the most. A draft model or head has ``draft`` in place of
+    ``decode``; one without a cache has nothing else.
 
     Where the engine has adapters, ``adapted`` has those programs again that compute, which take a `Banked` in place of
     parameters, and ``load`` by the name of a part writes it into a slot of the banks.
@@ -61,8 +55,8 @@ class CompiledStage:
 
     prefill: Mapping[tuple[int, int], Callable[..., Any]]
     copy: Any = None
-    export: Any = None
-    restore: Any = None
+    export: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    restore: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     decode: Any = None
     draft: Any = None
     decode_many: Any = None
@@ -126,6 +120,12 @@ def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *
     return list(_compile([(work.mesh, jobs)])[0].values())
 
 
+def compile_moving(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> dict[str, Any]:
+    """The executables that move pages and compute nothing, by name. All arguments may be abstract."""
+    work = _work(stage, arrays, engine)
+    return _compile([(work.mesh, work.moving())])[0]
+
+
 def _work(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> _Work:
     kind = _HeadWork if stage.is_head else _DraftWork if stage.drafts else _Work
     return kind(stage, _abstract(arrays), engine)
@@ -167,7 +167,11 @@ class _Work:
 
     def _named(self, done: dict[str, Any]) -> CompiledStage:
         prefill = {(size, count): done.pop(f"prefill_{size}x{count}") for size, count in self.prefills}
-        return CompiledStage(prefill=prefill, **done)
+        moving: dict[str, Any] = {
+            kind: {size: done.pop(f"{kind}_{size}") for size in TRANSFERS if f"{kind}_{size}" in done}
+            for kind in ("export", "restore")
+        }
+        return CompiledStage(prefill, **moving, **done)
 
     # ---- programs
 
@@ -265,15 +269,16 @@ class _Work:
 
     def moving(self) -> dict[str, _Job]:
         """Programs that move pages and compute nothing."""
-        programs = make_move_programs(self.stage.model.cache_spec, self.engine.attention_backend)
-        pools, pages = self.arrays.pools, self._exported()
-        carried = _shardings(pools)
-        copies, moved = self._ints(self.groups, COPIES), self._ints(self.groups, TRANSFER_PAGES)
-        return {
-            "copy": _Job(programs.copy, (pools, copies, copies), 0, carried),
-            "export": _Job(programs.export, (pools, moved), None, pages.sharding),
-            "restore": _Job(programs.restore, (pools, pages, moved), 0, carried),
-        }
+        spec, pools, engine = self.stage.model.cache_spec, self.arrays.pools, self.engine
+        programs, copies = make_move_programs(spec, engine.attention_backend), self._ints(self.groups, COPIES)
+        page = moved_pages(spec, 1, engine.page_size, self.stage.model.dtype)
+        page, carried = page.update(sharding=on_host(page_sharding(self.mesh, spec))), _shardings(pools)
+        jobs = {"copy": _Job(programs.copy, (pools, copies, copies), 0, carried)}
+        for size in TRANSFERS if engine.host_pages else TRANSFERS[:1]:
+            ids = self._ints(self.groups, size)
+            jobs[f"export_{size}"] = _Job(programs.export, (pools, ids), None, page.sharding)
+            jobs[f"restore_{size}"] = _Job(programs.restore, (pools, (page,) * size, ids), 0, carried)
+        return jobs
 
     def keeping(self) -> dict[str, _Job]:
         """Programs on the sampler's state of a slot."""
@@ -316,12 +321,6 @@ class _Work:
     def _prefill_batch(self, size: int, count: int) -> PrefillBatch:
         tables = self._ints(self.groups, count, self.engine.table_width)
         return PrefillBatch(self._ints(count, size), self._ints(count), self._ints(count), tables)
-
-    def _exported(self) -> jax.ShapeDtypeStruct:
-        """Pages of all layers, as the export program gives them: each device its own heads, the host reads them all."""
-        model = self.stage.model
-        pages = moved_pages(model.cache_spec, TRANSFER_PAGES, self.engine.page_size, model.dtype)
-        return self._array(pages.shape, pages.dtype, page_sharding(self.mesh, model.cache_spec))
 
 
 class _DraftWork(_Work):
@@ -383,8 +382,8 @@ def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
     """Turn one rank's job into that of all ranks, who have the first ``shared`` arguments together."""
     if mesh.shape["dp_attn"] == 1:
         return job
-    function = over_ranks(job.function, job.arguments, shared)
-    return job._replace(function=function, arguments=of_ranks(job.arguments, mesh, shared), results=rank_sharding(mesh))
+    function, results = over_ranks(job.function, job.arguments, shared), jax.tree.map(over_ranks_sharding, job.results)
+    return job._replace(function=function, arguments=of_ranks(job.arguments, mesh, shared), results=results)
 
 
 def _packed(job: _Job, replicated: NamedSharding) -> _Job:
@@ -413,7 +412,7 @@ def _compile(
     on_progress(0, total := sum(len(jobs) for _, jobs in work))
     with timed(f"{total} programs traced and lowered"):
         lowered = {
-            (place, name): (_lowered(mesh, job), _options(mesh, job))
+            (place, name): (_lowered(mesh, job), compiler_options(mesh, job.loops))
             for place, (mesh, jobs) in enumerate(work)
             for name, job in jobs.items()
         }
@@ -424,12 +423,6 @@ def _compile(
         for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
             on_progress(done, total)
         return [{name: running[place, name].result() for name in jobs} for place, (_, jobs) in enumerate(work)]
-
-
-def _options(mesh: Mesh, job: _Job) -> dict[str, str] | None:
-    if mesh.devices.flat[0].platform != "gpu":
-        return None
-    return _GPU_OPTIONS | _GPU_LOOP_OPTIONS if job.loops and mesh.size == 1 else _GPU_OPTIONS
 
 
 def _lowered(mesh: Mesh, job: _Job) -> Any:

@@ -33,10 +33,10 @@ from jaxinfer.engine.execution.placement import (
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import Pool, StatePool
-from jaxinfer.kv.transfer import TRANSFER_PAGES, HostPages, slot_bytes
+from jaxinfer.kv.transfer import HostPages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.links import Link
-from jaxinfer.parallel.mesh import page_sharding, replicated, stages
+from jaxinfer.parallel.mesh import replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
@@ -56,8 +56,7 @@ class StageRuntime:
         self.banks = new_banks(stage, engine, mesh)
         self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         self.pools = new_pools_on(model, engine, mesh)
-        pages = page_sharding(mesh, model.cache_spec)
-        self.host = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype, pages)
+        self.host = HostPages(engine.host_pages)
         self.run: CompiledStage
 
     def arrive(self, tokens: Array) -> Array:
@@ -98,8 +97,16 @@ class StageRuntime:
     def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
         self.pools = self.run.copy(self.pools, source, target)
 
-    def export(self, source: Int32[np.ndarray, "groups pages"]) -> Array:
-        return self.run.export(self.pools, source)
+    def export(self, source: Int32[np.ndarray, "groups pages"], hosts: Sequence[int]) -> None:
+        self.host.release(hosts)
+        self.host.put(hosts, self._exported(source))
+
+    def _exported(self, source: Int32[np.ndarray, "groups pages"]) -> tuple[Array, ...]:
+        return self.run.export[source.shape[1]](self.pools, source)
+
+    def page_bytes(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
+        """The bytes of each slot of these pages, of what the process has of them."""
+        return slot_bytes(np.concatenate([own_part(page) for page in self._exported(source)]))
 
     def state_bytes(self, states: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
         """The bytes of these states in all layers, of what the process has of them."""
@@ -107,8 +114,8 @@ class StageRuntime:
         found = [np.ascontiguousarray(own_part(array[np.array(states)])) for array in arrays]
         return np.concatenate([np.zeros(0, np.uint8), *(each.reshape(-1).view(np.uint8) for each in found)])
 
-    def restore(self, pages: np.ndarray | Array, target: Int32[np.ndarray, "groups pages"]) -> None:
-        self.pools = self.run.restore(self.pools, pages, target)
+    def restore(self, hosts: Sequence[int], target: Int32[np.ndarray, "groups pages"]) -> None:
+        self.pools = self.run.restore[len(hosts)](self.pools, self.host.take(hosts), target)
 
 
 @dataclasses.dataclass
@@ -241,16 +248,14 @@ class LocalExecutor:
                 return self._draft_prefill(batch)
             case commands.LoadLora(slot, part, arrays):
                 return self._load(slot, part, arrays)
-            case commands.SettlePages(hosts):
-                return self._each(lambda stage: stage.host.settle(hosts))
             case commands.CopyPages(source, target):
                 return self._each(lambda stage: stage.copy(source, target))
             case commands.ExportPages(source, hosts):
-                return self._each(lambda stage: stage.host.put(hosts, stage.export(source)))
+                return self._each(lambda stage: stage.export(source, hosts))
             case commands.ImportPages(hosts, target):
-                return self._each(lambda stage: stage.restore(stage.host.take(hosts, TRANSFER_PAGES), target))
+                return self._each(lambda stage: stage.restore(hosts, target))
             case commands.ReadPages(source):
-                return np.concatenate([slot_bytes(own_part(stage.export(source))) for stage in self.runtimes], -1)
+                return np.concatenate([stage.page_bytes(source) for stage in self.runtimes], -1)
             case commands.ReadStates(states):
                 return np.concatenate([stage.state_bytes(states) for stage in self.runtimes])
             case commands.DropSnapshots(snapshots):

@@ -19,7 +19,7 @@ from jaxtyping import Int32, UInt8
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch
-from jaxinfer.kv.transfer import TRANSFER_PAGES
+from jaxinfer.kv.transfer import TRANSFERS
 from jaxinfer.lora.parts import random_parts
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.sampling_params import SamplingParams
@@ -286,10 +286,10 @@ class Probe:
 
     def _page_bytes(self, ids: np.ndarray) -> np.ndarray:
         """Slots of pages one after another, each with its bytes in all layers."""
-        parts = []
-        for at in range(0, len(ids), TRANSFER_PAGES):
-            some = np.zeros((self._groups, TRANSFER_PAGES), np.int32)
-            some[:, : len(ids[at:])] = ids[at : at + TRANSFER_PAGES]
+        parts, most = [], TRANSFERS[0]
+        for at in range(0, len(ids), most):
+            some = np.zeros((self._groups, most), np.int32)
+            some[:, : len(ids[at:])] = ids[at : at + most]
             parts.append(self._executor.run(commands.ReadPages(some))[: len(ids[at:])])
         return np.concatenate(parts).reshape(len(ids) * self._engine.page_size, -1)
 

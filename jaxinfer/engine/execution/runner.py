@@ -27,7 +27,7 @@ from jaxinfer.engine.scheduling.buckets import group_chunks
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
-from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
+from jaxinfer.kv.transfer import COPIES, transfers
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
 from jaxinfer.spec.drafter import path_of
 
@@ -110,8 +110,6 @@ class Runner:
         plan, sampled = launched.plan, launched.sampled
         if launched.drafted is not None:
             plan = with_drafted(plan, np.asarray(launched.drafted))
-        if plan.exports:
-            self._executor.run(commands.SettlePages([export.host for export in plan.exports]))
         pairs = zip(plan.prefills, launched.prompt, strict=True)
         prompt = [[] if result is None else prompt_logprobs(prefill, result) for prefill, result in pairs]
         if sampled is None:
@@ -123,8 +121,8 @@ class Runner:
     # ---- pages
 
     def _export(self, exports: list[Export]) -> None:
-        for some in itertools.batched(exports, TRANSFER_PAGES):
-            source = self._ids((export.source for export in some), TRANSFER_PAGES)
+        for some in transfers(exports):
+            source = self._ids((export.source for export in some), len(some))
             self._executor.run(commands.ExportPages(source, [export.host for export in some]))
 
     def _copy(self, copies: list[Copy]) -> None:
@@ -133,8 +131,8 @@ class Runner:
             self._executor.run(commands.CopyPages(source, target))
 
     def _import(self, imports: list[Import]) -> None:
-        for some in itertools.batched(imports, TRANSFER_PAGES):
-            target = self._ids((one.target for one in some), TRANSFER_PAGES)
+        for some in transfers(imports):
+            target = self._ids((one.target for one in some), len(some))
             self._executor.run(commands.ImportPages([one.host for one in some], target))
 
     def _ids(self, pages: Iterable[Pages], room: int) -> Int32[np.ndarray, "groups room"]:

@@ -91,8 +91,8 @@ class MovePrograms(NamedTuple):
     """Pages to other pages, out of the pools, and back into them: the same for every stage."""
 
     copy: Callable[[list[Pool], jax.Array, jax.Array], list[Pool]]
-    export: Callable[[list[Pool], jax.Array], jax.Array]
-    restore: Callable[[list[Pool], jax.Array, jax.Array], list[Pool]]
+    export: Callable[[list[Pool], jax.Array], tuple[jax.Array, ...]]
+    restore: Callable[[list[Pool], tuple[jax.Array, ...], jax.Array], list[Pool]]
 
 
 def make_programs(
@@ -147,10 +147,10 @@ def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
     def copy(pools: list[Pool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> Any:
         return with_pages(pools, copy_own_pages(spec, pages_of(pools), source, target, backend))
 
-    def export(pools: list[Pool], source: Int[Array, "groups pages"]) -> jax.Array:
+    def export(pools: list[Pool], source: Int[Array, "groups pages"]) -> tuple[jax.Array, ...]:
         return export_pages(spec, pages_of(pools), source)
 
-    def restore(pools: list[Pool], pages: jax.Array, target: Int[Array, "groups pages"]) -> list[Pool]:
+    def restore(pools: list[Pool], pages: tuple[jax.Array, ...], target: Int[Array, "groups pages"]) -> list[Pool]:
         return with_pages(pools, import_pages(spec, pages_of(pools), pages, target))
 
     return MovePrograms(copy, export, restore)

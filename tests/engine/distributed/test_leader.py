@@ -233,7 +233,7 @@ def test_digests_tell_slots_apart():
     [
         ("__init__", {}, "process 0 calls __init__"),
         ("SaveSlot", {"slot": 0}, "another version of jaxinfer: it sent what is no SaveSlot: its fields are slot"),
-        ("SettlePages", {"hosts": "all"}, "no SettlePages: 'all' is no value"),
+        ("DropSnapshots", {"snapshots": "all"}, "no DropSnapshots: 'all' is no value"),
     ],
 )
 def test_a_call_that_is_not_known_is_refused(pair, name, fields, match):

@@ -19,7 +19,7 @@ from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.scheduling.plan import LoraLoad, StepPlan
-from jaxinfer.kv.transfer import TRANSFER_PAGES
+from jaxinfer.kv.transfer import TRANSFERS
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.parts import parts
 from jaxinfer.models.model import Model, abstract
@@ -96,7 +96,7 @@ class Device:
 
     def cache(self) -> np.ndarray:
         """The bytes of all pages, by row."""
-        ids = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(-1, 1, TRANSFER_PAGES)
+        ids = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(-1, 1, TRANSFERS[0])
         found = np.concatenate([self.executor.run(commands.ReadPages(some)) for some in ids])
         return found.reshape(ROWS, WIDTH * PAGE, -1)[:, :12]
 

@@ -27,7 +27,7 @@ def programs(engine: Engine) -> dict[str, jax.stages.Compiled]:
         "decode_many": run.decode_many,
         "logprobs": run.prefill_logprobs,
         "copy": run.copy,
-        "restore": run.restore,
+        **{f"restore {n}": p for n, p in run.restore.items()},
         **{f"prefill {n}": p for n, p in run.prefill.items()},
     }
 

@@ -7,6 +7,7 @@ from array import array
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -294,6 +295,24 @@ def test_a_page_comes_back_in_the_step_that_sent_it(bench):
     bench.step(exports=[Export((page, place), 1)], imports=[Import(1, (30, 31))])
     bench.tables[:, 0, 0] = 30, 31
     assert bench.generate(3, sequence) == want
+
+
+def test_nobody_waits_for_pages_that_move(bench):
+    """Both the step that sends them and the one that takes them back are over before what the device did before."""
+    stage = bench.executor.runtimes[-1]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def busy(pools: Any, turns: jax.Array) -> tuple[Any, jax.Array]:
+        x = jax.lax.fori_loop(0, turns, lambda _, x: jnp.tanh(x @ x), jnp.eye(256))
+        return jax.tree.map(lambda pool: jnp.where(x[0, 0] > 2, 0, pool), pools), x
+
+    for turns in (2**number for number in range(6, 18)):
+        stage.pools, done = busy(stage.pools, turns)
+        bench.step(exports=[Export((page, page), page) for page in range(7)])
+        bench.step(imports=[Import(page, (page, page)) for page in range(7)])
+        if not done.is_ready():
+            return
+    pytest.fail("a step waited for pages")
 
 
 def test_more_pages_than_a_call_moves(bench):

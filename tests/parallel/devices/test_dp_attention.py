@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
 from jaxinfer.engine.distributed.lockstep import Lockstep
+from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import device_bytes, place_params, spread_model
@@ -198,12 +199,38 @@ def test_a_request_can_be_ended_on_its_rank(two):
     assert all(engine.alive == 0 for engine in two.engine._engines)
 
 
+def test_ranks_move_as_many_pages_as_each_has(two):
+    """In one call, from and to pages of their own; a rank that moves nothing keeps what it has."""
+    lockstep, rng = _lockstep(two), np.random.default_rng(0)
+    (first, second), pools = lockstep.ranks, lockstep.pools
+    lockstep.pools = [
+        pool._replace(data=jax.device_put(rng.standard_normal(pool.data.shape, np.float32), pool.data.sharding))
+        for pool in pools
+    ]
+    want = [np.array(pool.data) for pool in lockstep.pools]
+    with count_compilations() as compiled:
+        first.run(commands.ExportPages(np.int32([[1, 2, 3, 4]]), range(4)))
+        second.run(commands.ExportPages(np.int32([[5]]), [2]))
+        lockstep.run()
+        first.run(commands.ImportPages([2], np.int32([[9]])))
+        second.run(commands.ImportPages([2], np.int32([[8]])))
+        lockstep.run()
+        first.run(commands.ImportPages([3, 1, 0, 2], np.int32([[10, 11, 12, 13]])))
+        lockstep.wait()
+    assert compiled.count == 0
+    for pool, data in zip(lockstep.pools, want, strict=True):
+        data[[9, TIGHT + 8]] = data[[3, TIGHT + 5]]
+        data[[10, 11, 12, 13]] = data[[4, 2, 1, 3]]
+        np.testing.assert_array_equal(pool.data, data)
+    two.engine.reset_prefix_cache()
+
+
 def test_a_step_exchanges_tokens_and_nothing_else(two):
     run = _lockstep(two).programs
     assert collectives(run.decode) == collectives(run.prefill_logprobs) == {"all-to-all": 2}
     for program in run.prefill.values():
         assert not collectives(program)  # a prompt's chunk ends with the keys of the last layer, the one with experts
-    for program in (run.copy, run.export, run.restore, run.admit, run.save_slot, run.restore_slot):
+    for program in (run.copy, *run.export.values(), *run.restore.values(), run.admit, run.save_slot, run.restore_slot):
         assert not collectives(program)
 
 
@@ -220,7 +247,7 @@ def test_a_device_holds_its_own_pages_and_experts_and_the_plan_says_so(two):
     assert {shard.data.shape[0] for shard in mlp["gate_up"].addressable_shards} == {4}
     spread = [leaf for leaf in jax.tree.leaves(lockstep.params) if not leaf.sharding.is_fully_replicated]
     assert len(spread) == 2  # an expert's matrices
-    for program in (lockstep.programs.prefill[64, 1], lockstep.programs.restore, lockstep.programs.copy):
+    for program in (lockstep.programs.prefill[64, 1], *lockstep.programs.restore.values(), lockstep.programs.copy):
         assert program.memory_analysis().alias_size_in_bytes == device_bytes(pools)
     kept = device_bytes((lockstep.pools, lockstep.last_tokens, lockstep.sampler))
     assert lockstep.programs.decode.memory_analysis().alias_size_in_bytes == kept

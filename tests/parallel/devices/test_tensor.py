@@ -136,7 +136,7 @@ def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
         assert [int(columns) for _, columns in gathered] == [96]
     prefill = collections.Counter(re.findall(COLLECTIVES, run.prefill[16, 1].as_text()))
     assert set(prefill) == {"all-reduce"}
-    for program in (run.copy, run.export, run.restore):
+    for program in (run.copy, *run.export.values(), *run.restore.values()):
         assert not re.findall(COLLECTIVES, program.as_text())
 
 
@@ -145,7 +145,7 @@ def test_pools_are_updated_in_place_and_hold_own_heads(two):
     pool = part.pools[0].data
     assert {shard.data.shape for shard in pool.addressable_shards} == {(TIGHT, 2, 2, 16, 8)}
     pools, microbatch = device_bytes(part.pools), two.engine._executor.microbatches[0]
-    for program in (part.run.prefill[64, 1], part.run.restore, part.run.copy):
+    for program in (part.run.prefill[64, 1], *part.run.restore.values(), part.run.copy):
         assert program.memory_analysis().alias_size_in_bytes == pools
     kept = pools + device_bytes((microbatch.last_tokens, microbatch.sampler))
     assert part.run.decode.memory_analysis().alias_size_in_bytes == kept
