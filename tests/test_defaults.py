@@ -112,3 +112,17 @@ def test_weights_lie_as_the_processor_likes_them(tmp_path: pathlib.Path, flags: 
 
 def test_a_processor_that_says_nothing_of_itself(tmp_path: pathlib.Path) -> None:
     assert not outputs_first(tmp_path / "absent")
+
+
+def test_the_hosts_memory_holds_the_pages_of_every_device() -> None:
+    """Each device's heads of a page on their own; of latents, which each of them has, every copy."""
+    heads = CacheSpec((LayerSpec(),) * 2, kv_heads=4, head_dim=16)
+    latents = CacheSpec((LayerSpec(latent_rank=96),) * 2, kv_heads=1, head_dim=128)
+    found = {}
+    for name, spec in (("heads", heads), ("latents", latents)):
+        for devices in (1, 2):
+            config = EngineConfig(page_size=16, swap_space_gib=2**-10, tensor_parallel_size=devices)
+            found[name, devices] = resolve(config, spec, max_position=128, itemsize=2).host_pages
+    page = 2 * 16 * 128 * 2
+    assert found["heads", 1] == found["heads", 2] == found["latents", 1] == 2**20 // page
+    assert found["latents", 2] == 2**20 // (2 * page)

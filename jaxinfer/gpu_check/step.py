@@ -18,6 +18,7 @@ import numpy as np
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import StepState, make_programs
+from jaxinfer.gpu_check import swap
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, bytes_per_token, prefill_operations, random_model, weight_bytes
 from jaxinfer.gpu_check.measure import fill, time_calls
 from jaxinfer.gpu_check.report import Report
@@ -79,6 +80,9 @@ def run(report: Report) -> None:
                 _measure_decode(report, model, work)
             else:
                 _measure_prefill(report, model, work, config)
+    if report.time_for("swap", _RESERVE_S):
+        with report.attempt("swap"):
+            swap.measure(report, model, PAGE)
 
 
 def _measure_decode(report: Report, model: Model, work: Decode) -> None:

@@ -12,6 +12,7 @@ from pallas_kernels.check.plugins import PluginsMissing, default_folder, require
 from tools.check_programs import __main__ as door
 from tools.check_programs.expected import expected, weight_bytes
 from tools.check_programs.hlo import read_launches, read_module, read_waits
+from tools.check_programs.moves import of_moves
 from tools.check_programs.rules import (
     OF_STATES,
     Step,
@@ -290,6 +291,36 @@ def test_a_device_holds_what_was_planned_and_what_it_has_room_for():
     assert stage_rule(room, compiled=72 * 10**9 + 1).broken
     assert not stage_rule("weights, as declared").broken
     assert stage_rule("weights, as declared", weights=8).broken
+
+
+OUT = """\
+  %gathered = bf16[1,4]{1,0} fusion(%pool), kind=kLoop, calls=%body
+  %copy-start.1 = (bf16[1,4]{1,0:S(5)}, bf16[1,4]{1,0}, u32[]) copy-start(%gathered)
+  ROOT %copy-done.1 = bf16[1,4]{1,0:S(5)} copy-done(%copy-start.1)
+"""
+
+
+def moves_broken(text: str = OUT, name: str = "export_1", **changes: int) -> set[str]:
+    """The rules that a program breaks which moves a page of 8 bytes."""
+    found = {"output": 0, "argument": 100, "alias": 0, "temp": 10, "host_output": 8, "host_argument": 0, **changes}
+    memory = SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in found.items()})
+    program = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
+    rules = of_moves({name: program, "copy": None}, page=8, donated=100)
+    return {one.rule for one in rules if one.broken}
+
+
+def test_pages_move_beside_the_program_and_leave_the_pools_in_place():
+    assert moves_broken() == set()
+    assert moves_broken(name="restore_1", alias=100, output=100) == set()
+    assert moves_broken(OUT.replace("S(5)", "S(0)")) == {"export_1: copies beside the program"}
+    assert moves_broken(OUT + OUT) == {"export_1: copies beside the program"}
+    assert moves_broken(host_output=16) == {"export_1: bytes on the host"}
+    assert moves_broken(name="restore_1", alias=99, output=99) == {"restore_1: bytes in place"}
+    assert moves_broken(temp=2 << 20) == {"export_1: temporaries"}
+    exchanged = OUT + "  %all-gather.1 = bf16[1,4]{1,0} all-gather(%gathered)"
+    assert moves_broken(exchanged) == {"export_1: exchanges"}
+    two = {"export_2: copies beside the program", "export_2: bytes on the host"}
+    assert moves_broken(name="export_2") == two
 
 
 def test_what_the_partitioner_gives_up_is_found():

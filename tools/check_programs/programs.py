@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.execution.compiled import ADAPTED, compile_largest, temporary_bytes
+from jaxinfer.engine.execution.compiled import ADAPTED, compile_largest, compile_moving, temporary_bytes
 from jaxinfer.engine.execution.memory import Needs, stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
 from jaxinfer.engine.execution.prepare import prepare
@@ -35,6 +35,7 @@ from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
 from tools.check_programs.expected import Expected, expected
 from tools.check_programs.hlo import read_launches, read_module, read_waits
+from tools.check_programs.moves import of_moves
 from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
 from tools.check_programs.work import Part, Program, Work
 
@@ -154,6 +155,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     planned, start = plan(work, number), time.perf_counter()
     with TARGETS[HOPPER].current():
         compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True)
+        moving = compile_moving(planned.stage, planned.arrays, planned.engine)
     seconds = time.perf_counter() - start
     steps = [*_steps(planned, compiled, dumps, work.weights), *_draft_steps(work, dumps)]
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
@@ -171,7 +173,10 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
         compiled=peak,
         seconds=seconds,
         programs={step.name: _program(step) for step in steps},
-        findings=tuple(of_stage(planned=total, compiled=peak, weights=needs.weights, declared=planned.should.weights)),
+        findings=(
+            *of_stage(planned=total, compiled=peak, weights=needs.weights, declared=planned.should.weights),
+            *of_moves(moving, page=needs.page, donated=planned.kept),
+        ),
     )
 
 
