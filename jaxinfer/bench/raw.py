@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from jaxinfer.bench.record import Record
 from jaxinfer.bench.target import Served
+from jaxinfer.version import __version__
 
 FORMAT = 1
 
@@ -43,10 +44,15 @@ class RawFile:
 
 
 def _versions() -> dict[str, Any]:
-    packages = {name: importlib.metadata.version(name) for name in ("jaxinfer", "grpcio", "protobuf", "numpy")}
+    packages = {name: importlib.metadata.version(name) for name in ("grpcio", "protobuf", "numpy")}
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"python": sys.version.split()[0], "system": platform.platform(), **packages},
+        "versions": {
+            "python": sys.version.split()[0],
+            "system": platform.platform(),
+            "jaxinfer": __version__,  # of the source, which need not be installed
+            **packages,
+        },
     }
 
 

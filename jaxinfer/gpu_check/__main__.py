@@ -59,6 +59,7 @@ SECTIONS = (
     Section("identity", "identity", 200, asked=False),
     Section("formats", "formats", 400, asked=False),
     Section("rows", "rows", 90, asked=False),
+    Section("server", "server", 400, asked=False),
 )
 _ABOUT = """What this machine's GPU does with jaxinfer: bandwidth, products, every kernel against float64, the step of
 an 8B model, the engine end to end, the demo's text. Under ten minutes."""
@@ -122,13 +123,16 @@ class Results:
         _rewrite(self.path.with_suffix(".md"), markdown(self.content))
 
     def limits(self) -> dict[str, dict[str, float]]:
-        """Limits of this device, measured and by its datasheet, see `Report.limits`."""
+        """Limits of this device, measured and by its datasheet, and rates of the engine, see `Report.limits`."""
         sections, kind = self.content["sections"], self.content["device"]["kind"]
-        known: dict[str, dict[str, float]] = {"gb_s": {}, "tflop_s": {}}
+        known: dict[str, dict[str, float]] = {"gb_s": {}, "tflop_s": {}, "output_tokens_s": {}}
         for section, unit in (("copy", "gb_s"), ("gemm", "tflop_s")):
             for record in sections.get(section, {}).get("records", []):
                 if record["key"] == "best" and record.get(unit):
                     known[unit][section] = record[unit]
+        for record in sections.get("engine", {}).get("records", []):
+            if "output_tokens_s" in record:
+                known["output_tokens_s"][record["key"]] = record["output_tokens_s"]
         for name, rates in DATASHEET.items():
             if name in kind:
                 for unit, rate in rates.items():

@@ -92,6 +92,7 @@ GOALS: tuple[Goal, ...] = (
     Goal("step", "swap, 4 pages a call", "page_in_ms", 0.3, most=True),
     Goal("engine", "256 requests, 1024 + 256 tokens", "output_tokens_s", 0.9, over="relaxed"),
     Goal("engine", "64 requests, 512 + 256 tokens", "output_tokens_s", 0.9, over="relaxed"),
+    *(Goal("server", f"{count} requests, 512 + 256 tokens", "of_engine", 0.95) for count in (1, 8, 64, 256)),
 )
 
 

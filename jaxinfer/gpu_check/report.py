@@ -33,7 +33,7 @@ class Report:
         path: of the records.
         quick: tiny sizes, to see that the code runs.
         limits: what is known of this device, by where it comes from: under "gb_s" memory bandwidths (1e9 bytes), under
-            "tflop_s" rates of bfloat16 products.
+            "tflop_s" rates of bfloat16 products; by load, under "output_tokens_s" rates of section engine.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """gpu_check runs where only JAX, Flax and numpy are installed: what the engine imports besides gets a stand-in.
 
 Annotations (jaxtyping) are strings in this project, and what compiles grammars (llguidance) is asked only for requests
-that have one.
+that have one. ``python -m jaxinfer.gpu_check.standins MODULE ...`` is ``python -m MODULE ...`` with them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import runpy
 import sys
 import types
 from collections.abc import Sequence
@@ -50,3 +51,9 @@ def provide() -> None:
     """Put a stand-in in the place of each package that is not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, _StandIns(missing))
+
+
+if __name__ == "__main__":
+    provide()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -10,6 +10,7 @@ from jaxinfer.gpu_check.goals import verdicts
 NOT_A_GPU = "not a GPU: only that it runs was checked"
 _PARITY = ("ok", "worst_vector", "bound", "same_bits_twice", "same_bits_reversed", "same_bits_alone")
 _ENGINE = ("output_tokens_s", "all_tokens_s", "step_ms", "share_of_copy", "seconds_to_first_token", "seconds_to_start")
+_LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
 # Section: the columns beside the key. A record without any of them is told in a line of its own.
 COLUMNS: Mapping[str, Sequence[str]] = {
     "copy": ("gb_s", "best_ms"),
@@ -34,6 +35,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     "identity": ("ok", "requests", "recompute", "swap"),
     "rows": ("classes", "row_depends_on_slot_at"),
     "demo": ("seconds", "tokens", "equal_tokens"),
+    "server": ("ok", "output_tokens_s", "of_engine", *_LATENCIES, "seconds_to_ready", "seconds_to_start"),
 }
 # A CPU's figures are in the JSON file, where tests look at them; a table of them would be taken for a result.
 _FIGURES = ("ok", "same_bits", "kernels_of", "pool_copies", "equal_tokens", "classes", "row_depends")

@@ -35,7 +35,13 @@ def test_it_needs_jax_flax_and_numpy_alone(repo):
     hidden -= {"jaxinfer", "pallas_kernels"}
     assert {"jaxtyping", "llguidance", "tokenizers"} <= hidden
     sections = {f"jaxinfer.gpu_check.{section.module.partition(':')[0]}" for section in gpu_check.SECTIONS}
-    modules = [*sections, "jaxinfer.gpu_check.greedy", "benchmarks.vs_gpu_peers", "benchmarks.gpu_peers.jaxinfer_peer"]
+    modules = [
+        *sections,
+        "jaxinfer.gpu_check.greedy",
+        "jaxinfer.gpu_check.start",
+        "benchmarks.vs_gpu_peers",
+        "benchmarks.gpu_peers.jaxinfer_peer",
+    ]
     command = [sys.executable, "-c", BARE, ",".join(hidden), ",".join(modules)]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-2000:]

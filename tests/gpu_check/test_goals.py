@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.gpu_check import __main__ as gpu_check
-from jaxinfer.gpu_check import goals, throughput, workloads
+from jaxinfer.gpu_check import goals, server, throughput, workloads
 from jaxinfer.gpu_check.table import markdown
 
 H100 = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu"}
@@ -49,6 +49,7 @@ def test_every_goal_is_of_something_that_is_measured():
         assert goal.section in gpu_check.NAMES
         assert goal.section != "kernels" or goal.key.removesuffix(": mosaic") in keys
         assert goal.over is None or goal.key in loads
+        assert goal.section != "server" or goal.key in {str(load) for load in server.LOADS}
 
 
 @pytest.mark.parametrize(("share", "code"), [(0.75, 0), (0.7, 1)])

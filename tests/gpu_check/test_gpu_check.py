@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.gpu_check import __main__ as gpu_check
+<<<<<<< HEAD
 from jaxinfer.gpu_check import demo, kernels, llama, parity, peers, rows, workloads
+=======
+from jaxinfer.gpu_check import demo, kernels, llama, parity, peers, throughput, workloads
+>>>>>>> 1f17a993 (Section server of check-gpu: the server at the 8B shape under the load generator, beside the engine)
 from jaxinfer.gpu_check.measure import Inside, deviation
 from jaxinfer.gpu_check.problem import MOSAIC, Problem
 from jaxinfer.gpu_check.problems import FIRST, PROBLEMS
@@ -85,6 +89,9 @@ def test_every_section_runs(tmp_path):
     for section in ("engine", "relaxed", "formats"):
         assert any(record.get("output_tokens_s", 0) > 0 for record in records_of(content, section).values())
     assert all(record["ok"] for record in records_of(content, "identity").values())
+    served = records_of(content, "server")
+    assert all(served[str(load)]["of_engine"] > 0 for load in throughput.QUICK_LOADS)
+    assert served["start, warm"]["seconds_to_ready"] < served["start, cold"]["seconds_to_ready"]
     tokens = records_of(content, "demo")
     if (demo.DEMO / "config.json").is_file():
         assert len(tokens["float32"]["token_ids"]) == demo.QUICK_TOKENS
