@@ -407,22 +407,25 @@ def _packed(job: _Job, replicated: NamedSharding) -> _Job:
 def _compile(
     work: Sequence[tuple[Mesh, Mapping[str, _Job]]], progress: CompileProgress | None = None
 ) -> list[dict[str, Any]]:
-    """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
+    """Lower one after the other (tracing holds the interpreter lock); threads compile, or read, what is lowered."""
     on_progress = progress or (lambda done, total: None)
-    on_progress(0, total := sum(len(jobs) for _, jobs in work))
-    with timed(f"{total} programs traced and lowered"):
-        lowered = {
-            (place, name): (_lowered(mesh, job), compiler_options(mesh, job.loops))
-            for place, (mesh, jobs) in enumerate(work)
-            for name, job in jobs.items()
-        }
-    with timed(f"{total} programs compiled, or read"), concurrent.futures.ThreadPoolExecutor(4) as threads:
-        running = {
-            key: threads.submit(low.compile, compiler_options=options) for key, (low, options) in lowered.items()
-        }
-        for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
-            on_progress(done, total)
-        return [{name: running[place, name].result() for name in jobs} for place, (_, jobs) in enumerate(work)]
+    jobs = {(place, name): (mesh, job) for place, (mesh, named) in enumerate(work) for name, job in named.items()}
+    on_progress(0, total := len(jobs))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        try:
+            with timed(f"{total} programs traced and lowered"):
+                lowered = (
+                    (key, _lowered(mesh, job).compile, compiler_options(mesh, job.loops))
+                    for key, (mesh, job) in jobs.items()
+                )
+                running = {key: threads.submit(run, compiler_options=options) for key, run, options in lowered}
+        except BaseException:
+            threads.shutdown(cancel_futures=True)  # a program that cannot be: nobody waits for all others
+            raise
+        with timed(f"{total} programs compiled, or read, behind that"):
+            for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
+                on_progress(done, total)
+        return [{name: running[place, name].result() for name in named} for place, (_, named) in enumerate(work)]
 
 
 def _lowered(mesh: Mesh, job: _Job) -> Any:

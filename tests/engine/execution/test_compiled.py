@@ -1,6 +1,8 @@
 """What the compiled step does with the KV pools: nothing but write into them in place."""
 
+import concurrent.futures
 import re
+import threading
 
 import jax
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution import compiled
 from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.parallel.mesh import make_mesh
 from tests.fakes import random_model
 
 
@@ -64,3 +68,52 @@ def test_a_pool_that_is_not_donated_is_seen(engine):
     pool = engine._executor.runtimes[-1].pools[0].data
     program = jax.jit(lambda x: x.at[np.array([1])].set(0)).lower(pool).compile()
     assert program.memory_analysis().alias_size_in_bytes == 0
+
+
+class Lowered:
+    """A program that takes part in nothing, and says when somebody begins to compile it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.begun = name, threading.Event()
+
+    def compile(self, compiler_options: object) -> str:
+        self.begun.set()
+        return f"{self.name}, {compiler_options}"
+
+
+def job_of(name: str) -> compiled._Job:
+    return compiled._Job(print, (), None, name)
+
+
+def test_a_program_is_compiled_while_others_are_traced(monkeypatch):
+    made, told = [], []
+
+    def lowered(mesh, job):
+        assert all(one.begun.wait(60) for one in made)
+        made.append(Lowered(job.results))
+        return made[-1]
+
+    monkeypatch.setattr(compiled, "_lowered", lowered)
+    monkeypatch.setattr(compiled, "_options", lambda mesh, job: f"options of {job.results}")
+    work = [(make_mesh(), {"decode": job_of("d"), "prefill": job_of("p")}), (make_mesh(), {"decode": job_of("e")})]
+    done = compiled._compile(work, lambda *progress: told.append(progress))
+    assert done == [{"decode": "d, options of d", "prefill": "p, options of p"}, {"decode": "e, options of e"}]
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_where_a_program_cannot_be_the_others_are_not_waited_for(monkeypatch):
+    ended = []
+
+    class Threads(concurrent.futures.ThreadPoolExecutor):
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            ended.append(cancel_futures)
+            super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def lowered(mesh, job):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(compiled.concurrent.futures, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(compiled, "_lowered", lowered)
+    with pytest.raises(ValueError, match="no such kernel"):
+        compiled._compile([(make_mesh(), {"decode": job_of("d")})])
+    assert ended[0]
