@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from pallas_kernels.check.configuration import shaped
 from pallas_kernels.matmul.mosaic import launch
 from pallas_kernels.matmul.tile_keys import MATMUL, matmul_key
-from pallas_kernels.matmul.types import COLUMNS, CONSUMERS, TOGETHER, Layout
+from pallas_kernels.matmul.types import COLUMNS, CONSUMERS, GROUP, TOGETHER, Layout
 from pallas_kernels.tune.operands import numbers, sets_beyond_cache
 from pallas_kernels.tune.problem import Problem, Tunable
+
+_MOST_GROUPS = 32  # of rows, to one consumer of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +48,13 @@ def problem(shape: DenseShape, multiprocessors: int) -> Problem:
         key=matmul_key(*arguments, **options),
         heuristic=launch.heuristic_tiles(*arguments, **options, multiprocessors=multiprocessors),
         grid={
-            "consumers": CONSUMERS,
+            "consumers": [one for one in CONSUMERS if GROUP * one < shape.rows + GROUP <= _MOST_GROUPS * GROUP * one],
             "columns": COLUMNS,
             "depth": (64, 128),
-            "stages": (3, 4, 5, 6, 8, 10, 12),
+            "stages": (4, 6, 8, 12),
             "row_blocks": TOGETHER,
             "column_blocks": TOGETHER,
-            "panel": (4, 8, 16) if shape.rows > 512 else (8,),
+            "panel": (8, 16) if shape.rows > 512 else (8,),
             "blocks": (multiprocessors,),
         },
         refusal=lambda tiles: launch.refusal(*arguments, **options, tiles=tiles),
@@ -75,7 +77,7 @@ MATMUL_TUNING = Tunable(
     shapes=tuple(
         # Llama-3.1-8B: queries with keys and values, output, gate with up, down, head.
         DenseShape(rows, inputs, columns, last, gated)
-        for rows in (64, 2048, 8, 8192, 256)
+        for rows in (64, 2048, 8, 256)
         for inputs, columns, last, gated in (
             (4096, 6144, 0, 0),
             (4096, 4096, 0, 0),
