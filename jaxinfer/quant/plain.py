@@ -22,9 +22,7 @@ from pallas_kernels.choice import HOPPER, Target, Wish, lowering_target
 from pallas_kernels.matmul import Layout
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"])
 @dataclasses.dataclass(frozen=True)
 class Plain:
     """A weight that stands where an array stood.
@@ -33,8 +31,8 @@ class Plain:
         weight: the array; in a tree of specs, its `ParamSpec`.
         layout: "in first", ``[in, *out]``, or "in last", ``[*out, in]``.
         axes: logical axes of ``[*out, in]``, whatever the layout.
-        path: "xla"; "auto": the kernel of `pallas_kernels.matmul` where this GPU was measured to run it faster; "mosaic":
-            wherever it can be.
+        path: "xla"; "auto": the kernel of `pallas_kernels.matmul` where this GPU was measured to run it faster;
+            "mosaic": wherever it can be.
     """
 
     weight: Any

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.gpu_check import __main__ as gpu_check
-<<<<<<< HEAD
-from jaxinfer.gpu_check import demo, kernels, llama, parity, peers, rows, workloads
-=======
-from jaxinfer.gpu_check import demo, kernels, llama, parity, peers, throughput, workloads
->>>>>>> 1f17a993 (Section server of check-gpu: the server at the 8B shape under the load generator, beside the engine)
+from jaxinfer.gpu_check import demo, kernels, llama, parity, peers, rows, throughput, workloads
 from jaxinfer.gpu_check.measure import Inside, deviation
 from jaxinfer.gpu_check.problem import MOSAIC, Problem
 from jaxinfer.gpu_check.problems import FIRST, PROBLEMS
