@@ -48,8 +48,8 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     mesh = mesh or mesh_for(config)
     draft = _draft_of(model, config, mesh)
     model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
-    model = model.for_kernels(config.gemm_backend) if platform == "gpu" else model
     resolved = resolve_for(model, config, platform, mesh)
+    model = model.for_kernels(resolved.gemm_backend) if platform == "gpu" else model
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     model = model.replace(cache_spec=dataclasses.replace(model.cache_spec, page_size=resolved.page_size))
     if model.draft is not None:
