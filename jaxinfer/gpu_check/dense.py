@@ -67,7 +67,7 @@ def _build(
 
     What is exact has the roundings between the steps: they are what the op means.
     """
-    inputs, columns, rows = (272, 72, min(rows, 70)) if quick else (4096, 1024 + 8, rows)
+    inputs, columns, rows = (256, 96, min(rows, 70)) if quick else (4096, 1024 + 32, rows)
     rng, outputs = np.random.default_rng(0), (2, columns) if gated else (columns,)
     dims = (inputs, *outputs) if layout == "in first" else (*outputs, inputs)
     spread = 30.0 if dtype == INT8 else 1.0

@@ -104,6 +104,11 @@ class Shape(NamedTuple):
         return LINE // 2 if self.layout == "in first" and self.tiles.columns % GROUP else LINE
 
     @property
+    def line(self) -> int:
+        """Numbers of a line in shared memory."""
+        return int(self.swizzle // jnp.dtype(self.dtype).itemsize)
+
+    @property
     def row_units(self) -> int:
         """Pieces of the rows, one for each cluster."""
         return math.ceil(self.rows / (self.tiles.rows * self.tiles.row_blocks))
@@ -122,9 +127,9 @@ class Shape(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Columns of the result that are written at a time: at most a swizzled line."""
+        """Columns of the result that are written at a time: at most a swizzled line; they divide the result's."""
         most = LINE // jnp.dtype(self.result).itemsize
-        return math.gcd(self.tiles.columns, most)
+        return math.gcd(self.tiles.columns, self.columns, most)
 
     @property
     def slots(self) -> int:

@@ -56,7 +56,7 @@ WIDE, NARROW = (jnp.bfloat16, jnp.float16), (jnp.float8_e4m3fn, jnp.int8)
 RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _BARRIER_BYTES = 1024
-_COPY_BYTES = 16  # that every line of what the copy engine copies begins at a multiple of
+_TILE_ROWS = 8  # of shared memory: operands of more rows have a multiple of them
 _MOST_STAGES = 16
 # Columns of all parts that a consumer's registers hold, by consumers; float8 holds its sums twice.
 _MOST_COLUMNS = {1: 256, 2: 256, 4: 128}
@@ -92,12 +92,25 @@ def matmul(
     """
     if (why := refusal(x, weights, extras, layout=layout, gated=gated, dtype=dtype, tiles=tiles)) is not None:
         raise ValueError(why)
+    rows, (x, extras) = x.shape[0], _whole_tiles(x, extras)
     chosen = tiles or _best_tiles(x, weights, extras, layout, gated, dtype)
     shape = _shape_of(x, weights, extras, layout, gated, dtype, chosen)
     given = {"x": x, "weights": _stacked(shape, weights), **_laid_out(shape, extras)}
     result: jax.Array = _launcher(shape, tuple(given), interpret)(*given.values())[0]
     outputs = outputs_of(weights, layout)
-    return result.reshape(x.shape[0], *(outputs[1:] if gated else outputs))
+    return result[:rows].reshape(rows, *(outputs[1:] if gated else outputs))
+
+
+def _whole_tiles(x: Any, extras: Extras) -> tuple[Any, Extras]:
+    """Fill up rows to what the copy engine can cut: up to 8 rows are as they are, and so are multiples of 8."""
+    missing = -x.shape[0] % _TILE_ROWS if x.shape[0] > _TILE_ROWS else 0
+    if not missing:
+        return x, extras
+
+    def filled(array: Any) -> Any:
+        return None if array is None else jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
+
+    return filled(x), extras._replace(x_scales=filled(extras.x_scales), residual=filled(extras.residual))
 
 
 def _stacked(shape: Shape, weights: Any) -> Any:
@@ -134,7 +147,7 @@ def refusal(
     It does not depend on the number of rows.
     """
     check(x, weights, extras, layout, gated=gated)
-    why = _numbers_refusal(x, weights, extras, layout, dtype) or _lines_refusal(x, weights, layout, gated, dtype)
+    why = _numbers_refusal(x, weights, extras, layout, dtype) or _lines_refusal(x, weights, layout, gated)
     if why is not None or tiles is None:
         return why
     return _tiles_refusal(_shape_of(x, weights, extras, layout, gated, dtype, tiles))
@@ -155,12 +168,11 @@ def _numbers_refusal(x: Any, weights: Any, extras: Extras, layout: Layout, dtype
     return None
 
 
-def _lines_refusal(x: Any, weights: Any, layout: Layout, gated: bool, dtype: Any) -> str | None:
+def _lines_refusal(x: Any, weights: Any, layout: Layout, gated: bool) -> str | None:
     inputs, columns = inputs_of(weights, layout), math.prod(outputs_of(weights, layout)) // (2 if gated else 1)
-    size, most = jnp.dtype(x.dtype).itemsize, 8 if layout == "in first" else 1
-    most = max(most, _COPY_BYTES // jnp.dtype(dtype or result_dtype(x)).itemsize)
-    if min(x.shape[0], inputs, columns) < 1 or inputs * size % _COPY_BYTES or columns % most:
-        return f"{inputs} inputs and {columns} outputs: multiples of {_COPY_BYTES // size} and {most}"
+    line, most = LINE // jnp.dtype(x.dtype).itemsize, GROUP // 2 if layout == "in first" else COLUMNS[0]
+    if min(x.shape[0], inputs, columns) < 1 or inputs % line or columns % most:
+        return f"{inputs} inputs and {columns} outputs: multiples of {line} and {most}"
     return None
 
 
@@ -168,8 +180,8 @@ def _tiles_refusal(shape: Shape) -> str | None:
     tiles = shape.tiles
     if shape.parts * tiles.columns * (2 if shape.promoted else 1) > _MOST_COLUMNS[tiles.consumers]:
         return f"{tiles} and {shape.parts} x {tiles.columns} columns of {shape.dtype}: more than registers hold"
-    if shape.layout == "in first" and tiles.columns % (GROUP // 2):
-        return f"{tiles} and weights that lie as [in, out]: a multiple of {GROUP // 2} columns"
+    if shape.layout == "in first" and (tiles.columns % shape.line or shape.columns % shape.line):
+        return f"{tiles} and {shape.columns} outputs that lie as [in, out]: lines of {shape.line} do not divide both"
     if tiles.depth * jnp.dtype(shape.dtype).itemsize % LINE or (shape.promoted and tiles.depth != PROMOTED):
         return f"{tiles} of {shape.dtype}: a slot has whole lines of {LINE} bytes"
     if (need := _bytes_of(shape)) > _BLOCK_BYTES:
