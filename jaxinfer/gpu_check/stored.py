@@ -7,9 +7,10 @@ from typing import NoReturn
 from jaxinfer.models.model import Model
 from jaxinfer.quant.layouts import Codebook, Grouped, Layout
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
+from jaxinfer.weights.formats import mxfp4
 from jaxinfer.weights.quantized import StoredWeight, is_upright, storages
 
-WEIGHTS = ("int8", "int8-activations", "int4", "fp8", "nf4")
+WEIGHTS = ("int8", "int8-activations", "int4", "fp8", "nf4", "mxfp4")
 _TABLE = tuple(float(value) for value in range(-8, 8))
 _BEFORE_AND_BEHIND = ("embed", "head")
 
@@ -25,17 +26,19 @@ def layout_of(kind: str, inputs: int) -> Layout:
             return Grouped("int4", 128, scales="bfloat16")
         case "fp8":
             return Grouped("float8_e4m3fn", inputs)
+        case "mxfp4":
+            return mxfp4.LAYOUT
         case _:
             return Codebook(_TABLE, 64)
 
 
 def dequantized(kind: str, program: str) -> bool:
     """Whether a program makes plain numbers of some outputs after the others: no kernel multiplies what is stored."""
-    return kind == "nf4" or (kind == "int4" and program != "decode")
+    return kind in ("nf4", "mxfp4") or (kind == "int4" and program != "decode")
 
 
 def stored(model: Model, kind: str) -> Model:
-    """``model``, with every matrix of its layers in a storage. Its parameters are abstract."""
+    """``model``, with every matrix of its layers (mxfp4: experts alone) in a storage. Its parameters are abstract."""
     dtype = str(model.dtype)
     return model.with_specs(storages(model.specs, _weights(model.specs, kind), dtype), dtype)
 
@@ -43,7 +46,8 @@ def stored(model: Model, kind: str) -> Model:
 def _weights(specs: ParamTree, kind: str) -> dict[str, StoredWeight]:
     found = {}
     for path, spec in walk_specs(specs):
-        if spec.inputs is not None and path[0] not in _BEFORE_AND_BEHIND:
+        published = kind != "mxfp4" or "expert" in spec.axes  # gpt-oss has its experts in it, and nothing else
+        if spec.inputs is not None and path[0] not in _BEFORE_AND_BEHIND and published:
             for shape, name in _sources(spec):
                 found[name] = StoredWeight(shape, layout_of(kind, shape[-1]), _nothing, 0)
     return found

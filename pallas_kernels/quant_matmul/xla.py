@@ -52,9 +52,11 @@ def matmul(
 def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
     """Multiply by chunks of output channels whose plain numbers are a small part of any large weight."""
     size = max(1, GPU_PIECE // (weights.shape[1] * x.dtype.itemsize))
-    parts = []
+    parts: list[Array] = []
     for first in range(0, weights.shape[0], size):
         own = slice(first, first + size)
+        if parts:  # one after the other: XLA would make the plain numbers of several in one kernel
+            weights, parts[-1] = lax.optimization_barrier((weights, parts[-1]))
         plain = dequantized(weights[own], scales[:, own], None if zeros is None else zeros[:, own], dtype=jnp.float32)
         parts.append(_dot(x, plain.astype(x.dtype)).astype(x.dtype))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

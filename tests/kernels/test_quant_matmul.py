@@ -48,6 +48,8 @@ def test_many_rows_dequantize_in_pieces(kind, monkeypatch):
     plain = str(jax.make_jaxpr(lambda *arrays: xla.matmul(*arrays, target=GPU))(*arrays))
     assert f"bf16[{n},{k}]" not in plain
     assert f"bf16[100,{k}]" in plain
+    # XLA would make the plain numbers of several pieces in one kernel.
+    assert plain.count("= optimization_barrier") == -(-n // 100) - 1
 
 
 def test_packed_weights_stand_for_the_plain_ones():

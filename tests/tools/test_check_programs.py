@@ -4,6 +4,7 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,18 +14,22 @@ from tools.check_programs import __main__ as door
 from tools.check_programs.expected import expected, weight_bytes
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.moves import of_moves
+from tools.check_programs.programs import plan
 from tools.check_programs.rules import (
     OF_STATES,
     Step,
     findings,
     kernels_per_layer,
     moved_arrays,
+    multiplied,
     of_partitioner,
     of_stage,
+    plain_bytes,
+    stored_sizes,
     weight_gemms,
 )
 from tools.check_programs.topologies import TOPOLOGIES, broken, header, lines
-from tools.check_programs.work import Finding, Part, Program, Work
+from tools.check_programs.work import MODELS, Finding, Part, Program, Work
 
 GEMM = 'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}'
 # Two layers of one GEMM each, then the head's; a pool of 2 x 64 numbers, weights of 4 x 8; 2 tokens a step.
@@ -102,6 +107,66 @@ def test_gemms_are_those_that_read_a_weight():
     assert [one.name for one in weight_gemms(make_step())] == ["gemm_a", "gemm_b"]
 
 
+PADDED = """\
+%padding (p0: bf16[4,8]) -> bf16[6,8] {
+  %p0 = bf16[4,8]{1,0} parameter(0)
+  ROOT %padded = bf16[6,8]{1,0} pad(%p0, %zero), padding=0_2x0_0
+}
+
+"""
+
+
+def test_a_weight_that_is_filled_up_with_zeros_is_read_all_the_same():
+    """What XLA does to split a sum into equal parts; a copy of a large weight is told by another rule."""
+    lines = "%filled = bf16[6,8]{1,0} fusion(%w1), kind=kLoop, calls=%padding\n"
+    lines += f"  %gemm_c = f32[2,8]{{1,0}} fusion(%filled, %x), kind=kCustom, calls=%gemm_body, {GEMM}"
+    step = make_step(module=with_line(lines, PADDED))
+    assert [one.name for one in weight_gemms(step)] == ["gemm_a", "gemm_b", "gemm_c"]
+    other = make_step(module=with_line(lines.replace("(%w1)", "(%w1, %x)"), PADDED))
+    assert [one.name for one in weight_gemms(other)] == ["gemm_a", "gemm_b"]
+    assert [one.name for one in moved_arrays(make_step(tokens=1, module=step.module))] == ["filled"]
+
+
+def test_a_gemm_of_two_weights_counts_for_both():
+    both = f"%gemm_c = f32[2,16]{{1,0}} fusion(%w0, %w1, %x), kind=kCustom, calls=%gemm_body, {GEMM}"
+    step = make_step(module=with_line(both))
+    assert list(multiplied(step)) == [1, 1, 2]
+    assert list(multiplied(dataclasses.replace(step, widest=32))) == [1, 1, 1]  # as small as a bias
+    parts = HLO.replace("params['w0']", "params['w'].arrays['codes']")
+    parts = parts.replace("params['w1']", "params['w'].arrays['scales']")
+    stored = make_step(module=read_module(parts.replace("  ROOT %out", f"  {both}\n  ROOT %out")))
+    assert list(multiplied(stored)) == [1, 1, 1]  # codes and scales are one weight
+
+
+CODES = HLO.replace("w1: bf16[4,8]", "w1: s4[4,8]").replace("%w1 = bf16[4,8]", "%w1 = s4[4,8]")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("%made = bf16[4,8]{1,0} fusion(%w1), kind=kLoop, calls=%gemm_body", 64),
+        ("%view.2 = s4[32]{0} bitcast(%w1)\n  %made = f32[2,8]{1,0} fusion(%view.2), kind=kLoop, calls=%gemm_body", 64),
+        ("%other.2 = s8[4,8]{1,0} convert(%w1)", 0),
+        ("%other.2 = bf16[4,8]{1,0} convert(%w0)", 0),
+    ],
+)
+def test_plain_numbers_of_codes_are_found(line, found):
+    module = read_module(CODES.replace("  ROOT %out", f"  {line}\n  ROOT %out"))
+    step = make_step(module=module)
+    assert stored_sizes(step) == {32}
+    assert plain_bytes(step, {32}) == found
+    assert rule(step, "plain numbers").broken == (found > 0)
+    assert not rule(dataclasses.replace(step, dequantized=True), "plain numbers").broken  # in pieces
+
+
+def test_in_a_loop_plain_numbers_are_found_too():
+    given = "%codes = s4[4,8]{1,0} get-tuple-element(%p0), index=1"
+    piece = "%made = bf16[2,8]{1,0} fusion(%codes), kind=kLoop, calls=%gemm_body"
+    body = "\n  ".join(["%step (p0: f32[2,8]) -> f32[2,8] {", "%p0 = f32[2,8]{1,0} parameter(0)", given, piece])
+    module = read_module(f"{body}\n}}\n\n{CODES.replace('  ROOT %out', f'  {LOOP}' + chr(10) + '  ROOT %out')}")
+    assert plain_bytes(make_step(module=module), {32}) == 32
+
+
 def test_a_pool_may_be_scattered_into_and_a_weight_converted_within_a_kernel():
     assert moved_arrays(make_step()) == []
 
@@ -168,6 +233,37 @@ def test_kernels_of_a_layer_are_counted_from_gemm_to_gemm():
     assert kernels_per_layer(make_step()) == 3
 
 
+METADATA = """\
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "mpmd_map.7"
+    thunk_id: 97
+  }
+  thunk_kind: "kCustomCall"
+}
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "fusion.3"
+    thunk_id: 1
+  }
+}
+"""
+
+
+def test_products_of_our_own_kernels_are_gemms_among_launches():
+    """Calls have no name in the list of what is launched; what they come from has."""
+    call = '%mpmd_map.7 = f32[2,8]{1,0} custom-call(%x, %w1), custom_call_target="mosaic_gpu_v2", '
+    call += 'metadata={op_name="jit(decode)/mosaic_gpu/quant_matmul/call"}'
+    thunks = THUNKS.replace(
+        "    097: kConditional  [prev=075 (1) | next=098 (1)]", "    097: kCustomCall [source | sink] kCustomCall"
+    )
+    launches = read_launches(thunks, METADATA)
+    assert [launch.name for launch in launches[:3]] == ["gemm_fusion_dot_4", "kCustomCall", "mpmd_map.7"]
+    step = make_step(module=with_line(call), launches=launches)
+    assert kernels_per_layer(step) == 2
+    assert kernels_per_layer(dataclasses.replace(step, launches=read_launches(thunks))) == 4
+
+
 def rule(step, name):
     return next(one for one in findings(step) if one.rule.startswith(name))
 
@@ -204,6 +300,14 @@ ONE_BUFFER = THUNKS[: THUNKS.index("152:")]
 def test_recurrences_may_have_kernels_of_their_own():
     most, found = (int(rule(make_step(states=kept), "kernels a layer").limit) for kept in (False, True))
     assert found == most + OF_STATES
+
+
+def test_norms_of_queries_and_keys_and_rounded_inputs_have_kernels_of_their_own():
+    limits = {
+        name: int(rule(make_step(**{name: True} if name else {}), "kernels a layer").limit)
+        for name in ("", "head_norms", "rounded")
+    }
+    assert limits == {"": 16, "head_norms": 20, "rounded": 19}
 
 
 def test_all_launches_are_in_one_command_buffer():
@@ -391,6 +495,12 @@ def test_taps_and_gates_of_one_number_are_no_matrices():
     assert found.gemms("decode") == expected_of(first=True, last=True).gemms("decode")
 
 
+def test_norms_of_queries_and_keys_are_known_from_the_declarations():
+    norm = {"scale": ParamSpec((8,), ("norm",), init="ones")}
+    normed = {**DENSE, "attention": {**DENSE["attention"], "q_norm": norm, "k_norm": norm}}
+    assert [expected_of(first=True, last=True, dense=dense).head_norms for dense in (DENSE, normed)] == [False, True]
+
+
 def test_norms_over_all_heads_are_a_sum_more_of_each_layer():
     """Also of the last one where a chunk is computed for its keys and values alone."""
     norm = {"scale": ParamSpec((32, 8), ("all_heads", "norm"), init="ones")}
@@ -423,6 +533,19 @@ def test_hidden_states_may_be_gathered_where_they_are_spread():
     assert not any(rule(step, name).broken for name in ("all-gathers", "reduce-scatters", "other", "gathered"))
     assert rule(dataclasses.replace(step, gathered=0), "gathered").broken
     assert rule(dataclasses.replace(step, scatters=0), "reduce-scatters").broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.json")))
+def test_every_shipped_configuration_can_be_asked_for(name):
+    planned = plan(Work(name, pages=64), 0, jax.devices()[:1])
+    assert planned.engine.max_model_len == min(4096, planned.stage.model.config.max_position)
+    assert len(planned.should.layers) == len(planned.stage.model.config.layers) > 1
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "gpt2", "phi-2"])
+def test_some_layers_may_be_asked_for(name):
+    assert len(plan(Work(name, pages=64, layers=2), 0, jax.devices()[:1]).should.layers) == 2
 
 
 def part_of(*broken):

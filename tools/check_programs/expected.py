@@ -36,6 +36,7 @@ class Expected:
         weights: bytes of the parameters.
         width: numbers of a token's hidden states.
         norms: whether prefill programs spread those over tokens between the parts of a layer.
+        head_norms: whether queries and keys have norms of their own.
         summed: layers whose queries and keys are normalised over all heads, whose squares one more sum adds up.
         shown: whether a draft head reads the last layer's states of prompts.
     """
@@ -51,6 +52,7 @@ class Expected:
     devices: int
     width: int
     norms: bool = False
+    head_norms: bool = False
     summed: int = 0
     shown: bool = False
 
@@ -111,6 +113,7 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
         devices=math.prod(sizes.values()),
         width=max((_width(spec) for spec in every), default=0),
         norms=norms,
+        head_norms=any("k_norm" in path for name in names for path, _ in walk_specs(specs[name])),
         summed=sum(any("all_heads" in spec.axes for _, spec in walk_specs(specs[name])) for name in names),
         shown=stage.prompts and not getattr(model.module, "taps", ()),
     )

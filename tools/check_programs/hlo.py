@@ -20,9 +20,10 @@ _GEMM = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of HLO. ``dims`` are those of an array; a tuple has None."""
+    """One line of HLO. ``dims`` are those of an array, and ``dtype`` its elements'; a tuple has None and nothing."""
 
     name: str
+    dtype: str
     dims: tuple[int, ...] | None
     opcode: str
     operands: tuple[str, ...]
@@ -33,6 +34,23 @@ class Instruction:
     def size(self) -> int:
         """Elements; 0 for a tuple."""
         return 0 if self.dims is None else math.prod(self.dims)
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        found = re.search(r"\d+", self.dtype)
+        return 8 if found is None else int(found[0])
+
+    @property
+    def is_plain(self) -> bool:
+        """An array of floating-point numbers of 16 bits or more: activations, and weights that nobody has quantised."""
+        return self.dtype.startswith(("f", "bf")) and self.bits >= 16
+
+    @property
+    def weight(self) -> str:
+        """Of an argument that is a weight, or one of the arrays that a stored weight has: the weight's name."""
+        found = re.search(r'op_name="(params.*?)(?:\.arrays\[.*?)?"', self.line)
+        return "" if found is None else found[1]
 
     @property
     def is_gemm(self) -> bool:
@@ -74,21 +92,49 @@ class Module:
         """The arguments that are parameters of the model: those of the function's argument ``params``."""
         return [one for one in self.parameters().values() if 'op_name="params' in one.line]
 
+    @functools.cached_property
+    def _bodies(self) -> dict[str, dict[str, Instruction]]:
+        return {place: {one.name: one for one in body} for place, body in self.computations.items()}
+
     def source(self, name: str, computation: str = "") -> str:
         """The array that an operand of a computation, the entry's unless named, is a view of."""
-        body = {one.name: one for one in self.computations[computation or self.entry]}
+        body = self._bodies[computation or self.entry]
         while name in body and body[name].opcode == "bitcast":
             name = body[name].operands[0]
         return name
 
+    def unpadded(self, name: str) -> str:
+        """`source` of an operand of the entry; of one that is nothing but another array with zeros behind, that one's.
+
+        XLA cuts the sums of a product of few rows into equal parts, and fills up what does not divide so.
+        """
+        name = self.source(name)
+        one = self._bodies[self.entry].get(name)
+        if one is None or one.opcode != "fusion" or len(one.operands) > 1 or self.root_opcode(one) != "pad":
+            return name
+        return self.source(one.operands[0])
+
     def reads_argument(self, one: Instruction, sizes: set[int]) -> bool:
         """Whether an operand may be an argument of these sizes: in a loop or a branch, whatever that was given."""
         place = next(name for name, body in self.computations.items() if one in body)
+        return self._reads(one, place, self._arguments(place, sizes))
+
+    def readers(self, sizes: set[int], bits: int) -> Iterator[Instruction]:
+        """Instructions with results in memory of which that holds, where arguments are of at most so many bits."""
+        for place, body in self.computations.items():
+            given = set[str]() if place in self._inlined else self._arguments(place, sizes, bits)
+            yield from (one for one in body if given and self._reads(one, place, given))
+
+    def _reads(self, one: Instruction, place: str, given: set[str]) -> bool:
+        return any(self.source(name, place) in given for name in one.operands)
+
+    def _arguments(self, place: str, sizes: set[int], bits: int = 64) -> set[str]:
+        """What a computation is given of these sizes and at most so many bits, by name."""
         given = {each.name for each in self.computations[place] if each.opcode == "parameter"}
         parts = [each for each in self.computations[place] if each.opcode == "get-tuple-element"]
         given |= {each.name for each in parts if each.operands[0] in given}
-        large = {each.name for each in self.computations[place] if each.name in given and each.size in sizes}
-        return any(self.source(name, place) in large for name in one.operands)
+        fitting = [each for each in self.computations[place] if each.size in sizes and each.bits <= bits]
+        return {each.name for each in fitting if each.name in given}
 
     def loops(self, repeats: bool = False) -> bool:
         """Whether the program has a loop at its top; ``repeats``: it is one, and its body is asked."""
@@ -129,14 +175,15 @@ def read_module(text: str) -> Module:
 
 
 def _instruction(line: str, found: re.Match[str]) -> Instruction:
-    array = re.match(r"\w+\[([\d,]*)\]", found["type"])
-    dims = None if array is None else tuple(int(dim) for dim in array[1].split(",") if dim)
+    array = re.match(r"(\w+)\[([\d,]*)\]", found["type"])
+    dtype, dims = ("", None) if array is None else (array[1], tuple(int(dim) for dim in array[2].split(",") if dim))
     operands = re.findall(r"%([\w.-]+)", line[found.end() :].partition(")")[0])
-    return Instruction(found["name"], dims, found["opcode"], tuple(operands), line, "ROOT %" in line[: found.end()])
+    root = "ROOT %" in line[: found.end()]
+    return Instruction(found["name"], dtype, dims, found["opcode"], tuple(operands), line, root)
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What is launched: the dump ``*.thunk_sequence_after_thunk_passes.txt``.
+# What is launched: the dumps ``*.thunk_sequence_after_thunk_passes.txt`` and ``*.thunk_metadata.txt``.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +203,22 @@ class Launch:
 _STRUCTURE = {"kCommandBuffer", "kConditional", "kWhile", "kSequential", "kAsyncStart", "kAsyncDone"}
 # Those of them whose predicates the host reads, and waits for the device, unless a command buffer holds them.
 _BRANCHES = {"kConditional", "kWhile"}
+_ANNOTATED = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
 _THUNK = re.compile(r"(?P<indent> *)(?P<number>\d+): (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?P<name>\S*)")
 
 
-def read_launches(text: str) -> list[Launch]:
-    """Everything that may be launched, in order, branches and bodies of loops once each."""
-    return [Launch(kind, name, buffer) for _, kind, name, buffer in _thunks(text) if kind not in _STRUCTURE]
+def read_launches(text: str, metadata: str = "") -> list[Launch]:
+    """Everything that may be launched, in order, branches and bodies of loops once each.
+
+    Args:
+        metadata: which names the instructions behind custom calls; without it these have none.
+    """
+    names = {int(number): name for name, number in _ANNOTATED.findall(metadata)}
+    return [
+        Launch(kind, names.get(int(number), name) if kind == "kCustomCall" else name, buffer)
+        for number, kind, name, buffer in _thunks(text)
+        if kind not in _STRUCTURE
+    ]
 
 
 def read_waits(text: str) -> list[str]:

@@ -131,9 +131,11 @@ class Planned:
 
 def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, drafts: bool = False) -> Planned:
     """A pipeline stage, or the draft model; ``devices``: H100s that are not there, unless given."""
-    settings = settings_of(work)
+    given, settings = model_of(work), settings_of(work)
+    longest = min(settings.max_model_len or given.config.max_position, given.config.max_position)
+    settings = dataclasses.replace(settings, max_model_len=longest)
     mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
-    model, engine, limits = prepare(model_of(work), settings, "gpu", mesh)
+    model, engine, limits = prepare(given, settings, "gpu", mesh)
     place = stages(mesh)[number]
     if devices is None:
         TARGETS[HOPPER].tell(place)
@@ -202,13 +204,16 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
     for executable in compiled:
         text, memory = executable.as_text(), executable.memory_analysis()
         name = _name(text)
-        dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
+        dump, metadata = (
+            next(dumps.glob(f"*.jit_{name}.{what}.txt")).read_text(encoding="utf-8")
+            for what in ("thunk_sequence_after_thunk_passes", "thunk_metadata")
+        )
         program, sampler = name.removesuffix(ADAPTED), planned.microbatch * name.startswith(("decode", "draft"))
         (layers, tail), adapters = should.gemms(program), needs.adapters * (program != name)
         yield Step(
             name=name,
             module=read_module(text),
-            launches=read_launches(dump),
+            launches=read_launches(dump, metadata),
             waits=tuple(read_waits(dump)),
             repeats=program == "decode_many" or (program == "draft" and bool(should.layers)),
             pool=math.prod(pool),
@@ -229,9 +234,11 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             whole=layers == should.layers and tail == should.head,
             experts=should.experts,
             states=any(layer.states for layer in stage.model.cache_spec.layers),
+            head_norms=should.head_norms,
             devices=should.devices,
             adapters=planned.engine.lora_slots if program != name else 0,
             dequantized=dequantized(weights, program),
+            rounded=weights.endswith("-activations"),
         )
 
 

@@ -19,6 +19,8 @@ from tools.check_programs.work import Finding
 
 KERNELS_PER_LAYER = 16  # of a dense layer; with
 OF_SUMS, OF_EXPERTS = 3, 26  # sums over devices; with experts: choosing them and gathering
+OF_ROUNDING = 3  # of each weight whose inputs are rounded: the largest of each token, its scale, what they become
+OF_HEAD_NORMS = 4  # of queries and keys: both cut out of the projection, both normalised
 OF_STATES = 8  # of recurrences: places, convolution, gates, the recurrence, what pages keep
 OF_ADAPTERS = (
     4  # of each weight that has them: rows into tiles, two products, rows back; those of experts are dealt out
@@ -30,6 +32,7 @@ BUDGET = int(0.9 * 80e9)
 # What is live at a time: arrays of float32 logits, and of the widest activation. A copy of one layer's pool or of the
 # head would not fit.
 _LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 16 << 20
+_CODES = 8  # bits of a stored number, at most
 _PIECES = 4  # of dequantised weights, live at a time
 # They lay out, convert or cut what they read, and compute nothing.
 _MOVES = {"copy", "copy-start", "convert", "transpose", "slice", "dynamic-slice", "gather", "pad", "concatenate"}
@@ -66,9 +69,11 @@ class Step:
         whole: whether it reads all of the stage's weights.
         experts: whether a layer is a mixture of them.
         states: whether layers keep any.
+        head_norms: whether queries and keys are normalised.
         devices: over which the stage is spread.
         adapters: on the device, where rows have any.
         dequantised: whether stored weights become plain numbers, some output channels after the others.
+        rounded: whether products of stored weights round their inputs.
     """
 
     name: str
@@ -94,9 +99,11 @@ class Step:
     whole: bool = True
     experts: bool = False
     states: bool = False
+    head_norms: bool = False
     devices: int = 1
     adapters: int = 0
     dequantized: bool = False
+    rounded: bool = False
 
     @property
     def largest(self) -> int:
@@ -118,6 +125,8 @@ def findings(step: Step) -> Iterator[Finding]:
     yield from _of_weights(step)
     yield Finding("donated bytes updated in place", str(step.aliased), str(step.donated), step.aliased == step.donated)
     yield _at_most("temporaries", step.temporaries, step.ceiling)
+    if stored := stored_sizes(step):
+        yield _at_most("plain numbers of stored weights", plain_bytes(step, stored), step.dequantized * GPU_PIECE)
     yield from _of_collectives(step)
     least = (1 - _WITHIN) * step.planned if step.whole else 0  # a chunk's program has no need of the head
     near = least <= step.arguments <= (1 + _WITHIN) * step.planned
@@ -126,7 +135,7 @@ def findings(step: Step) -> Iterator[Finding]:
 
 
 def _of_weights(step: Step) -> Iterator[Finding]:
-    gemms, wanted = len(weight_gemms(step)), sum(step.layers) + step.tail
+    gemms, wanted = sum(multiplied(step)), sum(step.layers) + step.tail
     asked = not step.dequantized and bool(step.layers)
     yield Finding("GEMMs with a weight", str(gemms), str(wanted), gemms == wanted, asked and not step.repeats)
     moved = moved_arrays(step)
@@ -148,7 +157,8 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
     asked = not step.module.loops(step.repeats) and not step.dequantized
     count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
-    most += OF_STATES * step.states
+    most += OF_STATES * step.states + OF_HEAD_NORMS * step.head_norms
+    most += OF_ROUNDING * step.rounded * max(step.layers, default=0)
     if step.adapters:
         most += OF_ADAPTERS * max(step.layers, default=0) + OF_ADAPTED_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
@@ -198,7 +208,28 @@ def weight_gemms(step: Step) -> list[Instruction]:
     """GEMMs of the entry computation that read a parameter of the model: attention's own have none."""
     weights = {one.name for one in step.module.weights()}
     entry = step.module.computations[step.module.entry]
-    return [one for one in entry if one.is_gemm and weights & {step.module.source(name) for name in one.operands}]
+    return [one for one in entry if one.is_gemm and weights & {step.module.unpadded(name) for name in one.operands}]
+
+
+def multiplied(step: Step) -> Iterator[int]:
+    """Weights that each GEMM of these multiplies with: XLA makes one of several that have the same operand.
+
+    What is not larger than an activation of one token may be a bias.
+    """
+    large = {one.name: one.weight for one in step.module.weights() if one.size > step.widest}
+    for one in weight_gemms(step):
+        yield max(1, len({large.get(step.module.unpadded(name)) for name in one.operands} - {None}))
+
+
+def stored_sizes(step: Step) -> set[int]:
+    """Elements of the arrays of codes that the model's quantised weights have."""
+    return {one.size for one in step.module.weights() if one.bits <= _CODES}
+
+
+def plain_bytes(step: Step, stored: set[int]) -> int:
+    """Bytes of the largest array that a program makes of codes without multiplying them."""
+    made = (one for one in step.module.readers(stored, _CODES) if one.is_plain and not one.is_gemm)
+    return max((one.size * one.bits // 8 for one in made), default=0)
 
 
 def moved_arrays(step: Step) -> list[Instruction]:
@@ -247,7 +278,8 @@ def kernels_per_layer(step: Step) -> float:
     """
     if not step.layers:
         return 0
-    at = [index for index, launch in enumerate(step.launches) if launch.is_gemm]
+    ours = {one.name for body in step.module.computations.values() for one in body if one.is_gemm}
+    at = [index for index, launch in enumerate(step.launches) if launch.is_gemm or launch.name in ours]
     # Where that is XLA's; a program of several passes has more of all.
     of_attention = 0 if step.repeats else (len(at) - sum(step.layers) - step.tail) // len(step.layers)
     counted = step.layers[:-1] or step.layers

@@ -13,6 +13,7 @@ from pallas_kernels.check.plugins import ROOT
 
 MODELS = ROOT / "configs" / "models"
 PATHS = ("auto", "mosaic", "xla")
+_DEPTHS = ("num_hidden_layers", "n_layer")  # what config.json calls the number of layers; GPT-2 and GPT-J the second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +76,11 @@ class Work:
         folder = pathlib.Path(self.model)
         path = folder / "config.json" if folder.is_dir() else MODELS / f"{self.model}.json"
         found = text_model(json.loads(path.read_text(encoding="utf-8")))
-        count = found["num_hidden_layers"]
+        depth = next(name for name in _DEPTHS if name in found)
+        count = found[depth]
         layers = self.layers or count
         of_layers = {name: value for name, value in found.items() if isinstance(value, list) and len(value) == count}
-        return {**found, **{name: value[:layers] for name, value in of_layers.items()}, "num_hidden_layers": layers}
+        return {**found, **{name: value[:layers] for name, value in of_layers.items()}, depth: layers}
 
 
 @dataclasses.dataclass(frozen=True)
