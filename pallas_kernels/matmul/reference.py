@@ -1,7 +1,7 @@
 """The meaning of a dense product with its epilogue, and what is rounded when: as if each step were a program.
 
     product = round(x . weights [* x_scales * scales])      float16, bfloat16 and 8 bits: one sum, one rounding
-    product = round(product + bias)
+    product = round(product + round(bias))
     product = round(round(silu(gate)) * up)                 gated: the outputs are [2, n], gate before up
     result  = round(product + residual)
 
@@ -58,7 +58,8 @@ def finished(
         product = product * extras.scales.astype(wide)
     product = rounded(product)
     if extras.bias is not None:
-        product = rounded(product.astype(wide) + extras.bias.astype(wide))
+        bias = rounded(extras.bias.astype(wide)).astype(wide)
+        product = rounded(product.astype(wide) + bias)
     if gated:
         gate, up = product[:, 0].astype(wide), product[:, 1].astype(wide)
         product = rounded(rounded(jax.nn.silu(gate)).astype(wide) * up)

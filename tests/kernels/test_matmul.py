@@ -58,6 +58,9 @@ def test_without_an_epilogue_xla_does_what_a_layer_does(dtype):
     first, last = (jnp.asarray(rng.normal(size=dims), dtype) for dims in ((64, 4, 8), (2, 24, 64)))
     np.testing.assert_array_equal(dense.matmul(x, first), dispatch.matmul(x, first))
     np.testing.assert_array_equal(dense.matmul(x, last, **LAST), dispatch.matmul_transposed(x, last))
+    bias = jnp.asarray(rng.normal(size=(2, 24)), F32)
+    want = jax.jit(lambda: dispatch.plus_bias(dispatch.matmul_transposed(x, last), bias))()
+    np.testing.assert_array_equal(jax.jit(lambda: dense.matmul(x, last, Extras(bias=bias), **LAST))(), want)
 
 
 def test_extras_have_the_rows_of_x():

@@ -43,8 +43,8 @@ class Gmem(NamedTuple):
 
     x: Any  # [rows, inputs]
     weights: Any  # [inputs, parts, columns], or [parts, columns, inputs]
-    x_scales: Any  # [padded rows], float32
-    scales: Any  # [parts, padded columns], float32
+    x_scales: Any  # [padded rows]
+    scales: Any  # [parts, padded columns]
     bias: Any  # [parts, padded columns]
     residual: Any  # [rows, columns]
     output: Any  # [rows, columns]
@@ -293,7 +293,8 @@ class _Writer(NamedTuple):
             result = result * self._spread(extras.scales.at[part, self._columns(chunk)], _PER_COLUMN, 1)
         result = self._rounded(result)
         if extras.bias is not None:
-            result = self._rounded(result + self._spread(extras.bias.at[part, self._columns(chunk)], _PER_COLUMN, 1))
+            bias = self._rounded(self._spread(extras.bias.at[part, self._columns(chunk)], _PER_COLUMN, 1))
+            result = self._rounded(result + bias)
         return result
 
     def _spread(self, ref: Any, layout: Any, dim: int) -> Float[Array, "64 chunk"]:

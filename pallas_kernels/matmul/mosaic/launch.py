@@ -123,10 +123,10 @@ def _laid_out(shape: Shape, extras: Extras) -> dict[str, Any]:
     """Operands of the epilogue by name; those that are loaded without the copy engine have no end within a block."""
     given = {name: array for name, array in extras._asdict().items() if array is not None}
     for name in given.keys() & {"scales", "bias"}:
-        parts = given[name].reshape(shape.parts, shape.columns).astype(jnp.float32)
+        parts = given[name].reshape(shape.parts, shape.columns)
         given[name] = jnp.pad(parts, ((0, 0), (0, shape.padded_columns - shape.columns)))
     if "x_scales" in given:
-        given["x_scales"] = jnp.pad(given["x_scales"].astype(jnp.float32), (0, shape.padded_rows - shape.rows))
+        given["x_scales"] = jnp.pad(given["x_scales"], (0, shape.padded_rows - shape.rows))
     if "residual" in given:
         given["residual"] = given["residual"].reshape(shape.rows, shape.columns)
     return given
