@@ -5,8 +5,8 @@
     product = round(round(silu(gate)) * up)                 gated: the outputs are [2, n], gate before up
     result  = round(product + residual)
 
-Rounding is to the dtype of the result; a step that there is not rounds nothing. So a model that leaves the steps to
-XLA's own kernels has the same bits, but for the order in which a product is summed.
+Rounding is to the dtype of the result; a step that there is not rounds nothing. XLA's own programs may keep more digits
+between steps that they fuse (`xla_allow_excess_precision`).
 """
 
 from __future__ import annotations
