@@ -277,7 +277,8 @@ class _Work:
         for size in TRANSFERS if engine.host_pages else TRANSFERS[:1]:
             ids = self._ints(self.groups, size)
             jobs[f"export_{size}"] = _Job(programs.export, (pools, ids), None, page.sharding)
-            jobs[f"restore_{size}"] = _Job(programs.restore, (pools, (page,) * size, ids), 0, carried)
+            if engine.host_pages:  # else pages are exported to be read alone
+                jobs[f"restore_{size}"] = _Job(programs.restore, (pools, (page,) * size, ids), 0, carried)
         return jobs
 
     def keeping(self) -> dict[str, _Job]:
