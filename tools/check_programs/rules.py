@@ -155,13 +155,14 @@ def _of_collectives(step: Step) -> Iterator[Finding]:
 
 def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
-    asked = not step.module.loops(step.repeats) and not step.dequantized
+    of_kernels = not step.module.loops(step.repeats) and not step.dequantized
+    asked = of_kernels or step.dequantized  # loops over weights are in the command buffer
     count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
     most += OF_STATES * step.states + OF_HEAD_NORMS * step.head_norms
     most += OF_ROUNDING * step.rounded * max(step.layers, default=0)
     if step.adapters:
         most += OF_ADAPTERS * max(step.layers, default=0) + OF_ADAPTED_EXPERTS * step.experts
-    yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
+    yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, of_kernels)
     yield Finding("waits of the host", ", ".join(step.waits) or "none", "none", not step.waits, asked)
     sorts = step.module.sorts()
     # Where there is a GPU, XLA may leave them to a library, whose calls no command buffer holds: not seen here.
@@ -227,7 +228,8 @@ def stored_sizes(step: Step) -> set[int]:
 
 
 def plain_bytes(step: Step, stored: set[int]) -> int:
-    """Bytes of the largest array that a program makes of codes without multiplying them."""
+    """Bytes of the largest array that a program makes of codes without multiplying them. What a loop first cuts out of
+    them is not followed: there temporaries tell."""
     made = (one for one in step.module.readers(stored, _CODES) if one.is_plain and not one.is_gemm)
     return max((one.size * one.bits // 8 for one in made), default=0)
 

@@ -125,15 +125,15 @@ def count_cache_use() -> Iterator[CacheUse]:
 
 # Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
-# Several steps are a loop, whose end the host reads unless a command buffer holds it. By default none does: this list
-# replaces the default and is the same, WHILE aside (and without collectives' kernels, which one device has not).
+# The host reads the end of a loop (of steps, over a weight) unless a command buffer holds it. By default none does: the
+# list replaces the default and is the same, WHILE aside (and without collectives' kernels, which one device has not).
 _GPU_LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
 
 def compiler_options(mesh: Mesh, loops: bool = False) -> dict[str, str] | None:
-    """Options of XLA for a program of these devices. ``loops``: it is a loop of steps."""
+    """Options of XLA for a program of these devices. ``loops``: it may have some."""
     if mesh.devices.flat[0].platform != "gpu":
         return None
     return _GPU_OPTIONS | _GPU_LOOP_OPTIONS if loops and mesh.size == 1 else _GPU_OPTIONS

@@ -76,7 +76,7 @@ class CompiledStage:
 
 
 class _Job(NamedTuple):
-    """A function, its arguments, which of them is donated, where results lie; ``loops``: it is a loop of steps;
+    """A function, its arguments, which of them is donated, where results lie; ``loops``: it may have some;
     ``batch``: the argument that the host makes for each call, packed into one array."""
 
     function: Callable[..., Any]
@@ -196,27 +196,27 @@ class _Work:
         batch = self._decode_batch()
         drafted = [self._drafted()] if self.engine.drafts_on_device and self.stage.first else []
         rows = (params, pools, batch, self._arriving(batch.positions.shape[0]), *drafted)
-        decode = _Job(programs.decode, rows, 1, results, batch=2)
+        decode = _Job(programs.decode, rows, 1, results, self.stage.loops, batch=2)
         return {"decode": decode, **self._prefill_jobs(programs.prefill, results)}
 
     def _whole(self) -> dict[str, _Job]:
         engine, (params, pools, slots, last_tokens, sampler, features, _) = self.engine, self.arrays
         batch, most = self._decode_batch(), (engine.max_logprobs, engine.multi_step, engine.num_speculative_tokens)
         state = StepState(pools, last_tokens, sampler, features)
-        backend, spread = engine.attention_backend, engine.sequence_parallel_norms
+        backend, spread, loops = engine.attention_backend, engine.sequence_parallel_norms, self.stage.loops
         programs = make_programs(self.stage, *most, backend, spread_tokens=spread)
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
         arriving = self._arriving(batch.positions.shape[0])
         drafted = self._drafted() if engine.drafts_on_device else None
         masks = self._ints(batch.positions.shape[0], mask_words(sampler)) if engine.grammars else None
-        operands = (params, slots, state, batch, arriving, drafted, masks)
-        jobs = {"decode": _Job(programs.decode, operands, 2, (carried, out), engine.drafts_leave_states, batch=3)}
+        given = (params, slots, state, batch, arriving, drafted, masks)
+        jobs = {"decode": _Job(programs.decode, given, 2, (carried, out), loops | engine.drafts_leave_states, batch=3)}
         if engine.multi_step > 1 and batch.owners is None:
             several = (params, slots, state, batch, self._ints())
             jobs["decode_many"] = _Job(programs.decode_many, several, 2, (carried, out, out), loops=True, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
-        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), batch=2)
+        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), loops, batch=2)
         return jobs | self._prefill_jobs(programs.prefill, pages)
 
     def _with_adapters(self, job: _Job) -> _Job:
@@ -248,7 +248,7 @@ class _Work:
         for size, count in self.prefills:
             arriving = None if self.stage.first else self._arriving(size * count)
             arguments = (*self.arrays[:2], self._prefill_batch(size, count), arriving)
-            jobs[f"prefill_{size}x{count}"] = _Job(function, arguments, 1, results, batch=2)
+            jobs[f"prefill_{size}x{count}"] = _Job(function, arguments, 1, results, self.stage.loops, batch=2)
         return jobs
 
     def _like_parts(self) -> dict[str, str]:

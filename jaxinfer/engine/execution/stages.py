@@ -14,6 +14,7 @@ from jaxinfer.layers.attention import Attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.head import DraftHead, HeadConfig
 from jaxinfer.models.model import Model
+from jaxinfer.quant import Plain, is_stored
 from jaxinfer.types import ParamTree
 
 
@@ -54,6 +55,12 @@ class Stage:
 
     def _tapped_before(self, layer: int) -> int:
         return sum(tap < layer for tap in getattr(self.model.module, "taps", ()))
+
+    @property
+    def loops(self) -> bool:
+        """Whether programs may go through weights in loops: stored ones that no kernel multiplies are made plain so."""
+        weights = jax.tree.leaves(self.model.specs, is_leaf=is_stored)
+        return any(is_stored(weight) and not isinstance(weight, Plain) for weight in weights)
 
     @property
     def is_head(self) -> bool:

@@ -5,8 +5,18 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.execution.stages import cut, draft_stages, unshared
+from jaxinfer.gpu_check.llama import TINY
+from jaxinfer.gpu_check.stored import stored
 from jaxinfer.layers.attention import causal_attend
+from jaxinfer.models.model import abstract
 from tests.fakes import random_head, random_model
+
+
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_programs_may_loop_over_weights_that_are_stored(kind):
+    model = abstract({**TINY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}, "bfloat16")
+    model = stored(model, kind) if kind else model
+    assert [stage.loops for stage in cut(model, 2)] == [kind is not None] * 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
