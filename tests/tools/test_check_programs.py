@@ -606,10 +606,10 @@ def test_the_engines_steps_keep_the_rules():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
-@pytest.mark.parametrize("kind", ["int4", "nf4"])
-def test_the_steps_of_stored_weights_keep_the_rules(kind):
+@pytest.mark.parametrize(("model", "kind"), [("Llama-3.1-8B", "int4"), ("gpt-oss-20b", "mxfp4")])
+def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
     """The kernel's, and those that are made plain piece by piece, in loops: in one command buffer all the same."""
-    (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=2, weights=kind), default_folder())
+    (part,) = door.run(Work(model, door.PAGES, layers=2, weights=kind), default_folder())
     assert part.broken == []
     asked = {one.rule for one in part.programs["prefill"].findings if one.asked}
     assert {"waits of the host", "command buffers", "plain numbers of stored weights"} <= asked
