@@ -13,6 +13,7 @@ from pallas_kernels.matmul import api
 from pallas_kernels.matmul.mosaic import launch
 from tests.fakes import random_model
 
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "num_hidden_layers": 1}
 TOKENS = jnp.array([[5, 3, 90, 17, 2, 61]])
 
 
@@ -21,7 +22,7 @@ def logits(model, tokens):
 
 
 def test_a_model_gives_a_row_the_same_bits_however_many_there_are(monkeypatch):
-    plain = random_model("bfloat16", gain=1.0, hidden_size=64, vocab_size=96, num_hidden_layers=1)
+    plain = random_model("bfloat16", gain=1.0, **SHAPE)
     model, calls = plain.for_kernels("mosaic"), []
     assert isinstance(model.params["layers_0"]["mlp"]["gate_up"], Plain)
     interpreted = functools.partial(launch.matmul, interpret=compat.interpret_params())
@@ -43,5 +44,5 @@ def test_a_model_gives_a_row_the_same_bits_however_many_there_are(monkeypatch):
 
 def in_float32(model):
     """The same model in float32."""
-    wide = random_model("float32", gain=1.0, hidden_size=64, vocab_size=96, num_hidden_layers=1)
+    wide = random_model("float32", gain=1.0, **SHAPE)
     return wide.replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), model.params))

@@ -124,7 +124,8 @@ def test_a_gpu_for_which_it_is_not_written(monkeypatch):
 def test_the_kernel_is_where_it_is_asked_for(monkeypatch, backend, kernels):
     """Nobody has tuned it yet: "auto" is XLA."""
     monkeypatch.setattr("pallas_kernels.matmul.api.lowering_target", lambda: Target("gpu", HOPPER, "NVIDIA H100"))
-    prepared = prepare(random_model("bfloat16"), EngineConfig(gemm_backend=backend, max_model_len=64), "gpu")
+    model = random_model("bfloat16", hidden_size=64, intermediate_size=128)
+    prepared = prepare(model, EngineConfig(gemm_backend=backend, max_model_len=64), "gpu")
     weight = prepared.model.params["layers_0"]["mlp"]["down"]
     assert isinstance(weight, Plain) == (backend != "xla")
     x = jax.ShapeDtypeStruct((3, weight.shape[-1] if backend != "xla" else weight.shape[0]), jnp.bfloat16)
