@@ -71,8 +71,8 @@ def of_platform(platform: str, memory: int = 0) -> Defaults:
 def outputs_first(cpuinfo: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
     """Whether this CPU multiplies few rows faster by weights that lie as [out, in].
 
-    With matrix registers (Intel's AMX) a decode step of a 125M model takes a sixth less in bfloat16, a twentieth to a
-    tenth in float32; without (an AMD EPYC) steps of 8 and more rows take longer so. See docs/benchmarks.md.
+    With matrix registers (Intel's AMX) the products of a 125M model's decode step take a sixth less in bfloat16, up to
+    an eighth in float32; without (an AMD EPYC) steps of 8 and more rows take longer so. See docs/benchmarks.md.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -70,7 +70,10 @@ def test_beginnings_are_found_where_a_state_was_kept(served):
     cold = llm.engine.stats().prefix_hits
     run(llm, requests)
     warm = llm.engine.stats().prefix_hits - cold
-    assert 0 < 1.5 * cold < warm
+    if llm.engine.calibration.exact_resume:
+        assert 0 < 1.5 * cold < warm
+    else:  # on this processor a prompt that goes on from a kept state has other bits
+        assert cold == warm == 0
 
 
 def test_served_logprobs_are_those_of_the_plain_function(served):

@@ -45,12 +45,16 @@ def teacher_forced(model: Model, golden: Golden) -> np.ndarray:
     return np.asarray(jax.jit(model.apply)(model.params, tokens)[0], np.float64)
 
 
-def logit_faults(golden: Golden, logits: np.ndarray) -> list[str]:
-    """What is wrong with logits [T + N, V]; empty if they pass."""
+def logit_faults(golden: Golden, logits: np.ndarray, room: float = 1.0) -> list[str]:
+    """What is wrong with logits [T + N, V]; empty if they pass.
+
+    Args:
+        room: by which errors may be larger than `allowed`.
+    """
     length = len(golden.prompt)
     prefill = float(np.abs(logits[:length] - golden.prefill).max())
-    faults = _beyond("prefill", prefill, allowed(golden.prefill_error))
-    errors, bounds = np.abs(logits[length:] - golden.decode).max(-1), allowed(golden.decode_error)
+    faults = _beyond("prefill", prefill, room * allowed(golden.prefill_error))
+    errors, bounds = np.abs(logits[length:] - golden.decode).max(-1), room * allowed(golden.decode_error)
     for step, (error, bound) in enumerate(zip(errors, bounds, strict=True)):
         faults += _beyond(f"decode step {step}", float(error), bound)
     chosen = logits[length - 1 :].argmax(-1).tolist()

@@ -94,10 +94,11 @@ def test_a_program_is_compiled_while_others_are_traced(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(compiled, "_lowered", lowered)
-    monkeypatch.setattr(compiled, "_options", lambda mesh, job: f"options of {job.results}")
-    work = [(make_mesh(), {"decode": job_of("d"), "prefill": job_of("p")}), (make_mesh(), {"decode": job_of("e")})]
+    monkeypatch.setattr(compiled, "compiler_options", lambda mesh, loops: f"loops: {loops}")
+    several = job_of("e")._replace(loops=True)
+    work = [(make_mesh(), {"decode": job_of("d"), "prefill": job_of("p")}), (make_mesh(), {"decode": several})]
     done = compiled._compile(work, lambda *progress: told.append(progress))
-    assert done == [{"decode": "d, options of d", "prefill": "p, options of p"}, {"decode": "e, options of e"}]
+    assert done == [{"decode": "d, loops: False", "prefill": "p, loops: False"}, {"decode": "e, loops: True"}]
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 

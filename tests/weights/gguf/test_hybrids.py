@@ -92,7 +92,8 @@ def rounded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("values", [2, 3])
 @pytest.mark.parametrize("name", EACH)
 def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str, values: int) -> None:
-    """And, of the golden file's own heads, those of transformers, whatever a file rounds."""
+    """And, of the golden file's own heads, those of transformers, whatever a file rounds: with room for what that alone
+    moves, which no processor adds up like another."""
     case, config, tensors = with_values(name, values)
     metadata, filed = converted(config, tensors)
     path = write_gguf(tmp_path / "model.gguf", metadata | TOKENIZER, filed)
@@ -101,7 +102,7 @@ def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str, v
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-6)
     if values == case.config["linear_num_value_heads"] // case.config["linear_num_key_heads"]:
-        assert logit_faults(case, ours) == []
+        assert logit_faults(case, ours, room=2.0) == []
 
 
 def test_the_first_files_have_projections_in_one(tmp_path: pathlib.Path) -> None:
