@@ -32,9 +32,9 @@ def layout_of(kind: str, inputs: int) -> Layout:
             return Codebook(_TABLE, 64)
 
 
-def dequantized(kind: str, program: str) -> bool:
-    """Whether a program makes plain numbers of some outputs after the others: no kernel multiplies what is stored."""
-    return kind in ("nf4", "mxfp4") or (kind == "int4" and program != "decode")
+def dequantized(kind: str) -> bool:
+    """Whether programs make plain numbers of some outputs after the others: no kernel multiplies what is stored."""
+    return kind == "nf4"
 
 
 def stored(model: Model, kind: str) -> Model:

@@ -11,12 +11,12 @@ from jaxinfer.quant.dispatch import (
     swiglu,
     take,
 )
+from jaxinfer.quant.kernel_form import for_kernels
 from jaxinfer.quant.plain import Plain, for_gemm, gemm_refusal, outputs_first
 from jaxinfer.quant.storage import (
     Quantized,
     Split,
     dense,
-    for_kernels,
     is_stored,
     partition,
     rounds_activations,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.quant.adapted import Adapted, unadapted
 from jaxinfer.quant.experts import grouped_product
+from jaxinfer.quant.kernel_form import explain_tiles, tiles_product
 from jaxinfer.quant.observe import Observed
 from jaxinfer.quant.plain import Plain
 from jaxinfer.quant.storage import Quantized, Split
@@ -98,6 +99,8 @@ def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Grou
     """Multiply each tile's rows by the weights of the tile's expert, which lie as [experts, *n, k]."""
     if isinstance(w, Adapted):
         return w.added_in_tiles(x, grouped_matmul(x, w.base, groups), groups)
+    if isinstance(w, Quantized) and (product := tiles_product(x, w, groups)) is not None:
+        return product
     if isinstance(w, Quantized | Split):
         return grouped_product(x, w, groups, _stored)
     if isinstance(w, Observed):
@@ -107,8 +110,14 @@ def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Grou
 
 def grouped_path(x: Float[Array, "... k"], *weights: Any) -> Literal["mosaic", "xla"]:
     """The path of `grouped_matmul` for numbers like ``x`` and all of these weights, which share their tiles."""
-    weights = tuple(map(unadapted, weights))
-    if not all(isinstance(w, jax.Array) for w in weights):  # stored ones are dequantised tile by tile
-        return "xla"
-    chosen = (grouped.explain(jax.ShapeDtypeStruct((1, w.shape[-1]), x.dtype), w).path for w in weights)
-    return "mosaic" if all(path == "mosaic" for path in chosen) else "xla"
+    return "mosaic" if all(_tiles_by_kernel(x, unadapted(w)) for w in weights) else "xla"
+
+
+def _tiles_by_kernel(x: Float[Array, "... k"], w: Any) -> bool:
+    if isinstance(w, Quantized):
+        chosen = explain_tiles(x.dtype, w)
+    elif isinstance(w, jax.Array):
+        chosen = grouped.explain(jax.ShapeDtypeStruct((1, w.shape[-1]), x.dtype), w)
+    else:  # in pieces of their own, which are dequantised tile by tile
+        return False
+    return chosen is not None and chosen.path == "mosaic"

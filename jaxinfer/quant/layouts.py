@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.quant import ggml
+from pallas_kernels import quant_matmul
 
 Parts = Mapping[str, jax.Array]
 
@@ -180,6 +181,31 @@ class Codebook:
         scales = parts["scales"].astype(jnp.float32)
         # in full: XLA turns a division by one number for many into a product with its reciprocal, one bit off
         return scales / jnp.broadcast_to(parts["divisor"], scales.shape) if self.divided else scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Float4:
+    """MXFP4 as a GPU's kernels read it, see `pallas_kernels.quant_matmul.reference`.
+
+    Parts: ``codes`` int4 [*out, in], places in the order of float4_e2m1fn; ``scales`` uint8 [in / group, *out],
+    exponents.
+    """
+
+    group: int = 32
+
+    def parts(self, inputs: int) -> dict[str, Part]:
+        groups = _groups(inputs, self.group)
+        return {"codes": Part((inputs,), "int4"), "scales": Part((groups,), "uint8", groups > 1, first=True)}
+
+    def input_parts(self, inputs: int) -> dict[str, Part]:
+        del inputs
+        return {}
+
+    def dequantize(self, parts: Parts) -> Float[Array, "*out k"]:
+        codes, scales = parts["codes"], parts["scales"]
+        inputs = codes.shape[-1]
+        flat = quant_matmul.dequantized(codes.reshape(-1, inputs), scales.reshape(scales.shape[0], -1), e2m1=True)
+        return flat.reshape(codes.shape)
 
 
 @dataclasses.dataclass(frozen=True)

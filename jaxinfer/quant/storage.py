@@ -21,10 +21,9 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.parallel.mesh import RULES, spread_over
 from jaxinfer.quant import activations
 from jaxinfer.quant.adapted import Adapted
-from jaxinfer.quant.layouts import Grouped, Layout, Part
+from jaxinfer.quant.layouts import Float4, Grouped, Layout, Part
 from jaxinfer.quant.plain import Plain
 from jaxinfer.quant.spread import is_spread
-from jaxinfer.types import ParamSpec
 from pallas_kernels import quant_matmul
 
 CHANNELS = 256  # dequantised at a time
@@ -124,10 +123,10 @@ class Quantized:
 
     def expert(self, index: Int[Array, ""] | int) -> Quantized:
         """One of a stack of weights ``[experts, *out, in]``."""
-        arrays = {
-            name: lax.dynamic_index_in_dim(array, index, keepdims=False) if name in self._parts else array
-            for name, array in self.arrays.items()
-        }
+        arrays = dict(self.arrays)
+        for name, part in self._parts.items():
+            axis = len(part.shape) if part.first else 0
+            arrays[name] = lax.dynamic_index_in_dim(arrays[name], index, axis, keepdims=False)
         return dataclasses.replace(self, arrays=arrays, axes=self.axes[1:])
 
     def _only(self, names: Mapping[str, Part]) -> dict[str, Any]:
@@ -197,7 +196,7 @@ def is_stored(node: Any) -> bool:
 
 def with_values(tree: Any, dtype: str) -> Any:
     """A tree of parameters, or of specs, whose stored weights have values of another dtype."""
-    return _map_stored(lambda weight: dataclasses.replace(weight, dtype=dtype), tree)
+    return map_stored(lambda weight: dataclasses.replace(weight, dtype=dtype), tree)
 
 
 def with_activations(tree: Any, kind: str) -> Any:
@@ -223,36 +222,7 @@ def with_activations(tree: Any, kind: str) -> Any:
             layout=dataclasses.replace(layout, activations=_KINDS[kind], activation_group=own, int8_steps=_STEPS),
         )
 
-    return _map_stored(changed, tree)
-
-
-def for_kernels(tree: Any) -> Any:
-    """A tree of parameters, or of specs, in the form that a GPU's kernels read without rearranging anything.
-
-    Tables of which rows are taken, stacked experts, and weights with rounded inputs stay as they are.
-    """
-    return _map_stored(_for_kernels, tree)
-
-
-def _for_kernels(weight: Quantized) -> Quantized:
-    layout, among = weight.layout, {*weight.axes}
-    if not isinstance(layout, Grouped) or layout.group == weight.inputs or layout.activations:
-        return weight
-    if layout.groups_first or among & {"vocab", "expert"}:
-        return weight
-    own = {name: _groups_first(weight.arrays[name]) for name in layout.parts(weight.inputs) if name != "codes"}
-    arrays = {**weight.arrays, **own}
-    return dataclasses.replace(weight, arrays=arrays, layout=dataclasses.replace(layout, groups_first=True))
-
-
-def _groups_first(array: Any) -> Any:
-    """Move the last axis of an array, a `ParamSpec` or a `jax.ShapeDtypeStruct` to the front."""
-    if isinstance(array, ParamSpec):
-        shape, axes = (array.shape[-1], *array.shape[:-1]), (array.axes[-1], *array.axes[:-1])
-        return dataclasses.replace(array, shape=shape, axes=axes, sources=())
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((array.shape[-1], *array.shape[:-1]), array.dtype)
-    return jnp.moveaxis(array, -1, 0)
+    return map_stored(changed, tree)
 
 
 _KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
@@ -265,7 +235,8 @@ def rounds_activations(tree: Any) -> bool:
     return any(layout.activations for layout in layouts if isinstance(layout, Grouped))
 
 
-def _map_stored(function: Callable[[Quantized], Quantized], tree: Any) -> Any:
+def map_stored(function: Callable[[Quantized], Quantized], tree: Any) -> Any:
+    """Replace each `Quantized` of a tree of parameters or of specs."""
     return jax.tree.map(lambda node: function(node) if _is_quantized(node) else node, tree, is_leaf=_is_quantized)
 
 
@@ -285,6 +256,10 @@ def _product(x: Float[Array, "rows k"], weight: Quantized) -> Float[Array, "rows
         # a device's part of the inputs shares its scales with the others
         along = None if x.shape[-1] == weight.inputs else RULES[weight.axes[-1] or ""]
         return _grouped_product(x, layout, arrays, along)
+    if isinstance(layout, Float4):
+        codes, scales = arrays["codes"], arrays["scales"]
+        flat = codes.reshape(-1, codes.shape[-1]), scales.reshape(scales.shape[0], -1)
+        return quant_matmul.matmul(x, *flat, e2m1=True)
     return _by_channels(x, layout, {name: arrays[name] for name in layout.parts(weight.inputs)}, weight.shape[:-1])
 
 

@@ -1,6 +1,6 @@
 """quant_matmul: a matrix product with weights of 4 or 8 bits that are never dequantised in memory."""
 
-from pallas_kernels.quant_matmul.api import explain, matmul
-from pallas_kernels.quant_matmul.reference import Packed, dequantized, pack
+from pallas_kernels.quant_matmul.api import explain, explain_tiles, matmul, matmul_tiles
+from pallas_kernels.quant_matmul.reference import Packed, dequantized, pack, placed
 
-__all__ = ["Packed", "dequantized", "explain", "matmul", "pack"]
+__all__ = ["Packed", "dequantized", "explain", "explain_tiles", "matmul", "matmul_tiles", "pack", "placed"]

@@ -1,7 +1,8 @@
-"""The door of quant_matmul: a Mosaic kernel for few rows on Hopper GPUs, plain XLA everywhere else."""
+"""The door of quant_matmul: a Mosaic kernel on Hopper GPUs, plain XLA everywhere else."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,12 +10,21 @@ import jax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.choice import HOPPER, Choice, Target, Wish, choose
+from pallas_kernels.grouped_matmul.groups import KERNEL_ROWS, Groups
 from pallas_kernels.quant_matmul import mosaic, xla
+from pallas_kernels.quant_matmul.fit import Operands, of_rows, refusal
 from pallas_kernels.quant_matmul.reference import group_size
 
 
 def explain(
-    x: Any, weights: Any, scales: Any, zeros: Any = None, *, path: Wish = "auto", target: Target | None = None
+    x: Any,
+    weights: Any,
+    scales: Any,
+    zeros: Any = None,
+    *,
+    e2m1: bool = False,
+    path: Wish = "auto",
+    target: Target | None = None,
 ) -> Choice:
     """The path that `matmul` takes for operands of these shapes and dtypes, and why.
 
@@ -28,10 +38,10 @@ def explain(
     if x.shape[-1] != weights.shape[1]:
         raise ValueError(f"x {x.shape} and weights {weights.shape} of [outputs, inputs] do not fit each other")
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    refusal = mosaic.refusal(flat, weights, scales, zeros)
-    chosen = choose(path, refusal, least=HOPPER, most=HOPPER, target=target)
-    fused = zeros is None and group_size(weights, scales) == weights.shape[1]
-    if path == "auto" and chosen.path == "mosaic" and fused:
+    whole = group_size(weights, scales, zeros) == weights.shape[1]
+    why = refusal(of_rows(flat, weights, scales, zeros, e2m1=e2m1))
+    chosen = choose(path, why, least=HOPPER, most=HOPPER, target=target)
+    if path == "auto" and chosen.path == "mosaic" and whole and zeros is None:
         return Choice("xla", "A channel has one scale: XLA fuses the weights' conversion into its own matrix product.")
     return chosen
 
@@ -39,17 +49,84 @@ def explain(
 def matmul(
     x: Float[Array, "*rows k"],
     weights: Num[Array, "n k"],
-    scales: Float[Array, "*groups n"],
+    scales: Num[Array, "*groups n"],
     zeros: Int[Array, "groups n"] | None = None,
     *,
+    e2m1: bool = False,
     path: Wish = "auto",
 ) -> Float[Array, "*rows n"]:
     """``x @ ((weights - zeros) * scales).T`` in the dtype of ``x``; `reference` says how weights are stored.
+
+    Args:
+        e2m1: weights and scales are those of MXFP4.
 
     Raises:
         ValueError: operands that do not fit each other, or a forced path that cannot do them.
     """
     flat = x.reshape(-1, x.shape[-1])
-    chosen = explain(flat, weights, scales, zeros, path=path)
-    result = (mosaic if chosen.path == "mosaic" else xla).matmul(flat, weights, scales, zeros)
+    chosen = explain(flat, weights, scales, zeros, e2m1=e2m1, path=path)
+    result = (mosaic if chosen.path == "mosaic" else xla).matmul(flat, weights, scales, zeros, e2m1=e2m1)
     return result.reshape(*x.shape[:-1], weights.shape[0])
+
+
+def explain_tiles(
+    x: Any,
+    weights: Any,
+    scales: Any,
+    zeros: Any = None,
+    *,
+    e2m1: bool = False,
+    path: Wish = "auto",
+    target: Target | None = None,
+) -> Choice:
+    """The path that `matmul_tiles` takes for operands of these shapes and dtypes, and why.
+
+    Args:
+        x: of which rows do not count here: [tiles, rows, k], or rows alone, [..., k], before they are in tiles.
+
+    Raises:
+        ValueError: the Mosaic kernel is forced and cannot do these operands.
+    """
+    tiles = jax.ShapeDtypeStruct((1, KERNEL_ROWS[0], x.shape[-1]), x.dtype)
+    why = refusal(Operands(tiles, weights, scales, zeros, e2m1, grouped=True))
+    return choose(path, why, least=HOPPER, most=HOPPER, target=target)
+
+
+def matmul_tiles(
+    x: Float[Array, "tiles rows k"],
+    weights: Num[Array, "experts n k"],
+    scales: Num[Array, "groups experts n"],
+    zeros: Int[Array, "groups experts n"] | None,
+    groups: Groups,
+    *,
+    e2m1: bool = False,
+    path: Wish = "auto",
+    target: Target | None = None,
+) -> Float[Array, "tiles rows n"]:
+    """Each tile's rows times the transposed weights of the tile's expert, as `grouped_matmul.matmul` of stored ones.
+
+    Tiles that hold nothing give zeros, or what their zero rows give. A batch of calls (`jax.vmap`) takes the XLA path.
+
+    Raises:
+        ValueError: a forced path that cannot do the operands.
+    """
+    chosen = explain_tiles(x, weights, scales, zeros, e2m1=e2m1, path=path, target=target)
+    if chosen.path == "mosaic" and groups.experts is not None:
+        result: jax.Array = _kernel(e2m1)(x, weights, scales, zeros, groups)
+        return result
+    return xla.matmul_tiles(x, weights, scales, zeros, groups, e2m1=e2m1, target=target)
+
+
+@functools.cache
+def _kernel(e2m1: bool) -> Any:
+    @jax.custom_batching.custom_vmap
+    def multiply(*operands: Any) -> jax.Array:
+        return mosaic.matmul_tiles(*operands, e2m1=e2m1)
+
+    @multiply.def_vmap
+    def _(_: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+        axes = jax.tree.map(lambda one: 0 if one else None, tuple(batched))
+        plain = functools.partial(xla.matmul_tiles, e2m1=e2m1, target=Target("gpu", HOPPER))
+        return jax.vmap(plain, in_axes=axes)(*operands), True
+
+    return multiply

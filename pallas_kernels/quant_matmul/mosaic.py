@@ -1,30 +1,35 @@
-"""At most 64 rows times quantised weights, for Hopper GPUs, in Pallas Mosaic GPU: bound by reading the weights once.
+"""Rows times quantised weights, for Hopper GPUs, in Pallas Mosaic GPU: weights become plain numbers in registers.
 
 The operands are swapped: a wgmma's 64 rows are 64 output channels, whose numbers go from shared memory to registers,
-become bfloat16 (or float16) there and enter the tensor core from there; its columns are the rows of x, 8 to 64. So
+become bfloat16 (or float16) there and enter the tensor core from there; its columns are the rows of x, 8 to 128. So
 little is wasted where there are few of them, and a dequantised weight never lies in memory.
 
-A thread block has ``consumers`` x 64 output channels and one of ``splits`` parts of k. Its warpgroups:
+More rows are cut into tiles. With ``groups`` each tile has an expert of its own, which is read from device memory, as
+is the number of tiles that hold anything: those of a mixture of experts (`pallas_kernels.grouped_matmul`).
+
+A unit of work is a tile, ``consumers`` x 64 output channels, and one of ``splits`` parts of k. As many thread blocks as
+there are multiprocessors take units in turns. Their warpgroups:
 
     producer (the last)                              consumers (one each for 64 channels)
     -------------------                              ------------------------------------
-    per step of ``depth`` inputs:                    per step:
+    per unit, per step of ``depth`` inputs:          per unit, per step:
       waits free (once the ring is full)       <-      arrive when the slot is read
       weights [channels, depth] packed
       x [rows, depth]                  -> ready ->     wait
-      scales, zeros [groups, channels]                 per group: weights -> registers -> 16 bits (- zero)
+      scales, zeros [groups, channels]                 per span: weights -> registers -> 16 bits (- zero)
                                                          part = weights . x, sums += part * scale
 
 ``ready`` is arrived at by the copy engine, once per copy, and waited on by the consumers; ``free`` the other way round,
 and the producer drains its last arrivals, so that no barrier ends in the middle of a phase.
 
 Integers times x are exact before they are scaled: a group's sum is scaled, not its weights, which costs less than
-scaling the weights as soon as a group has more inputs than x has rows, and rounds nothing to 16 bits.
+scaling the weights as soon as a group has more inputs than x has rows, and rounds nothing to 16 bits. float4_e2m1fn
+times a power of two (MXFP4) is a bfloat16: there the weights are scaled, which rounds nothing either.
 
-Splits write float32 sums, which XLA adds in order, within whatever kernel comes next. No bit of a row depends on the
-other rows. The heuristic's steps and splits follow from the weights' shape alone (tuned ones may not): the order of
-additions is the same for every number of rows, and so are the bits, if a wgmma's column does not depend on how many
-columns it has.
+Splits have float32 sums of their own, which are added in order: by XLA, within whatever kernel comes next, or, where
+tiles are many, by the thread block that makes them one after the other. No bit of a row depends on the other rows. What
+is added in which order (`Shape.span`, `Shape.grain`, the splits) follows from the weights' shape alone, and so do the
+bits, if a wgmma's column does not depend on how many columns it has.
 
 Swapped operands and weights upcast in registers: Frantar et al. 2024 (MARLIN, arXiv:2408.11743).
 """
@@ -32,7 +37,6 @@ Swapped operands and weights upcast in registers: Frantar et al. 2024 (MARLIN, a
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,21 +48,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import compat
-from pallas_kernels.quant_matmul.reference import DTYPES, group_size
-from pallas_kernels.quant_matmul.tile_keys import MATMUL, matmul_key
-from pallas_kernels.quant_matmul.types import CHANNELS, CONSUMERS, MOST_SPLITS, Shape, Tiles, bits_of
-from pallas_kernels.tiles import pick
+from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.quant_matmul import fit
+from pallas_kernels.quant_matmul.fit import FEW_ROWS, TILE_ROWS, Operands, heuristic_tiles, refusal
+from pallas_kernels.quant_matmul.types import CHANNELS, Shape, Tiles, bits_of
 
-__all__ = ["CONSUMERS", "MOST_SPLITS", "Tiles", "heuristic_tiles", "matmul", "refusal"]
+__all__ = ["Tiles", "heuristic_tiles", "matmul", "matmul_tiles", "refusal"]
 
-MOST_ROWS = 64
-SPAN = 64  # inputs that x's swizzled tiles hold: the least of a group
-_TILE_ROWS = 8
-_BLOCK_BYTES = 232_448  # shared memory that one thread block may have
-_BARRIER_BYTES = 1024
-_WAVE_BYTES = 24_000  # that a multiprocessor could have read while a new block's pipeline fills
-# Four consumers start with 96 registers a thread: the producer gives away what they need.
-_REGISTERS = {4: (24, 120)}
+PANEL = 16  # tiles whose rows are together in the L2 cache
+# What a thread block's warpgroups start with is too little for these consumers: the producer gives away the rest.
+_REGISTERS = {2: (24, 240), 3: (24, 152), 4: (24, 120)}
 _MATRIX = plgpu.Layout.WGMMA
 _PER_CHANNEL = plgpu.Layout.WGMMA.reduce(1)
 
@@ -66,11 +65,13 @@ _PER_CHANNEL = plgpu.Layout.WGMMA.reduce(1)
 class _Gmem(NamedTuple):
     """Operands and result in device memory."""
 
-    x: Any  # [rows, inputs]
-    weights: Any  # [channels, inputs]
-    scales: Any  # [inputs / group, channels]
+    x: Any  # [tiles, rows, inputs]
+    weights: Any  # [experts, channels, inputs]
+    scales: Any  # [inputs / group, experts, channels]
     zeros: Any  # the same, or None
-    output: Any  # [rows, channels], or [splits, rows, channels] float32
+    experts: Any  # [tiles], or None
+    occupied: Any  # [1], or None
+    output: Any  # [tiles, rows, channels], or [splits, tiles, rows, channels] float32
 
 
 class _Smem(NamedTuple):
@@ -80,6 +81,7 @@ class _Smem(NamedTuple):
     weights: Any  # [stages, block_channels, depth]
     scales: Any  # [stages, groups, block_channels]
     zeros: Any
+    totals: Any  # [consumers, 64, rows]: of the splits before
     upcast: Any  # [consumers, 64, span]: interpreted, a wgmma takes no registers
 
 
@@ -91,9 +93,10 @@ class _Barriers(NamedTuple):
 def matmul(
     x: Float[Array, "rows k"],
     weights: Num[Array, "n k"],
-    scales: Float[Array, "*groups n"],
+    scales: Num[Array, "*groups n"],
     zeros: Int[Array, "groups n"] | None = None,
     *,
+    e2m1: bool = False,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "rows n"]:
@@ -106,109 +109,56 @@ def matmul(
     Raises:
         ValueError: what `refusal` says.
     """
-    if (why := refusal(x, weights, scales, zeros, tiles=tiles)) is not None:
-        raise ValueError(why)
-    shape = _shape_of(x, weights, scales, zeros, tiles or _best_tiles(x, weights, scales, zeros))
-    shape = shape._replace(interpret=interpret is not None)
-    missing = shape.rows - x.shape[0]
-    given = {
-        "x": jnp.pad(x, ((0, missing), (0, 0))) if missing else x,
-        "weights": weights,
-        "scales": scales.reshape(-1, shape.channels),
-        **({} if zeros is None else {"zeros": zeros.astype(jnp.int8)}),
-    }
-    parts = _launcher(shape, tuple(given), interpret)(*given.values())[0]
-    if shape.tiles.splits > 1:
-        parts = functools.reduce(jnp.add, list(parts)).astype(shape.dtype)
-    return parts[: x.shape[0]] if missing else parts
-
-
-def refusal(x: Any, weights: Any, scales: Any, zeros: Any = None, *, tiles: Tiles | None = None) -> str | None:
-    """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can."""
-    return _shape_refusal(x, weights, scales, zeros) or _tiles_refusal(x, weights, scales, zeros, tiles)
-
-
-def _shape_refusal(x: Any, weights: Any, scales: Any, zeros: Any) -> str | None:
-    (channels, inputs), group = weights.shape, group_size(weights, scales, zeros)
-    if x.ndim != 2 or x.shape[1] != inputs:
-        return f"x {x.shape} is no matrix that fits weights {weights.shape} of [outputs, inputs]"
-    if not 1 <= x.shape[0] <= MOST_ROWS:
-        return f"{x.shape[0]} rows: 1 to {MOST_ROWS}"
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype not in DTYPES:
-        return f"{weights.dtype} weights times {x.dtype}: int4, int8 or float8_e4m3fn times bfloat16 or float16"
-    if scales.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"scales of {scales.dtype}: float32, bfloat16 or float16"
-    if channels % CHANNELS or inputs % 128:
-        return f"weights {weights.shape}: a multiple of {CHANNELS} outputs and of 128 inputs"
-    if group % SPAN or (group < 256 and 256 % group) or (group > 256 and group % 128):
-        return f"a scale for {group} inputs: for 64, or multiples of 128"
-    return None
-
-
-def _tiles_refusal(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles | None) -> str | None:
-    if tiles is None:
-        return None
-    shape = _shape_of(x, weights, scales, zeros, tiles)
-    if shape.channels % shape.block_channels or shape.inputs % tiles.depth or tiles.splits > shape.steps:
-        return f"{tiles} does not divide weights {weights.shape} of [outputs, inputs]"
-    if tiles.depth % shape.span or shape.group % shape.span:
-        return f"{tiles} and a scale for {shape.group} inputs: neither of depth and group divides the other"
-    if (need := tiles.stages * shape.stage_bytes + _BARRIER_BYTES) > _BLOCK_BYTES:
-        return f"{tiles} needs {need} bytes of shared memory: there are {_BLOCK_BYTES}"
-    return None
-
-
-def _best_tiles(x: Any, weights: Any, scales: Any, zeros: Any) -> Tiles:
-    """The tuned tiles, else the heuristic's."""
-    key, untuned = matmul_key(x, weights, scales, zeros), heuristic_tiles(x, weights, scales, zeros)
-    return pick(MATMUL, key, untuned, lambda tiles: _tiles_refusal(x, weights, scales, zeros, tiles))
-
-
-def heuristic_tiles(x: Any, weights: Any, scales: Any, zeros: Any = None, *, multiprocessors: int = 132) -> Tiles:
-    """One wave of thread blocks that keeps most multiprocessors busy, at little traffic besides the weights'.
-
-    All but ``stages`` follows from the weights alone. Nothing here was measured on a GPU.
-    """
-    (channels, inputs), group = weights.shape, group_size(weights, scales, zeros)
-    depth = 256 if bits_of(weights.dtype) == 4 and inputs % 256 == 0 and (group % 256 == 0 or 256 % group == 0) else 128
-    steps = inputs // depth
-    fitting = [one for one in CONSUMERS if channels % (one * CHANNELS) == 0]
-    choices = itertools.product(fitting, range(1, min(MOST_SPLITS, steps) + 1))
-
-    def cost(choice: tuple[int, int]) -> float:
-        consumers, splits = choice
-        waves = pl.cdiv(channels // (consumers * CHANNELS) * splits, multiprocessors)
-        step = consumers * CHANNELS * depth * bits_of(weights.dtype) // 8
-        share = pl.cdiv(steps, splits) * step * _traffic(consumers, splits, inputs, weights.dtype)
-        return waves * (share + _WAVE_BYTES)
-
-    consumers, splits = min(choices, key=cost)
-    shape = _shape_of(x, weights, scales, zeros, Tiles(consumers, depth, 1, splits))
-    stages = (_BLOCK_BYTES - _BARRIER_BYTES) // shape.stage_bytes
-    return Tiles(consumers, depth, min(stages, 6, max(2, pl.cdiv(steps, splits))), splits)
-
-
-def _traffic(consumers: int, splits: int, inputs: int, dtype: Any, rows: int = 16) -> float:
-    """Bytes moved over bytes of weights; those of x and of splits' sums, in the L2 cache, count a third."""
-    width = bits_of(dtype) / 8
-    x = rows * 2 / (consumers * CHANNELS * width)
-    sums = splits * rows * 8 / (inputs * width) if splits > 1 else 0.0
-    return 1 + (x + sums) / 3
-
-
-def _shape_of(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles) -> Shape:
-    return Shape(
-        rows=-(-x.shape[0] // _TILE_ROWS) * _TILE_ROWS,
-        channels=weights.shape[0],
-        inputs=weights.shape[1],
-        group=group_size(weights, scales, zeros),
-        dtype=jnp.dtype(x.dtype),
-        weight_dtype=jnp.dtype(weights.dtype),
-        scale_dtype=jnp.dtype(scales.dtype),
-        zeros=zeros is not None,
-        tiles=tiles,
-        interpret=False,
+    (rows, inputs), channels = x.shape, weights.shape[0]
+    count, size = fit.tiled(rows)
+    padded = jnp.pad(x, ((0, count * size - rows), (0, 0))) if count * size > rows else x
+    flat = (scales.shape[0] if scales.ndim == 2 else 1, 1, channels)
+    given = Operands(
+        padded.reshape(count, size, inputs),
+        weights.reshape(1, channels, inputs),
+        scales.reshape(flat),
+        None if zeros is None else zeros.astype(jnp.int8).reshape(flat),
+        e2m1,
     )
+    return _launched(given, {}, tiles, interpret).reshape(-1, channels)[:rows]
+
+
+def matmul_tiles(
+    x: Float[Array, "tiles rows k"],
+    weights: Num[Array, "experts n k"],
+    scales: Num[Array, "groups experts n"],
+    zeros: Int[Array, "groups experts n"] | None,
+    groups: Groups,
+    *,
+    e2m1: bool = False,
+    tiles: Tiles | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "tiles rows n"]:
+    """Each tile's rows times the transposed weights of the tile's expert; tiles that hold nothing give zeros.
+
+    Raises:
+        ValueError: what `refusal` says, or every expert has a tile of its own.
+    """
+    if groups.experts is None:
+        raise ValueError("every expert has a tile of its own: the kernel is for tiles that have an expert each")
+    given = Operands(x, weights, scales, None if zeros is None else zeros.astype(jnp.int8), e2m1, grouped=True)
+    owners = {
+        "experts": jnp.clip(groups.experts, 0, weights.shape[0] - 1).astype(jnp.int32),
+        "occupied": groups.occupied.reshape(1).astype(jnp.int32),
+    }
+    return _launched(given, owners, tiles, interpret)
+
+
+def _launched(
+    given: Operands, owners: dict[str, jax.Array], tiles: Tiles | None, interpret: plgpu.InterpretGPUParams | None
+) -> Float[Array, "tiles rows n"]:
+    if (why := refusal(given, tiles=tiles)) is not None:
+        raise ValueError(why)
+    shape = fit.shape_of(given, tiles or fit.best_tiles(given))._replace(interpret=interpret is not None)
+    stored = {"x": given.x, "weights": given.weights, "scales": given.scales}
+    arrays = {**stored, **({} if given.zeros is None else {"zeros": given.zeros}), **owners}
+    result: jax.Array = _launcher(shape, tuple(arrays), interpret)(*arrays.values())[0]
+    return functools.reduce(jnp.add, list(result)).astype(shape.dtype) if shape.written > 1 else result
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -216,14 +166,15 @@ def _shape_of(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles) -> Sh
 
 
 def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Callable[..., Any]:
-    splits = shape.tiles.splits
-    whole = (shape.rows, shape.channels)
-    result = _struct((splits, *whole), jnp.float32) if splits > 1 else _struct(whole, shape.dtype)
+    dims: tuple[int, ...] = (shape.tile_count, shape.rows, shape.channels)
+    if shape.written > 1:
+        dims = (shape.written, *dims)
+    dtype = jnp.float32 if shape.written > 1 else shape.dtype
     return compat.kernel(
         functools.partial(_body, shape, (*names, "output")),
-        out_type=(result,),
+        out_type=(jax.ShapeDtypeStruct(dims, dtype),),
         scratch_types={"smem": _smem(shape), "barriers": _barriers(shape)},
-        grid=(shape.channels // shape.block_channels * splits,),
+        grid=(shape.blocks,),
         grid_names=("block",),
         num_threads=shape.tiles.consumers + 1,
         thread_name="warpgroup",
@@ -236,31 +187,32 @@ def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGP
     )
 
 
-def _struct(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
 def _cost(shape: Shape) -> pl.CostEstimate:
+    """The cost as if no tile were empty: which are is not known when the program is compiled."""
+    rows, experts = shape.tile_count * shape.rows, min(shape.experts, shape.tile_count)
     numbers = shape.channels * shape.inputs
-    moved = numbers * bits_of(shape.weight_dtype) // 8 + 2 * shape.rows * (shape.inputs + shape.channels)
-    return pl.CostEstimate(flops=2 * shape.rows * numbers, transcendentals=0, bytes_accessed=moved)
+    moved = experts * numbers * bits_of(shape.weight_dtype) // 8 + 2 * rows * (shape.inputs + shape.channels)
+    return pl.CostEstimate(flops=2 * rows * numbers, transcendentals=0, bytes_accessed=moved)
 
 
 def _smem(shape: Shape) -> _Smem:
     tiles, factors = shape.tiles, (shape.tiles.stages, shape.groups, shape.block_channels)
+    least = min(shape.span, shape.group)
     return _Smem(
-        x=_tiled((tiles.stages, shape.rows, tiles.depth), shape.dtype),
+        x=_tiled((tiles.stages, shape.rows, tiles.depth), shape.dtype, within=least),
         weights=_tiled((tiles.stages, shape.block_channels, tiles.depth), shape.weight_dtype),
         scales=plgpu.SMEM(factors, shape.scale_dtype),
         zeros=plgpu.SMEM(factors, jnp.int8) if shape.zeros else (),
-        upcast=_tiled((tiles.consumers, CHANNELS, shape.span), shape.dtype) if shape.interpret else (),
+        totals=plgpu.SMEM((tiles.consumers, CHANNELS, shape.rows), jnp.float32) if shape.serial else (),
+        upcast=_tiled((tiles.consumers, CHANNELS, least), shape.dtype) if shape.interpret else (),
     )
 
 
-def _tiled(dims: tuple[int, ...], dtype: Any) -> Any:
-    """Rows in swizzled tiles of 8, as wgmma and the copy engine want them."""
-    swizzle = min(128, dims[-1] * bits_of(dtype) // 8)
-    tiling = plgpu.TilingTransform((_TILE_ROWS, swizzle * 8 // bits_of(dtype)))
+def _tiled(dims: tuple[int, ...], dtype: Any, within: int = 256) -> Any:
+    """Rows in swizzled tiles of 8, as wgmma and the copy engine want them, each in ``within`` numbers at most."""
+    size = bits_of(dtype)
+    swizzle = next(one for one in (128, 64, 32) if dims[-1] * size % (8 * one) == 0 and one * 8 <= within * size)
+    tiling = plgpu.TilingTransform((TILE_ROWS, swizzle * 8 // size))
     return plgpu.SMEM(dims, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
@@ -273,12 +225,13 @@ def _barriers(shape: Shape) -> _Barriers:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The kernel.
+# The kernel: units.
 
 
 class _Unit(NamedTuple):
-    """A thread block's share: channels from ``channel`` on, steps ``first`` to ``first + count``."""
+    """A tile's product with channels from ``channel`` on, steps ``first`` to ``first + count``. Traced scalars."""
 
+    tile: Any
     channel: Any
     split: Any
     first: Any
@@ -287,69 +240,151 @@ class _Unit(NamedTuple):
 
 def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: _Smem, barriers: _Barriers) -> None:
     gmem = _Gmem(**(dict.fromkeys(_Gmem._fields) | dict(zip(names, refs, strict=True))))
-    unit, warpgroup = _unit(shape, lax.axis_index("block")), lax.axis_index("warpgroup")
-    consumers = shape.tiles.consumers
-    pl.when(warpgroup < consumers)(functools.partial(_consume, shape, unit, warpgroup, gmem, smem, barriers))
-    pl.when(warpgroup == consumers)(functools.partial(_produce, shape, unit, gmem, smem, barriers))
+    warpgroup, consumers = lax.axis_index("warpgroup"), shape.tiles.consumers
+    pl.when(warpgroup < consumers)(functools.partial(_consume, shape, warpgroup, gmem, smem, barriers))
+    pl.when(warpgroup == consumers)(functools.partial(_produce, shape, gmem, smem, barriers))
 
 
-def _unit(shape: Shape, block: Any) -> _Unit:
-    splits = jnp.int32(shape.tiles.splits)
-    split = lax.rem(block, splits)
-    first = lax.div(split * shape.steps, splits)
-    count = lax.div((split + 1) * shape.steps, splits) - first
-    return _Unit(lax.div(block, splits) * shape.block_channels, split, first, count)
+def _each_unit(shape: Shape, gmem: _Gmem, work: Callable[[_Unit, Any], None]) -> Any:
+    """Call ``work`` with each unit of this thread block and the steps before it; return the number of all steps."""
+    block, blocks, units = lax.axis_index("block"), shape.blocks, shape.tile_count * shape.parts
+    occupied = jnp.clip(gmem.occupied[0], 0, shape.tile_count) if shape.grouped else shape.tile_count
+
+    def one(index: Any, done: Any) -> Any:
+        unit = _unit_at(shape, occupied, block + index * blocks)
+        work(unit, done)
+        return done + unit.count
+
+    return lax.fori_loop(0, lax.div(units - block + blocks - 1, jnp.int32(blocks)), one, jnp.int32(0))
+
+
+def _unit_at(shape: Shape, occupied: Any, number: Any) -> _Unit:
+    """The unit of a number: panels one after the other; the last one of tiles that hold something may be smaller."""
+    parts = jnp.int32(shape.parts)
+    first = lax.div(number, PANEL * parts) * PANEL
+    size = jnp.clip(occupied - first, 1, PANEL)
+    within = number - first * parts
+    empty = number >= occupied * parts
+    tile = jnp.where(empty, lax.div(number, parts), first + lax.rem(within, size))
+    part = jnp.where(empty, lax.rem(number, parts), lax.div(within, size))
+    written = jnp.int32(shape.written)
+    split = lax.rem(part, written)
+    start, end = (0, shape.steps) if shape.serial else (_first_step(shape, split), _first_step(shape, split + 1))
+    channel = lax.div(part, written) * shape.block_channels
+    return _Unit(tile, channel, split, start, jnp.where(empty, 0, end - start))
+
+
+def _first_step(shape: Shape, split: Any) -> Any:
+    """The step at which a split begins: a multiple of ``grain`` inputs, whatever the depth of a step."""
+    if shape.tiles.splits == 1:
+        return split * shape.steps
+    grains = shape.inputs // shape.grain
+    return lax.div(split * grains, jnp.int32(shape.tiles.splits)) * (shape.grain // shape.tiles.depth)
 
 
 def _slot(shape: Shape, step: Any) -> Any:
     return lax.rem(step, jnp.int32(shape.tiles.stages))
 
 
-def _produce(shape: Shape, unit: _Unit, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
+def _registers(shape: Shape) -> tuple[int, int] | None:
+    crowded = shape.tiles.consumers > 2 or shape.rows > FEW_ROWS
+    return _REGISTERS.get(shape.tiles.consumers) if crowded else None
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The kernel: the producer.
+
+
+def _produce(shape: Shape, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
     stages = shape.tiles.stages
-    if registers := _REGISTERS.get(shape.tiles.consumers):
+    if registers := _registers(shape):
         plgpu.set_max_registers(registers[0], action="decrease")
 
     def await_free(step: Any, _: Any = None) -> None:
         plgpu.barrier_wait(barriers.free.at[_slot(shape, step)])
 
-    def step(index: Any, _: Any) -> None:
-        pl.when(index >= stages)(functools.partial(await_free, index))
-        _copy_step(shape, unit, index, gmem, smem, barriers)
+    def fill(unit: _Unit, done: Any) -> None:
+        expert = gmem.experts[unit.tile] if shape.grouped else 0
 
-    lax.fori_loop(0, unit.count, step, None)
-    lax.fori_loop(jnp.maximum(unit.count - stages, 0), unit.count, await_free, None)
+        def step(index: Any, _: Any) -> None:
+            pl.when(done + index >= stages)(functools.partial(await_free, done + index))
+            _copy_step(shape, unit, expert, unit.first + index, _slot(shape, done + index), gmem, smem, barriers)
+
+        lax.fori_loop(0, unit.count, step, None)
+
+    steps = _each_unit(shape, gmem, fill)
+    lax.fori_loop(jnp.maximum(steps - stages, 0), steps, await_free, None)
 
 
-def _copy_step(shape: Shape, unit: _Unit, index: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
-    slot, depth = _slot(shape, index), shape.tiles.depth
-    start = (unit.first + index) * depth
-    inputs, channels = pl.ds(start, depth), pl.ds(unit.channel, shape.block_channels)
+def _copy_step(
+    shape: Shape, unit: _Unit, expert: Any, step: Any, slot: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers
+) -> None:
+    depth = shape.tiles.depth
+    start = pl.multiple_of(step * depth, depth)
+    inputs, channels = pl.ds(start, depth), pl.ds(pl.multiple_of(unit.channel, CHANNELS), shape.block_channels)
     groups = pl.ds(lax.div(start, jnp.int32(shape.group)), shape.groups)
     ready = barriers.ready.at[slot]
-    plgpu.copy_gmem_to_smem(gmem.weights.at[channels, inputs], smem.weights.at[slot], ready)
-    plgpu.copy_gmem_to_smem(gmem.x.at[:, inputs], smem.x.at[slot], ready)
-    plgpu.copy_gmem_to_smem(gmem.scales.at[groups, channels], smem.scales.at[slot], ready)
+    plgpu.copy_gmem_to_smem(gmem.weights.at[expert, channels, inputs], smem.weights.at[slot], ready)
+    plgpu.copy_gmem_to_smem(gmem.x.at[unit.tile, :, inputs], smem.x.at[slot], ready)
+    plgpu.copy_gmem_to_smem(gmem.scales.at[groups, expert, channels], smem.scales.at[slot], ready)
     if shape.zeros:
-        plgpu.copy_gmem_to_smem(gmem.zeros.at[groups, channels], smem.zeros.at[slot], ready)
+        plgpu.copy_gmem_to_smem(gmem.zeros.at[groups, expert, channels], smem.zeros.at[slot], ready)
 
 
-def _consume(shape: Shape, unit: _Unit, warpgroup: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
+# --------------------------------------------------------------------------------------------------------------
+# The kernel: a consumer.
+
+
+def _consume(shape: Shape, warpgroup: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
+    if registers := _registers(shape):
+        plgpu.set_max_registers(registers[1], action="increase")
+
+    def multiply(unit: _Unit, done: Any) -> None:
+        if shape.serial:
+            _sum_splits(shape, done, warpgroup, smem, barriers)
+            sums = plgpu.load(smem.totals.at[warpgroup], layout=_MATRIX, optimized=False)
+        else:
+            sums = _sums(shape, done, unit.count, warpgroup, smem, barriers)
+        _write(shape, unit, warpgroup, sums, gmem)
+
+    _each_unit(shape, gmem, multiply)
+
+
+def _sum_splits(shape: Shape, done: Any, warpgroup: Any, smem: _Smem, barriers: _Barriers) -> None:
+    """Add up the splits' sums in order; each thread reads what it wrote itself."""
+    mine = smem.totals.at[warpgroup]
+
+    def add(split: Any, _: Any) -> None:
+        first = _first_step(shape, split)
+        count = _first_step(shape, split + 1) - first
+        sums = _sums(shape, done + first, count, warpgroup, smem, barriers)
+
+        def add_to_former() -> None:
+            compat.store(mine, plgpu.load(mine, layout=_MATRIX, optimized=False) + sums)
+
+        pl.when(split == 0)(functools.partial(compat.store, mine, sums))
+        pl.when(split > 0)(add_to_former)
+
+    lax.fori_loop(0, shape.tiles.splits, add, None)
+
+
+def _sums(
+    shape: Shape, done: Any, count: Any, warpgroup: Any, smem: _Smem, barriers: _Barriers
+) -> Float[Array, "64 rows"]:
+    """The sums over so many steps, the first of them in the slot of step ``done``."""
     own = pl.ds(pl.multiple_of(warpgroup * CHANNELS, CHANNELS), CHANNELS)
 
     def step(index: Any, sums: Any) -> Any:
-        slot = _slot(shape, index)
+        slot = _slot(shape, done + index)
         plgpu.barrier_wait(barriers.ready.at[slot])
         packed = _packed(shape, smem.weights.at[slot, own])
-        for group in range(shape.groups):
-            sums = sums + _group_sums(shape, packed, group, slot, own, warpgroup, smem)
+        for first in range(0, shape.tiles.depth, shape.span):
+            sums = sums + _span_sums(shape, packed, first, slot, own, warpgroup, smem)
         plgpu.barrier_arrive(barriers.free.at[slot])
         return sums
 
-    if registers := _REGISTERS.get(shape.tiles.consumers):
-        plgpu.set_max_registers(registers[1], action="increase")
     nothing = plgpu.layout_cast(jnp.zeros((CHANNELS, shape.rows), jnp.float32), _MATRIX)
-    _write(shape, unit, warpgroup, lax.fori_loop(0, unit.count, step, nothing), gmem)
+    return lax.fori_loop(0, count, step, nothing)
 
 
 def _packed(shape: Shape, ref: Any) -> Any:
@@ -358,44 +393,68 @@ def _packed(shape: Shape, ref: Any) -> Any:
     return plgpu.layout_cast(plgpu.load(ref, layout=narrow), _MATRIX)
 
 
-def _group_sums(
-    shape: Shape, packed: Any, group: int, slot: Any, own: Any, warpgroup: Any, smem: _Smem
+def _span_sums(
+    shape: Shape, packed: Any, first: int, slot: Any, own: Any, warpgroup: Any, smem: _Smem
 ) -> Float[Array, "64 rows"]:
-    inputs, dims = (group * shape.span, (group + 1) * shape.span), (CHANNELS, shape.rows)
-    scales = lax.broadcast_in_dim(_factors(smem.scales, slot, group, own), dims, [0])
-    left = _upcast(shape, lax.slice(packed, (0, inputs[0]), (CHANNELS, inputs[1])))
-    if shape.zeros:
-        zeros = _factors(smem.zeros, slot, group, own).astype(shape.dtype)
-        left = left - lax.broadcast_in_dim(zeros, left.shape, [0])
-    if shape.interpret:
-        smem.upcast[warpgroup] = left
-        plgpu.commit_smem()
-        left = smem.upcast.at[warpgroup]
-    right = smem.x.at[slot, :, pl.ds(inputs[0], shape.span)].transpose((1, 0))
+    """The sums over a span's inputs, times their scale."""
+    dims, size = (CHANNELS, shape.rows), min(shape.span, shape.group)
+    scales = None if shape.e2m1 else _factors(smem.scales, slot, first // shape.group, own).astype(jnp.float32)
 
     def multiply(accumulator: Any) -> Any:
-        plgpu.wgmma(accumulator, left, right)
+        for start in range(first, first + shape.span, size):
+            left = _upcast(shape, lax.slice(packed, (0, start), (CHANNELS, start + size)), start, slot, own, smem)
+            if shape.interpret:
+                plgpu.wgmma_wait(0)
+                smem.upcast[warpgroup] = left
+                plgpu.commit_smem()
+                left = smem.upcast.at[warpgroup]
+            plgpu.wgmma(accumulator, left, smem.x.at[slot, :, pl.ds(start, size)].transpose((1, 0)))
         return accumulator[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(dims, jnp.float32)) * scales
+    sums = pl.run_scoped(multiply, plgpu.ACC(dims, jnp.float32))
+    return sums if scales is None else sums * lax.broadcast_in_dim(scales, dims, [0])
 
 
-def _upcast(shape: Shape, numbers: Any) -> Any:
+def _upcast(shape: Shape, numbers: Any, first: int, slot: Any, own: Any, smem: _Smem) -> Any:
     """Convert to the dtype of x, exactly, by ways for which Mosaic GPU has short code."""
+    group = first // shape.group
     if shape.weight_dtype == jnp.int4 and shape.dtype == jnp.float16:
         numbers = numbers.astype(jnp.bfloat16).astype(jnp.float32)
     if shape.weight_dtype == jnp.float8_e4m3fn and shape.dtype == jnp.bfloat16:
         numbers = numbers.astype(jnp.float16).astype(jnp.float32)
-    return numbers.astype(shape.dtype)
+    numbers = numbers.astype(shape.dtype)
+    if shape.e2m1:
+        return _float4(numbers) * _across(_power(_factors(smem.scales, slot, group, own)), numbers)
+    if shape.zeros:
+        return numbers - _across(_factors(smem.zeros, slot, group, own).astype(shape.dtype), numbers)
+    return numbers
 
 
-def _factors(ref: Any, slot: Any, group: int, own: Any) -> Float[Array, " 64"]:
-    return plgpu.load(ref.at[slot, group, own], layout=_PER_CHANNEL, optimized=False).astype(jnp.float32)
+def _float4(places: Float[Array, "64 k"]) -> Float[Array, "64 k"]:
+    """The numbers at places -7 to 7 in the order of float4_e2m1fn: straight lines that bend at 4 and at 6."""
+
+    def within(most: float) -> Any:
+        return jnp.minimum(jnp.maximum(places, jnp.bfloat16(-most)), jnp.bfloat16(most))
+
+    return jnp.bfloat16(2) * places - jnp.bfloat16(0.5) * within(4) - within(6)
+
+
+def _power(exponents: Int[Array, " 64"]) -> Float[Array, " 64"]:
+    """Two to the exponents of float8_e8m0fnu, whose bits are those of a float32's; the least of them becomes 0."""
+    return lax.bitcast_convert_type(exponents.astype(jnp.int32) << 23, jnp.float32).astype(jnp.bfloat16)
+
+
+def _across(factors: Float[Array, " 64"], numbers: Float[Array, "64 k"]) -> Float[Array, "64 k"]:
+    return lax.broadcast_in_dim(factors, numbers.shape, [0])
+
+
+def _factors(ref: Any, slot: Any, group: int, own: Any) -> Num[Array, " 64"]:
+    return plgpu.load(ref.at[slot, group, own], layout=_PER_CHANNEL, optimized=False)
 
 
 def _write(shape: Shape, unit: _Unit, warpgroup: Any, sums: Any, gmem: _Gmem) -> None:
     """Write from registers: pairs of channels are adjacent once the matrix is transposed."""
     result = plgpu.layout_cast(sums.astype(gmem.output.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     own = pl.ds(pl.multiple_of(unit.channel + warpgroup * CHANNELS, CHANNELS), CHANNELS)
-    target = gmem.output.at[:, own] if shape.tiles.splits == 1 else gmem.output.at[unit.split, :, own]
-    compat.store(target.transpose((1, 0)), result)
+    place = (unit.split, unit.tile) if shape.written > 1 else (unit.tile,)
+    compat.store(gmem.output.at[*place, :, own].transpose((1, 0)), result)

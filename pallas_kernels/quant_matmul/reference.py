@@ -9,6 +9,12 @@ Storage, the contract for whoever loads a checkpoint; one for every path:
 
     weight = (weights - zeros) * scales
 
+MXFP4 (OCP Microscaling Formats 1.0) is stored likewise, as ``e2m1``: int4 weights are places -7 to 7 in the order of
+float4_e2m1fn (`E2M1`), and uint8 scales are the exponents of powers of two, as the bits of float8_e8m0fnu; -8 is no
+place, 0 no scale.
+
+    weight = sign(weights) * E2M1[|weights|] * 2 ** (scales - 127)
+
 Four bits are signed, -8 to 7. Checkpoints that count from 0 to 15 (AWQ, GPTQ) are moved down by 8, their zero points
 too, which changes no weight: `pack` does that. A tensor core takes the weights' rows from registers, with neighbours
 along k side by side; and a program keeps four bits packed up to the registers only if they are `jnp.int4`.
@@ -22,9 +28,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-__all__ = ["Packed", "dequantized", "group_size", "matmul", "pack"]
+__all__ = ["E2M1", "Packed", "dequantized", "group_size", "matmul", "pack", "placed"]
 
 DTYPES = (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 OFFSET = 8  # four bits that count from 0, less this, are signed
 
 
@@ -63,6 +70,12 @@ def pack(
     return stored
 
 
+def placed(codes: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """The places of float4_e2m1fn's codes, 0 to 15, of which the upper half is negative."""
+    numbers = codes.astype(jnp.int8)
+    return jnp.where(numbers < OFFSET, numbers, OFFSET - numbers).astype(jnp.int4)
+
+
 def group_size(weights: Any, scales: Any, zeros: Any = None) -> int:
     """The number of neighbours along k that share a scale; all if a channel has one. Raises ValueError on misfits."""
     n, k = weights.shape
@@ -76,26 +89,38 @@ def group_size(weights: Any, scales: Any, zeros: Any = None) -> int:
 
 def dequantized(
     weights: Num[Array, "n k"],
-    scales: Float[Array, "*groups n"],
+    scales: Num[Array, "*groups n"],
     zeros: Int[Array, "groups n"] | None = None,
     *,
+    e2m1: bool = False,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "n k"]:
     """The weights as plain numbers."""
     group = group_size(weights, scales, zeros)
-    grouped = weights.reshape(weights.shape[0], -1, group).astype(dtype)
+    grouped = weights.reshape(weights.shape[0], -1, group)
+    grouped = _float4(grouped, dtype) if e2m1 else grouped.astype(dtype)
+    if e2m1:  # exponents are a float32's
+        scales = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
     if zeros is not None:
         grouped = grouped - zeros.T[:, :, None].astype(dtype)
     factors = scales.reshape(-1, weights.shape[0]).T[:, :, None].astype(dtype)
     return (grouped * factors).reshape(weights.shape)
 
 
+def _float4(places: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+    """Half of what E2M1 doubles to: a sum of steps, where a table would be a lookup for each number."""
+    size = jnp.abs(places.astype(jnp.int8))
+    steps = size + jnp.maximum(size - 4, 0) + 2 * jnp.maximum(size - 6, 0)
+    return jnp.where(places < 0, -steps, steps).astype(dtype) / 2
+
+
 def matmul(
     x: Float[Array, "*rows k"],
     weights: Num[Array, "n k"],
-    scales: Float[Array, "*groups n"],
+    scales: Num[Array, "*groups n"],
     zeros: Int[Array, "groups n"] | None = None,
     *,
+    e2m1: bool = False,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*rows n"]:
     """``x @ weight.T``, computed in ``dtype`` and given in it.
@@ -105,5 +130,5 @@ def matmul(
     """
     if x.shape[-1] != weights.shape[1]:
         raise ValueError(f"x {x.shape} and weights {weights.shape} of [outputs, inputs] do not fit each other")
-    weight = dequantized(weights, scales, zeros, dtype=dtype)
+    weight = dequantized(weights, scales, zeros, e2m1=e2m1, dtype=dtype)
     return jnp.einsum("...k,nk->...n", x.astype(dtype), weight, precision="highest")

@@ -6,22 +6,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.quant_matmul.reference import group_size
 from pallas_kernels.tiles import Key
 
 MATMUL = "quant_matmul"
 
 
-def matmul_key(x: Any, weights: Any, scales: Any, zeros: Any = None) -> Key:
-    """Key for ``x [rows, k]``. The weights' shape is an option: it decides how often k is split."""
-    channels, inputs = weights.shape
+def matmul_key(given: Any) -> Key:
+    """Key for `fit.Operands`. The weights' shape is an option: it decides how often k is split."""
+    (tiles, rows, _), (_, channels, inputs) = given.x.shape, given.weights.shape
     options = {
         "channels": channels,
         "inputs": inputs,
-        "group": group_size(weights, scales, zeros),
-        "weights": jnp.dtype(weights.dtype).name,
-        "dtype": jnp.dtype(x.dtype).name,
-        "scales": jnp.dtype(scales.dtype).name,
-        "zeros": int(zeros is not None),
+        "group": given.group,
+        "weights": "e2m1" if given.e2m1 else jnp.dtype(given.weights.dtype).name,
+        "dtype": jnp.dtype(given.x.dtype).name,
+        "scales": jnp.dtype(given.scales.dtype).name,
+        "zeros": int(given.zeros is not None),
+        "grouped": int(given.grouped),
     }
-    return Key(options, {"rows": x.shape[0]})
+    return Key(options, {"tiles": tiles, "rows": rows})

@@ -9,18 +9,21 @@ import jax.numpy as jnp
 
 MOST_SPLITS = 8
 CHANNELS = 64  # of one consumer: the rows of a wgmma
-CONSUMERS = (1, 2, 4)
+CONSUMERS = (1, 2, 3, 4)
+DEPTHS = (64, 128, 192, 256)
+BARRIER_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes, tuned for speed. ``depth`` and ``splits`` are part of the numerics: the last bits.
+    """Block sizes, tuned for speed. ``splits`` are part of the numerics: the last bits.
 
     Attributes:
-        consumers: warpgroups that compute, each for 64 output channels: 1, 2 or 4.
-        depth: inputs of one pipeline slot: 128 or 256.
+        consumers: warpgroups that compute, each for 64 output channels: 1 to 4.
+        depth: inputs of one pipeline slot: 64, 128, 192 or 256.
         stages: pipeline slots: how many are on their way from memory at once.
-        splits: parts of k that are summed by thread blocks of their own, 1 to 8.
+        splits: parts of k with a sum each, 1 to 8: of thread blocks of their own, or of one after the other.
+        blocks: thread blocks, which share the work.
 
     Raises:
         ValueError: other numbers than these.
@@ -30,18 +33,21 @@ class Tiles:
     depth: int = 128
     stages: int = 4
     splits: int = 1
+    blocks: int = 132
 
     def __post_init__(self) -> None:
-        if self.consumers not in CONSUMERS or self.depth not in (128, 256):
-            raise ValueError(f"consumers must be 1, 2 or 4, and depth 128 or 256: {self}")
-        if self.stages < 1 or not 1 <= self.splits <= MOST_SPLITS:
-            raise ValueError(f"there is at least one stage, and there are 1 to {MOST_SPLITS} splits: {self}")
+        if self.consumers not in CONSUMERS or self.depth not in DEPTHS:
+            raise ValueError(f"consumers must be 1 to 4, and depth one of {DEPTHS}: {self}")
+        if min(self.stages, self.blocks) < 1 or not 1 <= self.splits <= MOST_SPLITS:
+            raise ValueError(f"there is at least one stage and one block, and there are 1 to 8 splits: {self}")
 
 
 class Shape(NamedTuple):
     """The static part of one launch."""
 
-    rows: int  # a multiple of 8
+    tile_count: int
+    rows: int  # of a tile, a multiple of 8
+    experts: int
     channels: int
     inputs: int
     group: int  # all inputs where a channel has one scale
@@ -49,6 +55,8 @@ class Shape(NamedTuple):
     weight_dtype: Any
     scale_dtype: Any
     zeros: bool
+    grouped: bool  # tiles have an expert each
+    e2m1: bool
     tiles: Tiles
     interpret: bool
 
@@ -62,19 +70,50 @@ class Shape(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Inputs that are summed before a scale is applied."""
-        return min(self.group, self.tiles.depth)
+        """Inputs of a sum before it is added to the others: it follows from the weights, whatever the tiles."""
+        most = 128 if self.inputs % 128 == 0 else 64
+        return most if self.e2m1 else min(self.group, most)
+
+    @property
+    def grain(self) -> int:
+        """Inputs that splits are multiples of; they follow from the weights as well."""
+        return next(one for one in (256, 128, 64) if self.inputs % one == 0)
 
     @property
     def groups(self) -> int:
         """Groups of a step: each has a scale."""
-        return self.tiles.depth // self.span
+        return max(1, self.tiles.depth // self.group)
+
+    @property
+    def serial(self) -> bool:
+        """Whether a thread block sums the splits itself, one after the other, since there is work enough for all."""
+        units = self.tile_count * (self.channels // self.block_channels)
+        return self.tiles.splits > 1 and self.tile_count > 1 and 2 * units > self.tiles.blocks
+
+    @property
+    def written(self) -> int:
+        """Sums that are written of each product."""
+        return 1 if self.serial else self.tiles.splits
+
+    @property
+    def parts(self) -> int:
+        """Units of a tile."""
+        return self.channels // self.block_channels * self.written
+
+    @property
+    def blocks(self) -> int:
+        return min(self.tiles.blocks, self.tile_count * self.parts)
 
     @property
     def stage_bytes(self) -> int:
         factors = jnp.dtype(self.scale_dtype).itemsize + self.zeros
         weights = self.block_channels * self.tiles.depth * bits_of(self.weight_dtype) // 8
         return weights + self.rows * self.tiles.depth * 2 + self.groups * self.block_channels * factors
+
+    @property
+    def smem_bytes(self) -> int:
+        totals = self.block_channels * self.rows * 4 if self.serial else 0
+        return self.tiles.stages * self.stage_bytes + totals + BARRIER_BYTES
 
 
 def bits_of(dtype: Any) -> int:

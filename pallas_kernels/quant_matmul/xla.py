@@ -1,4 +1,4 @@
-"""A matrix product with quantised weights in plain XLA: for CPUs, many rows, and what the Mosaic kernel refuses.
+"""A matrix product with quantised weights in plain XLA: for CPUs, other GPUs, and what the Mosaic kernel refuses.
 
 One scale a channel multiplies the result: XLA fuses the conversion of the weights into its own matrix product. With
 groups, a program for a GPU multiplies each group by itself and scales the sums while rows are few, so that packed
@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.choice import Target, lowering_target
+from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.quant_matmul.reference import dequantized, group_size
 
 FEW_ROWS = 64  # sums of groups are written up to here
@@ -28,9 +29,10 @@ GPU_PIECE = 1 << 25  # bytes of plain numbers at a time, where rows are many
 def matmul(
     x: Float[Array, "rows k"],
     weights: Num[Array, "n k"],
-    scales: Float[Array, "*groups n"],
+    scales: Num[Array, "*groups n"],
     zeros: Int[Array, "groups n"] | None = None,
     *,
+    e2m1: bool = False,
     target: Target | None = None,
 ) -> Float[Array, "rows n"]:
     """See `reference.matmul`; the result has the dtype of ``x``. float32 means float32: no TF32.
@@ -39,6 +41,8 @@ def matmul(
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
     """
     group = group_size(weights, scales, zeros)
+    if e2m1:
+        return _in_pieces(x, weights, scales, None, e2m1=True)
     if (target or lowering_target()).platform == "cpu":
         return _by_channels(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
     if group == weights.shape[1] and zeros is None:
@@ -49,7 +53,28 @@ def matmul(
     return _in_pieces(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
 
 
-def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
+def matmul_tiles(
+    x: Float[Array, "tiles rows k"],
+    weights: Num[Array, "experts n k"],
+    scales: Num[Array, "groups experts n"],
+    zeros: Int[Array, "groups experts n"] | None,
+    groups: Groups,
+    *,
+    e2m1: bool = False,
+    target: Target | None = None,
+) -> Float[Array, "tiles rows n"]:
+    """See `api.matmul_tiles`: a loop over the tiles, each of which is a product."""
+
+    def tile(operands: tuple[Array, Any]) -> Array:
+        rows, expert = operands
+        own = scales[:, expert], None if zeros is None else zeros[:, expert]
+        return matmul(rows, weights[expert], *own, e2m1=e2m1, target=target)
+
+    experts = jnp.arange(x.shape[0]) if groups.experts is None else groups.experts
+    return lax.map(tile, (x, experts))
+
+
+def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None, *, e2m1: bool = False) -> Array:
     """Multiply by chunks of output channels whose plain numbers are a small part of any large weight."""
     size = max(1, GPU_PIECE // (weights.shape[1] * x.dtype.itemsize))
     parts: list[Array] = []
@@ -57,7 +82,7 @@ def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None) -> 
         own = slice(first, first + size)
         if parts:  # one after the other: XLA would make the plain numbers of several in one kernel
             weights, parts[-1] = lax.optimization_barrier((weights, parts[-1]))
-        plain = dequantized(weights[own], scales[:, own], None if zeros is None else zeros[:, own], dtype=jnp.float32)
+        plain = dequantized(weights[own], scales[:, own], None if zeros is None else zeros[:, own], e2m1=e2m1)
         parts.append(_dot(x, plain.astype(x.dtype)).astype(x.dtype))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 

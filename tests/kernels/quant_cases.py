@@ -19,10 +19,15 @@ def operands(
     x_dtype=jnp.bfloat16,
     scale_dtype=jnp.bfloat16,
     zeros=False,
+    e2m1=False,
     seed=0,
 ):
-    """x, weights, scales and zeros; ``group`` None: one scale (and zero) a channel."""
+    """x, weights, scales and zeros; ``group`` None: one scale (and zero) a channel. ``e2m1``: places and exponents."""
     rng = np.random.default_rng(seed)
+    if e2m1:
+        x = jnp.asarray(rng.normal(size=(rows, k)), x_dtype)
+        exponents = jnp.asarray(rng.integers(120, 132, size=(k // 32, n)), jnp.uint8)
+        return x, jnp.asarray(rng.integers(-7, 8, size=(n, k)), jnp.int4), exponents, None
     if dtype == jnp.float8_e4m3fn:
         numbers = rng.normal(size=(n, k)) * 50
     else:
@@ -38,12 +43,12 @@ def operands(
     )
 
 
-def assert_close(got, arrays, *, within=1e-6):
+def assert_close(got, arrays, *, within=1e-6, e2m1=False):
     """To half a unit in the last place of the result's dtype, and ``within`` of the sum of all magnitudes."""
     x, weights, scales, zeros = arrays
     with jax.enable_x64(True):
-        want = np.asarray(reference.matmul(*arrays, dtype=jnp.float64))
-        weight = reference.dequantized(weights, scales, zeros, dtype=jnp.float64)
+        want = np.asarray(reference.matmul(*arrays, e2m1=e2m1, dtype=jnp.float64))
+        weight = reference.dequantized(weights, scales, zeros, e2m1=e2m1, dtype=jnp.float64)
         sizes = np.asarray(jnp.abs(x.astype(jnp.float64)) @ jnp.abs(weight).T)
     rounding = np.exp2(np.floor(np.log2(np.maximum(np.abs(want), 1e-30))) - DIGITS[got.dtype.name])
     error = np.abs(np.asarray(got, np.float64) - want)

@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.hopper.decode import launch as decode
 from pallas_kernels.paged_attention.hopper.prefill import launch as prefill
 from pallas_kernels.paged_attention.tile_keys import decode_key, prefill_key
 from pallas_kernels.quant_matmul import mosaic as quant_matmul
+from pallas_kernels.quant_matmul.fit import of_rows
 from pallas_kernels.quant_matmul.tile_keys import matmul_key
 from pallas_kernels.tiles import Entry, Key, Measured, pick, tuned
 
@@ -207,7 +208,7 @@ CALLS = {
     "quant_matmul": (
         (quant_matmul, "_launcher", lambda shape: shape.tiles),
         (quant_matmul.matmul, (X, WEIGHTS, SCALES)),
-        (matmul_key(X, WEIGHTS, SCALES), quant_matmul.Tiles(1, 128, 3, 2), {"depth", "splits"}),
+        (matmul_key(of_rows(X, WEIGHTS, SCALES)), quant_matmul.Tiles(1, 128, 3, 2), {"splits"}),
     ),
     "grouped_matmul": (
         (grouped_matmul, "_launcher", lambda shape: shape.tiles),

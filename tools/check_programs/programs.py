@@ -237,7 +237,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             head_norms=should.head_norms,
             devices=should.devices,
             adapters=planned.engine.lora_slots if program != name else 0,
-            dequantized=dequantized(weights, program),
+            dequantized=dequantized(weights),
             rounded=weights.endswith("-activations"),
         )
 

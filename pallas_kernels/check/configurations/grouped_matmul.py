@@ -25,10 +25,10 @@ def product(
     tiles: mosaic.Tiles | None = None,
 ) -> Float[Array, "tiles rows n"]:
     """Run the kernel on the operands that it reads."""
-    return mosaic.matmul(x, weights, _groups(x, experts, occupied), tiles=tiles)
+    return mosaic.matmul(x, weights, unfilled(x, experts, occupied), tiles=tiles)
 
 
-def _groups(x: Any, experts: Any, occupied: Any) -> Groups:
+def unfilled(x: Any, experts: Any, occupied: Any) -> Groups:
     """Groups without entries, which the product does not read."""
     nothing = jnp.zeros(x.shape[:2], jnp.int32)
     return Groups(nothing, nothing.reshape(-1), experts, occupied)

@@ -9,8 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import shaped
-from pallas_kernels.quant_matmul.mosaic import CONSUMERS, MOST_SPLITS, heuristic_tiles, matmul, refusal
+from pallas_kernels.quant_matmul.fit import heuristic_tiles, of_rows, refusal
+from pallas_kernels.quant_matmul.mosaic import matmul
 from pallas_kernels.quant_matmul.tile_keys import MATMUL, matmul_key
+from pallas_kernels.quant_matmul.types import CONSUMERS, DEPTHS, MOST_SPLITS
 from pallas_kernels.tune.operands import numbers, sets_beyond_cache
 from pallas_kernels.tune.problem import Problem, Tunable
 
@@ -41,16 +43,18 @@ class MatmulShape:
 
 def problem(shape: MatmulShape, multiprocessors: int) -> Problem:
     arguments = shape.arguments()
+    given = of_rows(*arguments)
     return Problem(
-        key=matmul_key(*arguments),
-        heuristic=heuristic_tiles(*arguments, multiprocessors=multiprocessors),
+        key=matmul_key(given),
+        heuristic=heuristic_tiles(given, multiprocessors=multiprocessors),
         grid={
             "consumers": CONSUMERS,
-            "depth": (128, 256),
+            "depth": DEPTHS[1:],
             "stages": (2, 3, 4, 6, 8),
             "splits": tuple(range(1, MOST_SPLITS + 1)),
+            "blocks": (multiprocessors, 2 * multiprocessors),
         },
-        refusal=lambda tiles: refusal(*arguments, tiles=tiles),
+        refusal=lambda tiles: refusal(given, tiles=tiles),
         launch=matmul,
         operands=functools.partial(_operands, arguments),
     )
@@ -70,14 +74,14 @@ def _operands(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def _shapes(*products: tuple[int, int], **options: Any) -> tuple[MatmulShape, ...]:
     return tuple(
         MatmulShape(rows=rows, channels=channels, inputs=inputs, **options)
-        for rows in (16, 1, 64)
+        for rows in (16, 1, 64, 256, 2048)
         for channels, inputs in products
     )
 
 
 MATMUL_TUNING = Tunable(
     kernel=MATMUL,
-    bits=frozenset({"depth", "splits"}),
+    bits=frozenset({"splits"}),
     shapes=(
         # Llama-3.1-8B: output, queries with keys and values, gate with up, down.
         *_shapes((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)),

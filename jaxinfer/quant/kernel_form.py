@@ -1,0 +1,125 @@
+"""Stored weights in the form that a GPU's kernels read, and the kernel that multiplies stacks of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxinfer.quant.layouts import Codebook, Float4, Grouped
+from jaxinfer.quant.storage import Quantized, map_stored
+from jaxinfer.types import ParamSpec
+from pallas_kernels import quant_matmul
+from pallas_kernels.choice import Choice
+from pallas_kernels.grouped_matmul import Groups
+from pallas_kernels.quant_matmul.reference import E2M1
+
+_MXFP4 = Codebook((*E2M1, *(-number for number in E2M1)), Float4().group, "float8_e8m0fnu")
+
+
+def for_kernels(tree: Any) -> Any:
+    """A tree of parameters, or of specs, in the form that a GPU's kernels read without rearranging anything.
+
+    Tables of which rows are taken, and weights with rounded inputs stay as they are.
+    """
+    return map_stored(_for_kernels, tree)
+
+
+def _for_kernels(weight: Quantized) -> Quantized:
+    layout, arrays = weight.layout, dict(weight.arrays)
+    if "vocab" in weight.axes:
+        return weight
+    if layout == _MXFP4:
+        arrays = {"codes": _in_order(arrays["codes"]), "scales": _groups_first(_as_exponents(arrays["scales"]))}
+        return dataclasses.replace(weight, arrays=arrays, layout=Float4())
+    if not isinstance(layout, Grouped) or layout.activations or layout.groups_first:
+        return weight
+    if layout.group == weight.inputs and "expert" not in weight.axes:
+        return weight
+    own = {name: _groups_first(arrays[name]) for name in layout.parts(weight.inputs) if name != "codes"}
+    return dataclasses.replace(weight, arrays=arrays | own, layout=dataclasses.replace(layout, groups_first=True))
+
+
+def _groups_first(array: Any) -> Any:
+    """Move the last axis of an array, a `ParamSpec` or a `jax.ShapeDtypeStruct` to the front."""
+    if isinstance(array, ParamSpec):
+        shape, axes = (array.shape[-1], *array.shape[:-1]), (array.axes[-1], *array.axes[:-1])
+        return dataclasses.replace(array, shape=shape, axes=axes, sources=())
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((array.shape[-1], *array.shape[:-1]), array.dtype)
+    return jnp.moveaxis(array, -1, 0)
+
+
+def _in_order(codes: Any) -> Any:
+    """The places of a `Float4`, in one program: a step at a time would need several times a stack's memory."""
+    return jax.jit(quant_matmul.placed)(codes) if isinstance(codes, jax.Array) else _of_dtype(codes, "int4")
+
+
+def _as_exponents(scales: Any) -> Any:
+    if isinstance(scales, jax.Array):
+        return jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    return _of_dtype(scales, "uint8")
+
+
+def _of_dtype(array: Any, dtype: str) -> Any:
+    if isinstance(array, ParamSpec):
+        return dataclasses.replace(array, dtype=dtype, sources=())
+    return jax.ShapeDtypeStruct(array.shape, jnp.dtype(dtype))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Stacks of experts.
+
+
+class _Stack(NamedTuple):
+    """A stack of weights as `quant_matmul.matmul_tiles` takes it."""
+
+    weights: Any  # [experts, n, k]
+    scales: Any  # [groups, experts, n]
+    zeros: Any
+    e2m1: bool
+
+
+def explain_tiles(dtype: Any, weight: Quantized) -> Choice | None:
+    """The path of `tiles_product` for rows of a dtype; None: the stack is in no form for it."""
+    stack = _stack_of(weight)
+    if stack is None:
+        return None
+    x = jax.ShapeDtypeStruct((1, stack.weights.shape[-1]), dtype)
+    return quant_matmul.explain_tiles(x, *stack[:3], e2m1=stack.e2m1)
+
+
+def tiles_product(
+    x: Float[Array, "tiles rows k"], weight: Quantized, groups: Groups
+) -> Float[Array, "tiles rows *n"] | None:
+    """Multiply each tile's rows by the weights of the tile's expert; None: the stack is in no form for it."""
+    stack = _stack_of(weight)
+    if stack is None:
+        return None
+    result = quant_matmul.matmul_tiles(x, *stack[:3], groups, e2m1=stack.e2m1)
+    return result.reshape(*x.shape[:2], *weight.arrays["codes"].shape[1:-1])
+
+
+def _stack_of(weight: Quantized) -> _Stack | None:
+    layout = weight.layout
+    if not isinstance(layout, Float4) and not (isinstance(layout, Grouped) and _plainly_grouped(layout)):
+        return None
+    codes = weight.arrays["codes"]
+    experts, inputs = codes.shape[0], codes.shape[-1]
+
+    def by_group(name: str) -> Array:
+        array: Array = weight.arrays[name]
+        return array.reshape(array.shape[0], experts, -1)
+
+    scales = by_group("scales")
+    if isinstance(layout, Grouped) and layout.factor != 1.0:
+        scales = scales.astype(jnp.float32) * layout.factor
+    zeros = by_group("zeros") if "zeros" in weight.arrays else None
+    return _Stack(codes.reshape(experts, -1, inputs), scales, zeros, isinstance(layout, Float4))
+
+
+def _plainly_grouped(layout: Grouped) -> bool:
+    return layout.groups_first and not (layout.activations or layout.biased or layout.ordered)

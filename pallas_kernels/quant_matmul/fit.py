@@ -1,0 +1,208 @@
+"""What the Mosaic kernel takes, and the tiles that suit it: from shapes and dtypes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.quant_matmul.reference import DTYPES
+from pallas_kernels.quant_matmul.tile_keys import MATMUL, matmul_key
+from pallas_kernels.quant_matmul.types import CHANNELS, CONSUMERS, DEPTHS, MOST_SPLITS, Shape, Tiles, bits_of
+from pallas_kernels.tiles import pick
+
+FEW_ROWS = 64  # a tile of them leaves registers for four consumers
+MOST_ROWS = 128  # of a tile: twice as many float32 sums, a span's and all, fill the registers of two consumers
+SPAN = 32  # inputs that x's swizzled tiles hold: the least of a group
+TILE_ROWS = 8
+_BLOCK_BYTES = 232_448  # shared memory that one thread block may have
+_WAVE_BYTES = 24_000  # that a multiprocessor could have read while a new block's pipeline fills
+_SCALES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+class Operands(NamedTuple):
+    """What a product is of: arrays, tracers or shapes.
+
+    Attributes:
+        x: [tiles, rows, inputs].
+        weights: [experts, channels, inputs].
+        scales: [inputs / group, experts, channels].
+        zeros: the same, or None.
+        e2m1: weights are places in the order of float4_e2m1fn, see `reference`.
+        grouped: tiles have an expert each.
+    """
+
+    x: Any
+    weights: Any
+    scales: Any
+    zeros: Any
+    e2m1: bool = False
+    grouped: bool = False
+
+    @property
+    def group(self) -> int:
+        return int(self.weights.shape[2] // self.scales.shape[0])
+
+
+def of_rows(x: Any, weights: Any, scales: Any, zeros: Any = None, *, e2m1: bool = False) -> Operands:
+    """The shapes of a product of plain rows [rows, k] with weights [n, k] of no expert, rows cut into tiles."""
+    flat = (scales.shape[0] if scales.ndim == 2 else 1, 1, weights.shape[0])
+    return Operands(
+        jax.ShapeDtypeStruct((*tiled(x.shape[0]), x.shape[1]), x.dtype),
+        jax.ShapeDtypeStruct((1, *weights.shape), weights.dtype),
+        jax.ShapeDtypeStruct(flat, scales.dtype),
+        None if zeros is None else jax.ShapeDtypeStruct(flat, zeros.dtype),
+        e2m1,
+    )
+
+
+def tiled(rows: int) -> tuple[int, int]:
+    """Tiles of so many rows, and rows of each: a multiple of 8, as few too many as there can be."""
+    tiles = pl.cdiv(rows, MOST_ROWS)
+    return tiles, pl.cdiv(pl.cdiv(rows, tiles), TILE_ROWS) * TILE_ROWS
+
+
+def refusal(given: Operands, *, tiles: Tiles | None = None) -> str | None:
+    """Why the kernel cannot do these shapes and dtypes, in one sentence; None if it can."""
+    why = _dtype_refusal(given) or _shape_refusal(given)
+    return why or (None if tiles is None else _tiles_refusal(given, tiles))
+
+
+def _dtype_refusal(given: Operands) -> str | None:
+    x, weights, scales = given.x.dtype, given.weights.dtype, given.scales.dtype
+    if x not in (jnp.bfloat16, jnp.float16) or weights not in DTYPES:
+        return f"{weights} weights times {x}: int4, int8 or float8_e4m3fn times bfloat16 or float16"
+    if not given.e2m1:
+        return None if scales in _SCALES else f"scales of {scales}: float32, bfloat16 or float16"
+    if (x, weights, scales) != (jnp.bfloat16, jnp.int4, jnp.uint8) or given.zeros is not None:
+        return f"{weights} places of {scales} scales times {x}: int4 of uint8 times bfloat16, without zeros"
+    return None
+
+
+def _shape_refusal(given: Operands) -> str | None:
+    (tiles, rows, inputs), (experts, channels, width), group = given.x.shape, given.weights.shape, given.group
+    if inputs != width:
+        return f"x {given.x.shape} of [tiles, rows, inputs] does not fit weights {given.weights.shape}"
+    if rows % TILE_ROWS or not TILE_ROWS <= rows <= MOST_ROWS or min(tiles, experts) < 1:
+        return f"{tiles} tiles of {rows} rows: a multiple of {TILE_ROWS}, at most {MOST_ROWS}"
+    if channels % CHANNELS or inputs % 64:
+        return f"weights {given.weights.shape}: a multiple of {CHANNELS} outputs and of 64 inputs"
+    if given.e2m1 and group != SPAN:
+        return f"a scale for {group} inputs: for {SPAN}"
+    span = 128 if inputs % 128 == 0 else 64
+    if group % SPAN or (group < span and span % group) or (group > span and group % span):
+        return f"a scale for {group} inputs: for 32 or 64, or multiples of {span}"
+    return None
+
+
+def _tiles_refusal(given: Operands, tiles: Tiles) -> str | None:
+    shape = shape_of(given, tiles)
+    if shape.channels % shape.block_channels or shape.inputs % tiles.depth:
+        return f"{tiles} does not divide weights {given.weights.shape} of [experts, outputs, inputs]"
+    if tiles.splits > 1 and (given.grouped or shape.grain % tiles.depth or tiles.splits > shape.inputs // shape.grain):
+        return f"{tiles}: splits are of multiples of {shape.grain} inputs and of depth, and tiles of experts have none"
+    if tiles.depth % shape.span or (tiles.depth % given.group and given.group % tiles.depth):
+        return f"{tiles} and a scale for {given.group} inputs: neither of depth and group divides the other"
+    if shape.rows > FEW_ROWS and tiles.consumers > 2:
+        return f"{tiles} and tiles of {shape.rows} rows: at most two consumers have registers for more than {FEW_ROWS}"
+    if shape.smem_bytes > _BLOCK_BYTES:
+        return f"{tiles} needs {shape.smem_bytes} bytes of shared memory: there are {_BLOCK_BYTES}"
+    return None
+
+
+def best_tiles(given: Operands) -> Tiles:
+    """The tuned tiles, else the heuristic's."""
+    return pick(MATMUL, matmul_key(given), heuristic_tiles(given), lambda tiles: _tiles_refusal(given, tiles))
+
+
+def heuristic_tiles(given: Operands, *, multiprocessors: int = 132) -> Tiles:
+    """Thread blocks that keep most multiprocessors busy, at little traffic besides the weights'.
+
+    ``splits`` follow from the weights alone, as for few rows. Nothing here was measured on a GPU.
+    """
+    few = _few_rows_tiles(given, multiprocessors)
+    if given.grouped:
+        few = dataclasses.replace(few, splits=1)
+    if given.grouped or shape_of(given, few).tile_count > 1 or given.x.shape[1] > FEW_ROWS:
+        few = dataclasses.replace(few, consumers=_consumers(given, multiprocessors))
+    depths = [depth for depth in reversed(DEPTHS) if _tiles_refusal(given, _one_stage(few, depth)) is None]
+    if given.x.shape[1] > FEW_ROWS or bits_of(given.weights.dtype) > 4:
+        depths = [depth for depth in depths if depth <= 128] or depths
+    choices = [_fullest(given, _one_stage(few, depth)) for depth in depths]
+    return next((tiles for tiles in choices if tiles.stages >= 3), choices[0])
+
+
+def _one_stage(tiles: Tiles, depth: int) -> Tiles:
+    return dataclasses.replace(tiles, depth=depth, stages=1)
+
+
+def _few_rows_tiles(given: Operands, multiprocessors: int) -> Tiles:
+    """Consumers and splits for 64 rows or less, of which the numerics are those of all."""
+    (_, channels, inputs), dtype = given.weights.shape, given.weights.dtype
+    grain = shape_of(given, Tiles()).grain
+    fitting = [one for one in (1, 2, 4) if channels % (one * CHANNELS) == 0]
+    choices = itertools.product(fitting, range(1, min(MOST_SPLITS, inputs // grain) + 1))
+
+    def cost(choice: tuple[int, int]) -> float:
+        consumers, splits = choice
+        waves = pl.cdiv(channels // (consumers * CHANNELS) * splits, multiprocessors)
+        step = consumers * CHANNELS * grain * bits_of(dtype) // 8
+        share = pl.cdiv(inputs // grain, splits) * step * _traffic(consumers, splits, inputs, dtype)
+        return waves * (share + _WAVE_BYTES)
+
+    consumers, splits = min(choices, key=cost)
+    return Tiles(consumers, 64, 1, splits, multiprocessors)
+
+
+def _traffic(consumers: int, splits: int, inputs: int, dtype: Any, rows: int = 16) -> float:
+    """Bytes moved over bytes of weights; those of x and of splits' sums, in the L2 cache, count a third."""
+    width = bits_of(dtype) / 8
+    x = rows * 2 / (consumers * CHANNELS * width)
+    sums = splits * rows * 8 / (inputs * width) if splits > 1 else 0.0
+    return 1 + (x + sums) / 3
+
+
+def _consumers(given: Operands, multiprocessors: int) -> int:
+    """Consumers for few waves of units with little traffic each, where tiles are many."""
+    (tiles, rows, _), channels = given.x.shape, given.weights.shape[1]
+    most = 2 if rows > FEW_ROWS else 4
+    fitting = [one for one in CONSUMERS if one <= most and channels % (one * CHANNELS) == 0]
+
+    def cost(consumers: int) -> tuple[int, int]:
+        units = tiles * (channels // (consumers * CHANNELS))
+        return pl.cdiv(units, multiprocessors) * (consumers * CHANNELS + rows), -consumers
+
+    return min(fitting, key=cost)
+
+
+def _fullest(given: Operands, tiles: Tiles) -> Tiles:
+    """Tiles with as many stages as shared memory has room for, up to 6, and no more than there are steps."""
+    steps = max(2, pl.cdiv(shape_of(given, tiles).steps, tiles.splits))
+    each = [dataclasses.replace(tiles, stages=stages) for stages in range(min(6, steps), 1, -1)]
+    return next((one for one in each if _tiles_refusal(given, one) is None), tiles)
+
+
+def shape_of(given: Operands, tiles: Tiles) -> Shape:
+    """The launch that these tiles make; not interpreted."""
+    tile_count, rows, _ = given.x.shape
+    experts, channels, inputs = given.weights.shape
+    return Shape(
+        tile_count=tile_count,
+        rows=rows,
+        experts=experts,
+        channels=channels,
+        inputs=inputs,
+        group=given.group,
+        dtype=jnp.dtype(given.x.dtype),
+        weight_dtype=jnp.dtype(given.weights.dtype),
+        scale_dtype=jnp.dtype(given.scales.dtype),
+        zeros=given.zeros is not None,
+        grouped=given.grouped,
+        e2m1=given.e2m1,
+        tiles=tiles,
+        interpret=False,
+    )
