@@ -45,7 +45,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, UInt
 
 from pallas_kernels import compat
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -439,7 +439,7 @@ def _float4(places: Float[Array, "64 k"]) -> Float[Array, "64 k"]:
     return jnp.bfloat16(2) * places - jnp.bfloat16(0.5) * within(4) - within(6)
 
 
-def _power(exponents: Int[Array, " 64"]) -> Float[Array, " 64"]:
+def _power(exponents: UInt[Array, " 64"]) -> Float[Array, " 64"]:
     """Two to the exponents of float8_e8m0fnu, whose bits are those of a float32's; the least of them becomes 0."""
     return lax.bitcast_convert_type(exponents.astype(jnp.int32) << 23, jnp.float32).astype(jnp.bfloat16)
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Integer, Num
 
 __all__ = ["E2M1", "Packed", "dequantized", "group_size", "matmul", "pack", "placed"]
 
@@ -70,7 +70,7 @@ def pack(
     return stored
 
 
-def placed(codes: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+def placed(codes: Integer[Array, "*shape"]) -> Int[Array, "*shape"]:
     """The places of float4_e2m1fn's codes, 0 to 15, of which the upper half is negative."""
     numbers = codes.astype(jnp.int8)
     return jnp.where(numbers < OFFSET, numbers, OFFSET - numbers).astype(jnp.int4)

@@ -43,6 +43,14 @@ def operands(
     )
 
 
+def stack(experts, **options):
+    """Weights [experts, n, k], scales and zeros [groups, experts, n] of several experts."""
+    each = [operands(**{"k": 256, **options}, seed=seed)[1:] for seed in range(experts)]
+    numbers, scales, zeros = zip(*each, strict=True)
+    zeros = None if zeros[0] is None else jnp.stack(zeros, axis=1)
+    return jnp.stack(numbers), jnp.stack(scales, axis=1), zeros
+
+
 def assert_close(got, arrays, *, within=1e-6, e2m1=False):
     """To half a unit in the last place of the result's dtype, and ``within`` of the sum of all magnitudes."""
     x, weights, scales, zeros = arrays

@@ -7,8 +7,9 @@ import pytest
 
 from pallas_kernels import quant_matmul
 from pallas_kernels.choice import Target
-from pallas_kernels.quant_matmul import mosaic, reference, xla
-from tests.kernels.quant_cases import assert_close, operands
+from pallas_kernels.grouped_matmul import group
+from pallas_kernels.quant_matmul import fit, reference, xla
+from tests.kernels.quant_cases import assert_close, operands, stack
 
 CPU, GPU = Target("cpu"), Target("gpu", (7, 5))
 KINDS = {
@@ -86,8 +87,8 @@ def test_what_does_not_fit_is_refused():
         quant_matmul.explain(x[:, :-1], weights, scales)
     with pytest.raises(ValueError, match="not stored"):
         quant_matmul.pack(weights.T, scales, dtype=jnp.int16)
-    with pytest.raises(ValueError, match="rows"):
-        quant_matmul.matmul(jnp.zeros((65, 512), jnp.bfloat16), weights, scales, path="mosaic")
+    with pytest.raises(ValueError, match="float32"):
+        quant_matmul.matmul(x.astype(jnp.float32), weights, scales, path="mosaic")
 
 
 def test_leading_dimensions_are_kept():
@@ -103,8 +104,8 @@ def test_leading_dimensions_are_kept():
         ({}, Target("gpu", (9, 0)), "mosaic", "does these operands"),
         ({}, Target("cpu"), "xla", "platform cpu"),
         ({}, Target("gpu", (8, 0)), "xla", "8.0"),
-        ({"rows": 65}, Target("gpu", (9, 0)), "xla", "65 rows"),
-        ({"group": 32}, Target("gpu", (9, 0)), "xla", "32 inputs"),
+        ({"rows": 4000}, Target("gpu", (9, 0)), "mosaic", "does these operands"),
+        ({"group": 16}, Target("gpu", (9, 0)), "xla", "16 inputs"),
         ({"n": 172}, Target("gpu", (9, 0)), "xla", "multiple of 64 outputs"),
         ({"x_dtype": jnp.float32}, Target("gpu", (9, 0)), "xla", "float32"),
         ({"dtype": jnp.int8, "group": None}, Target("gpu", (9, 0)), "xla", "fuses"),
@@ -122,13 +123,72 @@ def test_the_path_and_why(options, target, path, why):
 @pytest.mark.parametrize("k", [896, 4096, 8960, 11008, 14336])
 def test_heuristic_tiles_fit_and_sums_do_not_depend_on_the_rows(dtype, n, k):
     found = set()
-    for rows in (1, 8, 16, 33, 64):
+    for rows in (1, 8, 16, 33, 64, 65, 128, 200, 4096):
         x = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
         rest = jax.ShapeDtypeStruct((n, k), dtype), jax.ShapeDtypeStruct((k // 128, n), jnp.bfloat16), None
-        tiles = mosaic.heuristic_tiles(x, *rest)
-        assert mosaic.refusal(x, *rest, tiles=tiles) is None
-        found.add((tiles.depth, tiles.splits))
+        given = fit.of_rows(x, *rest)
+        tiles = fit.heuristic_tiles(given)
+        assert fit.refusal(given, tiles=tiles) is None
+        shape = fit.shape_of(given, tiles)
+        found.add((shape.span, shape.grain, tiles.splits))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64, 128])
+@pytest.mark.parametrize(("n", "k"), [(5760, 2880), (2880, 2880), (28672, 4096), (4096, 14336), (1536, 2048), (64, 64)])
+def test_heuristic_tiles_of_experts_fit(rows, n, k):
+    x, codes = jax.ShapeDtypeStruct((96, rows, k), jnp.bfloat16), jax.ShapeDtypeStruct((32, n, k), jnp.int4)
+    given = fit.Operands(x, codes, jax.ShapeDtypeStruct((k // 32, 32, n), jnp.uint8), None, e2m1=True, grouped=True)
+    tiles = fit.heuristic_tiles(given)
+    assert fit.refusal(given, tiles=tiles) is None
+    assert tiles.splits == 1
+
+
+@pytest.mark.parametrize("e2m1", [False, True])
+@pytest.mark.parametrize("target", [CPU, GPU])
+def test_tiles_by_xla_equal_the_products_of_their_experts(e2m1, target):
+    weights = stack(3, n=64, group=64, zeros=not e2m1, e2m1=e2m1)
+    ids = jnp.asarray([2, 0, 0, 2, 2])
+    groups = group(ids, 3, 5)
+    x = operands(rows=5, k=256)[0]
+    rows = x.at[groups.entries].get(mode="fill", fill_value=0)
+    tiles = quant_matmul.matmul_tiles(rows, *weights, groups, e2m1=e2m1, target=target)
+    got = tiles.reshape(-1, 64)[groups.places]
+    for row, expert in enumerate(ids):
+        own = weights[1][:, expert], None if weights[2] is None else weights[2][:, expert]
+        plain = x[row : row + 1], weights[0][expert], *own
+        assert_close(got[row : row + 1], plain, within=2**-8 if e2m1 else 1e-6, e2m1=e2m1)
+
+
+def test_the_path_of_experts_and_why():
+    weights = stack(2, e2m1=True)
+    x = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
+    hopper = Target("gpu", (9, 0))
+    assert quant_matmul.explain_tiles(x, *weights, e2m1=True, target=hopper).path == "mosaic"
+    assert (
+        "float16"
+        in quant_matmul.explain_tiles(
+            jax.ShapeDtypeStruct((5, 256), jnp.float16), *weights, e2m1=True, target=hopper
+        ).why
+    )
+    assert quant_matmul.explain_tiles(x, *stack(2, group=128), target=hopper).path == "mosaic"
+    assert "16 inputs" in quant_matmul.explain_tiles(x, *stack(2, group=16), target=hopper).why
+    with pytest.raises(ValueError, match="16 inputs"):
+        quant_matmul.explain_tiles(x, *stack(2, group=16), path="mosaic", target=hopper)
+
+
+def test_a_batch_of_products_with_experts_takes_the_xla_path():
+    weights, ids = stack(3, n=64, e2m1=True), jnp.asarray([2, 0, 0, 2, 2])
+    groups = group(ids, 3, 5, path="mosaic")
+    x = operands(rows=5, k=256)[0]
+    rows = x.at[groups.entries].get(mode="fill", fill_value=0)
+
+    def product(rows):
+        return quant_matmul.matmul_tiles(rows, *weights, groups, e2m1=True, target=Target("gpu", (9, 0)))
+
+    twice = jax.vmap(product)(jnp.stack([rows, 2 * rows]))
+    want = quant_matmul.matmul_tiles(rows, *weights, groups, e2m1=True, path="xla", target=GPU)
+    np.testing.assert_allclose(twice[1].astype(np.float32), 2 * want.astype(np.float32), rtol=2**-7, atol=2**-5)
 
 
 def test_no_whole_weight_is_dequantized_on_a_cpu():

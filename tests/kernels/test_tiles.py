@@ -237,7 +237,7 @@ def test_a_call_without_tiles_takes_the_tuned_ones(kernel, tmp_path, monkeypatch
     path = tiles.tiles_file(kernel, tmp_path)
     path.parent.mkdir()
     path.write_text(tiles.as_text((found,)), encoding="utf-8")
-    monkeypatch.setattr(module, "pick", functools.partial(pick, package=tmp_path))
+    monkeypatch.setattr(getattr(module, "fit", module), "pick", functools.partial(pick, package=tmp_path))
     seen, launch = [], getattr(module, launcher)
     monkeypatch.setattr(module, launcher, lambda shape, *args: (seen.append(tiles_of(shape)), launch(shape, *args))[1])
     jax.eval_shape(call, *operands)

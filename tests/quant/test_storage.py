@@ -9,7 +9,6 @@ from jaxinfer.quant import (
     Quantized,
     Split,
     dense,
-    for_kernels,
     grouped_matmul,
     matmul,
     matmul_transposed,
@@ -84,25 +83,6 @@ def test_pieces_stored_in_different_ways():
     assert dense(weight).shape == weight.shape
     expected = jnp.einsum("bk,ghnk->bghn", x, dense(weight), precision="highest")
     assert_near(jax.jit(matmul)(x, weight), expected)
-
-
-@pytest.mark.parametrize("layout", WEIGHTS)
-def test_the_form_that_kernels_read_is_the_same_weight(layout):
-    weight, x = example(layout, MORE_THAN_A_PIECE), inputs(4)
-    changed = for_kernels(weight)
-    np.testing.assert_array_equal(dense(changed), dense(weight))
-    np.testing.assert_array_equal(jax.jit(matmul)(x, changed), jax.jit(matmul)(x, weight))
-    in_groups = isinstance(layout, Grouped) and layout.group < INPUTS
-    assert (changed.layout != weight.layout) == in_groups
-    if in_groups:
-        assert changed.arrays["scales"].shape == (INPUTS // layout.group, *MORE_THAN_A_PIECE)
-    assert for_kernels(changed).layout == changed.layout
-
-
-@pytest.mark.parametrize("axes", [("vocab", "embed"), ("expert", "embed", "mlp")])
-def test_tables_and_experts_stay_as_they_are(axes):
-    weight = example(LAYOUTS["int4"], (8,) * (len(axes) - 1), axes)
-    assert for_kernels(weight) is weight
 
 
 def test_columns_in_another_order_come_back():

@@ -15,6 +15,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, traced_for
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout
+from jaxinfer.weights.formats import mxfp4
 from tests.engine.test_identity import ROOMY, SETTINGS
 from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of, same_logits, spread_llm
 from tests.quant.examples import LAYOUTS, TABLE
@@ -50,7 +51,25 @@ def test_layouts_of_a_model_over_four_devices(name: str, tmp_path: pathlib.Path)
 
 @pytest.mark.slow
 def test_the_form_of_kernels_over_two_devices(tmp_path: pathlib.Path):
-    same_logits(stored(tmp_path, Grouped("int4", 16, zeros=True)).for_kernels(), make_mesh(2))
+    same_logits(stored(tmp_path, Grouped("int4", 16, zeros=True)).for_kernels("xla"), make_mesh(2))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(mxfp4.LAYOUT, id="MXFP4"),
+        pytest.param(Grouped("int4", 16, zeros=True), id="int4", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_in_the_form_of_kernels_over_four_devices(layout: Layout, tmp_path: pathlib.Path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+
+    def choose(name: str, inputs: int) -> Layout | None:
+        return layout if "experts" in name else None
+
+    model = stored_and_plain(model_of("experts", **sizes), tmp_path, choose)[0].for_kernels("xla")
+    assert model.params["layers_0"]["mlp"]["gate_up"].arrays["scales"].shape[1] == 4  # groups before experts
+    same_logits(model, make_mesh(2, expert=2))
 
 
 def test_columns_in_another_order_over_two_devices(tmp_path: pathlib.Path):
