@@ -21,6 +21,7 @@ SPAN = 32  # inputs that x's swizzled tiles hold: the least of a group
 TILE_ROWS = 8
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _WAVE_BYTES = 24_000  # that a multiprocessor could have read while a new block's pipeline fills
+_WAVE_LINES = 64  # the same in rows or channels of a step, where tiles are many
 _SCALES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -89,8 +90,8 @@ def _shape_refusal(given: Operands) -> str | None:
         return f"x {given.x.shape} of [tiles, rows, inputs] does not fit weights {given.weights.shape}"
     if rows % TILE_ROWS or not TILE_ROWS <= rows <= MOST_ROWS or min(tiles, experts) < 1:
         return f"{tiles} tiles of {rows} rows: a multiple of {TILE_ROWS}, at most {MOST_ROWS}"
-    if channels % CHANNELS or inputs % 64:
-        return f"weights {given.weights.shape}: a multiple of {CHANNELS} outputs and of 64 inputs"
+    if channels % CHANNELS or inputs < 64 or inputs % (SPAN if given.e2m1 else 64):
+        return f"weights {given.weights.shape}: a multiple of {CHANNELS} outputs and of 64 inputs (MXFP4: {SPAN})"
     if given.e2m1 and group != SPAN:
         return f"a scale for {group} inputs: for {SPAN}"
     span = 128 if inputs % 128 == 0 else 64
@@ -101,9 +102,10 @@ def _shape_refusal(given: Operands) -> str | None:
 
 def _tiles_refusal(given: Operands, tiles: Tiles) -> str | None:
     shape = shape_of(given, tiles)
-    if shape.channels % shape.block_channels or shape.inputs % tiles.depth:
+    if shape.channels % shape.block_channels or (shape.overlap and (shape.inputs % 64 == 0 or tiles.depth > 64)):
         return f"{tiles} does not divide weights {given.weights.shape} of [experts, outputs, inputs]"
-    if tiles.splits > 1 and (given.grouped or shape.grain % tiles.depth or tiles.splits > shape.inputs // shape.grain):
+    uneven = shape.inputs % shape.grain or shape.grain % tiles.depth
+    if tiles.splits > 1 and (given.grouped or uneven or tiles.splits > shape.inputs // shape.grain):
         return f"{tiles}: splits are of multiples of {shape.grain} inputs and of depth, and tiles of experts have none"
     if tiles.depth % shape.span or (tiles.depth % given.group and given.group % tiles.depth):
         return f"{tiles} and a scale for {given.group} inputs: neither of depth and group divides the other"
@@ -145,7 +147,8 @@ def _few_rows_tiles(given: Operands, multiprocessors: int) -> Tiles:
     (_, channels, inputs), dtype = given.weights.shape, given.weights.dtype
     grain = shape_of(given, Tiles()).grain
     fitting = [one for one in (1, 2, 4) if channels % (one * CHANNELS) == 0]
-    choices = itertools.product(fitting, range(1, min(MOST_SPLITS, inputs // grain) + 1))
+    most = 1 if inputs % grain else min(MOST_SPLITS, inputs // grain)
+    choices = itertools.product(fitting, range(1, most + 1))
 
     def cost(choice: tuple[int, int]) -> float:
         consumers, splits = choice
@@ -174,15 +177,15 @@ def _consumers(given: Operands, multiprocessors: int) -> int:
 
     def cost(consumers: int) -> tuple[int, int]:
         units = tiles * (channels // (consumers * CHANNELS))
-        return pl.cdiv(units, multiprocessors) * (consumers * CHANNELS + rows), -consumers
+        return pl.cdiv(units, multiprocessors) * (consumers * CHANNELS + rows + _WAVE_LINES), -consumers
 
     return min(fitting, key=cost)
 
 
 def _fullest(given: Operands, tiles: Tiles) -> Tiles:
-    """Tiles with as many stages as shared memory has room for, up to 6, and no more than there are steps."""
+    """Tiles with as many stages as shared memory has room for, up to 8, and no more than there are steps."""
     steps = max(2, pl.cdiv(shape_of(given, tiles).steps, tiles.splits))
-    each = [dataclasses.replace(tiles, stages=stages) for stages in range(min(6, steps), 1, -1)]
+    each = [dataclasses.replace(tiles, stages=stages) for stages in range(min(8, steps), 1, -1)]
     return next((one for one in each if _tiles_refusal(given, one) is None), tiles)
 
 

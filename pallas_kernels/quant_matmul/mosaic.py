@@ -85,6 +85,14 @@ class _Smem(NamedTuple):
     upcast: Any  # [consumers, 64, span]: interpreted, a wgmma takes no registers
 
 
+class _Slot(NamedTuple):
+    """What a consumer reads in a step. Traced scalars."""
+
+    number: Any
+    own: Any  # its channels
+    known: Any  # inputs that the step before has had
+
+
 class _Barriers(NamedTuple):
     ready: Any  # one per slot
     free: Any
@@ -200,12 +208,18 @@ def _smem(shape: Shape) -> _Smem:
     least = min(shape.span, shape.group)
     return _Smem(
         x=_tiled((tiles.stages, shape.rows, tiles.depth), shape.dtype, within=least),
-        weights=_tiled((tiles.stages, shape.block_channels, tiles.depth), shape.weight_dtype),
+        weights=_weights(shape),
         scales=plgpu.SMEM(factors, shape.scale_dtype),
         zeros=plgpu.SMEM(factors, jnp.int8) if shape.zeros else (),
         totals=plgpu.SMEM((tiles.consumers, CHANNELS, shape.rows), jnp.float32) if shape.serial else (),
         upcast=_tiled((tiles.consumers, CHANNELS, least), shape.dtype) if shape.interpret else (),
     )
+
+
+def _weights(shape: Shape) -> Any:
+    dims = (shape.tiles.stages, shape.block_channels, shape.tiles.depth)
+    # A copy in tiles wants device memory in whole ones.
+    return plgpu.SMEM(dims, shape.weight_dtype) if shape.overlap else _tiled(dims, shape.weight_dtype)
 
 
 def _tiled(dims: tuple[int, ...], dtype: Any, within: int = 256) -> Any:
@@ -320,7 +334,8 @@ def _copy_step(
     shape: Shape, unit: _Unit, expert: Any, step: Any, slot: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers
 ) -> None:
     depth = shape.tiles.depth
-    start = pl.multiple_of(step * depth, depth)
+    start = step * depth
+    start = jnp.minimum(start, shape.inputs - depth) if shape.overlap else pl.multiple_of(start, depth)
     inputs, channels = pl.ds(start, depth), pl.ds(pl.multiple_of(unit.channel, CHANNELS), shape.block_channels)
     groups = pl.ds(lax.div(start, jnp.int32(shape.group)), shape.groups)
     ready = barriers.ready.at[slot]
@@ -375,12 +390,12 @@ def _sums(
     own = pl.ds(pl.multiple_of(warpgroup * CHANNELS, CHANNELS), CHANNELS)
 
     def step(index: Any, sums: Any) -> Any:
-        slot = _slot(shape, done + index)
-        plgpu.barrier_wait(barriers.ready.at[slot])
-        packed = _packed(shape, smem.weights.at[slot, own])
+        slot = _Slot(_slot(shape, done + index), own, jnp.where(index == shape.steps - 1, shape.overlap, 0))
+        plgpu.barrier_wait(barriers.ready.at[slot.number])
+        packed = _packed(shape, smem.weights.at[slot.number, own])
         for first in range(0, shape.tiles.depth, shape.span):
-            sums = sums + _span_sums(shape, packed, first, slot, own, warpgroup, smem)
-        plgpu.barrier_arrive(barriers.free.at[slot])
+            sums = sums + _span_sums(shape, packed, first, slot, warpgroup, smem)
+        plgpu.barrier_arrive(barriers.free.at[slot.number])
         return sums
 
     nothing = plgpu.layout_cast(jnp.zeros((CHANNELS, shape.rows), jnp.float32), _MATRIX)
@@ -390,32 +405,32 @@ def _sums(
 def _packed(shape: Shape, ref: Any) -> Any:
     """Numbers of 64 channels, moved between threads while they are small to where the tensor core wants them."""
     narrow = plgpu.Layout.WGMMA_UPCAST_4X if bits_of(shape.weight_dtype) == 4 else plgpu.Layout.WGMMA_UPCAST_2X
-    return plgpu.layout_cast(plgpu.load(ref, layout=narrow), _MATRIX)
+    return plgpu.layout_cast(plgpu.load(ref, layout=narrow, optimized=not shape.overlap), _MATRIX)
 
 
 def _span_sums(
-    shape: Shape, packed: Any, first: int, slot: Any, own: Any, warpgroup: Any, smem: _Smem
+    shape: Shape, packed: Any, first: int, slot: _Slot, warpgroup: Any, smem: _Smem
 ) -> Float[Array, "64 rows"]:
     """The sums over a span's inputs, times their scale."""
     dims, size = (CHANNELS, shape.rows), min(shape.span, shape.group)
-    scales = None if shape.e2m1 else _factors(smem.scales, slot, first // shape.group, own).astype(jnp.float32)
+    scales = None if shape.e2m1 else _factors(smem.scales, slot, first // shape.group).astype(jnp.float32)
 
     def multiply(accumulator: Any) -> Any:
         for start in range(first, first + shape.span, size):
-            left = _upcast(shape, lax.slice(packed, (0, start), (CHANNELS, start + size)), start, slot, own, smem)
+            left = _upcast(shape, lax.slice(packed, (0, start), (CHANNELS, start + size)), start, slot, smem)
             if shape.interpret:
                 plgpu.wgmma_wait(0)
                 smem.upcast[warpgroup] = left
                 plgpu.commit_smem()
                 left = smem.upcast.at[warpgroup]
-            plgpu.wgmma(accumulator, left, smem.x.at[slot, :, pl.ds(start, size)].transpose((1, 0)))
+            plgpu.wgmma(accumulator, left, smem.x.at[slot.number, :, pl.ds(start, size)].transpose((1, 0)))
         return accumulator[...]
 
     sums = pl.run_scoped(multiply, plgpu.ACC(dims, jnp.float32))
     return sums if scales is None else sums * lax.broadcast_in_dim(scales, dims, [0])
 
 
-def _upcast(shape: Shape, numbers: Any, first: int, slot: Any, own: Any, smem: _Smem) -> Any:
+def _upcast(shape: Shape, numbers: Any, first: int, slot: _Slot, smem: _Smem) -> Any:
     """Convert to the dtype of x, exactly, by ways for which Mosaic GPU has short code."""
     group = first // shape.group
     if shape.weight_dtype == jnp.int4 and shape.dtype == jnp.float16:
@@ -424,9 +439,12 @@ def _upcast(shape: Shape, numbers: Any, first: int, slot: Any, own: Any, smem: _
         numbers = numbers.astype(jnp.float16).astype(jnp.float32)
     numbers = numbers.astype(shape.dtype)
     if shape.e2m1:
-        return _float4(numbers) * _across(_power(_factors(smem.scales, slot, group, own)), numbers)
+        powers = _power(_factors(smem.scales, slot, group))
+        if shape.overlap:
+            powers = powers * jnp.where(first >= slot.known, 1.0, 0.0).astype(shape.dtype)
+        return _float4(numbers) * _across(powers, numbers)
     if shape.zeros:
-        return numbers - _across(_factors(smem.zeros, slot, group, own).astype(shape.dtype), numbers)
+        return numbers - _across(_factors(smem.zeros, slot, group).astype(shape.dtype), numbers)
     return numbers
 
 
@@ -448,8 +466,8 @@ def _across(factors: Float[Array, " 64"], numbers: Float[Array, "64 k"]) -> Floa
     return lax.broadcast_in_dim(factors, numbers.shape, [0])
 
 
-def _factors(ref: Any, slot: Any, group: int, own: Any) -> Num[Array, " 64"]:
-    return plgpu.load(ref.at[slot, group, own], layout=_PER_CHANNEL, optimized=False)
+def _factors(ref: Any, slot: _Slot, group: int) -> Num[Array, " 64"]:
+    return plgpu.load(ref.at[slot.number, group, slot.own], layout=_PER_CHANNEL, optimized=False)
 
 
 def _write(shape: Shape, unit: _Unit, warpgroup: Any, sums: Any, gmem: _Gmem) -> None:

@@ -66,7 +66,12 @@ class Shape(NamedTuple):
 
     @property
     def steps(self) -> int:
-        return self.inputs // self.tiles.depth
+        return -(-self.inputs // self.tiles.depth)
+
+    @property
+    def overlap(self) -> int:
+        """Inputs of the last step that the one before has had: its slot is as deep as all others."""
+        return self.steps * self.tiles.depth - self.inputs
 
     @property
     def span(self) -> int:
@@ -77,7 +82,7 @@ class Shape(NamedTuple):
     @property
     def grain(self) -> int:
         """Inputs that splits are multiples of; they follow from the weights as well."""
-        return next(one for one in (256, 128, 64) if self.inputs % one == 0)
+        return next((one for one in (256, 128) if self.inputs % one == 0), 64)
 
     @property
     def groups(self) -> int:

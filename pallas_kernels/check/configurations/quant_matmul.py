@@ -136,5 +136,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = tuple(
         _Experts(64, channels=2880, tiles=96, **_GPT_OSS),
         _Experts(128, channels=5760, tiles=96, **_GPT_OSS),
         _Experts(128, channels=2880, tiles=96, **_GPT_OSS),
+        _Experts(8, channels=2880, tiles=32, **{**_GPT_OSS, "inputs": 1440}),
+        _Experts(128, channels=2880, tiles=96, **{**_GPT_OSS, "inputs": 1440}),
     )
 )
