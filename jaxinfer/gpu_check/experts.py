@@ -1,4 +1,7 @@
-"""grouped_matmul from rows to rows: sorted by expert, multiplied, and put back, as a mixture of experts does it."""
+"""Products with experts from rows to rows: sorted by expert, multiplied, and put back, as a mixture of experts does it.
+
+Weights are plain, for grouped_matmul, or with ``scales`` those of MXFP4, for quant_matmul.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,24 @@ from typing import Any, Literal
 
 import jax
 
+from pallas_kernels import quant_matmul
 from pallas_kernels.grouped_matmul import group
 from pallas_kernels.grouped_matmul import mosaic as kernel
 from pallas_kernels.grouped_matmul import xla as plain
 from pallas_kernels.grouped_matmul.mosaic import Tiles
+from pallas_kernels.quant_matmul import mosaic as stored_kernel
 
 __all__ = ["Tiles", "mosaic", "xla"]
 
 
 def mosaic(
-    x: jax.Array, weights: jax.Array, experts: jax.Array, *, most: int | None = None, **options: Any
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    scales: jax.Array | None = None,
+    *,
+    most: int | None = None,
+    **options: Any,
 ) -> jax.Array:
     """``x[i]`` times the weights of ``experts[i]``.
 
@@ -24,12 +35,26 @@ def mosaic(
         most: rows that one expert may have; None: all.
         options: of the kernel.
     """
-    return _by_tiles("mosaic", x, weights, experts, most, functools.partial(kernel.matmul, **options))
+    if scales is None:
+        return _by_tiles("mosaic", x, weights, experts, most, functools.partial(kernel.matmul, **options))
+
+    def product(rows: jax.Array, weights: jax.Array, groups: Any) -> jax.Array:
+        return stored_kernel.matmul_tiles(rows, weights, scales, None, groups, e2m1=True, **options)
+
+    return _by_tiles("mosaic", x, weights, experts, most, product)
 
 
-def xla(x: jax.Array, weights: jax.Array, experts: jax.Array, *, most: int | None = None) -> jax.Array:
+def xla(
+    x: jax.Array, weights: jax.Array, experts: jax.Array, scales: jax.Array | None = None, *, most: int | None = None
+) -> jax.Array:
     """The same by XLA."""
-    return _by_tiles("xla", x, weights, experts, most, plain.matmul)
+    if scales is None:
+        return _by_tiles("xla", x, weights, experts, most, plain.matmul)
+
+    def product(rows: jax.Array, weights: jax.Array, groups: Any) -> jax.Array:
+        return quant_matmul.matmul_tiles(rows, weights, scales, None, groups, e2m1=True, path="xla")
+
+    return _by_tiles("xla", x, weights, experts, most, product)
 
 
 def _by_tiles(

@@ -28,6 +28,7 @@ MOSAIC, XLA, CUDNN, JAX_XLA = "mosaic", "xla", "jax, cuDNN", "jax, XLA"
 REPEATS, QUICK_REPEATS = 8, 1
 _RESERVE_S = 8.0
 _AT_A_TIME = 6
+_FEW_ROWS = 256  # of a weight: up to here its bytes are the limit
 # The XLA path of a long prefill takes seconds: it is timed where it is short.
 _XLA_OPERATIONS = 2e11
 
@@ -104,7 +105,7 @@ def _measure(report: Report, job: Job, program: Callable[..., Any]) -> None:
 
 def limits(report: Report, shape: Workload, ms: float) -> dict[str, float]:
     """Rates of what bounds the shape: operations for prefill and products of many rows, bytes for all others."""
-    if isinstance(shape, Prefill) or (isinstance(shape, Dense) and shape not in workloads.FEW_ROWS):
+    if isinstance(shape, Prefill) or (isinstance(shape, Product | Dense | Mixture) and shape.rows > _FEW_ROWS):
         return report.rate(shape.operations, ms)
     return report.bandwidth(shape.bytes, ms)
 
@@ -244,12 +245,13 @@ def _product(shape: Product, index: int) -> tuple[Any, ...]:
 
 
 def _mixture(shape: Mixture, index: int) -> tuple[Any, ...]:
-    entries = shape.tokens * shape.top_k
-    return (
-        fill(2 * index, (entries, shape.inputs), jnp.bfloat16),
-        fill(2 * index + 1, (shape.experts, shape.channels, shape.inputs), jnp.bfloat16),
-        jnp.arange(entries, dtype=jnp.int32) % shape.experts,
-    )
+    entries, weights = shape.tokens * shape.top_k, (shape.experts, shape.channels, shape.inputs)
+    x = fill(2 * index, (entries, shape.inputs), jnp.bfloat16)
+    experts = jnp.arange(entries, dtype=jnp.int32) % shape.experts
+    if not shape.mxfp4:
+        return x, fill(2 * index + 1, weights, jnp.bfloat16), experts
+    scales = jnp.full((shape.inputs // 32, *weights[:2]), 120, jnp.uint8)
+    return x, fill(2 * index + 1, weights, jnp.int4, 7.0), experts, scales
 
 
 def _pool(pages: int, shape: Write | Copy, index: int) -> jax.Array:

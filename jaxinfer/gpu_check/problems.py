@@ -165,6 +165,36 @@ def _experts_problem(rows: int, dtype: Any) -> Problem:
     )
 
 
+def _stored_experts(quick: bool, *, rows: int, inputs: int) -> Operands:
+    """The same with weights of MXFP4; an expert without a row has scales that are no numbers."""
+    count, channels, inputs = (4, 64, 160) if quick else (8, 2880, inputs)
+    rows, rng = min(rows, 64) if quick else rows, np.random.default_rng(0)
+    owners = rng.integers(1, count, rows)
+    places = rng.integers(-7, 8, (count, channels, inputs))
+    exponents = rng.integers(120, 132, (inputs // 32, count, channels))
+    exponents[:, 0] = 255
+    x = rng.normal(size=(rows, inputs)).astype(BF16)
+    sizes = np.asarray(named("pallas_kernels.quant_matmul.reference:E2M1"))[np.abs(places)] * np.sign(places)
+    weights = sizes * np.repeat(np.moveaxis(np.exp2(exponents - 127.0), 0, -1), 32, axis=-1)
+    exact = np.zeros((rows, channels))
+    for expert in range(1, count):
+        exact[owners == expert] = x[owners == expert].astype(np.float64) @ weights[expert].T
+    arrays = {"x": x, "weights": host(jnp.asarray(places, jnp.int4)), "experts": owners.astype(np.int32)}
+    return Operands({**arrays, "scales": exponents.astype(np.uint8)}, {}, (exact, None))
+
+
+def _stored_experts_problem(rows: int, inputs: int) -> Problem:
+    module = "jaxinfer.gpu_check.experts"
+    return Problem(
+        "quant_matmul",
+        f"{rows} rows, MXFP4 of experts, {inputs} inputs",
+        {MOSAIC: f"{module}:mosaic", XLA: f"{module}:xla"},
+        functools.partial(_stored_experts, rows=rows, inputs=inputs),
+        ("x", "experts"),
+        1e-3,
+    )
+
+
 def _adapters(quick: bool, *, rows: int, rank: int, dtype: Any) -> Operands:
     """Some rows have no adapter, and one adapter has no row: its matrices are NaN."""
     count, channels, inputs = (4, 64, 128) if quick else (8, 4096, 4096)
@@ -217,7 +247,7 @@ def _states_problem(name: str, size: int | None, dtype: Any, *, delta: bool) -> 
 
 # The most telling shapes first: what the time does not suffice for is left out at the end. Section parity has the
 # first ones, which are at least one of each kernel for Hopper GPUs.
-FIRST = 17
+FIRST = 19
 PROBLEMS: tuple[Problem, ...] = (
     attention_problem(
         "decode", "page 64, 4 heads to a KV head of 128, bfloat16", DECODE_LENGTHS, page=64, head_dim=128
@@ -227,6 +257,8 @@ PROBLEMS: tuple[Problem, ...] = (
     _copy_problem("copy_pages", BF16),
     _copy_problem("move_rows", INT8),
     _product_problem(16, jnp.int4, 128),
+    _product_problem(300, jnp.int4, 128, zeros=True),
+    _stored_experts_problem(64, 2880),
     dense.problem(70, added=True),
     _experts_problem(64, BF16),
     _adapters_problem(32, 16, BF16),
@@ -255,6 +287,7 @@ PROBLEMS: tuple[Problem, ...] = (
     _write_problem("float8 per head, pairs", 5e-2, chunk=1, pool_dtype=FP8, scales="head", rotary=64, interleaved=True),
     _product_problem(64, jnp.int4, 128, zeros=True),
     _product_problem(16, jnp.int8, 128),
+    _stored_experts_problem(600, 1440),
     _product_problem(16, FP8, None),
     attention_problem("ampere.decode", "page 64, 4 heads of 128, bfloat16", DECODE_LENGTHS, page=64, head_dim=128),
     attention_problem("ampere.extend", "chunks, 4 heads of 64, every option", PREFILL_LENGTHS, page=32, **EVERY),

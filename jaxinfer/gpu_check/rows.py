@@ -2,7 +2,7 @@
 
 The engine promises that a request's numbers do not depend on its neighbours. It keeps that promise by running every
 token in a program of a fixed row count; this section shows how far the promise could be had for less: by XLA, and by
-the kernel of `pallas_kernels.matmul`, which must have one class of bits alone.
+the kernels of `pallas_kernels.matmul` and of `pallas_kernels.quant_matmul`, which must have one class of bits alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxinfer.gpu_check.measure import fill, time_calls
 from jaxinfer.gpu_check.report import Report
 from jaxinfer.quant import matmul, matmul_transposed
 from pallas_kernels import matmul as dense
+from pallas_kernels import quant_matmul
 from pallas_kernels.choice import HOPPER, lowering_target
 
 # Llama-3.1-8B: name, inputs, outputs, and whether the weight lies as [out, in], as the model has it
@@ -39,7 +40,7 @@ WAVES = (
     (3, 6, 12, 24, 48, 96, 192, 384),
     (5, 7, 9, 17, 33, 65, 129, 257),
 )
-KERNEL = ", by the kernel"
+KERNEL, INT4 = ", by the kernel", ", int4 by its kernel"
 QUICK_WAVES = ((1, 2, 4), (3, 8))
 _COMPILE_THREADS = 8
 _RESERVE_S = 12.0  # what one wave of one projection may still need
@@ -63,25 +64,32 @@ def run(report: Report) -> None:
                 report.put("stopped", reason=f"time: {name} and what follows was not run for rows {wave}")
                 return
             with report.attempt(name):
-                found[name].update(_measure(_product(name, transposed), k, n, transposed, wave))
+                weight = _weight(name, k, n, transposed)
+                found[name].update(_measure(_product(name, transposed), weight, k, wave))
                 report.put(name, inputs=k, outputs=n, transposed=transposed, **_summary(found[name]))
 
 
 def _paths() -> tuple[str, ...]:
-    """What the names of products end with; the kernel is interpreted elsewhere, which takes too long."""
-    return ("", KERNEL) if lowering_target().capability == HOPPER else ("",)
+    """What the names of products end with; kernels are interpreted elsewhere, which takes too long."""
+    return ("", KERNEL, INT4) if lowering_target().capability == HOPPER else ("",)
 
 
 def _product(name: str, transposed: bool) -> Callable[..., jax.Array]:
+    if name.endswith(INT4):
+        return lambda x, weight: quant_matmul.matmul(x, *weight, path="mosaic")
     if name.endswith(KERNEL):
         return functools.partial(dense.matmul, layout="in last" if transposed else "in first", path="mosaic")
     return matmul_transposed if transposed else matmul
 
 
-def _measure(
-    product: Callable[..., jax.Array], k: int, n: int, transposed: bool, wave: tuple[int, ...]
-) -> dict[int, Result]:
-    weight = fill(2, (n, k) if transposed else (k, n), jnp.bfloat16, k**-0.5)
+def _weight(name: str, k: int, n: int, transposed: bool) -> Any:
+    """A matrix in 16 bits; in 4, outputs by inputs, with scales of 128 inputs."""
+    if name.endswith(INT4):
+        return fill(2, (n, k), jnp.int4, 8.0), fill(3, (k // 128, n), jnp.bfloat16)
+    return fill(2, (n, k) if transposed else (k, n), jnp.bfloat16, k**-0.5)
+
+
+def _measure(product: Callable[..., jax.Array], weight: Any, k: int, wave: tuple[int, ...]) -> dict[int, Result]:
     inputs = {rows: _inputs(k, rows) for rows in wave}
 
     def compile_one(x: jax.Array) -> Any:
@@ -98,7 +106,7 @@ def _inputs(k: int, rows: int) -> jax.Array:
     return x.at[-1].set(x[0])
 
 
-def _result(program: Any, x: jax.Array, weight: jax.Array) -> Result:
+def _result(program: Any, x: jax.Array, weight: Any) -> Result:
     out = program(x, weight)
     first, last = (np.asarray(out[row]).tobytes() for row in (0, -1))
     timing = time_calls(lambda: program(x, weight), rounds=3, round_ms=4)

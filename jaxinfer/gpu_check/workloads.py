@@ -83,6 +83,10 @@ class Product(NamedTuple):
         weight = self.inputs * self.channels
         return weight * self.bits // 8 + weight // 128 * 2 + 2 * self.rows * (self.inputs + self.channels)
 
+    @property
+    def operations(self) -> int:
+        return 2 * self.rows * self.inputs * self.channels
+
 
 class Dense(NamedTuple):
     """``rows`` times a weight of 16 bits; ``gated``: by gate and by up, ``columns`` each."""
@@ -110,24 +114,38 @@ class Dense(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """``tokens`` with ``top_k`` of ``experts`` each, all of which have equally many: one product, 16 bits a number."""
+    """``tokens`` with ``top_k`` of ``experts`` each, all of which have equally many: one product, 16 bits a number.
+
+    ``mxfp4``: weights are stored so, a byte of exponents for 32 of them.
+    """
 
     tokens: int
     experts: int
     top_k: int
     inputs: int
     channels: int
+    mxfp4: bool = False
 
     def __str__(self) -> str:
-        chosen = f"{self.top_k} of {self.experts} experts"
+        chosen = f"{self.top_k} of {self.experts} experts{' in MXFP4' * self.mxfp4}"
         return f"grouped matmul, {self.tokens} tokens with {chosen}, {self.inputs} x {self.channels}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of an expert, which is asked for."""
+        return -(-self.tokens * self.top_k // self.experts)
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.tokens * self.top_k * self.inputs * self.channels
 
     @property
     def bytes(self) -> int:
         """Weights of experts that are asked for once, each entry's row and result."""
         entries = self.tokens * self.top_k
         active = min(self.experts, entries)
-        return 2 * (active * self.inputs * self.channels + entries * (self.inputs + self.channels))
+        weights = active * self.inputs * self.channels
+        return (weights * 17 // 32 if self.mxfp4 else 2 * weights) + 2 * entries * (self.inputs + self.channels)
 
 
 class Write(NamedTuple):
@@ -208,12 +226,18 @@ MANY_ROWS = (
     Dense(2048, 4096, 6144),
     Dense(8192, 14336, 4096),
 )
+# What has a goal among other weights than plain ones: int4, few rows and many, experts, latents.
+STORED, PREFILLED = Product(16, 4096, 28672, 4), Product(2048, 4096, 28672, 4)
+EXPERTS, FLOAT4 = Mixture(64, 8, 2, 4096, 28672), Mixture(64, 32, 4, 2880, 5760, mxfp4=True)
+LATENTS = Latent(64, 4096, 128)
 OTHERS: tuple[Workload, ...] = (
-    Product(16, 4096, 28672, 4),
+    STORED,
     *FEW_ROWS[:2],
     *MANY_ROWS[:1],
-    Latent(64, 4096, 128),
-    Mixture(64, 8, 2, 4096, 28672),
+    LATENTS,
+    EXPERTS,
+    FLOAT4,
+    PREFILLED,
     Product(1, 4096, 28672, 4),
     Latent(64, 4096, 16),
     Write(64, 1),
@@ -223,6 +247,8 @@ OTHERS: tuple[Workload, ...] = (
     States(1, 2048),
     Product(64, 4096, 28672, 4),
     Product(16, 4096, 28672, 8),
+    Mixture(1, 32, 4, 2880, 5760, mxfp4=True),
+    Mixture(2048, 32, 4, 2880, 5760, mxfp4=True),
     Mixture(1, 8, 2, 4096, 28672),
     Mixture(64, 128, 8, 2048, 1536),
     Mixture(512, 8, 2, 4096, 28672),
@@ -236,6 +262,7 @@ QUICK_OTHERS: tuple[Workload, ...] = (
     Product(2, 256, 128, 4),
     Latent(2, 128, 4),
     Mixture(2, 4, 2, 64, 128),
+    Mixture(2, 4, 2, 64, 128, mxfp4=True),
     Write(2, 1, kv_heads=2, head_dim=64),
     Copy(2, kv_heads=2, head_dim=64),
     States(2, k_heads=1, heads=2, key=64, value=32),
