@@ -12,11 +12,12 @@ from unittest import mock
 import jax
 
 from jaxinfer.layers import top_k
+from jaxinfer.quant import storage
 from jaxinfer.sampling import search
 from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.grouped_matmul import groups
 
-_CHOOSERS: tuple[ModuleType, ...] = (top_k, search, groups)  # those that XLA compiles whatever they choose
+_CHOOSERS: tuple[ModuleType, ...] = (top_k, search, groups, storage)  # those that XLA compiles whatever they choose
 
 
 def as_for_gpu(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

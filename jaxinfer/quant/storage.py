@@ -25,6 +25,8 @@ from jaxinfer.quant.layouts import Float4, Grouped, Layout, Part
 from jaxinfer.quant.plain import Plain
 from jaxinfer.quant.spread import is_spread
 from pallas_kernels import quant_matmul
+from pallas_kernels.choice import lowering_target
+from pallas_kernels.quant_matmul.xla import in_pieces
 
 CHANNELS = 256  # dequantised at a time
 
@@ -291,9 +293,16 @@ def _of_biases(
 
 
 def _by_channels(x: Array, layout: Layout, parts: Mapping[str, Any], outs: tuple[int, ...]) -> Array:
-    """Multiply by so few outputs at a time that their dequantised weights stay in the cache."""
+    """Multiply by so few outputs at a time that their dequantised weights stay in the cache; on a GPU, without a loop:
+    XLA may write what that has made by a copy on another stream, which no loop in a command buffer may have."""
     flat = {name: array.reshape(-1, *array.shape[len(outs) :]) for name, array in parts.items()}
     channels = math.prod(outs)
+
+    def plain(stored: Any, own: slice) -> Array:
+        return layout.dequantize({name: array[own] for name, array in stored.items()})
+
+    if lowering_target().platform != "cpu":
+        return in_pieces(x, flat, channels, plain)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def chunk(first: Any, size: int) -> Array:

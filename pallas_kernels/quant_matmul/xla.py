@@ -23,7 +23,8 @@ from pallas_kernels.quant_matmul.reference import dequantized, group_size
 
 FEW_ROWS = 64  # sums of groups are written up to here
 CPU_CHANNELS = 256  # dequantised at a time
-GPU_PIECE = 1 << 25  # bytes of plain numbers at a time, where rows are many
+GPU_PIECE = 1 << 25  # bytes of plain numbers at a time
+_LINE = 64  # channels of which pieces are multiples: a line of a result, and what a tile of a product divides by
 
 
 def matmul(
@@ -41,8 +42,13 @@ def matmul(
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
     """
     group = group_size(weights, scales, zeros)
+
+    def plain(codes: Any, own: slice) -> Array:
+        factors = scales.reshape(-1, weights.shape[0])[:, own]
+        return dequantized(codes[own], factors, None if zeros is None else zeros[:, own], e2m1=e2m1)
+
     if e2m1:
-        return _in_pieces(x, weights, scales, None, e2m1=True)
+        return in_pieces(x, weights, weights.shape[0], plain)
     if (target or lowering_target()).platform == "cpu":
         return _by_channels(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
     if group == weights.shape[1] and zeros is None:
@@ -50,7 +56,7 @@ def matmul(
         return (sums * scales.reshape(-1).astype(jnp.float32)).astype(x.dtype)
     if x.shape[0] <= FEW_ROWS:
         return _by_groups(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
-    return _in_pieces(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
+    return in_pieces(x, weights, weights.shape[0], plain)
 
 
 def matmul_tiles(
@@ -74,16 +80,22 @@ def matmul_tiles(
     return lax.map(tile, (x, experts))
 
 
-def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None, *, e2m1: bool = False) -> Array:
-    """Multiply by chunks of output channels whose plain numbers are a small part of any large weight."""
-    size = max(1, GPU_PIECE // (weights.shape[1] * x.dtype.itemsize))
+def in_pieces(
+    x: Float[Array, "rows k"], stored: Any, outputs: int, plain: Callable[[Any, slice], Num[Array, "n k"]]
+) -> Float[Array, "rows outputs"]:
+    """Multiply by some output channels after the others, whose plain numbers are a small part of any large weight.
+
+    Args:
+        stored: a tree of arrays that plain numbers are made of.
+        plain: makes those of some channels of ``stored``.
+    """
+    size = max(1, GPU_PIECE // (x.shape[1] * x.dtype.itemsize * _LINE)) * _LINE
     parts: list[Array] = []
-    for first in range(0, weights.shape[0], size):
-        own = slice(first, first + size)
+    for first in range(0, outputs, size):
         if parts:  # one after the other: XLA would make the plain numbers of several in one kernel
-            weights, parts[-1] = lax.optimization_barrier((weights, parts[-1]))
-        plain = dequantized(weights[own], scales[:, own], None if zeros is None else zeros[:, own], e2m1=e2m1)
-        parts.append(_dot(x, plain.astype(x.dtype)).astype(x.dtype))
+            stored, parts[-1] = lax.optimization_barrier((stored, parts[-1]))
+        weights = plain(stored, slice(first, min(first + size, outputs)))
+        parts.append(_dot(x, weights.astype(x.dtype)).astype(x.dtype))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 

@@ -40,7 +40,7 @@ def test_xla_equals_float64(kind, rows, target, x_dtype):
 
 @pytest.mark.parametrize("kind", ["int4-odd", "int8-zeros", "fp8"])
 def test_many_rows_dequantize_in_pieces(kind, monkeypatch):
-    """The last piece is a shorter one, and plain numbers are never as large as the weight."""
+    """Of multiples of 64 channels but for the last piece; plain numbers are never as large as the weight."""
     arrays = operands(**{"rows": 70, "n": 320, "k": 256, **KINDS[kind]}, x_dtype="bfloat16")
     n, k = arrays[1].shape
     monkeypatch.setattr(xla, "GPU_PIECE", 100 * k * 2)
@@ -48,9 +48,9 @@ def test_many_rows_dequantize_in_pieces(kind, monkeypatch):
     assert_close(product(*arrays, target=GPU), arrays, within=2**-8)
     plain = str(jax.make_jaxpr(lambda *arrays: xla.matmul(*arrays, target=GPU))(*arrays))
     assert f"bf16[{n},{k}]" not in plain
-    assert f"bf16[100,{k}]" in plain
+    assert f"bf16[64,{k}]" in plain
     # XLA would make the plain numbers of several pieces in one kernel.
-    assert plain.count("= optimization_barrier") == -(-n // 100) - 1
+    assert plain.count("= optimization_barrier") == -(-n // 64) - 1
 
 
 def test_packed_weights_stand_for_the_plain_ones():

@@ -18,6 +18,7 @@ from jaxinfer.quant import (
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped
 from pallas_kernels.grouped_matmul import group
 from pallas_kernels.grouped_matmul.reference import matmul as grouped_reference
+from tests.lowered import as_for_gpu
 from tests.quant.examples import INPUTS, LAYOUTS, TABLE, example
 
 WEIGHTS = [pytest.param(layout, id=name) for name, layout in LAYOUTS.items()]
@@ -49,6 +50,20 @@ def test_a_product_in_bfloat16_has_that_dtype(layout):
     assert result.dtype == jnp.bfloat16
     expected = jnp.einsum("bk,nk->bn", x.astype(jnp.float32), weight.dequantize())
     np.testing.assert_allclose(result, expected, atol=0.02 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize("kind", ["codebook, nested", "ggml"])
+def test_a_product_on_a_gpu_is_no_loop(kind, monkeypatch):
+    """In a loop XLA may copy on another stream, and then no command buffer holds it. Pieces wait for one another."""
+    monkeypatch.setattr("pallas_kernels.quant_matmul.xla.GPU_PIECE", 128 * INPUTS * 4)
+    weight, x = example(LAYOUTS[kind], MORE_THAN_A_PIECE), inputs(7)
+    expected = jnp.einsum("bk,cnk->bcn", x, weight.dequantize(), precision="highest")
+    assert_near(as_for_gpu(matmul)(x, weight), expected)
+    program = str(as_for_gpu(matmul).trace(x, weight).jaxpr)
+    assert "scan[" not in program
+    assert "while[" not in program
+    assert program.count("= optimization_barrier") == 2  # 300 channels by 128
+    assert "scan[" in str(jax.make_jaxpr(matmul)(x, weight))  # on a CPU, of pieces that its cache holds
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)

@@ -512,9 +512,11 @@ def test_the_engines_steps_keep_the_rules():
 
 @pytest.mark.slow
 @compiles
-@pytest.mark.parametrize(("model", "kind"), [("Llama-3.1-8B", "int4"), ("gpt-oss-20b", "mxfp4")])
+@pytest.mark.parametrize(
+    ("model", "kind"), [("Llama-3.1-8B", "int4"), ("Llama-3.1-8B", "nf4"), ("gpt-oss-20b", "mxfp4")]
+)
 def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
-    """The kernel's, and those that are made plain piece by piece, in loops: in one command buffer all the same."""
+    """The kernel's, and those made plain piece by piece, of experts in loops: in one command buffer all the same."""
     (part,) = door.run(Work(model, door.PAGES, layers=2, weights=kind), default_folder())
     assert part.broken == []
     asked = {one.rule for one in part.programs["prefill"].findings if one.asked}
