@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxinfer.quant.layouts import Grouped
 from pallas_kernels import quant_matmul
 from pallas_kernels.choice import lowering_target
+from pallas_kernels.sums import dot
 
 _FLOAT8_MAX = 448.0
 _LEAST = 1e-30  # of what is divided by: a token of zeros has a scale, too
@@ -87,7 +88,7 @@ def product(
         return rest + lax.cond(large.any(), unrounded, lambda x: jnp.zeros_like(rest), jnp.where(large, x, 0))
     own = rounded(x, layout, arrays.get("input_scale"), along)
     if own.scales.shape[-1] == scales.shape[-1] == 1 and _multiplied_as_they_are(own.codes, codes):
-        sums = _int_sums(own.codes, codes, zeros) if codes.dtype == jnp.int8 else _float_sums(own.codes, codes)
+        sums = _int_sums(own.codes, codes, zeros) if codes.dtype == jnp.int8 else dot(own.codes, codes, 1, jnp.float32)
         return (sums * own.scales * scales.T).astype(x.dtype)
     return unrounded(own.plain().astype(x.dtype))
 
@@ -120,11 +121,7 @@ def _multiplied_as_they_are(x: Array, weight: Array) -> bool:
 def _int_sums(x: Int[Array, "rows k"], codes: Int[Array, "n k"], zeros: Int[Array, "n 1"] | None) -> Array:
     # two rows at least: with one, XLA:CPU converts the whole weight to int32 first
     both = jnp.concatenate([x, jnp.zeros_like(x)]) if x.shape[0] == 1 else x
-    sums = lax.dot_general(both, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)[: x.shape[0]]
+    sums = dot(both, codes, 1, jnp.int32)[: x.shape[0]]
     if zeros is not None:
         sums = sums - x.astype(jnp.int32).sum(-1, keepdims=True) * zeros.astype(jnp.int32).T
     return sums.astype(jnp.float32)
-
-
-def _float_sums(x: Float[Array, "rows k"], codes: Float[Array, "n k"]) -> Float[Array, "rows n"]:
-    return lax.dot_general(x, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

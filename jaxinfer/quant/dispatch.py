@@ -16,6 +16,7 @@ from jaxinfer.quant.observe import Observed
 from jaxinfer.quant.plain import Plain
 from jaxinfer.quant.storage import Quantized, Split
 from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels.sums import dot
 
 
 def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
@@ -31,8 +32,7 @@ def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
         return _plain(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in first")
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+    return dot(x, w.astype(x.dtype), 0)
 
 
 def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
@@ -46,14 +46,12 @@ def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"
         return _plain(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in last")
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     if w.ndim > 2 and jax.sharding.get_abstract_mesh().size > 1:
         # Merged, two dimensions of which the inner one is spread over devices would be gathered.
-        return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (w.ndim - 1,)), ((), ())), precision=precision)
+        return dot(x, w.astype(x.dtype), w.ndim - 1)
     # As a matrix: with more than one output dimension XLA:CPU transposes the whole weight at every call.
     flat = w.astype(x.dtype).reshape(-1, w.shape[-1])
-    out = lax.dot_general(x, flat, (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
-    return out.reshape(*x.shape[:-1], *w.shape[:-1])
+    return dot(x, flat, 1).reshape(*x.shape[:-1], *w.shape[:-1])
 
 
 def _stored(x: jax.Array, w: Quantized | Split) -> jax.Array:

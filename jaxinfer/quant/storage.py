@@ -1,7 +1,7 @@
 """Weights that stand where an array stood: `Quantized`, one layout, and `Split`, several for the parts of a fused one.
 
-Both are pytrees and never lie in memory as plain numbers: a product dequantises a few hundred outputs at a time, or
-leaves it to a kernel. A tree of parameter specs has the same nodes, with specs for leaves (`jaxinfer.types.ParamTree`).
+Both are pytrees and never lie in memory as plain numbers: a product dequantises some outputs at a time, or leaves it to
+a kernel. A tree of parameter specs has the same nodes, with specs for leaves (`jaxinfer.types.ParamTree`).
 """
 
 from __future__ import annotations

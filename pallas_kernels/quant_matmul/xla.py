@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.choice import Target, lowering_target
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.quant_matmul.reference import dequantized, group_size
+from pallas_kernels.sums import dot
 
 FEW_ROWS = 64  # sums of groups are written up to here
 CPU_CHANNELS = 256  # dequantised at a time
@@ -52,7 +53,7 @@ def matmul(
     if (target or lowering_target()).platform == "cpu":
         return _by_channels(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
     if group == weights.shape[1] and zeros is None:
-        sums = _dot(x, weights.astype(x.dtype))
+        sums = dot(x, weights.astype(x.dtype), 1, jnp.float32)
         return (sums * scales.reshape(-1).astype(jnp.float32)).astype(x.dtype)
     if x.shape[0] <= FEW_ROWS:
         return _by_groups(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
@@ -95,14 +96,8 @@ def in_pieces(
         if parts:  # one after the other: XLA would make the plain numbers of several in one kernel
             stored, parts[-1] = lax.optimization_barrier((stored, parts[-1]))
         weights = plain(stored, slice(first, min(first + size, outputs)))
-        parts.append(_dot(x, weights.astype(x.dtype)).astype(x.dtype))
+        parts.append(dot(x, weights.astype(x.dtype), 1, jnp.float32).astype(x.dtype))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-
-
-def _dot(x: Array, weights: Array) -> Float[Array, "rows n"]:
-    return lax.dot_general(
-        x, weights, (((1,), (1,)), ((), ())), precision=_precision(x.dtype), preferred_element_type=jnp.float32
-    )
 
 
 def _precision(dtype: Any) -> lax.Precision:
@@ -175,7 +170,7 @@ def _few_channels(columns: tuple[Array, ...], numbers: tuple[Array, ...], scales
     factors = jnp.repeat(scales.astype(jnp.float32), times, axis=1)
     offsets = 0.0 if zeros is None else jnp.repeat(zeros.astype(jnp.float32), times, axis=1)
     sums = [
-        _dot(own.astype(jnp.float32), (one.astype(jnp.float32) - offsets) * factors)
+        dot(own.astype(jnp.float32), (one.astype(jnp.float32) - offsets) * factors, 1, jnp.float32)
         for own, one in zip(columns, numbers, strict=True)
     ]
     return functools.reduce(jnp.add, sums)

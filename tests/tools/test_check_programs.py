@@ -525,6 +525,14 @@ def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
 
 @pytest.mark.slow
 @compiles
+def test_the_steps_of_sums_that_do_not_divide_keep_the_rules():
+    """XLA would fill up the first layer's down projection, of 10944 inputs, in each decode step."""
+    (part,) = door.run(Work("DeepSeek-V2-Lite", door.PAGES, layers=2), default_folder())
+    assert part.broken == []
+
+
+@pytest.mark.slow
+@compiles
 def test_the_steps_of_a_draft_model_keep_the_rules():
     """The host waits for nothing between drafting and the step that verifies."""
     work = Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, drafts=True, draft_layers=2)

@@ -1,0 +1,64 @@
+"""Products whose sums XLA would split and, where that does not come out even, fill up with zeros.
+
+A product of few outputs has too few tiles for all multiprocessors of a GPU. XLA splits its sum, into a power of two of
+parts that begin at multiples of 16 bytes. Where those do not divide the inputs, it first copies both with zeros
+behind: the weight, anew in each step. Such a sum is divided here, into another number of equal parts, and XLA leaves it
+alone. Into how many XLA would split it is its estimate; ours is near it, for a GPU of 132 multiprocessors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+from pallas_kernels.choice import lowering_target
+
+_MULTIPROCESSORS, _TILE = 132, 192
+_MOST, _INPUTS = 32, 128  # parts, and inputs of one at least
+_BYTES = 16
+
+
+def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype: Any = None) -> Num[Array, "..."]:
+    """Contract the last dimension of ``x`` with dimension ``along`` of ``weights``. float32 means float32: no TF32.
+
+    Args:
+        dtype: of the result; None: that of ``x``.
+    """
+    last = x.ndim - 1
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    count = _parts_of(x, weights)
+    if count == 1:
+        contracted = (((last,), (along,)), ((), ()))
+        return lax.dot_general(x, weights, contracted, precision=precision, preferred_element_type=dtype)
+    own = x.reshape(*x.shape[:-1], count, -1)
+    cut = weights.reshape(*weights.shape[:along], count, -1, *weights.shape[along + 1 :])
+    contracted = (((last + 1,), (along + 1,)), ((last,), (along,)))
+    wide = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
+    sums = lax.dot_general(own, cut, contracted, precision=precision, preferred_element_type=wide)
+    return sums.sum(0).astype(dtype or x.dtype)
+
+
+def _parts_of(x: Array, weights: Array) -> int:
+    """1 on a CPU, and where a program runs on several devices: inputs may be divided among those."""
+    if lowering_target().platform == "cpu" or jax.sharding.get_abstract_mesh().size > 1:
+        return 1
+    aligned = _BYTES // min(x.dtype.itemsize, weights.dtype.itemsize)
+    return parts(math.prod(x.shape[:-1]), x.shape[-1], weights.size // x.shape[-1], aligned)
+
+
+def parts(rows: int, inputs: int, outputs: int, aligned: int = 8) -> int:
+    """Equal parts in which to sum up a product; 1: it has many outputs, or those of XLA divide the inputs.
+
+    Args:
+        aligned: inputs of which a part of XLA's is a multiple.
+    """
+    tiles = max(1, -(-rows // _TILE) * -(-outputs // _TILE))
+    most = min(_MULTIPROCESSORS // tiles, inputs // _INPUTS, _MOST)
+    if most < 2 or inputs % (aligned << (most - 1).bit_length()) == 0:
+        return 1
+    return next(count for count in range(most, 0, -1) if count == 1 or inputs % (aligned * count) == 0)
