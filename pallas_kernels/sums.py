@@ -32,6 +32,7 @@ def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype:
     last = x.ndim - 1
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     count = _parts_of(x, weights)
+    contracted: Any
     if count == 1:
         contracted = (((last,), (along,)), ((), ()))
         return lax.dot_general(x, weights, contracted, precision=precision, preferred_element_type=dtype)

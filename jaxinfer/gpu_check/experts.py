@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul import group
 from pallas_kernels.grouped_matmul import mosaic as kernel
 from pallas_kernels.grouped_matmul import xla as plain
 from pallas_kernels.grouped_matmul.mosaic import Tiles
-from pallas_kernels.quant_matmul import mosaic as stored_kernel
+from pallas_kernels.quant_matmul.mosaic import launch as stored_kernel
 
 __all__ = ["Tiles", "mosaic", "xla"]
 

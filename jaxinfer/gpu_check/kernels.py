@@ -120,7 +120,9 @@ def paths(shape: Workload) -> Iterator[Path]:
         case Latent():
             yield from _latent_paths(shape)
         case Product():
-            yield from _both("quant_matmul", "matmul", functools.partial(_product, shape))
+            for path, module in ((MOSAIC, "mosaic.launch"), (XLA, "xla")):
+                function = f"pallas_kernels.quant_matmul.{module}:matmul"
+                yield Path(path, function, {}, functools.partial(_product, shape))
         case Dense():
             for path in (MOSAIC, XLA):
                 options = {"layout": shape.layout, "gated": shape.gated}

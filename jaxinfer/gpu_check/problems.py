@@ -127,7 +127,7 @@ def _product_problem(rows: int, dtype: Any, group: int | None, *, zeros: bool = 
     return Problem(
         "quant_matmul",
         f"{rows} rows, {jnp.dtype(dtype).name}, {kind}{', zeros' * zeros}",
-        {MOSAIC: f"{module}.mosaic:matmul", XLA: f"{module}.xla:matmul"},
+        {MOSAIC: f"{module}.mosaic.launch:matmul", XLA: f"{module}.xla:matmul"},
         functools.partial(_product, rows=rows, dtype=dtype, group=group, zeros=zeros),
         ("x",),
         1e-3,

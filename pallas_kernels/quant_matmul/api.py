@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.choice import HOPPER, Choice, Target, Wish, choose
 from pallas_kernels.grouped_matmul.groups import KERNEL_ROWS, Groups
-from pallas_kernels.quant_matmul import mosaic, xla
+from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.fit import Operands, of_rows, refusal
+from pallas_kernels.quant_matmul.mosaic import launch
 from pallas_kernels.quant_matmul.reference import group_size
 
 
@@ -65,7 +66,7 @@ def matmul(
     """
     flat = x.reshape(-1, x.shape[-1])
     chosen = explain(flat, weights, scales, zeros, e2m1=e2m1, path=path)
-    result = (mosaic if chosen.path == "mosaic" else xla).matmul(flat, weights, scales, zeros, e2m1=e2m1)
+    result = (launch if chosen.path == "mosaic" else xla).matmul(flat, weights, scales, zeros, e2m1=e2m1)
     return result.reshape(*x.shape[:-1], weights.shape[0])
 
 
@@ -121,7 +122,7 @@ def matmul_tiles(
 def _kernel(e2m1: bool) -> Any:
     @jax.custom_batching.custom_vmap
     def multiply(*operands: Any) -> jax.Array:
-        return mosaic.matmul_tiles(*operands, e2m1=e2m1)
+        return launch.matmul_tiles(*operands, e2m1=e2m1)
 
     @multiply.def_vmap
     def _(_: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:

@@ -229,7 +229,7 @@ def test_kernels_are_timed(report, monkeypatch):
     monkeypatch.setattr(workloads, "QUICK_PREFILLS", ())
     monkeypatch.setattr(workloads, "QUICK_OTHERS", workloads.QUICK_OTHERS[2:])
     kernels.run(report)
-    assert len(written(report)) == 6
+    assert len(written(report)) == 7
     assert all("share_of_copy" in record or "tflop_s" in record for record in written(report).values())
     assert all(record.get("share_of_copy", 1) > 0 for record in written(report).values())
 
@@ -255,6 +255,8 @@ def test_bytes_and_operations_by_hand():
     assert workloads.Decode(1, 2, heads=4, kv_heads=2, head_dim=8).bytes == 2 * (2 * 2 * 2 * 8) + 2 * (2 * 4 * 8)
     assert workloads.Prefill(1, 2, 3, heads=1, kv_heads=1, head_dim=8).operations == 4 * 8 * (2 + 3)
     assert workloads.Product(1, 128, 2, 4).bytes == 128 + 4 + 2 * 130
+    assert workloads.Mixture(3, 4, 2, 64, 32, mxfp4=True).bytes == 4 * 64 * 32 // 2 + 4 * 2 * 32 + 2 * 6 * (64 + 32)
+    assert (workloads.Mixture(3, 4, 2, 64, 32).rows, workloads.Mixture(3, 4, 2, 64, 32).operations) == (2, 12 * 64 * 32)
     assert workloads.Dense(3, 128, 2).bytes == 2 * (256 + 3 * 130)
     assert workloads.Dense(3, 128, 2, gated=True).operations == 2 * 3 * 128 * 4
     assert workloads.States(3, 2, 1, 2, 4, 8).bytes == 3 * (2 * 4 * 2 * 4 * 8 + 2 * (2 * (4 + 4 + 16) + 4 * 16))
@@ -272,8 +274,15 @@ def test_rows_have_the_kernel_beside_xla_where_it_runs(report, monkeypatch):
     monkeypatch.setattr(rows, "lowering_target", lambda: Target("gpu", (9, 0)))
     asked = []
     monkeypatch.setattr(rows.dense, "matmul", lambda x, w, **how: asked.append(how) or x[:, :1] + w[:1, 0])
+    monkeypatch.setattr(
+        rows.quant_matmul, "matmul", lambda x, codes, scales, **how: asked.append(how) or x[:, :1] + scales[0, 0]
+    )
+    wide = [(name, 128, n, transposed) for name, _, n, transposed in rows.QUICK_PROJECTIONS]
+    monkeypatch.setattr(rows, "QUICK_PROJECTIONS", wide)
     found = run()
     assert found["qkv, by the kernel"] == found["gate_up, by the kernel"] == [[1, 2, 3, 4, 8]]
+    assert found["qkv, int4 by its kernel"] == found["gate_up, int4 by its kernel"] == [[1, 2, 3, 4, 8]]
+    assert {"path": "mosaic"} in asked
     assert {"layout": "in first", "path": "mosaic"} in asked
     assert {"layout": "in last", "path": "mosaic"} in asked
 

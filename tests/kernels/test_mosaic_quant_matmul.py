@@ -9,24 +9,25 @@ import pytest
 
 from pallas_kernels import compat
 from pallas_kernels.grouped_matmul import group
-from pallas_kernels.quant_matmul import mosaic, reference
-from pallas_kernels.quant_matmul.mosaic import Tiles
+from pallas_kernels.quant_matmul import reference
+from pallas_kernels.quant_matmul.mosaic import kernel, launch
+from pallas_kernels.quant_matmul.types import Tiles
 from tests.kernels.quant_cases import assert_close, operands, stack
 
 FP16, FP8, INT8 = jnp.float16, jnp.float8_e4m3fn, jnp.int8
 TINY = Tiles(consumers=1, depth=128, stages=2)
 
 
-def run(arrays, tiles=None, matmul=mosaic.matmul, **options):
+def run(arrays, tiles=None, matmul=launch.matmul, **options):
     product = jax.jit(lambda *a: matmul(*a, tiles=tiles, interpret=compat.interpret_params(), **options))
     return compat.interpreted(lambda: product(*arrays))
 
 
-def by_expert(x, ids, weights, *, tiles=None, matmul=mosaic.matmul_tiles, kernel_rows=(8, 32), **options):
+def by_expert(x, ids, weights, *, tiles=None, kernel_rows=(8, 32), **options):
     """The product of each row with its expert's weights; whatever tiles hold nothing is 0."""
     groups = group(ids, weights[0].shape[0], x.shape[0], path="mosaic", kernel_rows=kernel_rows)
     rows = x.at[groups.entries].get(mode="fill", fill_value=0)
-    out = run((rows, *weights, groups), tiles, matmul, **options)
+    out = run((rows, *weights, groups), tiles, launch.matmul_tiles, **options)
     assert not np.asarray(out[int(groups.occupied) :]).any()
     return out.reshape(-1, out.shape[-1])[groups.places]
 
@@ -94,7 +95,7 @@ def test_every_float4_is_the_one_of_its_place():
     places = reference.placed(jnp.asarray(codes))
     np.testing.assert_array_equal(reference._float4(places, jnp.float32), numbers)
     columns = jnp.broadcast_to(places.astype(jnp.bfloat16), (64, 16))
-    np.testing.assert_array_equal(mosaic._float4(columns)[0].astype(jnp.float32), numbers)
+    np.testing.assert_array_equal(kernel._float4(columns)[0].astype(jnp.float32), numbers)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +194,13 @@ GROUPED_MUTATIONS = {
 FAST_GROUPED = ("a tile's expert", "a bend of float4")
 
 
-def mutant_of(old, new):
-    source = inspect.getsource(mosaic)
+def mutated(monkeypatch, old, new):
+    """Put a mutant in the kernel's place."""
+    source = inspect.getsource(kernel)
     assert source.count(old) == 1, source.count(old)
-    mutant = dict(mosaic.__dict__)
-    exec(compile(source.replace(old, new), mosaic.__file__, "exec"), mutant)
-    return mutant
+    mutant = dict(kernel.__dict__)
+    exec(compile(source.replace(old, new), kernel.__file__, "exec"), mutant)
+    monkeypatch.setattr(launch, "launcher", mutant["launcher"])
 
 
 def cases(every, fast):
@@ -206,42 +208,42 @@ def cases(every, fast):
 
 
 @pytest.mark.parametrize("name", cases(MUTATIONS, FAST_MUTATIONS))
-def test_a_mutation_is_caught(name):
+def test_a_mutation_is_caught(name, monkeypatch):
     old, new, options = MUTATIONS[name]
-    mutant = mutant_of(old, new)
     arrays = operands(**{"rows": 8, "n": 128, "k": 1024, "group": 64, "zeros": True, **options})
     tiles = Tiles(2, 128, 1, splits=2, blocks=1 if "rows" in options else 132)
     assert_close(run(arrays, tiles), arrays)
+    mutated(monkeypatch, old, new)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        assert_close(run(arrays, tiles, mutant["matmul"]), arrays)
+        assert_close(run(arrays, tiles), arrays)
 
 
 @pytest.mark.parametrize("name", cases(GROUPED_MUTATIONS, FAST_GROUPED))
-def test_a_mutation_among_experts_is_caught(name):
+def test_a_mutation_among_experts_is_caught(name, monkeypatch):
     old, new, options = GROUPED_MUTATIONS[name]
-    mutant = mutant_of(old, new)["matmul_tiles"]
     weights, e2m1 = stack(3, **{"n": 64, "group": 64, "zeros": True, **options}), options.get("e2m1", False)
     ids = jnp.asarray([0, 2, 2, 1])
     x = operands(rows=4, k=weights[0].shape[2])[0]
     assert_each_close(by_expert(x, ids, weights, e2m1=e2m1), x, ids, weights, e2m1=e2m1)
+    mutated(monkeypatch, old, new)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        assert_each_close(by_expert(x, ids, weights, matmul=mutant, e2m1=e2m1), x, ids, weights, e2m1=e2m1)
+        assert_each_close(by_expert(x, ids, weights, e2m1=e2m1), x, ids, weights, e2m1=e2m1)
 
 
 def test_refuses_what_it_cannot_do():
     x, weights, scales, _ = operands()
     with pytest.raises(ValueError, match="does not divide"):
-        mosaic.matmul(x, weights, scales, tiles=Tiles(4))
+        launch.matmul(x, weights, scales, tiles=Tiles(4))
     with pytest.raises(ValueError, match="shared memory"):
-        mosaic.matmul(jnp.zeros((64, 512), jnp.bfloat16), weights, scales, tiles=Tiles(2, 256, 8))
+        launch.matmul(jnp.zeros((64, 512), jnp.bfloat16), weights, scales, tiles=Tiles(2, 256, 8))
     with pytest.raises(ValueError, match="registers for more"):
-        mosaic.matmul(jnp.zeros((72, 512), jnp.bfloat16), *operands(n=256)[1:3], tiles=Tiles(4))
+        launch.matmul(jnp.zeros((72, 512), jnp.bfloat16), *operands(n=256)[1:3], tiles=Tiles(4))
     with pytest.raises(ValueError, match="splits are of multiples of 256"):
-        mosaic.matmul(x, weights, scales, tiles=Tiles(2, splits=3))
+        launch.matmul(x, weights, scales, tiles=Tiles(2, splits=3))
     with pytest.raises(ValueError, match="int4 of uint8 times bfloat16"):
-        mosaic.matmul(x, weights, scales, e2m1=True)
+        launch.matmul(x, weights, scales, e2m1=True)
     with pytest.raises(ValueError, match="tile of its own"):
-        mosaic.matmul_tiles(x[None], *stack(1, k=512), group(jnp.zeros(3, jnp.int32), 1, 3)._replace(experts=None))
+        launch.matmul_tiles(x[None], *stack(1, k=512), group(jnp.zeros(3, jnp.int32), 1, 3)._replace(experts=None))
     for wrong in ({"depth": 32}, {"consumers": 5}, {"splits": 9}, {"stages": 0}, {"blocks": 0}):
         with pytest.raises(ValueError, match=r"there|consumers"):
             Tiles(**wrong)

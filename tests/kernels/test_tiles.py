@@ -21,8 +21,8 @@ from pallas_kernels.paged_attention import AttentionOptions
 from pallas_kernels.paged_attention.hopper.decode import launch as decode
 from pallas_kernels.paged_attention.hopper.prefill import launch as prefill
 from pallas_kernels.paged_attention.tile_keys import decode_key, prefill_key
-from pallas_kernels.quant_matmul import mosaic as quant_matmul
 from pallas_kernels.quant_matmul.fit import of_rows
+from pallas_kernels.quant_matmul.mosaic import launch as quant_matmul
 from pallas_kernels.quant_matmul.tile_keys import matmul_key
 from pallas_kernels.tiles import Entry, Key, Measured, pick, tuned
 
@@ -206,7 +206,7 @@ CALLS = {
         (prefill_key(QUERIES, POOL, TABLES, PLAIN), prefill.Tiles(64, 5, 2), {"block_keys"}),
     ),
     "quant_matmul": (
-        (quant_matmul, "_launcher", lambda shape: shape.tiles),
+        (quant_matmul, "launcher", lambda shape: shape.tiles),
         (quant_matmul.matmul, (X, WEIGHTS, SCALES)),
         (matmul_key(of_rows(X, WEIGHTS, SCALES)), quant_matmul.Tiles(1, 128, 3, 2), {"splits"}),
     ),

@@ -15,7 +15,7 @@ from pallas_kernels import compat
 from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.grouped_matmul import group
 from pallas_kernels.grouped_matmul.reference import matmul as grouped_reference
-from pallas_kernels.quant_matmul import mosaic
+from pallas_kernels.quant_matmul.mosaic import launch
 from tests.quant.examples import INPUTS, LAYOUTS, example
 
 WEIGHTS = [pytest.param(layout, id=name) for name, layout in {**LAYOUTS, "MXFP4": mxfp4.LAYOUT}.items()]
@@ -92,8 +92,8 @@ def test_a_kernel_multiplies_experts(layout, monkeypatch):
     weight = for_kernels(example(layout, (5, 2, 64), OF_EXPERTS))
     x = inputs(len(ENTRIES), dtype="bfloat16")
     assert grouped_path(x, weight) == "xla"
-    interpreted = functools.partial(mosaic.matmul_tiles, interpret=compat.interpret_params())
-    monkeypatch.setattr(mosaic, "matmul_tiles", interpreted)
+    interpreted = functools.partial(launch.matmul_tiles, interpret=compat.interpret_params())
+    monkeypatch.setattr(launch, "matmul_tiles", interpreted)
     monkeypatch.setattr("pallas_kernels.choice.lowering_target", lambda: Target("gpu", HOPPER))
     assert grouped_path(x, weight, weight) == "mosaic"
     assert grouped_path(x.astype(jnp.float32), weight) == "xla"

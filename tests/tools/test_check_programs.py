@@ -516,7 +516,7 @@ def test_the_engines_steps_keep_the_rules():
     ("model", "kind"), [("Llama-3.1-8B", "int4"), ("Llama-3.1-8B", "nf4"), ("gpt-oss-20b", "mxfp4")]
 )
 def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
-    """The kernel's, and those made plain piece by piece, of experts in loops: in one command buffer all the same."""
+    """The kernel's, of experts, too, and those made plain piece by piece: in one command buffer all the same."""
     (part,) = door.run(Work(model, door.PAGES, layers=2, weights=kind), default_folder())
     assert part.broken == []
     asked = {one.rule for one in part.programs["prefill"].findings if one.asked}

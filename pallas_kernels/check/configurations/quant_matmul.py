@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import Configuration, shaped
 from pallas_kernels.check.configurations.grouped_matmul import unfilled
-from pallas_kernels.quant_matmul import mosaic
+from pallas_kernels.quant_matmul.mosaic import launch
 
 _SHORT = {
     jnp.bfloat16: "bf16",
@@ -44,7 +44,7 @@ class _Product:
             shaped(*factors, dtype=self.scale_dtype),
             shaped(*factors, dtype=jnp.int8) if self.zeros else None,
         )
-        return functools.partial(mosaic.matmul, e2m1=self.e2m1), arguments
+        return functools.partial(launch.matmul, e2m1=self.e2m1), arguments
 
     def configuration(self) -> Configuration:
         kind = "channel" if self.group is None else f"group{self.group}"
@@ -76,7 +76,7 @@ class _Experts(_Product):
         return self._multiply, arguments
 
     def _multiply(self, x: Any, weights: Any, scales: Any, zeros: Any, experts: Any, occupied: Any) -> Any:
-        return mosaic.matmul_tiles(x, weights, scales, zeros, unfilled(x, experts, occupied), e2m1=self.e2m1)
+        return launch.matmul_tiles(x, weights, scales, zeros, unfilled(x, experts, occupied), e2m1=self.e2m1)
 
     def configuration(self) -> Configuration:
         whole = super().configuration()

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import shaped
 from pallas_kernels.quant_matmul.fit import heuristic_tiles, of_rows, refusal
-from pallas_kernels.quant_matmul.mosaic import matmul
+from pallas_kernels.quant_matmul.mosaic.launch import matmul
 from pallas_kernels.quant_matmul.tile_keys import MATMUL, matmul_key
-from pallas_kernels.quant_matmul.types import CONSUMERS, DEPTHS, MOST_SPLITS
+from pallas_kernels.quant_matmul.types import CONSUMERS, MOST_SPLITS
 from pallas_kernels.tune.operands import numbers, sets_beyond_cache
 from pallas_kernels.tune.problem import Problem, Tunable
 
@@ -49,10 +49,9 @@ def problem(shape: MatmulShape, multiprocessors: int) -> Problem:
         heuristic=heuristic_tiles(given, multiprocessors=multiprocessors),
         grid={
             "consumers": CONSUMERS,
-            "depth": DEPTHS[1:],
-            "stages": (2, 3, 4, 6, 8),
+            "depth": (128, 256),
+            "stages": (2, 3, 4, 6),
             "splits": tuple(range(1, MOST_SPLITS + 1)),
-            "blocks": (multiprocessors, 2 * multiprocessors),
         },
         refusal=lambda tiles: refusal(given, tiles=tiles),
         launch=matmul,
@@ -74,7 +73,7 @@ def _operands(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def _shapes(*products: tuple[int, int], **options: Any) -> tuple[MatmulShape, ...]:
     return tuple(
         MatmulShape(rows=rows, channels=channels, inputs=inputs, **options)
-        for rows in (16, 1, 64, 256, 2048)
+        for rows in (16, 1, 64, 2048)
         for channels, inputs in products
     )
 

@@ -1,0 +1,1 @@
+"""The Mosaic GPU kernel of quant_matmul, for Hopper GPUs."""
