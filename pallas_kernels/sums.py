@@ -38,9 +38,9 @@ def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype:
         return lax.dot_general(x, weights, contracted, precision=precision, preferred_element_type=dtype)
     own = x.reshape(*x.shape[:-1], count, -1)
     cut = weights.reshape(*weights.shape[:along], count, -1, *weights.shape[along + 1 :])
-    contracted = (((last + 1,), (along + 1,)), ((last,), (along,)))
+    by_part = (((last + 1,), (along + 1,)), ((last,), (along,)))
     wide = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
-    sums = lax.dot_general(own, cut, contracted, precision=precision, preferred_element_type=wide)
+    sums = lax.dot_general(own, cut, by_part, precision=precision, preferred_element_type=wide)
     return sums.sum(0).astype(dtype or x.dtype)
 
 

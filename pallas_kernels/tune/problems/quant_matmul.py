@@ -52,6 +52,7 @@ def problem(shape: MatmulShape, multiprocessors: int) -> Problem:
             "depth": (128, 256),
             "stages": (2, 3, 4, 6),
             "splits": tuple(range(1, MOST_SPLITS + 1)),
+            "blocks": (multiprocessors,),
         },
         refusal=lambda tiles: refusal(given, tiles=tiles),
         launch=matmul,
