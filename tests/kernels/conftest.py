@@ -1,5 +1,6 @@
 """Interpreted kernels need threads: those that wait at a barrier hold one of XLA's each, and others must go on."""
 
+import functools
 import os
 import pathlib
 
@@ -35,5 +36,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in ours]
 
 
+@functools.cache
 def _below_tests(path: pathlib.Path) -> str:
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
