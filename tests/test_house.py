@@ -1,13 +1,14 @@
 """The house stays one that a reader can hold in the head: how much a room shows, how long files and functions are."""
 
 import ast
+import functools
 import pathlib
 import statistics
 import tomllib
 
 import pytest
 
-from tests.import_rules import PACKAGES, SCRIPTS, read_modules
+from tests.import_rules import PACKAGES, SCRIPTS, Module, read_modules
 
 FIRST_LOOK, IN_A_ROOM, LINES = 8, 15, 450
 MEDIAN, P90 = 6, 16  # of whole definitions
@@ -21,6 +22,21 @@ CORE = (
 # Speculation: draft heads, paths; masks, thoughts; adapters: banks, programs, figures; a journal; states; indexers;
 # defaults by platform; what is kept between starts; drafts of states.
 CORE_LINES = 16_200
+
+
+@functools.cache
+def modules_of(repo: pathlib.Path) -> dict[str, Module]:
+    """Parsed once for all tests."""
+    return read_modules(repo)
+
+
+@functools.cache
+def names_of(repo: pathlib.Path) -> dict[str, frozenset[str]]:
+    """What each module calls its variables and arguments."""
+    return {
+        name: frozenset(_name(node) for node in ast.walk(module.tree) if isinstance(node, ast.Name | ast.arg))
+        for name, module in modules_of(repo).items()
+    }
 
 
 def entries(folder: pathlib.Path) -> list[str]:
@@ -52,7 +68,7 @@ def test_the_core_does_not_grow(repo: pathlib.Path) -> None:
 
 
 def test_functions_are_short(repo: pathlib.Path) -> None:
-    kinds, modules = ast.FunctionDef | ast.AsyncFunctionDef, read_modules(repo)
+    kinds, modules = ast.FunctionDef | ast.AsyncFunctionDef, modules_of(repo)
     trees = [module.tree for name, module in modules.items() if "_pb2" not in name]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
     lengths = sorted(_lines(function, function) for function in functions)
@@ -72,7 +88,7 @@ def _lines(first: ast.stmt, last: ast.stmt) -> int:
 def test_options_of_attention_are_declared_once_on_each_storey(repo: pathlib.Path) -> None:
     """As ``softcap`` shows: models say it in `LayerSpec`, kernels are told it in `AttentionOptions`."""
     checked = "pallas_kernels.check."  # its cases have each option by name
-    modules = {name: each.tree for name, each in read_modules(repo).items() if not name.startswith(checked)}
+    modules = {name: each.tree for name, each in modules_of(repo).items() if not name.startswith(checked)}
     declared = [
         name
         for name, tree in modules.items()
@@ -89,9 +105,8 @@ def test_words_that_meant_too_much_stay_out(repo: pathlib.Path, word: str) -> No
     simd = ("pallas_kernels/layouts.py", "jaxinfer/sampling/")
     found = [
         name
-        for name, module in read_modules(repo).items()
-        if not name.replace(".", "/").startswith(tuple(each.removesuffix(".py") for each in simd))
-        and any(isinstance(node, ast.Name | ast.arg) and word == _name(node) for node in ast.walk(module.tree))
+        for name, names in names_of(repo).items()
+        if word in names and not name.replace(".", "/").startswith(tuple(each.removesuffix(".py") for each in simd))
     ]
     assert found == []
 
@@ -109,7 +124,7 @@ def test_the_suite_checks_the_shapes_of_all_signatures(repo: pathlib.Path) -> No
     (packages,) = (each.partition("=")[2].split(",")[:-1] for each in options if each.startswith("--jaxtyping"))
     shaped = {
         name
-        for name, module in read_modules(repo).items()
+        for name, module in modules_of(repo).items()
         if name.startswith(("jaxinfer.", "pallas_kernels."))
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ImportFrom) and node.module == "jaxtyping"
