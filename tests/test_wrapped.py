@@ -137,7 +137,8 @@ def test_a_converted_text_model_is_one_alone(tmp_path: pathlib.Path, arguments: 
 
 def test_a_folder_without_a_tokenizer_speaks_token_ids(tmp_path: pathlib.Path) -> None:
     write_checkpoint(load(GOLDENS / "llama-mha"), tmp_path)
-    with LLM(str(tmp_path), "float32", max_model_len=64, max_num_seqs=2, show_progress=False) as llm:
+    few = {"max_model_len": 64, "max_num_seqs": 1, "page_size": 16, "prefill_sizes": (16,)}
+    with LLM(str(tmp_path), "float32", show_progress=False, **few) as llm:
         assert llm.tokenizer is None
         [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
         assert len(output.outputs[0].token_ids) == 4

@@ -1,5 +1,6 @@
 """Real models, from their published config.json, without memory: parameters and bytes are the published ones."""
 
+import functools
 import json
 import pathlib
 
@@ -102,6 +103,7 @@ IN_FLOAT32 = {
 }
 
 
+@functools.cache
 def model(name: str) -> Model:
     return abstract(json.loads((CONFIGS / f"{name}.json").read_text()), "bfloat16", name)
 

@@ -23,7 +23,7 @@ def test_the_drafter_of_the_page_changes_no_token(monkeypatch: pytest.MonkeyPatc
     params = SamplingParams(temperature=0.0, max_tokens=30, frequency_penalty=-0.5, seed=0)
     texts = []
     for changes in ({}, {"speculative": "echo", "speculative_adaptive": False}):
-        llm = LLM(random_model(), **settings, **changes)
+        llm = LLM(random_model(num_hidden_layers=1), **settings, **changes)
         texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
     assert texts[0] == texts[1]
     stats = llm.engine.stats()

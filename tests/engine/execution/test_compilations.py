@@ -156,7 +156,7 @@ def test_an_engine_proves_its_programs_once(folder: pathlib.Path, monkeypatch: p
     settings["compilation_cache_dir"] = str(folder)
 
     def start(**changes: Any) -> Any:
-        return LLM(random_model(), seed=0, **settings | changes).engine.calibration
+        return LLM(random_model(num_hidden_layers=1), seed=0, **settings | changes).engine.calibration
 
     with monkeypatch.context() as patched:
         proofs = list[Any]()
@@ -172,7 +172,7 @@ def test_an_engine_proves_its_programs_once(folder: pathlib.Path, monkeypatch: p
 
 def test_where_the_seconds_of_a_start_went_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "jaxinfer.start"):
-        LLM(random_model(), max_num_seqs=2, max_model_len=64, prefill_sizes=(16,), page_size=16)
+        LLM(random_model(num_hidden_layers=1), max_num_seqs=2, max_model_len=64, prefill_sizes=(16,), page_size=16)
     told = [message.rpartition(":")[0] for message in caplog.messages]
     assert told[:2] == ["memory planned", "weights loaded"]
     parts = ["traced and lowered", "compiled, or read, behind that"]
