@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.execution import compilations
 from jaxinfer.generate import main
 from jaxinfer.loading import load_model, model_folder
 from jaxinfer.sampling_params import RequestError
 
-FAST = ["--max-model-len", "128", "--temperature", "0", "--max-tokens", "12"]
+SMALL = ["--max-model-len", "128", "--max-num-seqs", "4"]  # one shape for all, whose programs are compiled once
+FAST = [*SMALL, "--temperature", "0", "--max-tokens", "12"]
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def test_without_a_prompt_there_is_no_other_one(capsys, monkeypatch):
 
 
 def test_several_samples_are_numbered_and_the_seed_makes_them_again(capsys):
-    flags = ["demo-draft", "--prompt", "A", "--n", "2", "--max-model-len", "128", "--max-tokens", "8"]
+    flags = ["demo-draft", "--prompt", "A", "--n", "2", *SMALL, "--max-tokens", "8"]
     assert main([*flags, "--stats"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("[1/2]\nA")
@@ -152,8 +154,8 @@ def test_several_samples_are_numbered_and_the_seed_makes_them_again(capsys):
 
 def test_stats_tell_what_the_engine_did(capsys):
     prompt = "First Citizen: speak, speak. First Citizen: speak, speak. First"
-    words = ["--prompt", prompt, "--max-tokens", "60", "--temperature", "0"]
-    assert main(["--model", "demo", "--speculative", "ngram", "--stats", *words]) == 0
+    words = ["--prompt", prompt, *SMALL, "--max-tokens", "60", "--temperature", "0"]
+    assert main(["--model", "demo-draft", "--speculative", "ngram", "--stats", *words]) == 0
     printed = capsys.readouterr().err
     accepted, proposed = map(int, re.search(r"draft tokens +(\d+) of (\d+) accepted", printed).groups())
     assert 0 < accepted <= proposed
@@ -263,14 +265,14 @@ def test_a_bad_folder_is_one_sentence_and_exit_code_2(capsys, folder, spoil, wor
         (["--num-pages", "1000000000"], ["num_pages", "1000000000", "GiB", "memory_utilization"]),
         (["--prompt-file", "no/such/file"], ["no/such/file"]),
         (["--tokenizer", "x"], ["--tokenizer is not a flag of jaxinfer generate"]),
-        (["--kv-cache-bytes", "1000"], ["kv_cache_bytes = 1000 holds 0 of the 32 pages", "set "]),
+        (["--kv-cache-bytes", "1000"], ["kv_cache_bytes = 1000 holds 0 of the 2 pages", "set "]),
         (["--memory-utilization", "0.000001"], ["1e-06 x", "it fits with memory_utilization = 0.01"]),
         (["--model", "no/such/folder/at/all"], ["no/such/folder/at/all"]),
     ],
 )
 def test_bad_arguments_are_one_sentence_and_exit_code_2(capsys, monkeypatch, arguments, words):
     monkeypatch.setattr("sys.stdin", io.StringIO("A"))
-    assert main(["demo-draft", *arguments]) == 2
+    assert main(["demo-draft", *SMALL, *arguments]) == 2
     captured = capsys.readouterr()
     error = captured.err.strip()
     assert captured.out == ""
@@ -293,7 +295,8 @@ def test_nan_weights_are_found_on_request(capsys, folder):
 
 
 def test_as_a_program():
-    command = [sys.executable, "-m", "jaxinfer.generate", "--model", "demo", "--prompt", "KING", *FAST]
+    command = [sys.executable, "-m", "jaxinfer.generate", "--model", "demo-draft", "--prompt", "KING", *FAST]
+    command += ["--compilation-cache-dir", str(compilations.DEFAULT_FOLDER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("KING")
