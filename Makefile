@@ -22,7 +22,8 @@ FAST_TESTS := tests/kv tests/engine/scheduling tests/text tests/spec tests/clien
     tests/test_imports.py tests/test_house.py tests/test_flags.py
 # Of the slow tier: two processes, faults at random, 20,000 wrong requests, the steps compiled for an H100 (of stored weights apart), the page for
 # researchers.
-SLOW_SLICE := tests/serve/test_multi_host.py tests/serve/attack tests/tools/test_check_programs.py tests/test_functional.py \
+SLOW_SLICE := tests/tools/test_check_programs.py tests/serve/test_multi_host.py tests/serve/attack tests/test_functional.py \
+    --dist worksteal \
     -k 'two_processes_serve or under_load and 12 or fuzzed_requests or keep_the_rules and not stored or page_runs'
 PROTOC := build/protos/.installed
 FLEET := build/fleet/.installed
