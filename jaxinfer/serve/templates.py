@@ -26,7 +26,7 @@ MAX_WAITING, MAX_WAITING_OWN = 4096, 256
 """Conversations that wait for a helper, with the checkpoint's template and with their own; more are refused. The
 checkpoint's takes a millisecond or so, one of a request's own may take all the seconds that there are."""
 
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0  # of a second's work: who asks on a busy machine waits for it rather than for an error
 _MODULE = "jaxinfer.serve.template_helper"
 
 

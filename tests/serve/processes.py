@@ -26,7 +26,7 @@ from tests.lora.fakes import write_number
 from tests.serve.core.fake_core import REPO, command
 from tests.serve.fake_engine import write_fake_folder
 
-BOUND = 120.0  # seconds for what takes a few on an idle machine
+BOUND = 300.0  # seconds for what takes a few on an idle machine
 
 
 class ServerProcess:
