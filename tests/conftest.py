@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import collections
 import functools
 import os
 import pathlib
@@ -119,7 +120,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--oracle-seed", type=int, help="first seed of the live comparison (default: a fresh one)")
     group = parser.getgroup("slices")
-    group.addoption("--part", help="K/N: of the files of the extended tests every N-th, from the K-th on")
+    group.addoption(
+        "--part",
+        help="K/N: of the files of the extended tests every N-th, from the K-th on; one test a file of those in turns",
+    )
     group = parser.getgroup("random tests")
     group.addoption("--fresh", action="store_true", help="draw anew what is drawn alike in each run otherwise")
     group.addoption("--seed", type=int, help="of the tests that draw anew: what a failure printed")
@@ -148,6 +152,23 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if _is_extended(item.path):
         item.add_marker("extended")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part: str | None = config.getoption("--part")
+    if part is not None:
+        left = _not_in_turn(items, int(part.partition("/")[0]))
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
+
+
+def _not_in_turn(items: list[pytest.Item], turn: int) -> set[pytest.Item]:
+    """Of the tests of a file that take turns all but one."""
+    of_files = collections.defaultdict[pathlib.Path, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("turn") is not None:
+            of_files[item.path].append(item)
+    return {item for each in of_files.values() for item in each if item is not each[turn % len(each)]}
 
 
 @functools.cache
