@@ -110,15 +110,22 @@ class Shape(NamedTuple):
         return min(self.tiles.blocks, self.tile_count * self.parts)
 
     @property
-    def stage_bytes(self) -> int:
-        factors = jnp.dtype(self.scale_dtype).itemsize + self.zeros
-        weights = self.block_channels * self.tiles.depth * bits_of(self.weight_dtype) // 8
-        return weights + self.rows * self.tiles.depth * 2 + self.groups * self.block_channels * factors
+    def zero_groups(self) -> int:
+        """Groups that a slot of zeros has room for: the copy engine wants it to begin at a multiple of 128 bytes."""
+        return self.groups if self.groups * self.block_channels % 128 == 0 else 2 * self.groups
 
     @property
     def smem_bytes(self) -> int:
-        totals = self.block_channels * self.rows * 4 if self.serial else 0
-        return self.tiles.stages * self.stage_bytes + totals + BARRIER_BYTES
+        """Shared memory of a thread block: each array begins at a multiple of 1024 bytes."""
+        tiles = self.tiles
+        slot = (
+            self.block_channels * tiles.depth * bits_of(self.weight_dtype) // 8,
+            self.rows * tiles.depth * 2,
+            self.groups * self.block_channels * jnp.dtype(self.scale_dtype).itemsize,
+            self.zero_groups * self.block_channels * self.zeros,
+        )
+        totals = self.block_channels * self.rows * 4 * self.serial
+        return sum(-(-size // 1024) * 1024 for size in (*(tiles.stages * one for one in slot), totals)) + BARRIER_BYTES
 
 
 def bits_of(dtype: Any) -> int:

@@ -127,8 +127,15 @@ def test_tiles_of_experts_equal_float64(options, tiles):
 )
 @pytest.mark.parametrize("e2m1", [False, True])
 def test_a_row_has_the_same_bits_at_any_number_of_rows(counts, e2m1):
-    """Few rows and many, whose thread blocks sum the splits themselves, and with other tiles."""
+    """Few rows and many, whose thread blocks sum the splits themselves, and with other tiles.
+
+    The sum over a span is exact, which the interpreter adds up as this processor likes; those of spans are not.
+    """
     x, *rest = operands(rows=300, n=64, k=1024, e2m1=e2m1)
+    x = jnp.round(2 * x)
+    if e2m1:
+        spans = jnp.asarray([120, 107, 125, 102, 129, 110, 121, 99], jnp.uint8).repeat(4)
+        rest[1] = spans[:, None] + rest[1] % 2
     whole = np.asarray(run((x, *rest), Tiles(1, 128, 2, splits=2, blocks=1), e2m1=e2m1))
     for rows in counts:
         depth = 128 if rows > 64 else 256
@@ -139,7 +146,7 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows(counts, e2m1):
 def test_an_experts_rows_have_the_bits_of_a_plain_product():
     """In tiles of any size, which have no splits."""
     weights = stack(2, n=64)
-    x, ids = operands(rows=20, k=256)[0], jnp.asarray([0] * 5 + [1] * 15)
+    x, ids = jnp.round(2 * operands(rows=20, k=256)[0]), jnp.asarray([0] * 5 + [1] * 15)
     plain = np.asarray(run((x[5:], weights[0][1], weights[1][:, 1]), Tiles(1, 256, 2)))
     got = np.asarray(by_expert(x, ids, weights, kernel_rows=(16, 16)))
     assert got[5:].tobytes() == plain.tobytes()
