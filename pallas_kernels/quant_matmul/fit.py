@@ -19,6 +19,7 @@ FEW_ROWS = 64  # a tile of them leaves registers for four consumers
 MOST_ROWS = 128  # of a tile: twice as many float32 sums, a span's and all, fill the registers of two consumers
 SPAN = 32  # inputs that x's swizzled tiles hold: the least of a group
 TILE_ROWS = 8
+LINE = 128  # bytes of which a copy to shared memory is a multiple
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _WAVE_BYTES = 24_000  # that a multiprocessor could have read while a new block's pipeline fills
 _WAVE_LINES = 64  # the same in rows or channels of a step, where tiles are many
@@ -97,6 +98,10 @@ def _shape_refusal(given: Operands) -> str | None:
     span = 128 if inputs % 128 == 0 else 64
     if group % SPAN or (group < span and span % group) or (group > span and group % span):
         return f"a scale for {group} inputs: for 32 or 64, or multiples of {span}"
+    if group < 64 and bits_of(given.weights.dtype) > 4 and (given.grouped or rows > FEW_ROWS):
+        return f"a scale for {group} inputs of 8 bits: with more than {FEW_ROWS} rows, and for experts, for 64 at least"
+    if given.zeros is not None and channels % LINE and (group > 128 or inputs % (2 * group)):
+        return f"zeros of {channels} channels for {group} inputs: they are copied {LINE} at a time"
     return None
 
 
@@ -109,6 +114,8 @@ def _tiles_refusal(given: Operands, tiles: Tiles) -> str | None:
         return f"{tiles}: splits are of multiples of {shape.grain} inputs and of depth, and tiles of experts have none"
     if tiles.depth % shape.span or (tiles.depth % given.group and given.group % tiles.depth):
         return f"{tiles} and a scale for {given.group} inputs: neither of depth and group divides the other"
+    if shape.zeros and shape.groups * shape.block_channels % LINE:
+        return f"{tiles} has {shape.groups * shape.block_channels} zeros of a step: multiples of {LINE} can be copied"
     if shape.rows > FEW_ROWS and tiles.consumers > 2:
         return f"{tiles} and tiles of {shape.rows} rows: at most two consumers have registers for more than {FEW_ROWS}"
     if shape.smem_bytes > _BLOCK_BYTES:
@@ -129,13 +136,19 @@ def heuristic_tiles(given: Operands, *, multiprocessors: int = 132) -> Tiles:
     few = _few_rows_tiles(given, multiprocessors)
     if given.grouped:
         few = dataclasses.replace(few, splits=1)
-    if given.grouped or shape_of(given, few).tile_count > 1 or given.x.shape[1] > FEW_ROWS:
+    if given.grouped or given.x.shape[0] > 1 or given.x.shape[1] > FEW_ROWS:
         few = dataclasses.replace(few, consumers=_consumers(given, multiprocessors))
-    depths = [depth for depth in reversed(DEPTHS) if _tiles_refusal(given, _one_stage(few, depth)) is None]
+    others = (dataclasses.replace(few, consumers=consumers) for consumers in (few.consumers, 2, 1))
+    choices = next(filter(None, (_of_all_depths(given, tiles) for tiles in others)))
+    return next((tiles for tiles in choices if tiles.stages >= 3), choices[0])
+
+
+def _of_all_depths(given: Operands, tiles: Tiles) -> list[Tiles]:
+    """Those that the kernel takes, with all stages that fit; the best depth first."""
+    depths = [depth for depth in reversed(DEPTHS) if _tiles_refusal(given, _one_stage(tiles, depth)) is None]
     if given.x.shape[1] > FEW_ROWS or bits_of(given.weights.dtype) > 4:
         depths = [depth for depth in depths if depth <= 128] or depths
-    choices = [_fullest(given, _one_stage(few, depth)) for depth in depths]
-    return next((tiles for tiles in choices if tiles.stages >= 3), choices[0])
+    return [_fullest(given, _one_stage(tiles, depth)) for depth in depths]
 
 
 def _one_stage(tiles: Tiles, depth: int) -> Tiles:

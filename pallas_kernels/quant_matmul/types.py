@@ -110,11 +110,6 @@ class Shape(NamedTuple):
         return min(self.tiles.blocks, self.tile_count * self.parts)
 
     @property
-    def zero_groups(self) -> int:
-        """Groups that a slot of zeros has room for: the copy engine wants it to begin at a multiple of 128 bytes."""
-        return self.groups if self.groups * self.block_channels % 128 == 0 else 2 * self.groups
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory of a thread block: each array begins at a multiple of 1024 bytes."""
         tiles = self.tiles
@@ -122,7 +117,7 @@ class Shape(NamedTuple):
             self.block_channels * tiles.depth * bits_of(self.weight_dtype) // 8,
             self.rows * tiles.depth * 2,
             self.groups * self.block_channels * jnp.dtype(self.scale_dtype).itemsize,
-            self.zero_groups * self.block_channels * self.zeros,
+            self.groups * self.block_channels * self.zeros,
         )
         totals = self.block_channels * self.rows * 4 * self.serial
         return sum(-(-size // 1024) * 1024 for size in (*(tiles.stages * one for one in slot), totals)) + BARRIER_BYTES

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import quant_matmul
 from pallas_kernels.choice import Target
@@ -106,6 +108,8 @@ def test_leading_dimensions_are_kept():
         ({}, Target("gpu", (8, 0)), "xla", "8.0"),
         ({"rows": 4000}, Target("gpu", (9, 0)), "mosaic", "does these operands"),
         ({"group": 16}, Target("gpu", (9, 0)), "xla", "16 inputs"),
+        ({"group": 32, "dtype": jnp.int8, "rows": 65}, Target("gpu", (9, 0)), "xla", "of 8 bits"),
+        ({"n": 192, "group": 256, "zeros": True}, Target("gpu", (9, 0)), "xla", "zeros of 192 channels"),
         ({"n": 172}, Target("gpu", (9, 0)), "xla", "multiple of 64 outputs"),
         ({"x_dtype": jnp.float32}, Target("gpu", (9, 0)), "xla", "float32"),
         ({"dtype": jnp.int8, "group": None}, Target("gpu", (9, 0)), "xla", "fuses"),
@@ -142,6 +146,26 @@ def test_heuristic_tiles_of_experts_fit(rows, n, k):
     tiles = fit.heuristic_tiles(given)
     assert fit.refusal(given, tiles=tiles) is None
     assert tiles.splits == 1
+
+
+@given(
+    st.sampled_from([jnp.int4, jnp.int8, jnp.float8_e4m3fn]),
+    st.sampled_from([32, 64, 128, 256, 384, None]),
+    st.sampled_from([64, 128, 192, 320, 384, 896, 2880, 28672]),
+    st.sampled_from([64, 128, 192, 256, 576, 768, 896, 1440, 2880, 4864, 11008]),
+    st.sampled_from([1, 8, 64, 65, 128, 200, 2048]),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=200)
+def test_what_is_not_refused_has_tiles(dtype, group, n, k, rows, zeros, grouped):
+    group = group or k
+    assume(k % group == 0 and not (zeros and dtype == jnp.float8_e4m3fn))
+    x, weights = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16), jax.ShapeDtypeStruct((n, k), dtype)
+    factors = [jax.ShapeDtypeStruct((k // group, n), kind) for kind in (jnp.bfloat16, jnp.int8)]
+    operands = fit.of_rows(x, weights, factors[0], factors[1] if zeros else None)._replace(grouped=grouped)
+    assume(fit.refusal(operands) is None)
+    assert fit.refusal(operands, tiles=fit.heuristic_tiles(operands)) is None
 
 
 @pytest.mark.parametrize("e2m1", [False, True])

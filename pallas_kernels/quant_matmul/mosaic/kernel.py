@@ -76,7 +76,7 @@ class _Smem(NamedTuple):
     x: Any  # [stages, rows, depth]
     weights: Any  # [stages, block_channels, depth]
     scales: Any  # [stages, groups, block_channels]
-    zeros: Any  # [stages, zero_groups, block_channels]
+    zeros: Any
     totals: Any  # [consumers, 64, rows]: of the splits before
     upcast: Any  # [consumers, 64, span]: interpreted, a wgmma takes no registers
 
@@ -136,7 +136,7 @@ def _smem(shape: Shape) -> _Smem:
         x=_tiled((tiles.stages, shape.rows, tiles.depth), shape.dtype, within=least),
         weights=_weights(shape),
         scales=plgpu.SMEM(factors, shape.scale_dtype),
-        zeros=plgpu.SMEM((tiles.stages, shape.zero_groups, shape.block_channels), jnp.int8) if shape.zeros else (),
+        zeros=plgpu.SMEM(factors, jnp.int8) if shape.zeros else (),
         totals=plgpu.SMEM((tiles.consumers, CHANNELS, shape.rows), jnp.float32) if shape.serial else (),
         upcast=_tiled((tiles.consumers, CHANNELS, least), shape.dtype) if shape.interpret else (),
     )
@@ -269,8 +269,7 @@ def _copy_step(
     plgpu.copy_gmem_to_smem(gmem.x.at[unit.tile, :, inputs], smem.x.at[slot], ready)
     plgpu.copy_gmem_to_smem(gmem.scales.at[groups, expert, channels], smem.scales.at[slot], ready)
     if shape.zeros:
-        own = smem.zeros.at[slot, pl.ds(0, shape.groups)]
-        plgpu.copy_gmem_to_smem(gmem.zeros.at[groups, expert, channels], own, ready)
+        plgpu.copy_gmem_to_smem(gmem.zeros.at[groups, expert, channels], smem.zeros.at[slot], ready)
 
 
 # --------------------------------------------------------------------------------------------------------------
