@@ -116,8 +116,9 @@ def _tiles_refusal(given: Operands, tiles: Tiles) -> str | None:
         return f"{tiles} and a scale for {given.group} inputs: neither of depth and group divides the other"
     if shape.zeros and shape.groups * shape.block_channels % LINE:
         return f"{tiles} has {shape.groups * shape.block_channels} zeros of a step: multiples of {LINE} can be copied"
-    if shape.rows > FEW_ROWS and tiles.consumers > 2:
-        return f"{tiles} and tiles of {shape.rows} rows: at most two consumers have registers for more than {FEW_ROWS}"
+    crowded = shape.rows > FEW_ROWS or (given.group < 64 and bits_of(given.weights.dtype) > 4)
+    if tiles.consumers > 2 and crowded:
+        return f"{tiles}: two consumers have registers for more than {FEW_ROWS} rows, or for 8 bits with a scale for 32"
     if shape.smem_bytes > _BLOCK_BYTES:
         return f"{tiles} needs {shape.smem_bytes} bytes of shared memory: there are {_BLOCK_BYTES}"
     return None
