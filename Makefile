@@ -81,7 +81,7 @@ test-slow: $(DEV) ## the tests that take minutes (ARGS="tests/serve")
 	@tools/test.sh slow $(RUN) $(ARGS)
 
 test-slice: $(DEV) ## of these, those that CI runs
-	@tools/test.sh slow $(RUN) $(SLOW_SLICE)
+	@tools/test.sh slow $(RUN) $(SLOW_SLICE) $(ARGS)
 
 # Routers, proxies and Ray: other people's programs, in an environment of their own behind which .venv lies.
 $(FLEET): $(DEV) tests/fleet/requirements.txt

@@ -36,8 +36,8 @@ from jaxinfer.bench.traces import (
     scale_azure,
     scale_mooncake,
 )
+from jaxinfer.compilations import use_compilation_cache
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.execution.compilations import use_compilation_cache
 from jaxinfer.loading import load_model
 
 REPO = pathlib.Path(__file__).resolve().parent.parent

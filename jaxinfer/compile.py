@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.compile import FOLDER, THIS
+from jaxinfer.compilations import DEFAULT_FOLDER, CacheUse, count_cache_use, use_compilation_cache
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.execution.compilations import DEFAULT_FOLDER, CacheUse, count_cache_use, use_compilation_cache
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import abstract_arrays
 from jaxinfer.engine.execution.prepare import prepare

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxinfer.compilations import timed, use_compilation_cache
 from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.defaults import outputs_first
 from jaxinfer.edited import require_described, require_one_dtype, require_specified
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
-from jaxinfer.engine.execution.compilations import timed, use_compilation_cache
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine

@@ -57,6 +57,7 @@ EXTENDED = (
     "kv/test_fused.py",
     "kv/test_index_pool.py",
     "kv/test_latent_pool.py",
+    "compilations/test_programs.py",
     "kv/test_quantized_pool.py",
     "kv/test_state_pool.py",
     "layers/test_moe.py",
@@ -158,7 +159,9 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     if tiers == "parity" and "mark.parity" not in collection_path.read_text(encoding="utf-8"):
         return True
     part: str | None = config.getoption("--part")
-    return (extended and part is not None and collection_path not in _part(*map(int, part.split("/")))) or None
+    if part is None or not tiers.startswith("extended"):
+        return None
+    return collection_path not in _part(*map(int, part.split("/"))) or None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -204,10 +207,10 @@ def repo() -> pathlib.Path:
 def shared_programs() -> None:
     """Share compiled programs between test processes: few models make most of the programs."""
     if "jax" in sys.modules:
-        from jaxinfer.engine.execution import compilations
+        from jaxinfer.compilations import cache
 
-        compilations.DEFAULT_FOLDER = REPO / "build" / "test-programs"
-        compilations.use_compilation_cache(None)
+        cache.DEFAULT_FOLDER = REPO / "build" / "test-programs"
+        cache.use_compilation_cache(None)
 
 
 @pytest.fixture

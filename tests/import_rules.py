@@ -33,6 +33,7 @@ STOREY = {
     "gguf": 0,
     "wrapped": 0,
     "client": 1,
+    "compilations": 1,
     "v1": 1,  # the public name of protos/v1
     "config": 1,
     "validate": 1,
@@ -117,6 +118,7 @@ THIRD_PARTY = {
     "brief": set[str](),
     "sampling_params": set[str](),
     "helper_process": set[str](),
+    "compilations": {"jax", "flax", "numpy"},
     "types": set[str](),
     "protos": WIRE,
     "v1": set[str](),

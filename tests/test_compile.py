@@ -18,7 +18,7 @@ FLAGS = ["--max-model-len", "64", "--page-size", "32", "--prefill-sizes", "32", 
 START = """
 import json, sys
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.compilations import count_cache_use
+from jaxinfer.compilations import count_cache_use
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
 

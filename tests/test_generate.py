@@ -11,8 +11,8 @@ import sys
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.compilations import cache
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution import compilations
 from jaxinfer.generate import main
 from jaxinfer.loading import load_model, model_folder
 from jaxinfer.sampling_params import RequestError
@@ -296,7 +296,7 @@ def test_nan_weights_are_found_on_request(capsys, folder):
 
 def test_as_a_program():
     command = [sys.executable, "-m", "jaxinfer.generate", "--model", "demo-draft", "--prompt", "KING", *FAST]
-    command += ["--compilation-cache-dir", str(compilations.DEFAULT_FOLDER)]
+    command += ["--compilation-cache-dir", str(cache.DEFAULT_FOLDER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("KING")

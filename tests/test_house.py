@@ -20,8 +20,8 @@ CORE = (
     *(f"models/{name}.py" for name in MODELS),
 )
 # Speculation: draft heads, paths; masks, thoughts; adapters: banks, programs, figures; a journal; states; indexers;
-# defaults by platform; what is kept between starts; drafts of states.
-CORE_LINES = 16_200
+# defaults by platform; drafts of states.
+CORE_LINES = 15_950
 
 
 @functools.cache

@@ -16,10 +16,10 @@ import jax
 from benchmarks.gpu_peers.drive import drive
 from benchmarks.gpu_peers.loads import Load
 from benchmarks.peers.protocol import Reply, answer
+from jaxinfer.compilations import use_compilation_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine
-from jaxinfer.engine.execution.compilations import use_compilation_cache
 from jaxinfer.gpu_check.llama import random_model
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams

@@ -10,9 +10,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxinfer.compilations import count_compilations
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.execution.calibration import Calibration, calibrate
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.prepare import Prepared

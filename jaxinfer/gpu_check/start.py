@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jaxinfer.engine.execution.compilations import use_compilation_cache
+from jaxinfer.compilations import use_compilation_cache
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model
 from jaxinfer.gpu_check.throughput import LOADS, QUICK_LOADS, planned, settings
 

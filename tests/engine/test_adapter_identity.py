@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.compilations import count_compilations
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.models.model import Model

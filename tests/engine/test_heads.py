@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.compilations import count_compilations
 from jaxinfer.engine.execution.runner import Launched, Runner
 from jaxinfer.heads import load_head
 from jaxinfer.layers.attention import causal_attend

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.compilations import count_compilations
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.engine.scheduling.stats import EngineStats

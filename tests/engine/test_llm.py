@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import loading
+from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM, _with_settings
 from jaxinfer.quant import is_stored
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.placement import device_bytes
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from jaxinfer.compilations import count_compilations
 from jaxinfer.engine.engine import _vocabulary as original
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.models.model import Model

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.compilations import count_compilations
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.models.model import Model

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams, load_model
-from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.compilations import count_compilations
 from jaxinfer.models.model import Model
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import init_params, save_params

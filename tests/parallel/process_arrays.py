@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.parallel.links import Link
 from jaxinfer.parallel.mesh import make_mesh, page_sharding, replicated, stages
 from jaxinfer.parallel.processes import (

@@ -532,6 +532,7 @@ def test_the_steps_of_sums_that_do_not_divide_keep_the_rules():
 
 
 @pytest.mark.slow
+@pytest.mark.turn
 @compiles
 def test_the_steps_of_a_draft_model_keep_the_rules():
     """The host waits for nothing between drafting and the step that verifies."""
@@ -544,6 +545,7 @@ def test_the_steps_of_a_draft_model_keep_the_rules():
 
 
 @pytest.mark.slow
+@pytest.mark.turn
 @compiles
 def test_the_steps_of_a_draft_head_keep_the_rules():
     """The step keeps what the head reads, and the head drafts, without the host."""
@@ -556,6 +558,7 @@ def test_the_steps_of_a_draft_head_keep_the_rules():
 
 
 @pytest.mark.slow
+@pytest.mark.turn
 @compiles
 def test_the_steps_of_adapters_keep_the_rules():
     """Every adapted weight by the kernels, in one command buffer, and no bank moved."""

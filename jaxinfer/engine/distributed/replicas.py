@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.distributed.leader import LeaderExecutor
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.prepare import prepare

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxinfer.compilations import found_out, timed
 from jaxinfer.engine.execution.commands import Executor
-from jaxinfer.engine.execution.compilations import found_out, timed
 from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.probe import AdaptedExecutor, Probe, joint

@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxinfer.compilations import Fingerprints, compiler_options, lower, timed
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
-from jaxinfer.engine.execution.compilations import compiler_options, lower, timed
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
@@ -128,7 +128,8 @@ def compile_moving(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) ->
 
 def _work(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> _Work:
     kind = _HeadWork if stage.is_head else _DraftWork if stage.drafts else _Work
-    return kind(stage, _abstract(arrays), engine)
+    abstract = _abstract(arrays)
+    return kind(stage.described_by(abstract.params), abstract, engine)
 
 
 def temporary_bytes(executable: Any) -> int:
@@ -410,13 +411,14 @@ def _compile(
 ) -> list[dict[str, Any]]:
     """Lower one after the other (tracing holds the interpreter lock); threads compile, or read, what is lowered."""
     on_progress = progress or (lambda done, total: None)
+    fingerprints = Fingerprints()
     jobs = {(place, name): (mesh, job) for place, (mesh, named) in enumerate(work) for name, job in named.items()}
     on_progress(0, total := len(jobs))
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         try:
             with timed(f"{total} programs traced and lowered"):
                 lowered = (
-                    (key, _lowered(mesh, job).compile, compiler_options(mesh, job.loops))
+                    (key, _lowered(mesh, job, fingerprints).compile, compiler_options(mesh, job.loops))
                     for key, (mesh, job) in jobs.items()
                 )
                 running = {key: threads.submit(run, compiler_options=options) for key, run, options in lowered}
@@ -429,9 +431,9 @@ def _compile(
         return [{name: running[place, name].result() for name in named} for place, (_, named) in enumerate(work)]
 
 
-def _lowered(mesh: Mesh, job: _Job) -> Any:
+def _lowered(mesh: Mesh, job: _Job, fingerprints: Fingerprints) -> Any:
     with traced_for(mesh):
-        return lower(mesh, job.function, job.arguments, job.donate, job.results)
+        return lower(mesh, job.function, job.arguments, job.donate, job.results, fingerprints)
 
 
 def _abstract(tree: Any) -> Any:

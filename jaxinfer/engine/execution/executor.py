@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32, UInt8
 
+from jaxinfer.compilations import digest_of
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch, Executor, HeadBatch, PrefillBatch
-from jaxinfer.engine.execution.compilations import digest_of
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import (
     StageArrays,

@@ -62,6 +62,13 @@ class Stage:
         weights = jax.tree.leaves(self.model.specs, is_leaf=is_stored)
         return any(is_stored(weight) and not isinstance(weight, Plain) for weight in weights)
 
+    def described_by(self, params: Any) -> Stage:
+        """The stage as its programs know it: of abstract parameters, for they are given the others, and without what a
+        checkpoint has for text."""
+        of = self.model
+        model = Model(of.module, params, of.config, of.family, specs=of.specs, cache_spec=of.cache_spec)
+        return dataclasses.replace(self, model=model)
+
     @property
     def is_head(self) -> bool:
         """Whether it reads another model's states."""

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import register_namedtuple_serialization
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import keep_features
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.kv.pool import DecodeAttend, Pool, PrefillAttend, pages_of, with_pages
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, Pool, PrefillAttend, StatePool, pages_of, with_pages
 from jaxinfer.kv.spread import copy_own_pages, spread
 from jaxinfer.kv.transfer import export_pages, import_pages
 from jaxinfer.parallel.mesh import gathered_logits, traced_size
@@ -46,6 +47,11 @@ class StepState(NamedTuple):
     last_tokens: Int[Array, " rows"]
     slots: SlotState
     features: Float[Array, "rows window width"] | None = None
+
+
+for _result in (StepState, LayerPool, StatePool, SlotParams, SlotState, Sampled, Logprobs):
+    # A program of an earlier start gives them under these names.
+    register_namedtuple_serialization(_result, serialized_name=f"{_result.__module__}.{_result.__name__}")
 
 
 def pack(batch: DecodeBatch | DraftBatch | HeadBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:

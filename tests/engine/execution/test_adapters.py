@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import targets_of

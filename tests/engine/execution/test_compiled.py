@@ -88,7 +88,7 @@ def job_of(name: str) -> compiled._Job:
 def test_a_program_is_compiled_while_others_are_traced(monkeypatch):
     made, told = [], []
 
-    def lowered(mesh, job):
+    def lowered(mesh, job, fingerprints):
         assert all(one.begun.wait(60) for one in made)
         made.append(Lowered(job.results))
         return made[-1]
@@ -110,7 +110,7 @@ def test_where_a_program_cannot_be_the_others_are_not_waited_for(monkeypatch):
             ended.append(cancel_futures)
             super().shutdown(wait, cancel_futures=cancel_futures)
 
-    def lowered(mesh, job):
+    def lowered(mesh, job, fingerprints):
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(compiled.concurrent.futures, "ThreadPoolExecutor", Threads)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig, resolve
 from jaxinfer.engine.execution.calibration import calibrate
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.runner import Runner, WrongTokenError

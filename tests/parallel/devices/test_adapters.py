@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.compilations import count_compilations
 from jaxinfer.llm import LLM
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.door import LoRARequest

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
 from jaxinfer.engine.distributed.lockstep import Lockstep
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import device_bytes, place_params, spread_model
 from jaxinfer.layers.moe import GLU, Experts, Routing, run_experts, run_spread_experts

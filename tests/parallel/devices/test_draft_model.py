@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.compilations import count_compilations
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
 from tests.parallel.devices.test_tensor import SETTINGS, TIGHT, model_of

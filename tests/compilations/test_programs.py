@@ -1,4 +1,4 @@
-"""What is kept between starts: programs in StableHLO, and what was found out about executables."""
+"""Programs that an earlier start lowered."""
 
 from __future__ import annotations
 
@@ -7,52 +7,48 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer import LLM
-from jaxinfer.engine.execution import calibration, compilations
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.compilations import Fingerprints, cache, fingerprints, programs
+from jaxinfer.engine.execution.compiled import _lowered
+from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, traced_for
+from tests.compilations.functions import TABLE, scaled
+from tests.compilations.jobs import MESH, digest, jobs_of
+from tests.compilations.variants import VARIANTS
 from tests.fakes import random_model
-
-TABLE = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """Where things are kept, of a CPU, too."""
     before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setattr(compilations, "_KEPT_OF", ("cpu",))
-    compilations.use_compilation_cache(str(tmp_path))
+    monkeypatch.setattr(programs, "_KEPT_OF", ("cpu",))
+    monkeypatch.setattr(fingerprints, "_OWN", ("jaxinfer", "pallas_kernels", "tests"))
+    cache.use_compilation_cache(str(tmp_path))
     yield tmp_path
-    compilations.use_compilation_cache(before or "")
+    cache.use_compilation_cache(before or "")
 
 
 class Exports:
     """Counts what could not be taken from an earlier start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, real = 0, compilations._exported
+        self.count, real = 0, programs._exported
 
         def exported(*arguments: Any) -> bytes:
             self.count += 1
             return real(*arguments)
 
-        monkeypatch.setattr(compilations, "_exported", exported)
+        monkeypatch.setattr(programs, "_exported", exported)
 
 
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> Exports:
     return Exports(monkeypatch)
-
-
-def scaled(table: np.ndarray = TABLE, factor: float = 2.0) -> Any:
-    def function(state: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-        return {"state": state["state"] + 1}, [x * factor + jnp.asarray(table), state["state"]]
-
-    return function
 
 
 def run(function: Any, dtype: str = "float32") -> tuple[str, Any]:
@@ -62,7 +58,7 @@ def run(function: Any, dtype: str = "float32") -> tuple[str, Any]:
     shapes = {"state": jax.ShapeDtypeStruct((4,), np.float32, sharding=place)}
     with traced_for(mesh):
         given = (shapes, jax.ShapeDtypeStruct((2, 3), np.dtype(dtype), sharding=place))
-        lowered = compilations.lower(mesh, function, given, 0, place)
+        lowered = programs.lower(mesh, function, given, 0, place, Fingerprints())
     operands = jax.device_put(({"state": np.ones(4, np.float32)}, np.ones((2, 3), dtype)), place)
     return lowered.as_text(), jax.tree.map(np.asarray, lowered.compile()(*operands))
 
@@ -78,7 +74,7 @@ def test_a_restart_takes_what_was_lowered(folder: pathlib.Path, exports: Exports
     assert exports.count == 1
     assert again[0] == first[0]  # so that JAX finds the executable, too
     assert same(again[1], first[1])
-    compilations.use_compilation_cache("")
+    cache.use_compilation_cache("")
     direct = run(scaled())
     assert exports.count == 1
     assert same(direct[1], first[1])
@@ -105,7 +101,7 @@ def test_other_code_makes_other_programs(
     folder: pathlib.Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(scaled())
-    monkeypatch.setattr(compilations, "_sources", lambda: "of another version")
+    monkeypatch.setattr(fingerprints, "sources", lambda: "of another version")
     run(scaled())
     monkeypatch.setenv("MOSAIC_GPU_DUMP", "1")
     run(scaled())
@@ -129,52 +125,38 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(folder: pathlib.Path, exp
     assert exports.count == 2
 
 
-def test_findings_are_kept_by_executables_and_settings(folder: pathlib.Path) -> None:
-    asked = list[str]()
-
-    def find(digest: str | None, settings: str, value: int = 1) -> Any:
-        def find_out() -> dict[str, Any]:
-            asked.append(settings)
-            return {"value": value}
-
-        return compilations.found_out(digest, settings, find_out, lambda found: isinstance(found.get("value"), int))
-
-    assert find("one", "a") == find("one", "a", 2) == {"value": 1}
-    assert find("two", "a", 3) == {"value": 3}
-    assert find("one", "b", 4) == {"value": 4}
-    assert find(None, "a", 5) == {"value": 5}
-    assert asked == ["a", "a", "b", "a"]
-    for path in (folder / "calibrated").iterdir():
-        path.write_text('{"value": "x"}')
-    assert find("one", "a", 6) == {"value": 6}
-    compilations.use_compilation_cache("")
-    assert find("one", "a", 7) == {"value": 7}
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_program_of_an_engine_is_traced_once(folder: pathlib.Path, exports: Exports, variant: str) -> None:
+    make, settings = VARIANTS[variant]
+    starts, counts = [], []
+    for _ in range(2):
+        jobs, prints = jobs_of(make(), **settings), Fingerprints()
+        starts.append({name: _lowered(MESH, job, prints) for name, job in jobs.items()})
+        counts.append(exports.count)
+    alike = {digest(job, prints) for job in jobs.values()}  # a draft model moves pages as its model does
+    assert None not in alike
+    assert counts == [len(alike)] * 2
+    first, again = ({name: one.as_text() for name, one in start.items()} for start in starts)
+    assert again == first
+    with traced_for(MESH):
+        for name, job in jobs.items():
+            results = jax.eval_shape(job.function, *job.arguments)
+            assert jax.tree.structure(starts[1][name].out_info) == jax.tree.structure(results), name
 
 
-def test_an_engine_proves_its_programs_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "prefill_sizes": (16,), "page_size": 16}
-    settings["compilation_cache_dir"] = str(folder)
+def test_an_engine_of_kept_programs_says_the_same(folder: pathlib.Path, exports: Exports) -> None:
+    def said() -> list[Any]:
+        settings: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "prefill_sizes": (16,), "page_size": 16}
+        llm = LLM(model(), seed=0, compilation_cache_dir=str(folder), show_progress=False, **settings)
+        prompts = [[5, 9, 17], list(range(1, 30)), [3] * 7]
+        done = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, logprobs=1))
+        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in done]
 
-    def start(**changes: Any) -> Any:
-        return LLM(random_model(num_hidden_layers=1), seed=0, **settings | changes).engine.calibration
+    def model() -> Model:
+        return random_model(num_hidden_layers=1)
 
-    with monkeypatch.context() as patched:
-        proofs = list[Any]()
-        real = calibration._try_out
-        patched.setattr(calibration, "_try_out", lambda *each: proofs.append(each) or real(*each))
-        first, again = start(), start()
-        assert len(proofs) == 1
-        assert (again.prefill_batches, again.size_classes) == (first.prefill_batches, first.size_classes)
-        assert again.costs != first.costs  # measured each time
-        start(multi_step=2)
-        assert len(proofs) == 2
-
-
-def test_where_the_seconds_of_a_start_went_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("DEBUG", "jaxinfer.start"):
-        LLM(random_model(num_hidden_layers=1), max_num_seqs=2, max_model_len=64, prefill_sizes=(16,), page_size=16)
-    told = [message.rpartition(":")[0] for message in caplog.messages]
-    assert told[:2] == ["memory planned", "weights loaded"]
-    parts = ["traced and lowered", "compiled, or read, behind that"]
-    assert [line.partition(" programs ")[2] for line in told[2:4]] == parts
-    assert told[4:] == ["programs tried out, or what is known of them read", "costs measured"]
+    first = said()
+    made = exports.count
+    assert made > 8
+    assert said() == first
+    assert exports.count == made
