@@ -20,11 +20,10 @@ PARITY ?=
 FAST_TESTS := tests/kv tests/engine/scheduling tests/text tests/spec tests/client tests/test_types.py \
     tests/test_sampling_params.py tests/test_validate.py \
     tests/test_imports.py tests/test_house.py tests/test_flags.py
-# Of the slow tier: two processes, faults at random, 20,000 wrong requests, the steps compiled for an H100 (of stored weights apart), the page for
-# researchers.
-SLOW_SLICE := tests/tools/test_check_programs.py tests/serve/test_multi_host.py tests/serve/attack tests/test_functional.py \
+# Of the slow tier: two processes, faults at random, 20,000 wrong requests, the steps compiled for an H100 (of stored weights apart).
+SLOW_SLICE := tests/tools/test_check_programs.py tests/serve/test_multi_host.py tests/serve/attack \
     --dist worksteal \
-    -k 'two_processes_serve or under_load and 12 or fuzzed_requests or keep_the_rules and not stored and not sums or page_runs'
+    -k 'two_processes_serve or under_load and 12 or fuzzed_requests or keep_the_rules and not stored and not sums'
 PROTOC := build/protos/.installed
 FLEET := build/fleet/.installed
 GENERATOR := grpcio-tools==1.71.2 setuptools<81

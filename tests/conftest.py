@@ -109,6 +109,7 @@ EXTENDED = (
     "test_compile.py",
     "test_convert.py",
     "test_edited.py",
+    "test_functional.py",
     "test_python_page.py",
     "test_stories.py",
     "test_wrapped.py",
@@ -137,6 +138,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         help="K/N: of the files of the extended tests every N-th, from the K-th on; one test a file of those in turns",
     )
+    group.addoption("--files", help="K/N: of the files with tests that would run every N-th, from the K-th on")
     group = parser.getgroup("random tests")
     group.addoption("--fresh", action="store_true", help="draw anew what is drawn alike in each run otherwise")
     group.addoption("--seed", type=int, help="of the tests that draw anew: what a failure printed")
@@ -169,12 +171,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("extended")
 
 
+@pytest.hookimpl(trylast=True)  # of those that markers have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left = set[pytest.Item]()
     part: str | None = config.getoption("--part")
     if part is not None:
-        left = _not_in_turn(items, int(part.partition("/")[0]))
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
+        left |= _not_in_turn(items, int(part.partition("/")[0]))
+    files: str | None = config.getoption("--files")
+    if files is not None:
+        left |= _in_other_files(items, *map(int, files.split("/")))
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
 
 
 def _not_in_turn(items: list[pytest.Item], turn: int) -> set[pytest.Item]:
@@ -184,6 +191,12 @@ def _not_in_turn(items: list[pytest.Item], turn: int) -> set[pytest.Item]:
         if item.get_closest_marker("turn") is not None:
             of_files[item.path].append(item)
     return {item for each in of_files.values() for item in each if item is not each[turn % len(each)]}
+
+
+def _in_other_files(items: list[pytest.Item], part: int, parts: int) -> set[pytest.Item]:
+    """Tests that are not in every so many-th file."""
+    chosen = set(sorted({item.path for item in items})[part - 1 :: parts])
+    return {item for item in items if item.path not in chosen}
 
 
 @functools.cache

@@ -3,10 +3,7 @@
 import pathlib
 import re
 
-import pytest
 
-
-@pytest.mark.slow
 def test_the_page_runs(repo: pathlib.Path) -> None:
     page = repo / "docs" / "functional.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)

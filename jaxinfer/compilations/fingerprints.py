@@ -120,11 +120,8 @@ class _Reader:
 
     def read(self, value: Any) -> _Digest:
         if id(value) not in self._known:
-            self._within.append(id(value))
-            try:
+            with self._inside(value):
                 self._known[id(value)] = self._collected(self._parts(value)), value
-            finally:
-                self._within.pop()
         return self._known[id(value)][0]
 
     def module(self, name: str) -> _Digest:
@@ -137,15 +134,25 @@ class _Reader:
         finally:
             self._met = before
 
+    @contextlib.contextmanager
+    def _inside(self, value: Any) -> Iterator[None]:
+        """While a value is read: it may lead back to itself."""
+        self._within.append(id(value))
+        try:
+            yield
+        finally:
+            self._within.pop()
+
     def _members(self, home: str, named: Mapping[str, Any]) -> Iterator[str | bytes]:
         """What a module or a class gives names to. Classes of its own are read, others named."""
         for key, value in sorted(named.items()):
             if key.startswith("__") and not isinstance(value, types.FunctionType):
                 continue
             yield key
-            if isinstance(value, type) and value.__module__ == home:
+            if isinstance(value, type) and value.__module__ == home and id(value) not in self._within:
                 yield from map(self._name, value.__mro__)
-                yield from self._members(home, vars(value))
+                with self._inside(value):
+                    yield from self._members(home, vars(value))
             else:
                 yield self._name(value) if isinstance(value, type) else self._of(value)
 

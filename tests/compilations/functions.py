@@ -29,6 +29,15 @@ class Shift:
         return 2 * self.by
 
 
+class Node:
+    """A class whose name for its children is itself."""
+
+    child: type
+
+
+Node.child = Node
+
+
 class Layer(nn.Module):
     width: int = 3
 
