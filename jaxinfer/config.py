@@ -41,7 +41,8 @@ class ExecutionConfig:
         attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
             XLA; "mosaic" and "xla" force one of them.
         gemm_backend: products with unquantised weights. "xla"; "mosaic": by the kernel for Hopper GPUs, in which no bit
-            of a row depends on the number of rows, wherever it can; "auto": where tiles tuned on this GPU say that it
+            of a row depends on the number of rows, wherever it can; "auto": the same in exact mode, unless a trial of
+            it at the first start on a GPU finds a fault, or in relaxed mode where tiles tuned on this GPU say that it
             is worth it (none do yet).
         seed: where unset request seeds come from (default: entropy of the system).
     """

@@ -79,8 +79,8 @@ def _random_numbers(leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
 
 def weight_bytes(model: Model) -> tuple[int, int]:
     """Bytes of all weights, and of those that a decode step reads whole: all but an embedding that is no head."""
-    total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model.params))
-    return total, total - (0 if model.config.tied else _bytes(model.params["embed"]["table"]))
+    total, embedding = (sum(map(_bytes, jax.tree.leaves(of))) for of in (model.params, model.params["embed"]["table"]))
+    return total, total - (0 if model.config.tied else embedding)
 
 
 def _bytes(leaf: jax.Array) -> int:

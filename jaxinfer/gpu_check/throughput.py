@@ -89,6 +89,7 @@ def _settings(engine: EngineCore) -> dict[str, Any]:
         "rows": config.rows,
         "pages": config.num_pages,
         "attention": config.attention_backend,
+        "gemm": config.gemm_backend,
         "prefill_sizes": list(config.prefill_sizes),
         "prefill_batch_sizes": list(config.prefill_batch_sizes),
     }

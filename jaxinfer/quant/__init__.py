@@ -23,15 +23,18 @@ from jaxinfer.quant.storage import (
     with_activations,
     with_values,
 )
+from jaxinfer.quant.trial import KernelLost, gemm_fault
 
 __all__ = [
     "Adapted",
+    "KernelLost",
     "Plain",
     "Quantized",
     "Split",
     "dense",
     "for_gemm",
     "for_kernels",
+    "gemm_fault",
     "gemm_refusal",
     "grouped_matmul",
     "grouped_path",

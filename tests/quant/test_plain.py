@@ -120,12 +120,20 @@ def test_a_gpu_for_which_it_is_not_written(monkeypatch):
     assert "compute capability is 8.0" in str(gemm_refusal(jnp.dtype("bfloat16"), "gpu"))
 
 
-@pytest.mark.parametrize(("backend", "kernels"), [("mosaic", True), ("auto", False), ("xla", False)])
-def test_the_kernel_is_where_it_is_asked_for(monkeypatch, backend, kernels):
-    """Nobody has tuned it yet: "auto" is XLA."""
+@pytest.mark.parametrize(
+    ("backend", "exactness", "kernels"),
+    [
+        ("mosaic", "relaxed", True),
+        ("auto", "exact", True),
+        ("auto", "relaxed", False),
+        ("xla", "exact", False),
+    ],
+)
+def test_the_kernel_is_where_it_is_asked_for(monkeypatch, backend, exactness, kernels):
+    """Nobody has tuned it yet: where any bits will do, "auto" is XLA."""
     monkeypatch.setattr("pallas_kernels.matmul.api.lowering_target", lambda: Target("gpu", HOPPER, "NVIDIA H100"))
     model = random_model("bfloat16", hidden_size=64, intermediate_size=128)
-    prepared = prepare(model, EngineConfig(gemm_backend=backend, max_model_len=64), "gpu")
+    prepared = prepare(model, EngineConfig(gemm_backend=backend, exactness=exactness, max_model_len=64), "gpu")
     weight = prepared.model.params["layers_0"]["mlp"]["down"]
     assert isinstance(weight, Plain) == (backend != "xla")
     x = jax.ShapeDtypeStruct((3, weight.shape[-1] if backend != "xla" else weight.shape[0]), jnp.bfloat16)

@@ -299,12 +299,12 @@ def test_recurrences_may_have_kernels_of_their_own():
     assert found == most + OF_STATES
 
 
-def test_norms_of_queries_and_keys_and_rounded_inputs_have_kernels_of_their_own():
+def test_kernels_of_a_layer_are_limited_by_what_it_has():
     limits = {
         name: int(rule(make_step(**{name: True} if name else {}), "kernels a layer").limit)
-        for name in ("", "head_norms", "rounded")
+        for name in ("", "head_norms", "rounded", "by_kernel")
     }
-    assert limits == {"": 16, "head_norms": 20, "rounded": 19}
+    assert limits == {"": 16, "head_norms": 20, "rounded": 19, "by_kernel": 9}
 
 
 def test_all_launches_are_in_one_command_buffer():

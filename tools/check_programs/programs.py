@@ -105,6 +105,10 @@ class Planned:
         return self.needs.page * self.engine.num_pages
 
     @property
+    def decodes_by_kernel(self) -> bool:
+        return self.engine.gemm_backend == "mosaic" and self.engine.speculative is None
+
+    @property
     def kept(self) -> int:
         """Bytes of the pool and of sequences' states."""
         return self.pool + self.needs.states
@@ -239,6 +243,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             adapters=planned.engine.lora_slots if program != name else 0,
             dequantized=dequantized(weights),
             rounded=weights.endswith("-activations"),
+            by_kernel=name == "decode" and planned.decodes_by_kernel and not weights,
         )
 
 

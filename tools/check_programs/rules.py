@@ -17,7 +17,8 @@ from pallas_kernels.quant_matmul.xla import GPU_PIECE
 from tools.check_programs.hlo import Instruction, Launch, Module
 from tools.check_programs.work import Finding
 
-KERNELS_PER_LAYER = 16  # of a dense layer; with
+BY_KERNEL = 9  # of a dense layer of a decode step whose products are the GEMM kernel's
+KERNELS_PER_LAYER = 16  # of any other dense layer; with
 OF_SUMS, OF_EXPERTS = 3, 26  # sums over devices; with experts: choosing them and gathering
 OF_ROUNDING = 3  # of each weight whose inputs are rounded: the largest of each token, its scale, what they become
 OF_HEAD_NORMS = 4  # of queries and keys: both cut out of the projection, both normalised
@@ -74,6 +75,7 @@ class Step:
         adapters: on the device, where rows have any.
         dequantised: whether stored weights become plain numbers, some output channels after the others.
         rounded: whether products of stored weights round their inputs.
+        by_kernel: whether it is a plain decode step, of plain weights, whose products are the GEMM kernel's.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Step:
     adapters: int = 0
     dequantized: bool = False
     rounded: bool = False
+    by_kernel: bool = False
 
     @property
     def largest(self) -> int:
@@ -157,7 +160,8 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
     of_kernels = not step.module.loops(step.repeats) and not step.dequantized
     asked = of_kernels or step.dequantized  # loops over weights are in the command buffer
-    count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
+    count, most = kernels_per_layer(step), BY_KERNEL if step.by_kernel else KERNELS_PER_LAYER
+    most += OF_SUMS * many + OF_EXPERTS * step.experts
     most += OF_STATES * step.states + OF_HEAD_NORMS * step.head_norms
     most += OF_ROUNDING * step.rounded * max(step.layers, default=0)
     if step.adapters:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,10 +19,12 @@ from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
-from jaxinfer.quant import gemm_refusal, rounds_activations
+from jaxinfer.quant import KernelLost, gemm_fault, gemm_refusal, rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
 from jaxinfer.speculative import other_vocabulary
+
+_log = logging.getLogger("jaxinfer.start")
 
 
 class Prepared(NamedTuple):
@@ -48,7 +52,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     mesh = mesh or mesh_for(config)
     draft = _draft_of(model, config, mesh)
     model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
-    resolved = resolve_for(model, config, platform, mesh)
+    resolved = _with_gemm(resolve_for(model, config, platform, mesh), model, platform, mesh)
     model = model.for_kernels(resolved.gemm_backend) if platform == "gpu" else model
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     model = model.replace(cache_spec=dataclasses.replace(model.cache_spec, page_size=resolved.page_size))
@@ -193,6 +197,37 @@ def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
 def _require_gemm(model: Model, config: EngineConfig, platform: str) -> None:
     if config.gemm_backend == "mosaic" and (why := gemm_refusal(model.dtype, platform)) is not None:
         raise EngineConfigError(f"gemm_backend = mosaic cannot be: {why}")
+
+
+def _with_gemm(engine: ResolvedEngine, model: Model, platform: str, mesh: Mesh) -> ResolvedEngine:
+    """In exact mode "auto" is the kernel where it can be and the GPU passes its trial. A GPU that is only described (to
+    be compiled for) is taken to pass. Processes that share a model do not try: each might find out something else.
+
+    Raises:
+        EngineConfigError: the device did not come back from the trial.
+    """
+    wants = (engine.gemm_backend, engine.exactness) == ("auto", "exact") and len(processes_of(mesh)) == 1
+    if not wants or gemm_refusal(model.dtype, platform) is not None:
+        return engine
+    fault = _gemm_fault(engine, model, mesh)
+    if fault is not None:
+        _log.warning("gemm_backend = auto is xla here: the kernel was tried, and %s", fault)
+    return dataclasses.replace(engine, gemm_backend="mosaic" if fault is None else "xla")
+
+
+def _gemm_fault(engine: ResolvedEngine, model: Model, mesh: Mesh) -> str | None:
+    device = own_devices(mesh)[0]
+    if device.platform != "gpu" or device not in jax.local_devices():
+        return None
+    trees = [each.specs for each in (model, model.draft) if each is not None]
+    rows = {engine.rows // engine.microbatches, *engine.prefill_sizes, *map(math.prod, engine.wide_prefills)}
+    try:
+        return gemm_fault(trees, sorted(rows), model.dtype, mesh)
+    except KernelLost as lost:
+        raise EngineConfigError(
+            f"gemm_backend = auto: the kernel was tried on this GPU, and {lost}. This process cannot go on. The next "
+            f"one takes XLA where a compilation cache tells it of this; with gemm_backend = xla nothing is tried"
+        ) from lost
 
 
 def _prefill_rows(model: Model, most: int) -> int:

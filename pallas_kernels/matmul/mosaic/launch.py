@@ -50,7 +50,7 @@ from pallas_kernels.matmul.types import (
 from pallas_kernels.matmul.xla import result_dtype
 from pallas_kernels.tiles import pick
 
-__all__ = ["Extras", "Tiles", "heuristic_tiles", "matmul", "refusal"]
+__all__ = ["Extras", "Tiles", "heuristic_tiles", "matmul", "refusal", "tiles_of"]
 
 WIDE, NARROW = (jnp.bfloat16, jnp.float16), (jnp.float8_e4m3fn, jnp.int8)
 RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -93,7 +93,7 @@ def matmul(
     if (why := refusal(x, weights, extras, layout=layout, gated=gated, dtype=dtype, tiles=tiles)) is not None:
         raise ValueError(why)
     rows, (x, extras) = x.shape[0], _whole_tiles(x, extras)
-    chosen = tiles or _best_tiles(x, weights, extras, layout, gated, dtype)
+    chosen = tiles or tiles_of(x, weights, extras, layout=layout, gated=gated, dtype=dtype)
     shape = _shape_of(x, weights, extras, layout, gated, dtype, chosen)
     given = {"x": x, "weights": _stacked(shape, weights), **_laid_out(shape, extras)}
     result: jax.Array = _launcher(shape, tuple(given), interpret)(*given.values())[0]
@@ -212,8 +212,16 @@ def _shape_of(x: Any, weights: Any, extras: Extras, layout: Layout, gated: bool,
 # Tiles.
 
 
-def _best_tiles(x: Any, weights: Any, extras: Extras, layout: Layout, gated: bool, dtype: Any) -> Tiles:
-    """The tuned tiles, else the heuristic's."""
+def tiles_of(
+    x: Any,
+    weights: Any,
+    extras: Extras = NOTHING,
+    *,
+    layout: Layout = "in first",
+    gated: bool = False,
+    dtype: Any = None,
+) -> Tiles:
+    """The tiles that these operands are multiplied with: the tuned ones, else the heuristic's."""
 
     def refused(tiles: Tiles) -> str | None:
         return _tiles_refusal(_shape_of(x, weights, extras, layout, gated, dtype, tiles))

@@ -1,0 +1,266 @@
+"""A trial of the GEMM kernel: does the GPU at hand multiply by it rightly, alike for all numbers of rows, and fast?
+
+The kernel (`pallas_kernels.matmul`) makes a row's bits independent of its neighbours by construction, so that an engine
+which promises such bits wants it. What it rests on no compiler and no interpreter can tell: that is asked of the GPU
+itself, once, with products of the model's own shapes; what came of it is kept beside the executables.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxinfer.compilations import found_out, timed
+from jaxinfer.parallel.mesh import param_sharding
+from jaxinfer.parallel.processes import own_devices
+from jaxinfer.quant.plain import Plain, for_gemm
+from pallas_kernels import matmul as dense_matmul
+from pallas_kernels.choice import Wish
+from pallas_kernels.matmul import Layout
+
+# Of XLA's time for all products. Beyond it, XLA's programs are the cheaper way to equal bits, few as they are that have
+# them: an exact prefill by XLA took an H100 1.5 times as long as one that did not ask.
+_SLOWER = 1.25
+_PATIENCE = 60.0  # seconds until a launch is given up; the longest takes some milliseconds
+_ROUNDS, _CALLS = 3, 10  # of timing
+_RESULTS = 2**28  # of a product that is tried, at most: 1 GiB of its sums
+_NEAR_ZERO = 1e-3  # of results of a variance of 1: the order of float32 additions is worth a tenth of it
+_REFUSALS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)  # of Mosaic GPU, ptxas and the driver
+
+
+class KernelLost(Exception):
+    """A kernel that never came back, or that the device died of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product with a weight as a device has it: its ``shape`` and ``layout``, and whether silu(gate) * up follows."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    gated: bool
+
+    @property
+    def inputs(self) -> int:
+        return self.shape[0] if self.layout == "in first" else self.shape[-1]
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(self.shape) // self.inputs
+
+    def __str__(self) -> str:
+        return f"weights {self.shape} ({self.layout}{', gated' * self.gated})"
+
+
+Multiply = Callable[[Product, jax.Array, jax.Array, Any], jax.Array]  # the last: dtype of the result
+
+
+def by_kernel(product: Product, x: jax.Array, weights: jax.Array, dtype: Any, path: Wish = "mosaic") -> jax.Array:
+    return dense_matmul.matmul(x, weights, layout=product.layout, gated=product.gated, dtype=dtype, path=path)
+
+
+def by_xla(product: Product, x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
+    return by_kernel(product, x, weights, dtype, "xla")
+
+
+def products_of(specs: Any, mesh: Mesh) -> collections.Counter[Product]:
+    """The products with the plain weights of a tree of specs, and how many of each there are."""
+    plain, _ = for_gemm(specs, specs, "mosaic")
+    weights = jax.tree.leaves(plain, is_leaf=lambda node: isinstance(node, Plain))
+    return collections.Counter(_product(weight, mesh) for weight in weights if isinstance(weight, Plain))
+
+
+def _product(plain: Plain, mesh: Mesh) -> Product:
+    shape = param_sharding(mesh, plain.weight).shard_shape(plain.weight.shape)
+    return Product(shape, plain.layout, plain.layout == "in last" and len(shape) == 3 and shape[0] == 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Products tried with some numbers of rows, in one dtype, on one device.
+
+    Attributes:
+        rows: that the engine's programs have.
+        kernel, plain: what is tried, and what it is compared with.
+        clock: seconds.
+        patience: seconds that a launch may take.
+    """
+
+    products: Mapping[Product, int]
+    rows: Sequence[int]
+    dtype: Any
+    device: jax.Device
+    kernel: Multiply = by_kernel
+    plain: Multiply = by_xla
+    clock: Callable[[], float] = time.perf_counter
+    patience: float = _PATIENCE
+
+    def fault(self) -> str | None:
+        """Why the kernel is not to be used, in one sentence; None: it is good.
+
+        Raises:
+            KernelLost: the device is not to be used, either: what it was given last is still there.
+        """
+        seconds = [0.0, 0.0]
+        for product, count in self.products.items():
+            fault, each = self._fault_of(product)
+            if fault is not None:
+                return f"{fault}, {product}"
+            seconds = [sum_ + count * one for sum_, one in zip(seconds, each, strict=True)]
+        kernel, plain = seconds
+        if kernel > _SLOWER * plain:
+            return f"it takes {kernel / plain:.2f} of XLA's time"
+        return None
+
+    def _fault_of(self, product: Product) -> tuple[str | None, tuple[float, float]]:
+        """What is wrong with a product; and the seconds of kernel and XLA, of the fewest and the most rows together."""
+        nothing, counts = (0.0, 0.0), self._counts(product)
+        if not counts:
+            return None, nothing
+        x, weights = self._operands(product, counts[-1])
+        try:
+            kernels = self._compiled(self.kernel, product, x, weights, counts)
+        except _REFUSALS as error:
+            return f"it does not compile ({_first_line(error)})", nothing
+        results = {rows: self._awaited(run) for rows, run in kernels.items()}
+        if (fault := _wrong(product, results, self.plain(product, x, weights, jnp.float32))) is not None:
+            return fault, nothing
+        plain = self._compiled(self.plain, product, x, weights, {counts[0], counts[-1]})
+        kernel_s, plain_s = (sum(self._seconds(runs[rows]) for rows in plain) for runs in (kernels, plain))
+        return None, (kernel_s, plain_s)
+
+    def _counts(self, product: Product) -> list[int]:
+        """Numbers of rows that show all tiles of the kernel for a product, ascending; none, where it refuses."""
+        weights = jax.ShapeDtypeStruct(product.shape, self.dtype)
+        options: dict[str, Any] = {"layout": product.layout, "gated": product.gated}
+        found: dict[Any, int] = {}
+        for rows in sorted({1, *self.rows}):
+            x = jax.ShapeDtypeStruct((rows, product.inputs), self.dtype)
+            if dense_matmul.refusal(x, weights, **options) is not None:
+                return []
+            if rows * product.outputs <= _RESULTS:
+                found[dense_matmul.tiles_of(x, weights, **options)] = rows
+        return sorted(found.values())
+
+    def _operands(self, product: Product, rows: int) -> tuple[jax.Array, jax.Array]:
+        """Random ones, of whose products each has a variance of 1."""
+        of_x, of_weights = jax.device_put(jax.random.split(jax.random.key(0)), self.device)
+        x = jax.random.normal(of_x, (rows, product.inputs), self.dtype)
+        weights = jax.random.normal(of_weights, product.shape, self.dtype)
+        return x, weights * jnp.asarray(product.inputs**-0.5, self.dtype)
+
+    def _compiled(
+        self, multiply: Multiply, product: Product, x: jax.Array, weights: jax.Array, counts: Collection[int]
+    ) -> dict[int, Callable[[], jax.Array]]:
+        """Programs for the first rows of x, by their number, compiled beside one another."""
+        function = jax.jit(functools.partial(multiply, product), static_argnums=2)
+
+        def program(rows: int) -> Callable[[], jax.Array]:
+            compiled = function.lower(x[:rows], weights, self.dtype).compile()
+            return functools.partial(compiled, x[:rows], weights)
+
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            return dict(zip(counts, threads.map(program, counts), strict=True))
+
+    def _awaited(self, run: Callable[[], jax.Array]) -> jax.Array:
+        """The result of a launch. It is waited for by a thread that may be left behind: nothing interrupts JAX."""
+        answers: queue.SimpleQueue[jax.Array | jax.errors.JaxRuntimeError] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                answers.put(jax.block_until_ready(run()))
+            except jax.errors.JaxRuntimeError as error:
+                answers.put(error)
+
+        threading.Thread(target=wait, name="gemm-trial", daemon=True).start()
+        try:
+            answer = answers.get(timeout=self.patience)
+        except queue.Empty:
+            raise KernelLost(f"it did not come back within {self.patience:.0f} s") from None
+        if isinstance(answer, jax.errors.JaxRuntimeError):
+            raise KernelLost(f"the device failed: {_first_line(answer)}") from answer
+        return answer
+
+    def _seconds(self, run: Callable[[], jax.Array]) -> float:
+        """The best of some rounds of calls, one of them."""
+        best = math.inf
+        for _ in range(_ROUNDS):
+            jax.block_until_ready(run())
+            begun = self.clock()
+            jax.block_until_ready([run() for _ in range(_CALLS)][-1])
+            best = min(best, (self.clock() - begun) / _CALLS)
+        return best
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _wrong(product: Product, results: Mapping[int, jax.Array], exact: jax.Array) -> str | None:
+    """What is wrong with results of the first rows, by their number, of which the most rows are all."""
+    whole = results[max(results)]
+    near, most = _compared(whole, exact, steps=2 if product.gated else 1)
+    if not near:
+        return f"its results are off by up to {most:.1e} in {whole.shape[0]} rows"
+    for rows, result in results.items():
+        if not bool((result == whole[:rows]).all()):
+            return f"a row's bits are others among {rows} rows than among {whole.shape[0]}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def _compared(result: jax.Array, exact: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
+    """Whether so many roundings explain all differences; and the largest one."""
+    difference = jnp.abs(result.astype(jnp.float32) - exact)
+    explained = steps * jnp.finfo(result.dtype).eps * jnp.abs(exact) + _NEAR_ZERO
+    return (difference <= explained).all(), jnp.where(jnp.isfinite(difference), difference, jnp.inf).max()
+
+
+def gemm_fault(trees: Iterable[Any], rows: Iterable[int], dtype: Any, mesh: Mesh) -> str | None:
+    """Why products of models (trees of specs) are not to be the kernel's on this process's devices of a mesh, or None.
+    It is found out once, by one of the devices.
+
+    Args:
+        rows: that the programs have.
+
+    Raises:
+        KernelLost: see `Trial.fault`; a later start knows it.
+    """
+    products = sum((products_of(specs, mesh) for specs in trees), collections.Counter[Product]())
+    return _kept(tuple(products.items()), tuple(rows), jnp.dtype(dtype), own_devices(mesh)[0])
+
+
+@functools.cache
+def _kept(products: tuple[tuple[Product, int], ...], rows: tuple[int, ...], dtype: Any, device: Any) -> str | None:
+    trial, lost = Trial(dict(products), rows, dtype, device), list[KernelLost]()
+
+    def find_out() -> dict[str, Any]:
+        try:
+            return {"fault": trial.fault()}
+        except KernelLost as error:
+            lost.append(error)
+            return {"fault": str(error)}
+
+    settings = f"gemm {products} {rows} {dtype} {device.device_kind}"
+    with timed("the GEMM kernel tried, or what is known of it read"):
+        found = found_out(device.client.platform_version, settings, find_out, _is_fault)
+    if lost:
+        raise lost[0]
+    fault: str | None = found["fault"]
+    return fault
+
+
+def _is_fault(found: Any) -> bool:
+    return isinstance(found, dict) and found.keys() == {"fault"} and isinstance(found["fault"], str | None)

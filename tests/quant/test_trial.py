@@ -1,0 +1,223 @@
+"""The trial of the GEMM kernel: what it lets pass, what it finds, and what is kept of it."""
+
+import itertools
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.engine.execution import prepare as preparing
+from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.quant import trial as trials
+from jaxinfer.quant.trial import KernelLost, Product, Trial, gemm_fault, products_of
+from jaxinfer.types import ParamSpec
+from pallas_kernels import matmul as dense_matmul
+from tests.fakes import random_model
+
+QKV, GATE_UP = Product((64, 3, 32), "in first", False), Product((2, 96, 64), "in last", True)
+ROWS = (7, 64, 300)
+
+
+def by_rows(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+    """The product, a row's bits of which depend on no other row."""
+    options = {"layout": product.layout, "gated": product.gated, "dtype": dtype, "path": "xla"}
+    return jax.lax.map(lambda row: dense_matmul.matmul(row[None], weights, **options)[0], x)
+
+
+def without_the_last_inputs(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+    return by_rows(product, x.at[:, -4:].set(0), weights, dtype)
+
+
+def with_a_row_of_nan(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+    return by_rows(product, x, weights, dtype).at[-1].set(jnp.nan)
+
+
+def by_the_number_of_rows(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+    """Less than a rounding away."""
+    result = by_rows(product, x, weights, dtype)
+    return result if x.shape[0] > 64 else jnp.nextafter(result, jnp.zeros_like(result))
+
+
+def refusing(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+    raise NotImplementedError(f"no layout for {x.shape[0]} rows\nand a trace of the compiler")
+
+
+def trial(kernel=by_rows, **changes: object) -> Trial:
+    products, given = {QKV: 2, GATE_UP: 1}, {"plain": by_rows, "clock": itertools.count(0.0).__next__, **changes}
+    return Trial(products, ROWS, jnp.bfloat16, jax.devices()[0], kernel, **given)
+
+
+def test_a_right_kernel_passes() -> None:
+    assert trial().fault() is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        (without_the_last_inputs, r"its results are off by up to .* in 300 rows, weights \(64, 3, 32\) \(in first\)"),
+        (with_a_row_of_nan, "its results are off by up to inf in 300 rows"),
+        (by_the_number_of_rows, "a row's bits are others among 7 rows than among 300"),
+        (refusing, r"it does not compile \(no layout for \d+ rows\), weights"),
+    ],
+)
+def test_what_is_wrong_is_found(kernel, why) -> None:
+    assert re.search(why, str(trial(kernel).fault()))
+
+
+@pytest.mark.parametrize("product", [QKV, GATE_UP])
+def test_each_product_is_tried(product) -> None:
+    def wrong_once(tried: Product, *rest: object) -> jax.Array:
+        return (without_the_last_inputs if tried == product else by_rows)(tried, *rest)
+
+    assert str(product) in str(trial(wrong_once).fault())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "plain", "why"), [(4.0, 4.0, None), (5.0, 4.0, None), (6.0, 4.0, "it takes 1.50 of XLA's time")]
+)
+def test_a_kernel_that_is_much_slower_is_not_taken(kernel, plain, why) -> None:
+    """A product's times are taken in turns: the kernel's, then those of what it is compared with."""
+    rounds = 2 * trials._ROUNDS  # of the fewest rows and of the most
+    steps = itertools.cycle([*[0.0, kernel] * rounds, *[0.0, plain] * rounds])
+    assert trial(clock=itertools.accumulate(steps).__next__).fault() == why
+
+
+def test_a_kernel_that_never_comes_back_is_left_behind() -> None:
+    done = threading.Event()
+
+    def waiting(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+        result = by_rows(product, x, weights, dtype)
+        return jax.pure_callback(lambda value: (done.wait(), value)[1], result, result)
+
+    try:
+        with pytest.raises(KernelLost, match="did not come back within 0 s"):
+            trial(waiting, patience=0.3).fault()
+    finally:
+        done.set()
+
+
+def test_a_device_that_fails_is_told_of() -> None:
+    def failing(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+        def fail(value: np.ndarray) -> np.ndarray:
+            raise RuntimeError("an illegal address")
+
+        result = by_rows(product, x, weights, dtype)
+        return jax.pure_callback(fail, result, result)
+
+    with pytest.raises(KernelLost, match=r"^the device failed: INTERNAL.*$"):
+        trial(failing).fault()
+
+
+def test_what_the_kernel_refuses_is_not_tried() -> None:
+    tried = Trial({Product((48, 30), "in first", False): 1}, ROWS, jnp.bfloat16, jax.devices()[0], refusing)
+    assert tried.fault() is None
+
+
+def test_rows_show_each_kind_of_tiles_once() -> None:
+    """The most rows of each; and a product whose results would be too many is tried with fewer rows."""
+    counts = (1, 128, 256, 512, 1024, 2048, 4096)
+    tried = Trial({}, counts, jnp.bfloat16, jax.devices()[0])
+    wide = Product((2, 14336, 4096), "in last", True)
+    found = tried._counts(wide)
+    assert found[-1] == 4096
+    assert len(found) < len(counts)
+
+    def tiles(rows: int) -> object:
+        x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 4096), wide.shape))
+        return dense_matmul.tiles_of(x, weights, layout="in last", gated=True)
+
+    assert {tiles(rows) for rows in counts} == {tiles(rows) for rows in found}
+    assert tried._counts(Product((4096, 128_256), "in first", False))[-1] == 2048
+
+
+def test_products_are_those_of_a_device() -> None:
+    specs = {
+        "one": {"qkv": ParamSpec((64, 4, 8), (None, "heads", None), inputs=0)},
+        "two": {"qkv": ParamSpec((64, 4, 8), (None, "heads", None), inputs=0)},
+        "gate_up": ParamSpec((2, 96, 64), (None, "mlp", None), inputs=-1),
+        "router": ParamSpec((4, 64), (None, None), inputs=-1, dtype="float32"),
+        "scale": ParamSpec((64,), (None,)),
+    }
+    names, devices = make_mesh(1).axis_names, np.array(jax.devices()[:1] * 2)
+    found = products_of(specs, Mesh(devices.reshape([2 if name == "tensor" else 1 for name in names]), names))
+    assert found == {Product((64, 2, 8), "in first", False): 2, Product((2, 48, 64), "in last", True): 1}
+
+
+@pytest.fixture
+def cache(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+    trials._kept.cache_clear()
+
+
+SPECS = {"qkv": ParamSpec((64, 3, 32), (None, "heads", None), inputs=0)}
+
+
+def fault_in_a_new_process() -> str | None:
+    trials._kept.cache_clear()
+    return gemm_fault([SPECS], ROWS, jnp.bfloat16, make_mesh(1))
+
+
+@pytest.mark.parametrize("fault", [None, "its results are off"])
+def test_what_was_found_is_kept(monkeypatch, cache, fault) -> None:
+    tried = []
+    monkeypatch.setattr(Trial, "fault", lambda self: tried.append(self.products) or fault)
+    assert [fault_in_a_new_process() for _ in range(3)] == [fault] * 3
+    assert tried == [{QKV: 1}]
+    assert gemm_fault([SPECS], (*ROWS, 512), jnp.bfloat16, make_mesh(1)) == fault
+    assert len(tried) == 2
+
+
+def test_a_lost_kernel_is_known_to_the_next_process(monkeypatch, cache) -> None:
+    def lose(self: Trial) -> str | None:
+        raise KernelLost("it did not come back")
+
+    monkeypatch.setattr(Trial, "fault", lose)
+    with pytest.raises(KernelLost):
+        fault_in_a_new_process()
+    assert fault_in_a_new_process() == "it did not come back"
+
+
+@pytest.mark.parametrize(("fault", "backend"), [(None, "mosaic"), ("it takes 3.00 of XLA's time", "xla")])
+def test_the_trial_decides_what_auto_is(monkeypatch, caplog, fault, backend) -> None:
+    monkeypatch.setattr(preparing, "_gemm_fault", lambda *_: fault)
+    config = EngineConfig(max_model_len=64)
+    assert prepare(random_model("bfloat16"), config, "gpu").config.gemm_backend == backend
+    assert [record.getMessage() for record in caplog.records if "gemm_backend" in record.getMessage()] == (
+        [] if fault is None else [f"gemm_backend = auto is xla here: the kernel was tried, and {fault}"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype"),
+    [({"exactness": "relaxed"}, "bfloat16"), ({"gemm_backend": "xla"}, "bfloat16"), ({}, "float32")],
+)
+def test_nothing_is_tried_where_it_decides_nothing(monkeypatch, setting, dtype) -> None:
+    monkeypatch.setattr(preparing, "_gemm_fault", lambda *_: pytest.fail("tried"))
+    config = EngineConfig(max_model_len=64, **setting)
+    assert prepare(random_model(dtype), config, "gpu").config.gemm_backend == config.gemm_backend
+
+
+def test_a_lost_kernel_ends_the_start(monkeypatch) -> None:
+    def lose(*_: object) -> str | None:
+        raise KernelLost("it did not come back within 60 s")
+
+    class Gpu:
+        platform, process_index = "gpu", 0
+
+    gpu = Gpu()
+    monkeypatch.setattr(preparing, "own_devices", lambda mesh: [gpu])
+    monkeypatch.setattr(preparing.jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(preparing, "gemm_fault", lose)
+    model, config = random_model("bfloat16"), EngineConfig(max_model_len=64)
+    engine = preparing.resolve_for(model, config, "gpu")
+    with pytest.raises(EngineConfigError, match=r"gemm_backend = auto: .* come back within 60 s.* gemm_backend = x"):
+        preparing._gemm_fault(engine, model, make_mesh(1))
