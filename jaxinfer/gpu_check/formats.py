@@ -70,6 +70,7 @@ class Format(NamedTuple):
 FORMATS = (
     Format("8B, int4", LLAMA_8B, "int4"),
     Format("8B, fp8", LLAMA_8B, "fp8"),
+    Format("8B, fp8 weights and activations", LLAMA_8B, "fp8-activations"),
     Format("8B, pools of fp8", LLAMA_8B, cache="fp8"),
     Format("Mixtral, 8 layers", MIXTRAL),
     Format("Qwen3-30B-A3B, 24 layers", SPARSE),

@@ -26,6 +26,8 @@ from jaxinfer.gpu_check.attention import (
 )
 from jaxinfer.gpu_check.problem import BF16, FP8, FP16, INT8, MOSAIC, UP_TO_HOPPER, XLA, Operands, Problem, host, named
 from pallas_kernels.choice import ADA, AMPERE, HOPPER
+from pallas_kernels.token_quant import Rule
+from pallas_kernels.token_quant import reference as token_quant
 
 
 def _write(
@@ -213,6 +215,33 @@ def _adapters(quick: bool, *, rows: int, rank: int, dtype: Any) -> Operands:
     return Operands({"x": x, "a": a, "b": b, "slots": slots}, {}, (exact, None))
 
 
+def _tokens(quick: bool, *, rule: Rule) -> Operands:
+    """Tokens of very different sizes; what they stand for afterwards."""
+    rng, (rows, inputs) = np.random.default_rng(0), (5, 256) if quick else (70, 14336)
+    x = (rng.normal(size=(rows, inputs)) * np.exp2(np.arange(rows) % 9 - 4)[:, None]).astype(BF16)
+    return Operands({"x": x}, {"rule": rule}, host(_stood_for(token_quant.quantize(x, rule))))
+
+
+def _stood_for(out: Any) -> tuple[Any, Any]:
+    codes, scales = out
+    return codes.astype(np.float32) * scales[:, None], None
+
+
+def _tokens_problem(dtype: str, most: float, bound: float) -> Problem:
+    """``bound``: a division may be wrong in its last bit, and a number in the middle of two becomes the other one."""
+    module = "pallas_kernels.token_quant"
+    return Problem(
+        "token_quant",
+        f"70 tokens of 14336 to {dtype}",
+        {MOSAIC: f"{module}.mosaic:quantize", XLA: f"{module}.xla:quantize"},
+        functools.partial(_tokens, rule=Rule(dtype, most)),
+        ("x",),
+        bound,
+        result=_stood_for,
+        built_for=(AMPERE if dtype == "int8" else ADA, HOPPER),
+    )
+
+
 def _adapters_problem(rows: int, rank: int, dtype: Any) -> Problem:
     module = "jaxinfer.gpu_check.adapters"
     return Problem(
@@ -247,7 +276,7 @@ def _states_problem(name: str, size: int | None, dtype: Any, *, delta: bool) -> 
 
 # The most telling shapes first: what the time does not suffice for is left out at the end. Section parity has the
 # first ones, which are at least one of each kernel for Hopper GPUs.
-FIRST = 19
+FIRST = 20
 PROBLEMS: tuple[Problem, ...] = (
     attention_problem(
         "decode", "page 64, 4 heads to a KV head of 128, bfloat16", DECODE_LENGTHS, page=64, head_dim=128
@@ -261,6 +290,7 @@ PROBLEMS: tuple[Problem, ...] = (
     _stored_experts_problem(64, 2880),
     dense.problem(70, added=True),
     _experts_problem(64, BF16),
+    _tokens_problem("int8", 127.0, 1e-3),
     _adapters_problem(32, 16, BF16),
     mla_problem("decode", 64, 16, 1, BF16),
     _states_problem("delta rule", None, BF16, delta=True),
@@ -303,4 +333,5 @@ PROBLEMS: tuple[Problem, ...] = (
     dense.problem(300, FP16, gated=True, added=True),
     dense.problem(20, FP8, layout="in last"),
     dense.problem(200, INT8, layout="in last", gated=True, added=True),
+    _tokens_problem("float8_e4m3fn", 448.0, 1e-2),
 )

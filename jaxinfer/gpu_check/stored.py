@@ -10,7 +10,7 @@ from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights.formats import mxfp4
 from jaxinfer.weights.quantized import StoredWeight, is_upright, storages
 
-WEIGHTS = ("int8", "int8-activations", "int4", "fp8", "nf4", "mxfp4")
+WEIGHTS = ("int8", "int8-activations", "int4", "fp8", "fp8-activations", "nf4", "mxfp4")
 _TABLE = tuple(float(value) for value in range(-8, 8))
 _BEFORE_AND_BEHIND = ("embed", "head")
 
@@ -26,6 +26,8 @@ def layout_of(kind: str, inputs: int) -> Layout:
             return Grouped("int4", 128, scales="bfloat16")
         case "fp8":
             return Grouped("float8_e4m3fn", inputs)
+        case "fp8-activations":
+            return Grouped("float8_e4m3fn", inputs, activations="float8_e4m3fn")
         case "mxfp4":
             return mxfp4.LAYOUT
         case _:

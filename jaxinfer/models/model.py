@@ -134,7 +134,7 @@ class Model:
     def for_kernels(self, gemm: Wish) -> Model:
         """The model with its weights in the layout of GPU kernels, see `jaxinfer.quant.for_kernels`, and products of
         plain ones by the path that ``gemm`` says, see `jaxinfer.quant.Plain`."""
-        model = self.map_weights(for_kernels)
+        model = self.map_weights(functools.partial(for_kernels, gemm=gemm))
         if gemm == "xla":
             return model
         specs, params = for_gemm(model.specs, model.params, gemm)

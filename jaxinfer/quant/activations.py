@@ -9,17 +9,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxinfer.quant.layouts import Grouped
-from pallas_kernels import quant_matmul
-from pallas_kernels.choice import lowering_target
+from pallas_kernels import matmul as dense_matmul
+from pallas_kernels import quant_matmul, token_quant
+from pallas_kernels.choice import Wish, lowering_target
+from pallas_kernels.matmul import Extras
 from pallas_kernels.sums import dot
-
-_FLOAT8_MAX = 448.0
-_LEAST = 1e-30  # of what is divided by: a token of zeros has a scale, too
+from pallas_kernels.token_quant import Rule
+from pallas_kernels.token_quant.reference import FLOAT8_MAX
+from pallas_kernels.token_quant.xla import quotient
 
 
 class Rounded(NamedTuple):
@@ -48,32 +51,46 @@ def rounded(
         along: the mesh axes over which inputs are spread, where this is traced for a device's part of them: a scale
             for all inputs of a token is then that of all parts. Groups must not cross them.
     """
-    group = layout.activation_group or x.shape[-1]
+    group, rule = layout.activation_group or x.shape[-1], _rule(layout)
+    if static is None and along is None and group >= x.shape[-1]:
+        codes, of_tokens = token_quant.quantize(x, rule)
+        return Rounded(codes, of_tokens[:, None], group)
     grouped = _in_groups(x.astype(jnp.float32), group)
     if static is None:
         largest = jnp.abs(grouped).max(-1)
         if along is not None and not layout.activation_group:
             largest = lax.pmax(largest, along)
-        if layout.activation_bound:
-            largest = jnp.minimum(largest, layout.activation_bound)
-        most = jnp.full((), layout.int8_steps if layout.activations == "int8" else _FLOAT8_MAX, jnp.float32)
-        scales = _quotient(jnp.maximum(largest, _LEAST), most)
+        scales = quotient(rule.divided(largest), jnp.full((), rule.most, jnp.float32))
     else:
         scales = jnp.full((1, 1), static, jnp.float32)
-    numbers = _quotient(grouped, scales[:, :, None]).reshape(x.shape[0], -1)[:, : x.shape[-1]]
-    return Rounded(_codes(numbers, layout.activations), scales, group)
+    numbers = quotient(grouped, scales[:, :, None]).reshape(x.shape[0], -1)[:, : x.shape[-1]]
+    return Rounded(rule.codes(numbers), scales, group)
+
+
+def _rule(layout: Grouped) -> Rule:
+    most = layout.int8_steps if layout.activations == "int8" else FLOAT8_MAX
+    return Rule(layout.activations, most, layout.activation_bound)
 
 
 def product(
-    x: Float[Array, "rows k"], layout: Grouped, arrays: Mapping[str, Any], along: Any = None
+    x: Float[Array, "rows k"],
+    layout: Grouped,
+    arrays: Mapping[str, Any],
+    along: Any = None,
+    path: Wish = "xla",
+    *,
+    gated: bool = False,
 ) -> Float[Array, "rows n"]:
     """``rounded(x) @ weight.T`` in the dtype of ``x``, of the parts of a `Grouped` weight.
 
     Where tokens and channels have one scale, 8-bit numbers are multiplied as they are: integers into int32, floats (but
-    on a CPU, which has no such product) into float32. Outliers cost a second product in a step that has any.
+    on a CPU, which has no such product) into float32; on a GPU by a kernel, scales and all, where `by_gemm`. Outliers
+    cost a second product in a step that has any.
 
     Args:
         along: see `rounded`.
+        path: see `Quantized.path`.
+        gated: silu(gate) * up of outputs [2, n], where `by_gemm` says so of the whole weight.
     """
     codes = arrays["codes"].reshape(-1, arrays["codes"].shape[-1])
     scales = arrays["scales"].reshape(codes.shape[0], -1).astype(jnp.float32) * layout.factor
@@ -84,13 +101,34 @@ def product(
 
     if layout.outliers:
         large = jnp.abs(x) >= layout.outliers
-        rest = product(jnp.where(large, 0, x), dataclasses.replace(layout, outliers=0.0), arrays, along)
+        rest = product(jnp.where(large, 0, x), dataclasses.replace(layout, outliers=0.0), arrays, along, path)
         return rest + lax.cond(large.any(), unrounded, lambda x: jnp.zeros_like(rest), jnp.where(large, x, 0))
     own = rounded(x, layout, arrays.get("input_scale"), along)
+    if (by_kernel := by_gemm(x, layout, arrays, path, gated=gated)) or gated:
+        return _gemm(own, layout, arrays, x.dtype, gated, "mosaic" if by_kernel else "xla").reshape(x.shape[0], -1)
     if own.scales.shape[-1] == scales.shape[-1] == 1 and _multiplied_as_they_are(own.codes, codes):
         sums = _int_sums(own.codes, codes, zeros) if codes.dtype == jnp.int8 else dot(own.codes, codes, 1, jnp.float32)
         return (sums * own.scales * scales.T).astype(x.dtype)
     return unrounded(own.plain().astype(x.dtype))
+
+
+def by_gemm(x: Any, layout: Grouped, arrays: Mapping[str, Any], path: Wish, *, gated: bool = False) -> bool:
+    """Whether the kernel of `pallas_kernels.matmul` computes the product of a weight that `rounds_tokens`."""
+    if path == "xla" or (gated and layout.outliers):
+        return False
+    codes = arrays["codes"]
+    row = jax.ShapeDtypeStruct((1, x.shape[-1]), codes.dtype)
+    options: dict[str, Any] = {"gated": gated, "dtype": x.dtype, "measured": path == "auto"}
+    return dense_matmul.explain(row, codes, layout="in last", **options).path == "mosaic"
+
+
+def _gemm(
+    x: Rounded, layout: Grouped, arrays: Mapping[str, Any], dtype: Any, gated: bool, path: Wish
+) -> Float[Array, "rows *n"]:
+    codes, rows = arrays["codes"], x.codes.shape[0]
+    scales = arrays["scales"].reshape(codes.shape[:-1]).astype(jnp.float32) * layout.factor
+    extras = Extras(x_scales=jnp.broadcast_to(x.scales[:, 0], (rows,)), scales=scales)
+    return dense_matmul.matmul(x.codes, codes, extras, layout="in last", gated=gated, dtype=dtype, path=path)
 
 
 def _in_groups(x: Float[Array, "rows k"], group: int) -> Float[Array, "rows groups group"]:
@@ -98,18 +136,6 @@ def _in_groups(x: Float[Array, "rows k"], group: int) -> Float[Array, "rows grou
     missing = -x.shape[-1] % group
     whole = jnp.pad(x, ((0, 0), (0, missing))) if missing else x
     return whole.reshape(x.shape[0], -1, group)
-
-
-def _quotient(x: Float[Array, "*shape"], by: Float[Array, "..."]) -> Float[Array, "*shape"]:
-    """``x / by``, correctly rounded. XLA would multiply with the reciprocal of what is broadcast; a token's largest
-    number lies on the border of two integers, and a last bit decides which one it becomes."""
-    return x / lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
-
-
-def _codes(numbers: Float[Array, "rows k"], dtype: str) -> Num[Array, "rows k"]:
-    if dtype == "int8":
-        return jnp.clip(jnp.round(numbers), -128, 127).astype(jnp.int8)
-    return jnp.clip(numbers, -_FLOAT8_MAX, _FLOAT8_MAX).astype(dtype)
 
 
 def _multiplied_as_they_are(x: Array, weight: Array) -> bool:

@@ -68,6 +68,8 @@ def swiglu(x: Float[Array, "... k"], w: Any) -> Float[Array, "... n"]:
     """silu(gate) * up, of the product with ``w`` [2, n, k]: gate, then up (Shazeer 2020)."""
     if isinstance(w, Plain) and w.by_kernel(x, gated=True):
         return w.matmul(x, gated=True)
+    if isinstance(w, Quantized) and w.gated_by_kernel(x):
+        return w.matmul(x, gated=True)
     gate_up = matmul_transposed(x, w)
     gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
     return jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,37 +11,50 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.quant.layouts import Codebook, Float4, Grouped
-from jaxinfer.quant.storage import Quantized, map_stored
+from jaxinfer.quant.storage import Quantized, map_stored, rounds_tokens
 from jaxinfer.types import ParamSpec
 from pallas_kernels import quant_matmul
-from pallas_kernels.choice import Choice
+from pallas_kernels.choice import Choice, Wish
 from pallas_kernels.grouped_matmul import Groups
 from pallas_kernels.quant_matmul.reference import E2M1
 
 _MXFP4 = Codebook((*E2M1, *(-number for number in E2M1)), Float4().group, "float8_e8m0fnu")
 
 
-def for_kernels(tree: Any) -> Any:
+def for_kernels(tree: Any, gemm: Wish = "xla") -> Any:
     """A tree of parameters, or of specs, in the form that a GPU's kernels read without rearranging anything.
 
-    Tables of which rows are taken, and weights with rounded inputs stay as they are.
+    Tables of which rows are taken stay as they are, and so do weights with rounded inputs, whose products are computed
+    as ``gemm`` says (`Quantized.path`), those of experts aside.
     """
-    return map_stored(_for_kernels, tree)
+    return map_stored(functools.partial(_for_kernels, gemm=gemm), tree)
 
 
-def _for_kernels(weight: Quantized) -> Quantized:
+def _for_kernels(weight: Quantized, gemm: Wish) -> Quantized:
     layout, arrays = weight.layout, dict(weight.arrays)
     if "vocab" in weight.axes:
         return weight
     if layout == _MXFP4:
         arrays = {"codes": _in_order(arrays["codes"]), "scales": _groups_first(_as_exponents(arrays["scales"]))}
         return dataclasses.replace(weight, arrays=arrays, layout=Float4())
-    if not isinstance(layout, Grouped) or layout.activations or layout.groups_first:
+    if not isinstance(layout, Grouped) or layout.groups_first:
         return weight
+    if layout.activations:
+        return _by_gemm(weight, gemm) if rounds_tokens(weight) else weight
     if layout.group == weight.inputs and "expert" not in weight.axes:
         return weight
     own = {name: _groups_first(arrays[name]) for name in layout.parts(weight.inputs) if name != "codes"}
     return dataclasses.replace(weight, arrays=arrays | own, layout=dataclasses.replace(layout, groups_first=True))
+
+
+def _by_gemm(weight: Quantized, gemm: Wish) -> Quantized:
+    """Scales are in float32 as the GEMM kernel reads them: it would have them converted in every step."""
+    assert isinstance(weight.layout, Grouped)
+    if gemm == "xla":
+        return weight
+    arrays = dict(weight.arrays) | {"scales": _of_dtype(weight.arrays["scales"], "float32")}
+    layout = dataclasses.replace(weight.layout, scales="float32")
+    return dataclasses.replace(weight, arrays=arrays, layout=layout, path=gemm)
 
 
 def _groups_first(array: Any) -> Any:
@@ -65,6 +79,8 @@ def _as_exponents(scales: Any) -> Any:
 
 
 def _of_dtype(array: Any, dtype: str) -> Any:
+    if isinstance(array, jax.Array):
+        return array.astype(dtype)
     if isinstance(array, ParamSpec):
         return dataclasses.replace(array, dtype=dtype, sources=())
     return jax.ShapeDtypeStruct(array.shape, jnp.dtype(dtype))

@@ -25,14 +25,14 @@ from jaxinfer.quant.layouts import Float4, Grouped, Layout, Part
 from jaxinfer.quant.plain import Plain
 from jaxinfer.quant.spread import is_spread
 from pallas_kernels import quant_matmul
-from pallas_kernels.choice import lowering_target
+from pallas_kernels.choice import Wish, lowering_target
 from pallas_kernels.quant_matmul.xla import in_pieces
 
 CHANNELS = 256  # dequantised at a time
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout", "axes", "dtype", "inputs"]
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout", "axes", "dtype", "inputs", "path"]
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized:
@@ -44,6 +44,8 @@ class Quantized:
         axes: the logical axes of ``[*out, in]``.
         dtype: name of the dtype that its values take where nothing else says so.
         inputs: how many there are, on all devices together.
+        path: of products with inputs that were rounded to a scale a token, by weights with one a channel: as
+            `Plain.path`.
     """
 
     arrays: Mapping[str, Any]
@@ -51,6 +53,7 @@ class Quantized:
     axes: tuple[str | None, ...]
     dtype: str
     inputs: int
+    path: Wish = "xla"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,11 +88,16 @@ class Quantized:
         rows = {name: jnp.take(array, ids, axis=0, mode="clip") for name, array in self._only(self._parts).items()}
         return self.rebuilt({**rows, **self._only(self._input_parts)}).dequantize().astype(self.dtype)
 
-    def matmul(self, x: Float[Array, "*rows k"]) -> Float[Array, "*rows *out"]:
-        """The product with the transposed weight, in the dtype of ``x``."""
+    def gated_by_kernel(self, x: Any) -> bool:
+        """Whether a kernel computes silu(gate) * up of products with numbers like ``x``; outputs are [2, n]."""
+        layout = self.layout
+        return isinstance(layout, Grouped) and activations.by_gemm(x, layout, self.arrays, self.path, gated=True)
+
+    def matmul(self, x: Float[Array, "*rows k"], *, gated: bool = False) -> Float[Array, "*rows *out"]:
+        """The product with the transposed weight, in the dtype of ``x``; ``gated``: where `gated_by_kernel`."""
         flat, weight = self._in_order(x.reshape(-1, x.shape[-1]))
-        result = weight._spread(flat) if is_spread() else _product(flat, weight)
-        return result.reshape(*x.shape[:-1], *self.shape[:-1])
+        result = weight._spread(flat, gated) if is_spread() else _product(flat, weight, gated)
+        return result.reshape(*x.shape[:-1], *self.shape[gated:-1])
 
     def _in_order(self, x: Float[Array, "rows k"]) -> tuple[Float[Array, "rows k"], Quantized]:
         """The inputs in the order of the columns, and the weight that has them in that order."""
@@ -100,16 +108,17 @@ class Quantized:
         layout = dataclasses.replace(self.layout, ordered=False)
         return jnp.take(x, self.arrays["order"], axis=-1), dataclasses.replace(self, arrays=arrays, layout=layout)
 
-    def _spread(self, x: Float[Array, "rows k"]) -> Float[Array, "rows *out"]:
+    def _spread(self, x: Float[Array, "rows k"], gated: bool) -> Float[Array, "rows *out"]:
         """Multiply by each device's shard of the weight; products of shards along the inputs are added up."""
         *outs, along = spread_over(self.axes, self.shape)
+        assert not (gated and along)  # what is added up has no gate yet
 
         def own(x: jax.Array, weight: Quantized) -> jax.Array:
-            part = _product(x, weight).reshape(x.shape[0], *weight.shape[:-1])
+            part = _product(x, weight, gated).reshape(x.shape[0], *weight.shape[gated:-1])
             return lax.psum(part, along) if along else part
 
         specs = (PartitionSpec(None, along), self.partition())
-        run = jax.shard_map(own, in_specs=specs, out_specs=PartitionSpec(None, *outs), check_vma=False)
+        run = jax.shard_map(own, in_specs=specs, out_specs=PartitionSpec(None, *outs[gated:]), check_vma=False)
         result: jax.Array = run(x, self)
         return result
 
@@ -237,6 +246,14 @@ def rounds_activations(tree: Any) -> bool:
     return any(layout.activations for layout in layouts if isinstance(layout, Grouped))
 
 
+def rounds_tokens(weight: Quantized) -> bool:
+    """Whether `Quantized.path` has a say in its products."""
+    layout = weight.layout
+    if not isinstance(layout, Grouped) or layout.activations != layout.codes or layout.zeros or "expert" in weight.axes:
+        return False
+    return layout.group == weight.inputs and layout.activation_group in (0, weight.inputs)
+
+
 def map_stored(function: Callable[[Quantized], Quantized], tree: Any) -> Any:
     """Replace each `Quantized` of a tree of parameters or of specs."""
     return jax.tree.map(lambda node: function(node) if _is_quantized(node) else node, tree, is_leaf=_is_quantized)
@@ -251,13 +268,15 @@ def dense(weight: Any) -> Float[Array, "*out k"]:
     return weight.dequantize() if is_stored(weight) else weight
 
 
-def _product(x: Float[Array, "rows k"], weight: Quantized) -> Float[Array, "rows *out"]:
+def _product(x: Float[Array, "rows k"], weight: Quantized, gated: bool) -> Float[Array, "rows *out"]:
     """Multiply by the local shard of a weight (the whole weight on one device)."""
     layout, arrays = weight.layout, weight.arrays
     if isinstance(layout, Grouped):
         # a device's part of the inputs shares its scales with the others
         along = None if x.shape[-1] == weight.inputs else RULES[weight.axes[-1] or ""]
-        return _grouped_product(x, layout, arrays, along)
+        if layout.activations:
+            return activations.product(x, layout, arrays, along, weight.path, gated=gated)
+        return _grouped_product(x, layout, arrays)
     if isinstance(layout, Float4):
         codes, scales = arrays["codes"], arrays["scales"]
         flat = codes.reshape(-1, codes.shape[-1]), scales.reshape(scales.shape[0], -1)
@@ -265,16 +284,13 @@ def _product(x: Float[Array, "rows k"], weight: Quantized) -> Float[Array, "rows
     return _by_channels(x, layout, {name: arrays[name] for name in layout.parts(weight.inputs)}, weight.shape[:-1])
 
 
-def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any], along: Any) -> Array:
-    if layout.activations:
-        return activations.product(x, layout, arrays, along)
-
+def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any]) -> Array:
     def by_group(name: str) -> Array:
         array: Array = arrays[name]
         return array.reshape(array.shape[0], -1) if layout.groups_first else array.reshape(-1, array.shape[-1]).T
 
     if layout.biased:
-        plain = _grouped_product(x, dataclasses.replace(layout, biased=0), arrays, along).astype(jnp.float32)
+        plain = _grouped_product(x, dataclasses.replace(layout, biased=0), arrays).astype(jnp.float32)
         return (plain + _of_biases(x, by_group("biases"), by_group("scales"), layout.biased)).astype(x.dtype)
     codes, scales = arrays["codes"], by_group("scales")
     if layout.factor != 1.0:

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,10 @@ from jaxinfer.compilations import found_out, timed
 from jaxinfer.parallel.mesh import param_sharding
 from jaxinfer.parallel.processes import own_devices
 from jaxinfer.quant.plain import Plain, for_gemm
+from jaxinfer.quant.storage import Quantized, rounds_tokens
 from pallas_kernels import matmul as dense_matmul
 from pallas_kernels.choice import Wish
-from pallas_kernels.matmul import Layout
+from pallas_kernels.matmul import Extras, Layout
 
 # Of XLA's time for all products. Beyond it, XLA's programs are the cheaper way to equal bits, few as they are that have
 # them: an exact prefill by XLA took an H100 1.5 times as long as one that did not ask.
@@ -36,6 +37,7 @@ _SLOWER = 1.25
 _PATIENCE = 60.0  # seconds until a launch is given up; the longest takes some milliseconds
 _ROUNDS, _CALLS = 3, 10  # of timing
 _RESULTS = 2**28  # of a product that is tried, at most: 1 GiB of its sums
+_SPREAD = {"int8": 30, "float8_e4m3fn": 1}  # standard deviation of 8-bit numbers
 _NEAR_ZERO = 1e-3  # of results of a variance of 1: the order of float32 additions is worth a tenth of it
 _REFUSALS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)  # of Mosaic GPU, ptxas and the driver
 
@@ -46,53 +48,89 @@ class KernelLost(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product with a weight as a device has it: its ``shape`` and ``layout``, and whether silu(gate) * up follows."""
+    """A product with a weight as a device has it.
+
+    Attributes:
+        shape, layout: of the weight.
+        gated: silu(gate) * up follows.
+        dtype: of both operands; those of 8 bits have scales, for each row and each output.
+    """
 
     shape: tuple[int, ...]
     layout: Layout
     gated: bool
+    dtype: str = "bfloat16"
 
     @property
     def inputs(self) -> int:
         return self.shape[0] if self.layout == "in first" else self.shape[-1]
 
     @property
+    def outer(self) -> tuple[int, ...]:
+        """The shape of its outputs."""
+        return self.shape[1:] if self.layout == "in first" else self.shape[:-1]
+
+    @property
     def outputs(self) -> int:
-        return math.prod(self.shape) // self.inputs
+        return math.prod(self.outer)
 
     def __str__(self) -> str:
-        return f"weights {self.shape} ({self.layout}{', gated' * self.gated})"
+        return f"{self.dtype} weights {self.shape} ({self.layout}{', gated' * self.gated})"
 
 
-Multiply = Callable[[Product, jax.Array, jax.Array, Any], jax.Array]  # the last: dtype of the result
+class Operands(NamedTuple):
+    """``scales`` and ``x_scales``: None with 16 bits."""
+
+    x: jax.Array
+    weights: jax.Array
+    x_scales: jax.Array | None = None
+    scales: jax.Array | None = None
+
+    def rows(self, count: int) -> Operands:
+        """The first rows."""
+        return self._replace(x=self.x[:count], x_scales=None if self.x_scales is None else self.x_scales[:count])
 
 
-def by_kernel(product: Product, x: jax.Array, weights: jax.Array, dtype: Any, path: Wish = "mosaic") -> jax.Array:
-    return dense_matmul.matmul(x, weights, layout=product.layout, gated=product.gated, dtype=dtype, path=path)
+Multiply = Callable[[Product, Operands, Any], jax.Array]  # the last: dtype of the result
 
 
-def by_xla(product: Product, x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
-    return by_kernel(product, x, weights, dtype, "xla")
+def by_kernel(product: Product, operands: Operands, dtype: Any, path: Wish = "mosaic") -> jax.Array:
+    extras = Extras(x_scales=operands.x_scales, scales=operands.scales)
+    options: dict[str, Any] = {"layout": product.layout, "gated": product.gated, "dtype": dtype, "path": path}
+    return dense_matmul.matmul(operands.x, operands.weights, extras, **options)
 
 
-def products_of(specs: Any, mesh: Mesh) -> collections.Counter[Product]:
-    """The products with the plain weights of a tree of specs, and how many of each there are."""
+def by_xla(product: Product, operands: Operands, dtype: Any) -> jax.Array:
+    return by_kernel(product, operands, dtype, "xla")
+
+
+def products_of(specs: Any, mesh: Mesh, dtype: Any) -> collections.Counter[Product]:
+    """The products that `Plain.path` and `Quantized.path` are about, of a model of that dtype, and how many of each
+    there are."""
     plain, _ = for_gemm(specs, specs, "mosaic")
-    weights = jax.tree.leaves(plain, is_leaf=lambda node: isinstance(node, Plain))
-    return collections.Counter(_product(weight, mesh) for weight in weights if isinstance(weight, Plain))
+    weights = jax.tree.leaves(plain, is_leaf=lambda node: isinstance(node, Plain | Quantized))
+    products = (_product(weight, mesh, jnp.dtype(dtype).name) for weight in weights)
+    return collections.Counter(product for product in products if product is not None)
 
 
-def _product(plain: Plain, mesh: Mesh) -> Product:
-    shape = param_sharding(mesh, plain.weight).shard_shape(plain.weight.shape)
-    return Product(shape, plain.layout, plain.layout == "in last" and len(shape) == 3 and shape[0] == 2)
+def _product(weight: Any, mesh: Mesh, dtype: str) -> Product | None:
+    if isinstance(weight, Plain):
+        spec, layout = weight.weight, weight.layout
+    elif isinstance(weight, Quantized) and rounds_tokens(weight):
+        spec, layout, dtype = weight.arrays["codes"], "in last", weight.arrays["codes"].dtype
+    else:
+        return None
+    shape = param_sharding(mesh, spec).shard_shape(spec.shape)
+    return Product(shape, layout, layout == "in last" and len(shape) == 3 and shape[0] == 2, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Products tried with some numbers of rows, in one dtype, on one device.
+    """Products tried with some numbers of rows on one device.
 
     Attributes:
         rows: that the engine's programs have.
+        dtype: of results.
         kernel, plain: what is tried, and what it is compared with.
         clock: seconds.
         patience: seconds that a launch may take.
@@ -129,47 +167,53 @@ class Trial:
         nothing, counts = (0.0, 0.0), self._counts(product)
         if not counts:
             return None, nothing
-        x, weights = self._operands(product, counts[-1])
+        operands = self._operands(product, counts[-1])
         try:
-            kernels = self._compiled(self.kernel, product, x, weights, counts)
+            kernels = self._compiled(self.kernel, product, operands, counts)
         except _REFUSALS as error:
             return f"it does not compile ({_first_line(error)})", nothing
         results = {rows: self._awaited(run) for rows, run in kernels.items()}
-        if (fault := _wrong(product, results, self.plain(product, x, weights, jnp.float32))) is not None:
+        if (fault := _wrong(product, results, self.plain(product, operands, jnp.float32))) is not None:
             return fault, nothing
-        plain = self._compiled(self.plain, product, x, weights, {counts[0], counts[-1]})
+        plain = self._compiled(self.plain, product, operands, {counts[0], counts[-1]})
         kernel_s, plain_s = (sum(self._seconds(runs[rows]) for rows in plain) for runs in (kernels, plain))
         return None, (kernel_s, plain_s)
 
     def _counts(self, product: Product) -> list[int]:
         """Numbers of rows that show all tiles of the kernel for a product, ascending; none, where it refuses."""
-        weights = jax.ShapeDtypeStruct(product.shape, self.dtype)
-        options: dict[str, Any] = {"layout": product.layout, "gated": product.gated}
+        weights = jax.ShapeDtypeStruct(product.shape, product.dtype)
+        options: dict[str, Any] = {"layout": product.layout, "gated": product.gated, "dtype": self.dtype}
         found: dict[Any, int] = {}
         for rows in sorted({1, *self.rows}):
-            x = jax.ShapeDtypeStruct((rows, product.inputs), self.dtype)
+            x = jax.ShapeDtypeStruct((rows, product.inputs), product.dtype)
             if dense_matmul.refusal(x, weights, **options) is not None:
                 return []
             if rows * product.outputs <= _RESULTS:
                 found[dense_matmul.tiles_of(x, weights, **options)] = rows
         return sorted(found.values())
 
-    def _operands(self, product: Product, rows: int) -> tuple[jax.Array, jax.Array]:
-        """Random ones, of whose products each has a variance of 1."""
+    def _operands(self, product: Product, rows: int) -> Operands:
+        """Random ones, of whose products each has a variance of about 1."""
         of_x, of_weights = jax.device_put(jax.random.split(jax.random.key(0)), self.device)
-        x = jax.random.normal(of_x, (rows, product.inputs), self.dtype)
-        weights = jax.random.normal(of_weights, product.shape, self.dtype)
-        return x, weights * jnp.asarray(product.inputs**-0.5, self.dtype)
+        x, weights = _random(of_x, (rows, product.inputs)), _random(of_weights, product.shape)
+        if jnp.dtype(product.dtype).itemsize > 1:
+            return Operands(x.astype(product.dtype), (weights * product.inputs**-0.5).astype(product.dtype))
+        size = _SPREAD[product.dtype]
+        codes = [(array * size).clip(-127, 127).astype(product.dtype) for array in (x, weights)]
+        # Other ones for each row and each output.
+        of_rows = (1 + jnp.arange(rows) % 3 / 4) / size
+        of_outputs = (1 + jnp.arange(product.outputs) % 5 / 8).reshape(product.outer) / size * product.inputs**-0.5
+        return Operands(*codes, *(jax.device_put(array, self.device) for array in (of_rows, of_outputs)))
 
     def _compiled(
-        self, multiply: Multiply, product: Product, x: jax.Array, weights: jax.Array, counts: Collection[int]
+        self, multiply: Multiply, product: Product, operands: Operands, counts: Collection[int]
     ) -> dict[int, Callable[[], jax.Array]]:
-        """Programs for the first rows of x, by their number, compiled beside one another."""
-        function = jax.jit(functools.partial(multiply, product), static_argnums=2)
+        """Programs for the first rows, by their number, compiled beside one another."""
+        function = jax.jit(functools.partial(multiply, product), static_argnums=1)
 
         def program(rows: int) -> Callable[[], jax.Array]:
-            compiled = function.lower(x[:rows], weights, self.dtype).compile()
-            return functools.partial(compiled, x[:rows], weights)
+            own = operands.rows(rows)
+            return functools.partial(function.lower(own, self.dtype).compile(), own)
 
         with concurrent.futures.ThreadPoolExecutor() as threads:
             return dict(zip(counts, threads.map(program, counts), strict=True))
@@ -202,6 +246,12 @@ class Trial:
             jax.block_until_ready([run() for _ in range(_CALLS)][-1])
             best = min(best, (self.clock() - begun) / _CALLS)
         return best
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Normal numbers, in 16 bits: a weight may be large."""
+    return jax.random.normal(key, shape, jnp.bfloat16)
 
 
 def _first_line(error: Exception) -> str:
@@ -238,7 +288,7 @@ def gemm_fault(trees: Iterable[Any], rows: Iterable[int], dtype: Any, mesh: Mesh
     Raises:
         KernelLost: see `Trial.fault`; a later start knows it.
     """
-    products = sum((products_of(specs, mesh) for specs in trees), collections.Counter[Product]())
+    products = sum((products_of(specs, mesh, dtype) for specs in trees), collections.Counter[Product]())
     return _kept(tuple(products.items()), tuple(rows), jnp.dtype(dtype), own_devices(mesh)[0])
 
 

@@ -101,7 +101,8 @@ def test_the_ops_equal_float64(report):
     parity.check(report, [the_problem("quant_matmul: 16"), the_problem("grouped_matmul: 600")], ("xla",))
     parity.check(report, [the_problem("kv_copy.copy_pages")], ("xla", "mosaic"))
     parity.check(report, [problem for problem in PROBLEMS if problem.op == "matmul"], ("xla", "mosaic"))
-    assert len(written(report)) == 4 + 2 * 5
+    parity.check(report, [problem for problem in PROBLEMS if problem.op == "token_quant"], ("xla", "mosaic"))
+    assert len(written(report)) == 4 + 2 * 5 + 2 * 2
     assert all(record["ok"] for record in written(report).values()), written(report)
 
 

@@ -1,5 +1,6 @@
 """A whole model whose products are the Mosaic kernel's, interpreted on the CPU."""
 
+import collections
 import functools
 
 import jax
@@ -7,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.quant import Plain
+from jaxinfer.quant.layouts import Grouped
 from pallas_kernels import compat
 from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.matmul import api
 from pallas_kernels.matmul.mosaic import launch
+from pallas_kernels.token_quant import api as token_quant
+from pallas_kernels.token_quant import mosaic as rounding
 from tests.fakes import random_model
+from tests.quant.models import stored_and_plain
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "num_hidden_layers": 1}
 TOKENS = jnp.array([[5, 3, 90, 17, 2, 61]])
@@ -46,3 +51,33 @@ def in_float32(model):
     """The same model in float32."""
     wide = random_model("float32", gain=1.0, **SHAPE)
     return wide.replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), model.params))
+
+
+def test_a_model_whose_inputs_are_rounded(monkeypatch, tmp_path):
+    """Rounding and products by their kernels, and the head's, which is in 16 bits; queries, keys and values are one."""
+    shape = SHAPE | {"hidden_size": 128}
+
+    def choose(name, inputs):
+        return Grouped("int8", inputs, activations="int8", int8_steps=127.0) if "layers" in name else None
+
+    stored, _ = stored_and_plain(random_model("bfloat16", gain=1.0, **shape), tmp_path, choose)
+    model, calls = stored.for_kernels("mosaic"), []
+
+    def counted(kernel):
+        def call(*arguments, **options):
+            calls.append(kernel.__module__.split(".")[1])
+            return kernel(*arguments, **options, interpret=compat.interpret_params())
+
+        return call
+
+    monkeypatch.setattr(launch, "matmul", counted(launch.matmul))
+    monkeypatch.setattr(rounding, "quantize", counted(rounding.quantize))
+    for module in ("matmul.api", "choice"):
+        monkeypatch.setattr(f"pallas_kernels.{module}.lowering_target", lambda: Target("gpu", HOPPER))
+    whole = logits(model, TOKENS)
+    assert collections.Counter(calls) == {"matmul": 5, "token_quant": 1}  # traced once for tokens of one shape
+    np.testing.assert_array_equal(whole[:, :2], logits(model, TOKENS[:, :2]))
+    monkeypatch.undo()
+    token_quant._kernel.cache_clear()
+    near = np.asarray(stored(TOKENS))
+    assert np.abs(whole - near).max() <= 0.05 * np.abs(near).max()

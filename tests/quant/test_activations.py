@@ -6,8 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinfer.quant.activations import product, rounded
+from jaxinfer.quant import Quantized, for_kernels, swiglu
+from jaxinfer.quant.activations import by_gemm, product, rounded
 from jaxinfer.quant.layouts import Grouped
+from pallas_kernels.choice import AMPERE, HOPPER, Target
+from pallas_kernels.matmul import xla
 from tests.quant.examples import arrays_of
 
 FP8 = "float8_e4m3fn"
@@ -152,3 +155,86 @@ def test_integers_are_not_converted(rows: int) -> None:
     arrays = {"codes": jnp.zeros((k, k), jnp.int8), "scales": jnp.ones((k, 1), jnp.float32)}
     compiled = jax.jit(lambda x, arrays: product(x, layout, arrays)).lower(jnp.ones((rows, k)), arrays).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < k * k // 2
+
+
+# --------------------------------------------------------------------------------------------------------------
+# By the kernel of `pallas_kernels.matmul`.
+
+WIDE = 128
+
+
+def weight_of(layout: Grouped, *out: int) -> Quantized:
+    arrays = {
+        name: jnp.asarray(array) for name, array in arrays_of(layout, out, WIDE, np.random.default_rng(1)).items()
+    }
+    if layout.static:
+        arrays["input_scale"] = jnp.float32(0.03)
+    return Quantized(arrays, layout, (*(None for _ in out), None), "bfloat16", WIDE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "gated", "capability", "expected"),
+    [
+        ({}, "mosaic", False, HOPPER, True),
+        ({}, "mosaic", True, HOPPER, True),
+        ({"outliers": 6.0}, "mosaic", False, HOPPER, True),
+        ({"outliers": 6.0}, "mosaic", True, HOPPER, False),
+        ({}, "auto", False, HOPPER, False),  # nobody has tuned it
+        ({}, "xla", False, HOPPER, False),
+        ({}, "mosaic", False, AMPERE, False),
+    ],
+)
+def test_where_the_kernel_multiplies(monkeypatch, changes, path, gated, capability, expected) -> None:
+    monkeypatch.setattr("pallas_kernels.matmul.api.lowering_target", lambda: Target("gpu", capability))
+    layout = Grouped("int8", WIDE, activations="int8", **changes)
+    weight = weight_of(layout, 2, 32)
+    assert by_gemm(jax.ShapeDtypeStruct((3, WIDE), jnp.bfloat16), layout, weight.arrays, path, gated=gated) == expected
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["int8", FP8])
+def test_what_the_kernel_is_given_is_the_same_product(monkeypatch, kind: str, static: bool) -> None:
+    """By XLA in its place. Integers are summed exactly, so that no bit differs."""
+    x, layout = jnp.asarray(inputs(9, WIDE), jnp.bfloat16), Grouped(kind, WIDE, activations=kind, static=static)
+    weight = weight_of(layout, 2, 32)
+    plain, gated = jax.jit(weight.matmul)(x), jax.jit(lambda x: swiglu(x, weight))(x)
+    given: list[bool] = []
+
+    def xla_product(*operands: object, gated: bool, path: str, **options: object) -> jax.Array:
+        given.append(gated)
+        return xla.matmul(*operands, gated=gated, **options)
+
+    monkeypatch.setattr("jaxinfer.quant.activations.by_gemm", lambda *_, **__: True)
+    monkeypatch.setattr("jaxinfer.quant.activations.dense_matmul.matmul", xla_product)
+    found = jax.jit(weight.matmul)(x), jax.jit(lambda x: swiglu(x, weight))(x)
+    assert given == [False, True]
+    for got, want in zip(found, (plain, gated), strict=True):
+        assert got.shape == want.shape
+        largest = float(jnp.abs(want.astype(jnp.float32)).max())
+        difference = jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32)).max()
+        assert difference <= (0 if kind == "int8" else 0.02 * largest)
+
+
+def test_weights_in_the_form_of_the_kernel() -> None:
+    layout = Grouped("int8", WIDE, scales="bfloat16", activations="int8")
+    weight = weight_of(layout, 2, 32)
+    made = for_kernels(weight, "mosaic")
+    assert (made.path, made.arrays["scales"].dtype, made.layout.scales) == ("mosaic", jnp.float32, "float32")
+    np.testing.assert_array_equal(made.arrays["scales"], weight.arrays["scales"].astype(jnp.float32))
+    assert made.arrays["codes"] is weight.arrays["codes"]
+    shapes = for_kernels(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weight), "mosaic")
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), made) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
+    assert for_kernels(weight, "xla") is weight
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Grouped("int8", WIDE, zeros=True, activations="int8"),
+        Grouped("int8", 32, activations="int8"),
+        Grouped(FP8, 32, activations=FP8, activation_group=32),
+    ],
+)
+def test_other_weights_are_left_to_xla(layout: Grouped) -> None:
+    weight = weight_of(layout, 32)
+    assert for_kernels(weight, "mosaic") is weight

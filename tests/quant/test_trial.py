@@ -14,42 +14,62 @@ from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution import prepare as preparing
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.quant import Quantized
 from jaxinfer.quant import trial as trials
-from jaxinfer.quant.trial import KernelLost, Product, Trial, gemm_fault, products_of
+from jaxinfer.quant.layouts import Grouped
+from jaxinfer.quant.trial import KernelLost, Operands, Product, Trial, by_xla, gemm_fault, products_of
 from jaxinfer.types import ParamSpec
 from pallas_kernels import matmul as dense_matmul
 from tests.fakes import random_model
 
 QKV, GATE_UP = Product((64, 3, 32), "in first", False), Product((2, 96, 64), "in last", True)
+INT8, FP8 = (
+    Product((2, 96, 128), "in last", gated, dtype) for gated, dtype in ((True, "int8"), (False, "float8_e4m3fn"))
+)
 ROWS = (7, 64, 300)
 
 
-def by_rows(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+def by_rows(product: Product, given: Operands, dtype: object) -> jax.Array:
     """The product, a row's bits of which depend on no other row."""
-    options = {"layout": product.layout, "gated": product.gated, "dtype": dtype, "path": "xla"}
-    return jax.lax.map(lambda row: dense_matmul.matmul(row[None], weights, **options)[0], x)
+
+    def row(index: jax.Array) -> jax.Array:
+        x, x_scales = (None if each is None else each[index][None] for each in (given.x, given.x_scales))
+        return by_xla(product, given._replace(x=x, x_scales=x_scales), dtype)[0]
+
+    return jax.lax.map(row, jnp.arange(given.x.shape[0]))
 
 
-def without_the_last_inputs(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
-    return by_rows(product, x.at[:, -4:].set(0), weights, dtype)
+def without_the_last_inputs(product: Product, given: Operands, dtype: object) -> jax.Array:
+    return by_rows(product, given._replace(x=given.x.at[:, -4:].set(0)), dtype)
 
 
-def with_a_row_of_nan(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
-    return by_rows(product, x, weights, dtype).at[-1].set(jnp.nan)
+def with_a_row_of_nan(product: Product, given: Operands, dtype: object) -> jax.Array:
+    return by_rows(product, given, dtype).at[-1].set(jnp.nan)
 
 
-def by_the_number_of_rows(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+def with_another_rows_scale(product: Product, given: Operands, dtype: object) -> jax.Array:
+    return by_rows(product, given._replace(x_scales=jnp.roll(given.x_scales, 1)), dtype)
+
+
+def with_another_outputs_scale(product: Product, given: Operands, dtype: object) -> jax.Array:
+    return by_rows(product, given._replace(scales=jnp.roll(given.scales, 1)), dtype)
+
+
+def by_the_number_of_rows(product: Product, given: Operands, dtype: object) -> jax.Array:
     """Less than a rounding away."""
-    result = by_rows(product, x, weights, dtype)
-    return result if x.shape[0] > 64 else jnp.nextafter(result, jnp.zeros_like(result))
+    result = by_rows(product, given, dtype)
+    return result if given.x.shape[0] > 64 else jnp.nextafter(result, jnp.zeros_like(result))
 
 
-def refusing(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
-    raise NotImplementedError(f"no layout for {x.shape[0]} rows\nand a trace of the compiler")
+def refusing(product: Product, given: Operands, dtype: object) -> jax.Array:
+    raise NotImplementedError(f"no layout for {given.x.shape[0]} rows\nand a trace of the compiler")
 
 
 def trial(kernel=by_rows, **changes: object) -> Trial:
-    products, given = {QKV: 2, GATE_UP: 1}, {"plain": by_rows, "clock": itertools.count(0.0).__next__, **changes}
+    products, given = (
+        {QKV: 2, GATE_UP: 1, INT8: 1, FP8: 1},
+        {"plain": by_rows, "clock": itertools.count(0.0).__next__, **changes},
+    )
     return Trial(products, ROWS, jnp.bfloat16, jax.devices()[0], kernel, **given)
 
 
@@ -60,20 +80,33 @@ def test_a_right_kernel_passes() -> None:
 @pytest.mark.parametrize(
     ("kernel", "why"),
     [
-        (without_the_last_inputs, r"its results are off by up to .* in 300 rows, weights \(64, 3, 32\) \(in first\)"),
+        (
+            without_the_last_inputs,
+            r"its results are off by up to .* in 300 rows, bfloat16 weights \(64, 3, 32\) \(in first\)",
+        ),
         (with_a_row_of_nan, "its results are off by up to inf in 300 rows"),
         (by_the_number_of_rows, "a row's bits are others among 7 rows than among 300"),
-        (refusing, r"it does not compile \(no layout for \d+ rows\), weights"),
+        (refusing, r"it does not compile \(no layout for \d+ rows\), bfloat16 weights"),
     ],
 )
 def test_what_is_wrong_is_found(kernel, why) -> None:
     assert re.search(why, str(trial(kernel).fault()))
 
 
-@pytest.mark.parametrize("product", [QKV, GATE_UP])
-def test_each_product_is_tried(product) -> None:
+@pytest.mark.parametrize(
+    ("product", "wrong"),
+    [
+        *((product, without_the_last_inputs) for product in (QKV, GATE_UP, INT8, FP8)),
+        *(
+            (product, wrong)
+            for product in (INT8, FP8)
+            for wrong in (with_another_rows_scale, with_another_outputs_scale)
+        ),
+    ],
+)
+def test_each_product_is_tried(product, wrong) -> None:
     def wrong_once(tried: Product, *rest: object) -> jax.Array:
-        return (without_the_last_inputs if tried == product else by_rows)(tried, *rest)
+        return (wrong if tried == product else by_rows)(tried, *rest)
 
     assert str(product) in str(trial(wrong_once).fault())
 
@@ -91,8 +124,8 @@ def test_a_kernel_that_is_much_slower_is_not_taken(kernel, plain, why) -> None:
 def test_a_kernel_that_never_comes_back_is_left_behind() -> None:
     done = threading.Event()
 
-    def waiting(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
-        result = by_rows(product, x, weights, dtype)
+    def waiting(product: Product, given: Operands, dtype: object) -> jax.Array:
+        result = by_rows(product, given, dtype)
         return jax.pure_callback(lambda value: (done.wait(), value)[1], result, result)
 
     try:
@@ -103,11 +136,11 @@ def test_a_kernel_that_never_comes_back_is_left_behind() -> None:
 
 
 def test_a_device_that_fails_is_told_of() -> None:
-    def failing(product: Product, x: jax.Array, weights: jax.Array, dtype: object) -> jax.Array:
+    def failing(product: Product, given: Operands, dtype: object) -> jax.Array:
         def fail(value: np.ndarray) -> np.ndarray:
             raise RuntimeError("an illegal address")
 
-        result = by_rows(product, x, weights, dtype)
+        result = by_rows(product, given, dtype)
         return jax.pure_callback(fail, result, result)
 
     with pytest.raises(KernelLost, match=r"^the device failed: INTERNAL.*$"):
@@ -136,6 +169,16 @@ def test_rows_show_each_kind_of_tiles_once() -> None:
     assert tried._counts(Product((4096, 128_256), "in first", False))[-1] == 2048
 
 
+def stored(layout: Grouped) -> Quantized:
+    """The spec of a weight for gate and up of 128 inputs."""
+    parts = layout.parts(128) | layout.input_parts(128)
+    arrays = {
+        name: ParamSpec((2, 96, *part.shape), (None, "mlp", *(None,) * len(part.shape)), dtype=part.dtype)
+        for name, part in parts.items()
+    }
+    return Quantized(arrays, layout, (None, "mlp", None), "bfloat16", 128)
+
+
 def test_products_are_those_of_a_device() -> None:
     specs = {
         "one": {"qkv": ParamSpec((64, 4, 8), (None, "heads", None), inputs=0)},
@@ -143,10 +186,20 @@ def test_products_are_those_of_a_device() -> None:
         "gate_up": ParamSpec((2, 96, 64), (None, "mlp", None), inputs=-1),
         "router": ParamSpec((4, 64), (None, None), inputs=-1, dtype="float32"),
         "scale": ParamSpec((64,), (None,)),
+        "rounded": stored(Grouped("int8", 128, activations="int8")),
+        "float8": stored(Grouped("float8_e4m3fn", 128, activations="float8_e4m3fn", static=True)),
+        "blocks": stored(Grouped("float8_e4m3fn", 64, activations="float8_e4m3fn", activation_group=64)),
+        "zeros": stored(Grouped("int8", 128, zeros=True, activations="int8")),
+        "plain inputs": stored(Grouped("int8", 128)),
     }
     names, devices = make_mesh(1).axis_names, np.array(jax.devices()[:1] * 2)
-    found = products_of(specs, Mesh(devices.reshape([2 if name == "tensor" else 1 for name in names]), names))
-    assert found == {Product((64, 2, 8), "in first", False): 2, Product((2, 48, 64), "in last", True): 1}
+    mesh = Mesh(devices.reshape([2 if name == "tensor" else 1 for name in names]), names)
+    assert products_of(specs, mesh, jnp.float16) == {
+        Product((64, 2, 8), "in first", False, "float16"): 2,
+        Product((2, 48, 64), "in last", True, "float16"): 1,
+        Product((2, 48, 128), "in last", True, "int8"): 1,
+        Product((2, 48, 128), "in last", True, "float8_e4m3fn"): 1,
+    }
 
 
 @pytest.fixture

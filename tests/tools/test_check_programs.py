@@ -305,6 +305,7 @@ def test_kernels_of_a_layer_are_limited_by_what_it_has():
         for name in ("", "head_norms", "rounded", "by_kernel")
     }
     assert limits == {"": 16, "head_norms": 20, "rounded": 19, "by_kernel": 9}
+    assert int(rule(make_step(rounded=True, by_kernel=True), "kernels a layer").limit) == 10
 
 
 def test_all_launches_are_in_one_command_buffer():

@@ -203,6 +203,7 @@ def _program(step: Step) -> Program:
 def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weights: str) -> Iterator[Step]:
     """Each program with what is known of it."""
     stage, needs, should = planned.stage, planned.needs, planned.should
+    rounded = weights.endswith("-activations")
     pages, sizes = planned.engine.num_pages, _sizes(jax.tree.leaves(planned.arrays.params)[0].sharding.mesh)
     pool = stage.model.cache_spec.pool_shape(pages, PAGE, math.prod(sizes.values()))
     for executable in compiled:
@@ -226,7 +227,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             logits=should.logits(program),
             layers=layers,
             tail=tail,
-            sums=should.sums(program),
+            sums=_sums(should.sums(program), rounded=rounded),
             gathers=should.gathers(program),
             scatters=should.scatters(program),
             gathered=should.width if should.scattered(program) else 0,
@@ -242,9 +243,19 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             devices=should.devices,
             adapters=planned.engine.lora_slots if program != name else 0,
             dequantized=dequantized(weights),
-            rounded=weights.endswith("-activations"),
-            by_kernel=name == "decode" and planned.decodes_by_kernel and not weights,
+            rounded=rounded,
+            by_kernel=name == "decode" and planned.decodes_by_kernel and _by_gemm(weights, should.devices),
         )
+
+
+def _by_gemm(weights: str, devices: int) -> bool:
+    """Whether nothing but kernels rounds inputs and multiplies: over devices, a token's largest number is a sum's."""
+    return not weights or (weights.endswith("-activations") and devices == 1)
+
+
+def _sums(sums: int, *, rounded: bool) -> int:
+    """With each sum of products, that of tokens over all devices, comes one for the largest number of each token."""
+    return 2 * sums - 1 if rounded and sums else sums
 
 
 def _name(text: str) -> str:

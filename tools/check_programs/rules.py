@@ -20,7 +20,8 @@ from tools.check_programs.work import Finding
 BY_KERNEL = 9  # of a dense layer of a decode step whose products are the GEMM kernel's
 KERNELS_PER_LAYER = 16  # of any other dense layer; with
 OF_SUMS, OF_EXPERTS = 3, 26  # sums over devices; with experts: choosing them and gathering
-OF_ROUNDING = 3  # of each weight whose inputs are rounded: the largest of each token, its scale, what they become
+OF_ROUNDING = 3  # of each weight whose inputs are rounded: the largest of each token, its scale, what they become;
+OF_ROUNDING_BY_KERNEL = 1  # in one kernel
 OF_HEAD_NORMS = 4  # of queries and keys: both cut out of the projection, both normalised
 OF_STATES = 8  # of recurrences: places, convolution, gates, the recurrence, what pages keep
 OF_ADAPTERS = (
@@ -75,7 +76,7 @@ class Step:
         adapters: on the device, where rows have any.
         dequantised: whether stored weights become plain numbers, some output channels after the others.
         rounded: whether products of stored weights round their inputs.
-        by_kernel: whether it is a plain decode step, of plain weights, whose products are the GEMM kernel's.
+        by_kernel: whether it is a plain decode step whose products, all that there are, are the GEMM kernel's.
     """
 
     name: str
@@ -163,7 +164,8 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     count, most = kernels_per_layer(step), BY_KERNEL if step.by_kernel else KERNELS_PER_LAYER
     most += OF_SUMS * many + OF_EXPERTS * step.experts
     most += OF_STATES * step.states + OF_HEAD_NORMS * step.head_norms
-    most += OF_ROUNDING * step.rounded * max(step.layers, default=0)
+    rounding = OF_ROUNDING_BY_KERNEL if step.by_kernel else OF_ROUNDING
+    most += rounding * step.rounded * max(step.layers, default=0)
     if step.adapters:
         most += OF_ADAPTERS * max(step.layers, default=0) + OF_ADAPTED_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, of_kernels)

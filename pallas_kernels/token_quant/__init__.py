@@ -1,0 +1,6 @@
+"""token_quant: tokens rounded to 8 bits with a scale each, in one launch."""
+
+from pallas_kernels.token_quant.api import explain, quantize
+from pallas_kernels.token_quant.reference import Rule
+
+__all__ = ["Rule", "explain", "quantize"]

@@ -1,0 +1,57 @@
+"""The door of token_quant: a Mosaic kernel on Ampere (int8), Ada and Hopper GPUs, plain XLA everywhere else."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Num
+
+from pallas_kernels.choice import ADA, AMPERE, HOPPER, Choice, Target, Wish, choose
+from pallas_kernels.token_quant import mosaic, xla
+from pallas_kernels.token_quant.reference import Rule
+
+
+def explain(x: Any, rule: Rule, *, path: Wish = "auto", target: Target | None = None) -> Choice:
+    """The path that `quantize` takes for tokens of this shape and dtype, and why. Their number decides nothing.
+
+    Args:
+        path: "mosaic" and "xla" force one.
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+
+    Raises:
+        ValueError: the Mosaic kernel is forced and cannot do these.
+    """
+    least = AMPERE if rule.dtype == "int8" else ADA
+    return choose(path, mosaic.refusal(x, rule), least=least, most=HOPPER, target=target)
+
+
+def quantize(
+    x: Float[Array, "rows k"], rule: Rule, *, path: Wish = "auto"
+) -> tuple[Num[Array, "rows k"], Float[Array, " rows"]]:
+    """Codes and scales of tokens, see `reference`: one launch, in which no bit depends on other tokens.
+
+    By the kernel a division may be wrong in its last bit, alike in every program. A batch of calls (`jax.vmap`) takes
+    the XLA path.
+
+    Raises:
+        ValueError: the Mosaic kernel is forced and cannot do these.
+    """
+    if explain(x, rule, path=path).path == "xla":
+        return xla.quantize(x, rule)
+    codes, scales = _kernel(rule)(x)
+    return codes, scales
+
+
+@functools.cache
+def _kernel(rule: Rule) -> Any:
+    @jax.custom_batching.custom_vmap
+    def launch(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return mosaic.quantize(x, rule)
+
+    @launch.def_vmap
+    def _(_: int, batched: Any, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[bool, bool]]:
+        return jax.vmap(functools.partial(xla.quantize, rule=rule))(x), (True, True)
+
+    return launch

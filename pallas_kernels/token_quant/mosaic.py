@@ -1,0 +1,91 @@
+"""Round tokens to 8 bits in one launch, in Pallas Mosaic GPU, for Ampere (int8), Ada and Hopper.
+
+A thread block (128 threads) has one token, whole in its registers: it is read once, and no number of the result depends
+on another token or on how many there are.
+
+    device memory         registers of a warp     shared memory   registers        device memory
+    x[token, a quarter] -> its largest magnitude -> [4 quarters] -> scale, codes -> codes[token], scales[token]
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Num
+
+from pallas_kernels import compat
+from pallas_kernels.layouts import THREADS, WARPS, row_layout
+from pallas_kernels.token_quant.reference import Rule
+
+MOST_INPUTS = 16_384  # 128 numbers a thread
+
+
+class _Smem(NamedTuple):
+    largest: Any  # [WARPS]: of each quarter
+
+
+def quantize(
+    x: Float[Array, "rows k"], rule: Rule, *, interpret: plgpu.InterpretGPUParams | None = None
+) -> tuple[Num[Array, "rows k"], Float[Array, " rows"]]:
+    """See `reference.quantize`.
+
+    Args:
+        interpret: run on a CPU (`compat.interpret_params`).
+
+    Raises:
+        ValueError: what `refusal` says.
+    """
+    if (why := refusal(x, rule)) is not None:
+        raise ValueError(why)
+    rows, inputs = x.shape
+    columns = inputs // WARPS
+    launch = compat.kernel(
+        functools.partial(_body, rule, columns),
+        out_type=(
+            jax.ShapeDtypeStruct((rows, WARPS, columns), jnp.dtype(rule.dtype)),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ),
+        scratch_types={"smem": _Smem(plgpu.SMEM((WARPS,), jnp.float32))},
+        grid=(rows,),
+        grid_names=("token",),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="token_quant",
+        # The barriers around what goes through shared memory come by themselves.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        cost_estimate=pl.CostEstimate(flops=4 * x.size, transcendentals=0, bytes_accessed=3 * x.size),
+        interpret=interpret,
+    )
+    codes, scales = launch(x.reshape(rows, WARPS, columns))
+    return codes.reshape(rows, inputs), scales
+
+
+def refusal(x: Any, rule: Rule) -> str | None:
+    """Why this kernel cannot do such tokens, in one sentence; None if it can. The number of tokens does not count."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or rule.dtype not in ("int8", "float8_e4m3fn"):
+        return f"tokens of {x.dtype} rounded to {rule.dtype}: of bfloat16 or float16 to int8 or float8_e4m3fn"
+    inputs = x.shape[-1]
+    if x.size == 0 or inputs % THREADS or inputs > MOST_INPUTS:
+        return f"tokens {x.shape} of {inputs} numbers: multiples of {THREADS} up to {MOST_INPUTS}"
+    return None
+
+
+def _body(rule: Rule, columns: int, x: Any, codes: Any, scales: Any, smem: _Smem) -> None:
+    token = lax.axis_index("token")
+    numbers = plgpu.load(x.at[token], layout=_layout(columns), optimized=False).astype(jnp.float32)
+    smem.largest[...] = jnp.abs(numbers).max(axis=1)
+    scale = rule.divided(functools.reduce(jnp.maximum, [smem.largest[warp] for warp in range(WARPS)])) / rule.most
+    compat.store(codes.at[token], rule.codes(numbers / scale))
+    scales[token] = scale
+
+
+def _layout(columns: int) -> Any:
+    """A quarter of a token in each warp, in vectors as wide as leave every thread some."""
+    found = (row_layout(WARPS, columns, widest) for widest in (8, 4, 2, 1))
+    return next(layout for layout, whole in found if whole)
