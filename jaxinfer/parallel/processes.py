@@ -123,7 +123,7 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
     to and from it run beside the host's own work. A backend that tells of none keeps it where all else is."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
-    kinds = [memory.kind for memory in own_devices(mesh)[0].addressable_memories()]
+    kinds = [memory.kind for device in own_devices(mesh)[:1] for memory in device.addressable_memories()]
     if not kinds:  # devices that are only described (pallas_kernels.check): with them, JAX drops the kind
         return NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=_HOST_KINDS[0])
     found = next((kind for kind in _HOST_KINDS if kind in kinds), None)

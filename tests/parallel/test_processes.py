@@ -43,6 +43,14 @@ def test_arrays_lie_in_the_best_memory_that_a_host_has(monkeypatch) -> None:
         assert on_host(place).memory_kind == found
 
 
+def test_arrays_of_devices_that_are_only_described(monkeypatch) -> None:
+    """None of them may be of this machine: those of a later pipeline stage are not."""
+    place = replicated(make_mesh())
+    monkeypatch.setattr(processes, "own_devices", lambda _: [])
+    assert on_host(place).memory_kind == "pinned_host"
+    assert on_host(place).mesh == make_mesh().abstract_mesh
+
+
 def test_no_more_is_locked_than_a_runtime_locks(monkeypatch) -> None:
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
     require_host_memory(57.5)
