@@ -36,7 +36,7 @@ from pallas_kernels.matmul import Extras, Layout
 _SLOWER = 1.25
 _PATIENCE = 60.0  # seconds until a launch is given up; the longest takes some milliseconds
 _ROUNDS, _CALLS = 3, 10  # of timing
-_RESULTS = 2**28  # of a product that is tried, at most: 1 GiB of its sums
+_RESULTS = 2**27  # of a product that is tried, at most: 512 MiB of its sums
 _SPREAD = {"int8": 30, "float8_e4m3fn": 1}  # standard deviation of 8-bit numbers
 _NEAR_ZERO = 1e-3  # of results of a variance of 1: the order of float32 additions is worth a tenth of it
 _REFUSALS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)  # of Mosaic GPU, ptxas and the driver
@@ -146,14 +146,20 @@ class Trial:
     patience: float = _PATIENCE
 
     def fault(self) -> str | None:
-        """Why the kernel is not to be used, in one sentence; None: it is good.
+        """Why the kernel is not to be used, in one sentence; None: it is good. Products for which the device has no
+        room beside what it holds are not tried.
 
         Raises:
             KernelLost: the device is not to be used, either: what it was given last is still there.
         """
         seconds = [0.0, 0.0]
         for product, count in self.products.items():
-            fault, each = self._fault_of(product)
+            try:
+                fault, each = self._fault_of(product)
+            except jax.errors.JaxRuntimeError as error:
+                if not _is_of_memory(error):
+                    raise
+                continue
             if fault is not None:
                 return f"{fault}, {product}"
             seconds = [sum_ + count * one for sum_, one in zip(seconds, each, strict=True)]
@@ -171,6 +177,8 @@ class Trial:
         try:
             kernels = self._compiled(self.kernel, product, operands, counts)
         except _REFUSALS as error:
+            if _is_of_memory(error):
+                raise
             return f"it does not compile ({_first_line(error)})", nothing
         results = {rows: self._awaited(run) for rows, run in kernels.items()}
         if (fault := _wrong(product, results, self.plain(product, operands, jnp.float32))) is not None:
@@ -234,6 +242,8 @@ class Trial:
         except queue.Empty:
             raise KernelLost(f"it did not come back within {self.patience:.0f} s") from None
         if isinstance(answer, jax.errors.JaxRuntimeError):
+            if _is_of_memory(answer):
+                raise answer
             raise KernelLost(f"the device failed: {_first_line(answer)}") from answer
         return answer
 
@@ -252,6 +262,10 @@ class Trial:
 def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Normal numbers, in 16 bits: a weight may be large."""
     return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -147,6 +147,25 @@ def test_a_device_that_fails_is_told_of() -> None:
         trial(failing).fault()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_product_for_which_there_is_no_room_is_not_tried(late) -> None:
+    """Those that follow are."""
+
+    def too_large(product: Product, given: Operands, dtype: object) -> jax.Array:
+        if product != QKV:
+            return without_the_last_inputs(product, given, dtype)
+        if not late:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        def fail(value: np.ndarray) -> np.ndarray:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        result = by_rows(product, given, dtype)
+        return jax.pure_callback(fail, result, result)
+
+    assert str(GATE_UP) in str(trial(too_large).fault())
+
+
 def test_what_the_kernel_refuses_is_not_tried() -> None:
     tried = Trial({Product((48, 30), "in first", False): 1}, ROWS, jnp.bfloat16, jax.devices()[0], refusing)
     assert tried.fault() is None
@@ -166,7 +185,7 @@ def test_rows_show_each_kind_of_tiles_once() -> None:
         return dense_matmul.tiles_of(x, weights, layout="in last", gated=True)
 
     assert {tiles(rows) for rows in counts} == {tiles(rows) for rows in found}
-    assert tried._counts(Product((4096, 128_256), "in first", False))[-1] == 2048
+    assert tried._counts(Product((4096, 128_256), "in first", False))[-1] == 1024
 
 
 def stored(layout: Grouped) -> Quantized:
