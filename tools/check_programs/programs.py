@@ -31,6 +31,7 @@ from jaxinfer.loading import abstract_model
 from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, stages
+from jaxinfer.types import walk_specs
 from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
 from tools.check_programs.expected import Expected, expected
@@ -106,7 +107,9 @@ class Planned:
 
     @property
     def decodes_by_kernel(self) -> bool:
-        return self.engine.gemm_backend == "mosaic" and self.engine.speculative is None
+        """Whether products are the GEMM kernel's, the activation in one of them."""
+        gated = any("gate_up" in path for path, _ in walk_specs(self.stage.model.specs))
+        return gated and self.engine.gemm_backend == "mosaic" and self.engine.speculative is None
 
     @property
     def kept(self) -> int:
