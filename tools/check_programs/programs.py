@@ -107,9 +107,13 @@ class Planned:
 
     @property
     def decodes_by_kernel(self) -> bool:
-        """Whether products are the GEMM kernel's, the activation in one of them."""
-        gated = any("gate_up" in path for path, _ in walk_specs(self.stage.model.specs))
-        return gated and self.engine.gemm_backend == "mosaic" and self.engine.speculative is None
+        """Whether products are the GEMM kernel's, the activation in one of them, between norms of one sum."""
+        model = self.stage.model
+        names = {"/".join(path) for path, _ in walk_specs(model.specs)}
+        gated = any("gate_up" in name for name in names) and getattr(model.config, "activation", "silu") == "silu"
+        of_one_sum = not any(name.endswith("norm/bias") for name in names)
+        asked = gated and of_one_sum and self.engine.speculative is None
+        return asked and self.engine.gemm_backend == "mosaic"
 
     @property
     def kept(self) -> int:
