@@ -139,6 +139,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="K/N: of the files of the extended tests every N-th, from the K-th on; one test a file of those in turns",
     )
     group.addoption("--files", help="K/N: of the files with tests that would run every N-th, from the K-th on")
+    group.addoption("--tests", help="K/N: of a file's tests that would run every N-th, from the K-th on")
     group = parser.getgroup("random tests")
     group.addoption("--fresh", action="store_true", help="draw anew what is drawn alike in each run otherwise")
     group.addoption("--seed", type=int, help="of the tests that draw anew: what a failure printed")
@@ -180,6 +181,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files: str | None = config.getoption("--files")
     if files is not None:
         left |= _in_other_files(items, *map(int, files.split("/")))
+    tests: str | None = config.getoption("--tests")
+    if tests is not None:
+        left |= _others_of_files(items, *map(int, tests.split("/")))
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
 
@@ -197,6 +201,14 @@ def _in_other_files(items: list[pytest.Item], part: int, parts: int) -> set[pyte
     """Tests that are not in every so many-th file."""
     chosen = set(sorted({item.path for item in items})[part - 1 :: parts])
     return {item for item in items if item.path not in chosen}
+
+
+def _others_of_files(items: list[pytest.Item], part: int, parts: int) -> set[pytest.Item]:
+    """Tests that are not every so many-th of their file's."""
+    of_files = collections.defaultdict[pathlib.Path, list[pytest.Item]](list)
+    for item in items:
+        of_files[item.path].append(item)
+    return {item for each in of_files.values() for place, item in enumerate(each) if place % parts != part - 1}
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from tests.conftest import _in_other_files, _not_in_turn
+from tests.conftest import _in_other_files, _not_in_turn, _others_of_files
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,3 +37,10 @@ def test_of_those_that_take_turns_one_of_each_file_is_left() -> None:
         assert sorted(item.path.name for item in left[2:]) == ["a", "b"]
         seen |= set(left)
     assert seen == set(items)
+
+
+def test_the_tests_of_each_file_are_dealt_out() -> None:
+    items = items_of({"a": 3, "b": 2, "c": 1})
+    chosen = [[item for item in items if item not in _others_of_files(items, part, 2)] for part in (1, 2)]
+    assert [[item.path.name for item in each] for each in chosen] == [["a", "a", "b", "c"], ["a", "b"]]
+    assert set(chosen[0]) | set(chosen[1]) == set(items)

@@ -217,7 +217,7 @@ def _with_gemm(engine: ResolvedEngine, model: Model, platform: str, mesh: Mesh) 
 
 def _gemm_fault(engine: ResolvedEngine, model: Model, mesh: Mesh) -> str | None:
     device = own_devices(mesh)[0]
-    if device.platform != "gpu" or device not in jax.local_devices():
+    if device.platform not in ("gpu", "cuda") or device not in jax.local_devices():
         return None
     trees = [each.specs for each in (model, model.draft) if each is not None]
     rows = {engine.rows // engine.microbatches, *engine.prefill_sizes, *map(math.prod, engine.wide_prefills)}
