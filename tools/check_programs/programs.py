@@ -107,13 +107,14 @@ class Planned:
 
     @property
     def decodes_by_kernel(self) -> bool:
-        """Whether products are the GEMM kernel's, the activation in one of them, between norms of one sum."""
+        """Whether products are the GEMM kernel's, the activation in one of them, between norms of one sum; and no rows
+        are drafts or could have adapters."""
         model = self.stage.model
         names = {"/".join(path) for path, _ in walk_specs(model.specs)}
         gated = any("gate_up" in name for name in names) and getattr(model.config, "activation", "silu") == "silu"
         of_one_sum = not any(name.endswith("norm/bias") for name in names)
-        asked = gated and of_one_sum and self.engine.speculative is None
-        return asked and self.engine.gemm_backend == "mosaic"
+        by_itself = self.engine.speculative is None and not self.engine.lora_slots
+        return gated and of_one_sum and by_itself and self.engine.gemm_backend == "mosaic"
 
     @property
     def kept(self) -> int:
