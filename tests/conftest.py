@@ -57,6 +57,7 @@ EXTENDED = (
     "kv/test_fused.py",
     "kv/test_index_pool.py",
     "kv/test_latent_pool.py",
+    "compilations/test_fingerprints.py",
     "compilations/test_programs.py",
     "kv/test_quantized_pool.py",
     "kv/test_state_pool.py",
