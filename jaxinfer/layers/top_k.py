@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import lowering_target
 
-_FEW = 512  # numbers, which had better be compared all with all
+_FEW = 512  # numbers, which had better be compared all with all, unless rows make
+_MANY = 1 << 24  # comparisons: XLA unrolls such a fusion to thousands of registers, and takes minutes for it
 
 
 def top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
@@ -19,7 +20,8 @@ def top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"]
     On a GPU by counting: there XLA sorts, in several launches, or by a library that no command buffer can hold.
     """
     if lowering_target().platform != "cpu":
-        return counted_top_k(x, k) if x.shape[-1] <= _FEW else grouped_top_k(x, k)
+        few = x.shape[-1] <= _FEW and x.size * x.shape[-1] <= _MANY
+        return counted_top_k(x, k) if few else grouped_top_k(x, k)
     numbers, places = lax.top_k(x, k)
     return numbers, places
 

@@ -56,3 +56,13 @@ def test_a_gpu_does_not(n: int):
     text = as_for_gpu(top_k, static_argnums=1).lower(jnp.zeros((2, n)), 2).as_text()
     assert "chlo.top_k" not in text
     assert "stablehlo.sort" not in text
+
+
+def test_many_rows_are_not_compared_all_with_all():
+    """XLA takes minutes to compile that of 4,096 tokens and 256 experts, and unrolls it to thousands of registers."""
+    lowered = as_for_gpu(top_k, static_argnums=1)
+    assert "4096x256x256" not in lowered.lower(jnp.zeros((4096, 256)), 8).as_text()
+    assert "64x256x256" in lowered.lower(jnp.zeros((64, 256)), 8).as_text()
+    x = jax.random.normal(jax.random.key(0), (2000, 128))
+    for found, expected in zip(lowered(x, 8), lax.top_k(x, 8), strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -135,6 +135,32 @@ def test_a_gemm_of_two_weights_counts_for_both():
     assert list(multiplied(stored)) == [1, 1, 1]  # codes and scales are one weight
 
 
+TABLE = """\
+%rows (p0: bf16[4,8]) -> bf16[4,8] {
+  %p0 = bf16[4,8]{1,0} parameter(0)
+  %gathered = bf16[4,8]{1,0} gather(%p0)
+  ROOT %converted = f32[4,8]{1,0} convert(%gathered)
+}
+
+"""
+
+
+def test_what_is_made_of_a_tables_rows_is_an_activation():
+    """Even where a weight has as many numbers; a weight of as many rows as a call has tokens is not taken for one."""
+    line = "%embedded = f32[4,8]{1,0} fusion(%w1), kind=kLoop, calls=%rows"
+    step = make_step(tokens=4, module=with_line(line, TABLE))
+    assert moved_arrays(step) == []
+    assert [one.name for one in moved_arrays(dataclasses.replace(step, tokens=8))] == ["embedded"]
+    other = dataclasses.replace(step, module=with_line(line, TABLE.replace("gather(", "slice(")))
+    assert [one.name for one in moved_arrays(other)] == ["embedded"]
+
+
+def test_logits_are_no_weights_of_as_many_numbers():
+    step = make_step(tokens=4, logits=8, module=with_line("%sunk = f32[4,8]{1,0} copy(%w1)"))
+    assert moved_arrays(step) == []
+    assert [one.name for one in moved_arrays(dataclasses.replace(step, logits=16))] == ["sunk"]
+
+
 CODES = HLO.replace("w1: bf16[4,8]", "w1: s4[4,8]").replace("%w1 = bf16[4,8]", "%w1 = s4[4,8]")
 
 
@@ -306,6 +332,10 @@ def test_kernels_of_a_layer_are_limited_by_what_it_has():
     }
     assert limits == {"": 16, "head_norms": 20, "rounded": 19, "by_kernel": 9}
     assert int(rule(make_step(rounded=True, by_kernel=True), "kernels a layer").limit) == 10
+    beside = make_step(states=True, both=True, convolutions=2, layers=(8, 8))
+    assert int(rule(beside, "kernels a layer").limit) == 16 + OF_STATES + 6 + 5 + 4
+    assert int(rule(make_step(streams=True, layers=(5,)), "kernels a layer").limit) == 16 + 10 + 1
+    assert int(rule(make_step(experts=True, layers=(9,)), "kernels a layer").limit) == 16 + 26
 
 
 def test_all_launches_are_in_one_command_buffer():

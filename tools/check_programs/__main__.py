@@ -12,15 +12,16 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxinfer.gpu_check.stored import WEIGHTS
 from jaxinfer.speculative import HEADS
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
+from tools.check_programs import shipped
 from tools.check_programs.rules import of_partitioner
 from tools.check_programs.topologies import TOPOLOGIES, broken, header, lines
-from tools.check_programs.work import PATHS, Finding, Part, Work
+from tools.check_programs.work import MODELS, PATHS, Finding, Part, Work
 
 QUICK_LAYERS, PAGES = 4, 4096
 
@@ -34,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"check_programs: {error}", file=sys.stderr)
         return 3
     if arguments.topologies is not None:
-        return _check_topologies(arguments.topologies or TOPOLOGIES, plugins)
+        works = [TOPOLOGIES[name] for name in arguments.topologies or TOPOLOGIES]
+        return _check_all(works, header(), lines, plugins)
+    if arguments.shipped is not None:
+        return _check_all(shipped.shipped(arguments.shipped), shipped.header(), shipped.lines, plugins)
     layers = QUICK_LAYERS if arguments.quick else arguments.layers
     sizes = (arguments.tensor_parallel_size, arguments.expert_parallel_size, arguments.pipeline_parallel_size)
     work = Work(arguments.model, arguments.pages, *sizes, layers)
@@ -65,12 +69,22 @@ def _print(name: str, findings: Iterable[Finding]) -> None:
         print(f"  {name:17} {one.rule:40} {one.found:>24} of {one.limit:<12} {verdict}")
 
 
-def _check_topologies(names: Iterable[str], plugins: pathlib.Path | None) -> int:
+def _check_all(
+    works: Iterable[Work],
+    head: str,
+    lines_of: Callable[[Work, Sequence[Part]], str],
+    plugins: pathlib.Path | None,
+) -> int:
+    """Print a table with a line or more of each, and behind it what is broken; work that fails is."""
     wrong: list[str] = []
-    print(header())
-    for work in (TOPOLOGIES[name] for name in names):
-        parts = run(work, plugins)
-        print(lines(work, parts), flush=True)
+    print(head, flush=True)
+    for work in works:
+        try:
+            parts = run(work, plugins)
+        except subprocess.CalledProcessError as error:
+            wrong.append(f"{work}: exit status {error.returncode}")
+            continue
+        print(lines_of(work, parts), flush=True)
         wrong += broken(work, parts)
     for line in wrong:
         print(f"BROKEN: {line}")
@@ -129,6 +143,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     known = "; ".join(TOPOLOGIES)
     parser.add_argument(
         "--topologies", nargs="*", choices=TOPOLOGIES, metavar="NAME", help=f"these, or all deployments: {known}"
+    )
+    names = sorted(path.stem for path in MODELS.glob("*.json"))
+    parser.add_argument(
+        "--shipped", nargs="*", choices=names, metavar="NAME", help="these or all of configs/models, of few layers"
     )
     parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
     return parser.parse_args(argv)

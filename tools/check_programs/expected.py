@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.dtypes import itemsize_bits
 
 from jaxinfer.engine.execution.stages import Stage
+from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import REPLICABLE, RULES
 from jaxinfer.quant import is_stored
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 
-CONVOLUTION = "conv"  # the name of its taps, which no GEMM reads
+STREAMS = "altup"  # whose router is asked before a layer and behind it
+CONVOLUTION = "conv"  # how the names of its taps begin, which no GEMM reads
+MIXERS = ("attention", "mamba", "mixer", STREAMS)  # of tokens; and their matrices of which what is kept is made
+KEPT = ("qkv", "down", "k", "zx", "bc", "dt", "gated", "qkvz", "ba", "router", "prediction")
+TABLES = ("embed", "layer_embed", "positions", "head")  # whose rows are read one by one, or in the end all
+BEHIND = "streams_out"  # the layers
 SUMS = 2  # a layer: of attention's output, and of all that the feed-forward layer is
 
 
@@ -27,7 +33,10 @@ class Expected:
 
     Attributes:
         layers: GEMMs of each layer, one a matrix.
-        head: GEMMs behind the layers.
+        kept: the last layer that keeps keys, values or states, and of how many matrices it makes those.
+        head: GEMMs behind the layers; ``front``: those before them.
+        convolutions: of a layer, at most.
+        streams: whether there are several of hidden states.
         embeds: whether tokens come in here.
         vocab: logits of a token; 0 where none are made.
         spread: whether each device has a part of the vocabulary.
@@ -42,7 +51,11 @@ class Expected:
     """
 
     layers: tuple[int, ...]
+    kept: tuple[int, int]
     head: int
+    front: int
+    convolutions: int
+    streams: bool
     embeds: bool
     vocab: int
     spread: bool
@@ -59,8 +72,9 @@ class Expected:
     def gemms(self, program: str) -> tuple[tuple[int, ...], int]:
         """Matrices of each layer that is needed whole, and those besides."""
         if self._cut(program):
-            return (self.layers, 0) if self.shown else (self.layers[:-1], 1)
-        return self.layers, self.head
+            last, matrices = self.kept
+            return (self.layers, self.front) if self.shown else (self.layers[:last], self.front + matrices)
+        return self.layers, self.front + self.head
 
     def sums(self, program: str) -> int:
         """All-reduces: of the layers, and the embedding's, where each device has some rows; those of heads' norms.
@@ -103,11 +117,15 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
     every = [spec for name in names or specs for _, spec in walk_specs({name: specs[name]})]
     return Expected(
         layers=layers,
-        head=int(stage.last),
+        kept=_kept(model, [specs[name] for name in names]),
+        head=int(stage.last) + _matrices(specs.get(BEHIND, {})),
+        front=_front(specs, names),
+        convolutions=max((_convolutions(specs[name]) for name in names), default=0),
+        streams=any(STREAMS in path for name in names for path, _ in walk_specs(specs[name])),
         embeds=stage.first,
         vocab=vocab if stage.last else 0,
         spread=vocab % ways == 0,
-        widest=max((_widest(spec, sizes) for spec in every), default=0),
+        widest=max((_queries(model.config, sizes), *(_widest(spec, sizes) for spec in every))),
         experts=any("expert" in spec.axes for spec in every),
         weights=weight_bytes(specs, sizes, model.dtype.itemsize),
         devices=math.prod(sizes.values()),
@@ -117,6 +135,26 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
         summed=sum(any("all_heads" in spec.axes for _, spec in walk_specs(specs[name])) for name in names),
         shown=stage.prompts and not getattr(model.module, "taps", ()),
     )
+
+
+def _front(specs: Any, layers: Sequence[str]) -> int:
+    others = {*layers, *TABLES, BEHIND}
+    return sum(_matrices(specs[name]) for name in specs if name not in others) if layers else 0
+
+
+def _kept(model: Model, layers: Sequence[Any]) -> tuple[int, int]:
+    """Where what the cache holds was last made, and of how many matrices: layers behind may read others' keys, or
+    none."""
+    keeping = [at for at, layer in enumerate(model.cache_spec.layers) if layer.attends or layer.states]
+    if not keeping or not layers:
+        return 0, 0
+    last = layers[keeping[-1]]
+    return keeping[-1], sum(_makes_kept(last[name]) for name in MIXERS if name in last)
+
+
+def _makes_kept(mixer: Mapping[str, Any]) -> int:
+    inner = (node for node in mixer.values() if isinstance(node, Mapping))
+    return sum(name in KEPT for name in mixer) + sum(map(_makes_kept, inner))
 
 
 def weight_bytes(specs: ParamTree, sizes: Mapping[str, int], itemsize: int) -> int:
@@ -134,12 +172,20 @@ def spread_over(axis: str | None, sizes: Mapping[str, int]) -> int:
 
 
 def _matrices(tree: Any) -> int:
-    """A stored weight is one, whatever it is made of."""
+    """A stored weight is one, whatever it is made of; what two products read is two."""
     if is_stored(tree):
         return 1
     if isinstance(tree, ParamSpec):
         return int(_is_matrix(tree))
-    return sum(_matrices(node) for name, node in tree.items() if name != CONVOLUTION)
+    found = sum(_matrices(node) for name, node in tree.items() if not name.startswith(CONVOLUTION))
+    return found + (STREAMS in tree)
+
+
+def _convolutions(tree: Any) -> int:
+    if isinstance(tree, ParamSpec) or is_stored(tree):
+        return 0
+    taps = (_matrices(node) for name, node in tree.items() if name.startswith(CONVOLUTION))
+    return sum(taps) + sum(_convolutions(node) for node in tree.values())
 
 
 def _part(axis: str | None, size: int, ways: int) -> int:
@@ -157,6 +203,11 @@ def _is_matrix(spec: ParamSpec) -> bool:
 
 def _width(spec: ParamSpec) -> int:
     return spec.shape[spec.axes.index("embed")] if "embed" in spec.axes else 0
+
+
+def _queries(config: Any, sizes: Mapping[str, int]) -> int:
+    """Numbers of a token's queries as attention gets them: of latent attention much more than of keys and values."""
+    return getattr(config, "heads", 0) * getattr(config, "head_dim", 0) // spread_over("heads", sizes)
 
 
 def _widest(spec: ParamSpec, sizes: Mapping[str, int]) -> int:

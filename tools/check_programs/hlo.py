@@ -149,6 +149,11 @@ class Module:
         every = (one for body in self.computations.values() for one in body)
         return [one for one in every if one.opcode == "sort" or "cub_sort" in one.line]
 
+    def holds(self, one: Instruction, opcode: str) -> bool:
+        """Whether it is this operation, or a fusion of others with it."""
+        inner = self.computations[one.called("calls")[0]] if one.opcode == "fusion" else ()
+        return any(each.opcode == opcode for each in (one, *inner))
+
     def root_opcode(self, fusion: Instruction) -> str:
         """The last operation of a fusion, its views aside."""
         body = {one.name: one for one in self.computations[fusion.called("calls")[0]]}

@@ -24,6 +24,10 @@ OF_ROUNDING = 3  # of each weight whose inputs are rounded: the largest of each 
 OF_ROUNDING_BY_KERNEL = 1  # in one kernel
 OF_HEAD_NORMS = 4  # of queries and keys: both cut out of the projection, both normalised
 OF_STATES = 8  # of recurrences: places, convolution, gates, the recurrence, what pages keep
+OF_CONVOLUTION = 5  # of each further one: gathered, convolved, turned, scattered, and what it is of put together
+OF_STREAMS = 10  # of hidden states: predicted, normalised, corrected, gated
+OF_BOTH = 6  # where a layer attends and recurs: each part and what it reads scaled on its own
+MATRICES = 4  # of a dense layer, the activation between two of them; each further one is another kernel
 OF_ADAPTERS = (
     4  # of each weight that has them: rows into tiles, two products, rows back; those of experts are dealt out
 )
@@ -34,6 +38,7 @@ BUDGET = int(0.9 * 80e9)
 # What is live at a time: arrays of float32 logits, and of the widest activation. A copy of one layer's pool or of the
 # head would not fit.
 _LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 16 << 20
+_RECURRENT = 2  # more of the latter, in float32
 _CODES = 8  # bits of a stored number, at most
 _PIECES = 4  # of dequantised weights, live at a time
 # They lay out, convert or cut what they read, and compute nothing.
@@ -70,7 +75,9 @@ class Step:
         repeats: whether it is a loop of steps, whose GEMMs are in the loop.
         whole: whether it reads all of the stage's weights.
         experts: whether a layer is a mixture of them.
-        states: whether layers keep any.
+        states: whether layers keep any; ``both``: whether such a layer attends besides.
+        convolutions: of a layer.
+        streams: whether there are several of hidden states.
         head_norms: whether queries and keys are normalised.
         devices: over which the stage is spread.
         adapters: on the device, where rows have any.
@@ -102,6 +109,9 @@ class Step:
     whole: bool = True
     experts: bool = False
     states: bool = False
+    both: bool = False
+    convolutions: int = 0
+    streams: bool = False
     head_norms: bool = False
     devices: int = 1
     adapters: int = 0
@@ -118,10 +128,11 @@ class Step:
     @property
     def ceiling(self) -> int:
         """Bytes that its temporaries may take."""
+        activations = _ACTIVATIONS + _RECURRENT * self.states
         return (
             _FIXED
             + self.dequantized * _PIECES * GPU_PIECE
-            + int(self.tokens * (_LOGITS * 4 * self.logits + _ACTIVATIONS * 2 * self.widest))
+            + int(self.tokens * (_LOGITS * 4 * self.logits + activations * 2 * self.widest))
         )
 
 
@@ -164,6 +175,9 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     count, most = kernels_per_layer(step), BY_KERNEL if step.by_kernel else KERNELS_PER_LAYER
     most += OF_SUMS * many + OF_EXPERTS * step.experts
     most += OF_STATES * step.states + OF_HEAD_NORMS * step.head_norms
+    most += OF_BOTH * step.both + OF_STREAMS * step.streams
+    most += OF_CONVOLUTION * max(0, step.convolutions - 1)
+    most += max(0, max(step.layers, default=0) - MATRICES) * (not step.experts)
     rounding = OF_ROUNDING_BY_KERNEL if step.by_kernel else OF_ROUNDING
     most += rounding * step.rounded * max(step.layers, default=0)
     if step.adapters:
@@ -245,14 +259,16 @@ def moved_arrays(step: Step) -> list[Instruction]:
 
     A GEMM's result is an activation. A custom call that is aliased writes in place, as do scatters. What could be an
     activation by its size is not one if it is made of an argument that is as large: the scales of a norm are smaller.
-    But a table's rows for the tokens of a call are.
+    But a table's rows for the tokens of a call are, whatever is made of them in the same kernel.
     """
-    sizes = {one.size for one in step.module.weights() if len(one.dims or ()) > 1}
+    sizes = {one.size for one in step.module.weights() if len(one.dims or ()) > 1 and one.size > step.widest}
     return [one for one in step.module.in_memory() if _is_moved(step, one, {*sizes, step.pool})]
 
 
 def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:
     if one.opcode in _VIEWS or one.opcode in _IN_PLACE or one.is_gemm:
+        return False
+    if step.logits and one.dims == (step.tokens, step.logits):  # a weight may have as many numbers
         return False
     opcode = step.module.root_opcode(one) if one.opcode == "fusion" else one.opcode
     if opcode in _IN_PLACE or (one.opcode == "custom-call" and "output_to_operand_aliasing" in one.line):
@@ -261,7 +277,7 @@ def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:
         return True
     if one.size > step.largest:
         return one.size >= min(sizes)
-    if opcode == "gather" and [n for n in one.dims or () if n != 1][:1] == [step.tokens]:
+    if step.module.holds(one, "gather") and [n for n in one.dims or () if n != 1][:1] == [step.tokens]:
         return False
     as_large = {size for size in sizes if size >= one.size}
     return opcode in _MOVES and one.size in sizes and step.module.reads_argument(one, as_large)

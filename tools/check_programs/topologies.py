@@ -39,15 +39,16 @@ _COLUMNS = (
 
 def header() -> str:
     """The head of a table in Markdown, of a line a pipeline stage. Bytes are those of one device, in GB of 10^9."""
-    return f"{_row(_COLUMNS)}\n{_row(['---'] * len(_COLUMNS))}"
+    return f"{row(_COLUMNS)}\n{row(['---'] * len(_COLUMNS))}"
 
 
 def lines(work: Work, parts: Sequence[Part]) -> str:
     """The table's lines of a deployment."""
-    return "\n".join(_row(_line(work, part)) for part in parts)
+    return "\n".join(row(_line(work, part)) for part in parts)
 
 
-def _row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str]) -> str:
+    """A line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 

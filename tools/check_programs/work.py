@@ -14,6 +14,7 @@ from pallas_kernels.check.plugins import ROOT
 MODELS = ROOT / "configs" / "models"
 PATHS = ("auto", "mosaic", "xla")
 _DEPTHS = ("num_hidden_layers", "n_layer")  # what config.json calls the number of layers; GPT-2 and GPT-J the second
+_SHARED = "num_kv_shared_layers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +77,19 @@ class Work:
         folder = pathlib.Path(self.model)
         path = folder / "config.json" if folder.is_dir() else MODELS / f"{self.model}.json"
         found = text_model(json.loads(path.read_text(encoding="utf-8")))
-        depth = next(name for name in _DEPTHS if name in found)
-        count = found[depth]
-        layers = self.layers or count
-        of_layers = {name: value for name, value in found.items() if isinstance(value, list) and len(value) == count}
-        return {**found, **{name: value[:layers] for name, value in of_layers.items()}, depth: layers}
+        return dict(found) if self.layers is None else shortened(found, self.layers)
+
+
+def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """A config.json with the first ``layers`` alone, of which the last read others' keys where the model's last do, but
+    no more than half of them."""
+    depth = next(name for name in _DEPTHS if name in config)
+    count = config[depth]
+    each = {name: value for name, value in config.items() if isinstance(value, list | str) and len(value) == count}
+    found = {**config, **{name: value[:layers] for name, value in each.items()}, depth: layers}
+    if config.get(_SHARED):
+        found[_SHARED] = min(config[_SHARED], layers // 2)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""The shipped configurations as the check of compiled programs takes them: few layers, and what each keeps."""
+
+import jax
+import pytest
+
+from tests.tools.test_check_programs import part_of
+from tools.check_programs.programs import plan
+from tools.check_programs.shipped import fewest_layers, header, lines, shipped
+from tools.check_programs.work import MODELS, Work, shortened
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("Llama-3.1-8B", 3),
+        ("DeepSeek-V3", 5),  # dense ones, then experts
+        ("Gemma-4-E2B", 10),  # two kinds, of which the last read the first ones' keys
+        ("granite-4.0-h-tiny", 7),  # refused with layers of one kind
+        ("Nemotron-3-Nano-30B-A3B", 7),
+    ],
+)
+def test_each_kind_of_layer_is_before_the_last(name: str, layers: int):
+    assert fewest_layers(name) == layers
+
+
+def test_all_are_shipped_unless_some_are_named():
+    assert [work.model for work in shipped(["gpt2"])] == ["gpt2"]
+    assert next(shipped([])).model == min(path.stem for path in MODELS.glob("*.json"))
+
+
+def test_half_of_the_layers_read_the_others_keys():
+    config = {"num_hidden_layers": 8, "num_kv_shared_layers": 6, "hybrid_override_pattern": "MEM*MEM*", "kinds": "of"}
+    short = shortened(config, 3)
+    assert short == {**config, "num_hidden_layers": 3, "num_kv_shared_layers": 1, "hybrid_override_pattern": "MEM"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "whole", "tail"),
+    [
+        ("Llama-3.1-8B", 2, 1, 1),  # keys and values of the last layer alone
+        ("Gemma-4-E2B", 10, 4, 2),  # nothing of the five that read others'; a projection before all of them
+        ("GLM-5", 2, 1, 2),  # a latent and an index key
+        ("Falcon-H1-0.5B", 2, 1, 4),  # attention's, and the three of a recurrence
+        ("Nemotron-3-Nano-30B-A3B", 9, 7, 3),  # experts behind the last that keeps any
+    ],
+)
+def test_a_chunk_needs_what_the_cache_keeps(name: str, layers: int, whole: int, tail: int):
+    should = plan(Work(name, 64, layers=layers), 0, jax.devices()[:1]).should
+    assert should.gemms("prefill") == (should.layers[:whole], tail)
+    assert should.gemms("decode") == (should.layers, 1 + (name == "Gemma-4-E2B"))
+
+
+def test_convolutions_are_no_gemms():
+    assert plan(Work("Falcon-H1-0.5B", 64, layers=2), 0, jax.devices()[:1]).should.layers == (8, 8)
+
+
+def test_a_router_that_is_asked_twice_is_two_products():
+    should = plan(Work("Gemma-3n-E2B", 64, layers=10), 0, jax.devices()[:1]).should
+    # Two of attention, two of the network, two low-rank, two of embeddings; of streams the router, twice, and two.
+    assert should.layers == (12,) * 10
+    assert should.gemms("prefill") == ((12,) * 4, 1 + 3 + 3)  # streams: made, and what the fifth predicts of them
+
+
+def test_queries_of_latent_attention_are_the_widest():
+    should = plan(Work("DeepSeek-V3", 64, layers=1), 0, jax.devices()[:1]).should
+    assert should.widest == 128 * (512 + 64)
+
+
+def test_a_configuration_is_a_line():
+    line = lines(Work("gpt2", 1, layers=2), [part_of()])
+    assert line == "| gpt2 | 2 | 14.2, 14.2 | 0 | 5 s |"
+    assert header().splitlines()[1].count("|") == line.count("|")

@@ -1,0 +1,60 @@
+"""Each shipped configuration, of the fewest layers that say all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxinfer.models.config import ConfigError
+from jaxinfer.models.model import Model
+from jaxinfer.types import walk_specs
+from tools.check_programs.programs import model_of
+from tools.check_programs.topologies import row
+from tools.check_programs.work import MODELS, Part, Work
+
+PAGES = 1024
+LEAST = 3  # layers: in the first one is what all others share
+_COLUMNS = ("configuration", "layers", "kernels a layer: decode, prefill", "temporaries, MiB", "compiled in")
+
+
+def shipped(names: list[str]) -> Iterator[Work]:
+    """The work of these configurations, or of all."""
+    for name in names or sorted(path.stem for path in MODELS.glob("*.json")):
+        yield Work(name, PAGES, layers=fewest_layers(name))
+
+
+def fewest_layers(name: str) -> int:
+    """So many first layers of a configuration that before the last one there is one of each kind: kernels are counted
+    from layer to layer."""
+    whole = Work(name, PAGES)
+    model = model_of(whole)
+    kinds, depth = _kinds(model), len(model.config.layers)
+    enough = (count for count in range(1, depth) if len(_kinds_of_first(whole, count)) >= len(kinds))
+    return max(LEAST, next(enough, depth - 1) + 1)
+
+
+def _kinds_of_first(work: Work, layers: int) -> set[tuple[object, ...]]:
+    try:
+        return _kinds(model_of(dataclasses.replace(work, layers=layers)))
+    except ConfigError:  # a model of one kind alone, where its family has to have both
+        return set()
+
+
+def _kinds(model: Model) -> set[tuple[object, ...]]:
+    """What layers differ in: how they attend, and their parameters. Whose keys they read is no difference."""
+    layers = enumerate(model.config.layers)
+    shapes = [tuple((path, spec.shape) for path, spec in walk_specs(model.specs[f"layers_{at}"])) for at, _ in layers]
+    reading = [dataclasses.replace(layer, source=layer.source and 0) for layer in model.config.layers]
+    return set(zip(reading, shapes, strict=True))
+
+
+def header() -> str:
+    return f"{row(_COLUMNS)}\n{row(['---'] * len(_COLUMNS))}"
+
+
+def lines(work: Work, parts: Sequence[Part]) -> str:
+    """The table's line of a configuration."""
+    (part,) = parts
+    decode, prefill = part.programs["decode"], part.programs["prefill"]
+    kernels = f"{decode.kernels:.1f}, {prefill.kernels:.1f}"
+    return row([work.model, str(work.layers), kernels, f"{part.temporaries / 2**20:.0f}", f"{part.seconds:.0f} s"])
