@@ -32,18 +32,22 @@ def process(
     words = active & (slots.bad_words[:, :, -1] >= 0).any(axis=1)
     biased = active & slots.has_bias
     penalised = active & ((slots.presence != 0) | (slots.frequency != 0) | (slots.repetition != 1))
+    changed, constrained = short | words | biased | penalised, active & slots.constrained
 
-    def all_of_them(logits: Logits) -> Logits:
+    def change(logits: Logits) -> Logits:
         state = state_of_rows()
         logits = _where_any(biased, lambda x: x + state.bias, logits)
         logits = _where_any(words, lambda x: _ban(x, _completing(slots.bad_words, state.recent)), logits)
         logits = _where_any(short, lambda x: _ban(x, slots.stop_ids), logits)
         return _where_any(penalised, lambda x: _penalise(x, slots, state), logits)
 
-    processed = lax.cond(jnp.any(short | words | biased | penalised), all_of_them, lambda x: x, logits)
     if masks is None:
-        return processed
-    return _where_any(active & slots.constrained, lambda x: _within(masks, x, logits), processed)
+        return _if_any(changed, change, logits)
+
+    def all_of_them(logits: Logits) -> Logits:
+        return _where_any(constrained, lambda x: _within(masks, x, logits), _if_any(changed, change, logits))
+
+    return _if_any(changed | constrained, all_of_them, logits)
 
 
 def _within(masks: Masks, logits: Logits, raw: Logits) -> Logits:
@@ -57,7 +61,12 @@ def _within(masks: Masks, logits: Logits, raw: Logits) -> Logits:
 
 
 def _where_any(on: Rows, change: Callable[[Logits], Logits], logits: Logits) -> Logits:
-    return lax.cond(jnp.any(on), lambda x: jnp.where(on[:, None], change(x), x), lambda x: x, logits)
+    return _if_any(on, lambda x: jnp.where(on[:, None], change(x), x), logits)
+
+
+def _if_any(on: Rows, change: Callable[[Logits], Logits], logits: Logits) -> Logits:
+    """Where no row is on, XLA copies what it would change: a step without processors should meet one such choice."""
+    return lax.cond(jnp.any(on), change, lambda x: x, logits)
 
 
 def _ban(logits: Logits, ids: Int32[Array, "rows ids"]) -> Logits:

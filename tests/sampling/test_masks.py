@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from jaxinfer.sampling import Sampled, SlotState
+from jaxinfer.sampling import Sampled, SlotState, neutral_slots, new_state, sample
 from jaxinfer.sampling_params import SamplingParams
 from tests.sampling.reference import LIMITS, Row, slots_and_state
 from tests.sampling.test_sample import LOUD, ON, QUIET, ROWS, SAMPLE, VOCAB, asks, logits, of
@@ -31,6 +32,16 @@ def run(rows: list[Row], masks: np.ndarray | None, active: np.ndarray = ON) -> t
 def some(seed: int) -> np.ndarray:
     """Nine of ten tokens are barred."""
     return np.random.default_rng(seed).random((ROWS, VOCAB)) < 0.1
+
+
+def test_a_step_without_processors_copies_logits_once():
+    """XLA copies what a choice hands on unchanged: all processors, grammars' masks too, are behind one."""
+    slots, state = neutral_slots(ROWS, LIMITS), new_state(ROWS, VOCAB, LIMITS)
+    now, words = np.zeros(ROWS, np.int32), packed(some(1))
+    given = (np.zeros((ROWS, VOCAB), np.float32), slots, state, now, now, ON)
+    jaxpr = jax.jit(sample, static_argnums=6).trace(*given, 2, None, words).jaxpr
+    choices = [equation for equation in jaxpr.eqns if equation.primitive.name == "cond"]
+    assert sum(one.outvars[0].aval.shape == (ROWS, VOCAB) for one in choices) == 1
 
 
 @pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 7}])
