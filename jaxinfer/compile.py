@@ -101,7 +101,8 @@ def compile_for(target: str, job: Compilation, progress: CompileProgress | None 
     mesh = mesh_for(config, device.devices(config.devices * config.dp_ranks * config.pipeline_parallel_size))
     read = functools.partial(abstract_model, dtype=job.dtype)
     drafted = with_draft(read(job.model), config, abstract_draft(config, job.dtype))
-    model, engine, limits = prepare(drafted, config, "gpu", mesh)
+    with device.current():
+        model, engine, limits = prepare(drafted, config, "gpu", mesh)
     places = stages(mesh)
     parts, places = [*cut(model, len(places)), *draft_stages(model)], [*places, *places[-1:]]
     arrays = [abstract_arrays(part, engine, limits, place) for part, place in zip(parts, places, strict=False)]

@@ -1,16 +1,22 @@
 """`python -m jaxinfer.compile`: what it leaves is all that a start needs."""
 
+import contextlib
 import json
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
+import jax
 import pytest
 
-from jaxinfer.compile import main
+from jaxinfer.compile import Compilation, compile_for, main
+from jaxinfer.config import EngineConfig
 from jaxinfer.loading import model_folder
+from pallas_kernels.check.configuration import AMPERE
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
 
 FLAGS = ["--max-model-len", "64", "--page-size", "32", "--prefill-sizes", "32", "--max-num-seqs", "2"]
@@ -33,6 +39,34 @@ print(json.dumps([use.wanted, use.found, use.kept, llm.engine.stats().compilatio
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(shutil.copytree(model_folder("demo-draft"), tmp_path / "model"))
+
+
+def test_settings_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Which path "auto" is depends on the GPU that programs are for, not on the machine that compiles them."""
+    within: list[bool] = []
+
+    class Here:
+        devices = staticmethod(lambda count: jax.devices()[:count])
+
+        @staticmethod
+        @contextlib.contextmanager
+        def current() -> Iterator[None]:
+            within.append(True)
+            yield
+            within.append(False)
+
+    class PreparedError(Exception):
+        pass
+
+    def prepared(*_: Any) -> None:
+        raise PreparedError(within)
+
+    monkeypatch.setattr("jaxinfer.compile.TARGETS", {AMPERE: Here})
+    monkeypatch.setattr("jaxinfer.compile.use_compilation_cache", lambda _: None)
+    monkeypatch.setattr("jaxinfer.compile.prepare", prepared)
+    with pytest.raises(PreparedError) as caught:
+        compile_for("a100", Compilation("demo", EngineConfig(num_pages=8), "auto", tmp_path))
+    assert caught.value.args == ([True],)
 
 
 def test_the_next_start_compiles_nothing(folder: pathlib.Path) -> None:

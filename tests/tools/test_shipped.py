@@ -1,12 +1,17 @@
 """The shipped configurations as the check of compiled programs takes them: few layers, and what each keeps."""
 
+import dataclasses
+
 import jax
 import pytest
 
-from tests.tools.test_check_programs import part_of
+from pallas_kernels.check.plugins import default_folder
+from tests.tools.test_check_programs import compiles, part_of
+from tools.check_programs import __main__ as door
 from tools.check_programs.programs import plan
-from tools.check_programs.shipped import fewest_layers, header, lines, shipped
-from tools.check_programs.work import MODELS, Work, shortened
+from tools.check_programs.rules import FITS
+from tools.check_programs.shipped import broken, fewest_layers, header, lines, shipped
+from tools.check_programs.work import MODELS, Finding, Work, shortened
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,11 @@ def test_a_chunk_needs_what_the_cache_keeps(name: str, layers: int, whole: int, 
     assert should.gemms("decode") == (should.layers, 1 + (name == "Gemma-4-E2B"))
 
 
+def test_experts_without_a_gate_are_a_matrix_all_the_same():
+    should = plan(Work("Nemotron-3-Nano-30B-A3B", 64, layers=6), 0, jax.devices()[:1]).should
+    assert should.layers[:2] == (4, 5)  # a recurrence; router, two of the experts, two that all tokens share
+
+
 def test_convolutions_are_no_gemms():
     assert plan(Work("Falcon-H1-0.5B", 64, layers=2), 0, jax.devices()[:1]).should.layers == (8, 8)
 
@@ -70,3 +80,27 @@ def test_a_configuration_is_a_line():
     line = lines(Work("gpt2", 1, layers=2), [part_of()])
     assert line == "| gpt2 | 2 | 14.2, 14.2 | 0 | 5 s |"
     assert header().splitlines()[1].count("|") == line.count("|")
+    assert list(broken(Work("gpt2", 1, layers=2), [part_of("first")])) == ["gpt2, 2 layers, stage 2: first: 1 of 2"]
+
+
+def test_whether_a_few_layers_fit_is_not_asked():
+    too_large = Finding(FITS, "2", "1", False)
+    part = dataclasses.replace(part_of("second"), findings=(too_large,))
+    assert list(broken(Work("gpt2", 1, layers=2), [part])) == [
+        f"gpt2, 2 layers, stage 2, {program}: second: 1 of 2" for program in ("decode", "prefill")
+    ]
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.parametrize("gpu", ["a100", "l40s"])
+def test_other_gpus_keep_the_rules(gpu: str):
+    (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=2, target=gpu), default_folder())
+    assert part.broken == []
+
+
+@pytest.mark.slow
+@compiles
+def test_a_configuration_of_many_experts_keeps_the_rules(capsys: pytest.CaptureFixture[str]):
+    assert door.main(["--shipped", "Qwen3-Next-80B-A3B"]) == 0
+    assert "| Qwen3-Next-80B-A3B | 5 |" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``python -m tools.check_programs``: compile the engine's steps for H100s, without one, and check what XLA made.
+"""``python -m tools.check_programs``: compile the engine's steps for GPUs, without one, and check what XLA made.
 
 Exit status: 0, all holds; 1, a rule is broken or a compilation failed; 3, JAX's CUDA plugin is missing.
 """
@@ -12,16 +12,17 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 from jaxinfer.gpu_check.stored import WEIGHTS
 from jaxinfer.speculative import HEADS
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
-from tools.check_programs import shipped
+from tools.check_programs import shipped, topologies
 from tools.check_programs.rules import of_partitioner
-from tools.check_programs.topologies import TOPOLOGIES, broken, header, lines
-from tools.check_programs.work import MODELS, PATHS, Finding, Part, Work
+from tools.check_programs.topologies import TOPOLOGIES
+from tools.check_programs.work import GPUS, MODELS, PATHS, Finding, Part, Work
 
 QUICK_LAYERS, PAGES = 4, 4096
 
@@ -36,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     if arguments.topologies is not None:
         works = [TOPOLOGIES[name] for name in arguments.topologies or TOPOLOGIES]
-        return _check_all(works, header(), lines, plugins)
+        return _check_all(works, topologies, plugins)
     if arguments.shipped is not None:
-        return _check_all(shipped.shipped(arguments.shipped), shipped.header(), shipped.lines, plugins)
+        return _check_all(shipped.shipped(arguments.shipped), shipped, plugins)
     layers = QUICK_LAYERS if arguments.quick else arguments.layers
     sizes = (arguments.tensor_parallel_size, arguments.expert_parallel_size, arguments.pipeline_parallel_size)
     work = Work(arguments.model, arguments.pages, *sizes, layers)
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = dataclasses.replace(
         work, draft_layers=layers, head=arguments.speculative if arguments.speculative in HEADS else ""
     )
-    work = dataclasses.replace(work, adapters=arguments.max_loras)
+    work = dataclasses.replace(work, adapters=arguments.max_loras, target=arguments.target)
     return max([_check(dataclasses.replace(work, attention=path), plugins) for path in arguments.attention])
 
 
@@ -69,23 +70,18 @@ def _print(name: str, findings: Iterable[Finding]) -> None:
         print(f"  {name:17} {one.rule:40} {one.found:>24} of {one.limit:<12} {verdict}")
 
 
-def _check_all(
-    works: Iterable[Work],
-    head: str,
-    lines_of: Callable[[Work, Sequence[Part]], str],
-    plugins: pathlib.Path | None,
-) -> int:
+def _check_all(works: Iterable[Work], table: ModuleType, plugins: pathlib.Path | None) -> int:
     """Print a table with a line or more of each, and behind it what is broken; work that fails is."""
     wrong: list[str] = []
-    print(head, flush=True)
+    print(table.header(), flush=True)
     for work in works:
         try:
             parts = run(work, plugins)
         except subprocess.CalledProcessError as error:
             wrong.append(f"{work}: exit status {error.returncode}")
             continue
-        print(lines_of(work, parts), flush=True)
-        wrong += broken(work, parts)
+        print(table.lines(work, parts), flush=True)
+        wrong += table.broken(work, parts)
     for line in wrong:
         print(f"BROKEN: {line}")
     return int(bool(wrong))
@@ -123,6 +119,7 @@ def _compile(work: Work, number: int, plugins: pathlib.Path | None) -> Part:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.check_programs", description=__doc__)
     parser.add_argument("--model", default="Llama-3.1-8B", help="of configs/models, or a folder with a config.json")
+    parser.add_argument("--target", choices=GPUS, default=GPUS[0], help=f"the GPUs (default: {GPUS[0]})")
     parser.add_argument("--gemm", choices=PATHS, default="auto", help="which path products with plain weights take")
     parser.add_argument("--attention", nargs="+", choices=PATHS, default=["auto"], help="which path attention takes")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as the server's flag")

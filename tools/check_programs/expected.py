@@ -198,7 +198,7 @@ def _bits(spec: ParamSpec, itemsize: int) -> int:
 
 def _is_matrix(spec: ParamSpec) -> bool:
     """Biases and norms begin at one number; a gate of one number a token is a vector."""
-    return len(spec.shape) > 1 and spec.init == "normal" and min(spec.shape) > 1
+    return spec.init == "normal" and sum(size > 1 for size in spec.shape) > 1
 
 
 def _width(spec: ParamSpec) -> int:

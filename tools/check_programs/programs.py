@@ -1,4 +1,4 @@
-"""Compile a pipeline stage's programs for H100s; run by `tools.check_programs` in a process of its own.
+"""Compile a pipeline stage's programs for GPUs; run by `tools.check_programs` in a process of its own.
 
 The programs, their options, shapes and donations are the engine's: `engine.execution.compiled` compiles them.
 """
@@ -6,6 +6,7 @@ The programs, their options, shapes and donations are the engine's: `engine.exec
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -32,8 +33,7 @@ from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, stages
 from jaxinfer.types import walk_specs
-from pallas_kernels.check.configuration import HOPPER
-from pallas_kernels.check.target import TARGETS
+from pallas_kernels.check.target import TARGETS, Target
 from tools.check_programs.expected import Expected, expected
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.moves import of_moves
@@ -42,6 +42,10 @@ from tools.check_programs.work import Part, Program, Work
 
 PAGE = 64
 ENGINE = EngineConfig(max_num_seqs=64, page_size=PAGE, max_model_len=4096, max_logprobs=20)
+
+
+def target_of(work: Work) -> Target:
+    return next(target for target in TARGETS.values() if target.device == work.target)
 
 
 def settings_of(work: Work) -> EngineConfig:
@@ -142,15 +146,16 @@ class Planned:
 
 
 def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, drafts: bool = False) -> Planned:
-    """A pipeline stage, or the draft model; ``devices``: H100s that are not there, unless given."""
+    """A pipeline stage, or the draft model; ``devices``: GPUs that are not there, unless given."""
     given, settings = model_of(work), settings_of(work)
     longest = min(settings.max_model_len or given.config.max_position, given.config.max_position)
     settings = dataclasses.replace(settings, max_model_len=longest)
-    mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
-    model, engine, limits = prepare(given, settings, "gpu", mesh)
+    mesh = mesh_for(settings, target_of(work).devices(work.devices) if devices is None else devices)
+    with target_of(work).current() if devices is None else contextlib.nullcontext():
+        model, engine, limits = prepare(given, settings, "gpu", mesh)
     place = stages(mesh)[number]
     if devices is None:
-        TARGETS[HOPPER].tell(place)
+        target_of(work).tell(place)
     whole = model if work.head else model.replace(draft=None)
     stage = (draft_stages(model) if drafts else cut(whole, work.stages))[number]
     stage = dataclasses.replace(stage, model=stage.model.replace(draft=None))
@@ -167,7 +172,7 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
 def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     """A stage compiled, and what was found. ``dumps``: the folder that XLA was told to dump to."""
     planned, start = plan(work, number), time.perf_counter()
-    with TARGETS[HOPPER].current():
+    with target_of(work).current():
         compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True)
         moving = compile_moving(planned.stage, planned.arrays, planned.engine)
     seconds = time.perf_counter() - start
@@ -197,7 +202,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
 def _draft_steps(work: Work, dumps: pathlib.Path) -> Iterator[Step]:
     if work.draft_layers or work.head:
         planned = plan(work, 0, drafts=True)
-        with TARGETS[HOPPER].current():
+        with target_of(work).current():
             compiled = compile_largest(planned.stage, planned.arrays, planned.engine)
         yield from _steps(planned, compiled[:1], dumps, work.weights)
 

@@ -52,6 +52,7 @@ _COLLECTIVES = (
     "reduce-scatter",
     "collective-broadcast",
 )
+FITS = "bytes of a device"
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
 _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization")
 
@@ -208,7 +209,7 @@ def of_stage(*, planned: int, compiled: int, weights: int, declared: int) -> Ite
     yield Finding("weights, as declared", str(weights), str(declared), weights == declared)
     near = abs(compiled - planned) <= _WITHIN * planned
     yield Finding("bytes of a device, as planned", str(compiled), str(planned), near)
-    yield _at_most("bytes of a device", compiled, BUDGET)
+    yield _at_most(FITS, compiled, BUDGET)
 
 
 def of_partitioner(said: str) -> Finding:

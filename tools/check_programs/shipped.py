@@ -9,6 +9,8 @@ from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model
 from jaxinfer.types import walk_specs
 from tools.check_programs.programs import model_of
+from tools.check_programs.rules import FITS
+from tools.check_programs.topologies import broken as broken_rules
 from tools.check_programs.topologies import row
 from tools.check_programs.work import MODELS, Part, Work
 
@@ -58,3 +60,10 @@ def lines(work: Work, parts: Sequence[Part]) -> str:
     decode, prefill = part.programs["decode"], part.programs["prefill"]
     kernels = f"{decode.kernels:.1f}, {prefill.kernels:.1f}"
     return row([work.model, str(work.layers), kernels, f"{part.temporaries / 2**20:.0f}", f"{part.seconds:.0f} s"])
+
+
+def broken(work: Work, parts: Sequence[Part]) -> Iterator[str]:
+    """A line for each rule that does not hold. Nobody serves a few layers: whether they fit one device is not asked."""
+    for part in parts:
+        asked = tuple(one for one in part.findings if one.rule != FITS)
+        yield from broken_rules(work, [dataclasses.replace(part, findings=asked)])

@@ -12,6 +12,7 @@ from jaxinfer.wrapped import text_model
 from pallas_kernels.check.plugins import ROOT
 
 MODELS = ROOT / "configs" / "models"
+GPUS = ("h100", "a100", "l40s")
 PATHS = ("auto", "mosaic", "xla")
 _DEPTHS = ("num_hidden_layers", "n_layer")  # what config.json calls the number of layers; GPT-2 and GPT-J the second
 _SHARED = "num_kv_shared_layers"
@@ -19,7 +20,7 @@ _SHARED = "num_kv_shared_layers"
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A model on some H100s, in bfloat16.
+    """A model on some GPUs, in bfloat16.
 
     Attributes:
         model: the name of a file in configs/models, or a folder with a config.json.
@@ -36,6 +37,7 @@ class Work:
         draft_layers: of a draft model, which is as wide; 0: there is none.
         head: the method of a draft head as wide as the model (`jaxinfer.config.HEADS`); none: there is none.
         adapters: on the device at once, of rank 16; 0: none. With them, programs come twice.
+        target: the GPUs, one of `GPUS`.
     """
 
     model: str
@@ -54,6 +56,7 @@ class Work:
     draft_layers: int = 0
     head: str = ""
     adapters: int = 0
+    target: str = GPUS[0]
 
     @property
     def devices(self) -> int:
@@ -67,6 +70,7 @@ class Work:
         options = {"sequence-parallel norms": self.norms, f"{self.steps} steps": self.steps > 1, "drafts": self.drafts}
         options |= {f"a draft model of {self.draft_layers} layers": self.draft_layers > 0}
         options |= {f"GEMMs by {self.gemm}": self.gemm != "auto"}
+        options |= {self.target.upper(): self.target != GPUS[0]}
         options |= {f"heads of {self.head}": bool(self.head), f"{self.adapters} adapters": self.adapters > 0}
         chosen = [name for name, on in options.items() if on]
         parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights, *chosen]
