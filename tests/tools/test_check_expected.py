@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxinfer.types import ParamSpec
+from jaxinfer.types import LayerSpec, ParamSpec
 from tools.check_programs.expected import expected, weight_bytes
 
 SIZES = {"data": 1, "stage": 1, "expert": 4, "tensor": 2}
@@ -39,9 +39,8 @@ def test_what_a_device_has_follows_from_the_declarations():
 def expected_of(first, last, vocab=96, sizes=SIZES, norms=False, dense=DENSE):
     """Of a stage of two layers."""
     specs = {"layers_9": dense, "layers_10": SPARSE}
-    model = SimpleNamespace(
-        specs=specs, config=SimpleNamespace(vocab_size=vocab), dtype=np.dtype(np.float16), module=None
-    )
+    config, cache = SimpleNamespace(vocab_size=vocab), SimpleNamespace(layers=(LayerSpec(), LayerSpec()))
+    model = SimpleNamespace(specs=specs, config=config, cache_spec=cache, dtype=np.dtype(np.float16), module=None)
     return expected(SimpleNamespace(model=model, first=first, last=last, prompts=False), sizes, norms)
 
 

@@ -328,14 +328,15 @@ def test_recurrences_may_have_kernels_of_their_own():
 def test_kernels_of_a_layer_are_limited_by_what_it_has():
     limits = {
         name: int(rule(make_step(**{name: True} if name else {}), "kernels a layer").limit)
-        for name in ("", "head_norms", "rounded", "by_kernel")
+        for name in ("", "head_norms", "out_norms", "rounded", "by_kernel")
     }
-    assert limits == {"": 16, "head_norms": 20, "rounded": 19, "by_kernel": 9}
+    assert limits == {"": 16, "head_norms": 21, "out_norms": 17, "rounded": 19, "by_kernel": 9}
     assert int(rule(make_step(rounded=True, by_kernel=True), "kernels a layer").limit) == 10
     beside = make_step(states=True, both=True, convolutions=2, layers=(8, 8))
     assert int(rule(beside, "kernels a layer").limit) == 16 + OF_STATES + 6 + 5 + 4
     assert int(rule(make_step(streams=True, layers=(5,)), "kernels a layer").limit) == 16 + 10 + 1
     assert int(rule(make_step(experts=True, layers=(9,)), "kernels a layer").limit) == 16 + 26
+    assert int(rule(make_step(experts=True, tokens=4096), "kernels a layer").limit) == 16 + 26 + 5
 
 
 def test_all_launches_are_in_one_command_buffer():

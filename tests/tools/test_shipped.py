@@ -93,9 +93,8 @@ def test_whether_a_few_layers_fit_is_not_asked():
 
 @pytest.mark.slow
 @compiles
-@pytest.mark.parametrize("gpu", ["a100", "l40s"])
-def test_other_gpus_keep_the_rules(gpu: str):
-    (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=2, target=gpu), default_folder())
+def test_the_steps_for_an_a100_keep_the_rules():
+    (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=2, target="a100"), default_folder())
     assert part.broken == []
 
 

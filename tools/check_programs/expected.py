@@ -45,7 +45,7 @@ class Expected:
         weights: bytes of the parameters.
         width: numbers of a token's hidden states.
         norms: whether prefill programs spread those over tokens between the parts of a layer.
-        head_norms: whether queries and keys have norms of their own.
+        head_norms: whether queries and keys have norms of their own; ``out_norms``: what the parts of a layer give.
         summed: layers whose queries and keys are normalised over all heads, whose squares one more sum adds up.
         shown: whether a draft head reads the last layer's states of prompts.
     """
@@ -66,6 +66,7 @@ class Expected:
     width: int
     norms: bool = False
     head_norms: bool = False
+    out_norms: bool = False
     summed: int = 0
     shown: bool = False
 
@@ -132,6 +133,7 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
         width=max((_width(spec) for spec in every), default=0),
         norms=norms,
         head_norms=any("k_norm" in path for name in names for path, _ in walk_specs(specs[name])),
+        out_norms=any("mlp_out_norm" in path for name in names for path, _ in walk_specs(specs[name])),
         summed=sum(any("all_heads" in spec.axes for _, spec in walk_specs(specs[name])) for name in names),
         shown=stage.prompts and not getattr(model.module, "taps", ()),
     )

@@ -256,6 +256,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             convolutions=should.convolutions,
             streams=should.streams,
             head_norms=should.head_norms,
+            out_norms=should.out_norms,
             devices=should.devices,
             adapters=planned.engine.lora_slots if program != name else 0,
             dequantized=dequantized(weights),

@@ -20,9 +20,11 @@ from tools.check_programs.work import Finding
 BY_KERNEL = 9  # of a dense layer of a decode step whose products are the GEMM kernel's
 KERNELS_PER_LAYER = 16  # of any other dense layer; with
 OF_SUMS, OF_EXPERTS = 3, 26  # sums over devices; with experts: choosing them and gathering
+OF_GROUPS, MANY = 5, 512  # of experts that more than so many tokens choose by groups
 OF_ROUNDING = 3  # of each weight whose inputs are rounded: the largest of each token, its scale, what they become;
 OF_ROUNDING_BY_KERNEL = 1  # in one kernel
-OF_HEAD_NORMS = 4  # of queries and keys: both cut out of the projection, both normalised
+OF_HEAD_NORMS = 5  # of queries and keys: both cut out of the projection, both normalised; at times the residual sum
+OF_OUT_NORMS = 1  # of what the parts of a layer give: the residual sum, which no product's epilogue is
 OF_STATES = 8  # of recurrences: places, convolution, gates, the recurrence, what pages keep
 OF_CONVOLUTION = 5  # of each further one: gathered, convolved, turned, scattered, and what it is of put together
 OF_STREAMS = 10  # of hidden states: predicted, normalised, corrected, gated
@@ -37,7 +39,7 @@ _WITHIN = 0.02
 BUDGET = int(0.9 * 80e9)
 # What is live at a time: arrays of float32 logits, and of the widest activation. A copy of one layer's pool or of the
 # head would not fit.
-_LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 16 << 20
+_LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 24 << 20
 _RECURRENT = 2  # more of the latter, in float32
 _CODES = 8  # bits of a stored number, at most
 _PIECES = 4  # of dequantised weights, live at a time
@@ -79,7 +81,7 @@ class Step:
         states: whether layers keep any; ``both``: whether such a layer attends besides.
         convolutions: of a layer.
         streams: whether there are several of hidden states.
-        head_norms: whether queries and keys are normalised.
+        head_norms: whether queries and keys are normalised; ``out_norms``: what the parts of a layer give.
         devices: over which the stage is spread.
         adapters: on the device, where rows have any.
         dequantised: whether stored weights become plain numbers, some output channels after the others.
@@ -114,6 +116,7 @@ class Step:
     convolutions: int = 0
     streams: bool = False
     head_norms: bool = False
+    out_norms: bool = False
     devices: int = 1
     adapters: int = 0
     dequantized: bool = False
@@ -174,9 +177,9 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     of_kernels = not step.module.loops(step.repeats) and not step.dequantized
     asked = of_kernels or step.dequantized  # loops over weights are in the command buffer
     count, most = kernels_per_layer(step), BY_KERNEL if step.by_kernel else KERNELS_PER_LAYER
-    most += OF_SUMS * many + OF_EXPERTS * step.experts
+    most += OF_SUMS * many + (OF_EXPERTS + OF_GROUPS * (step.tokens > MANY)) * step.experts
     most += OF_STATES * step.states + OF_HEAD_NORMS * step.head_norms
-    most += OF_BOTH * step.both + OF_STREAMS * step.streams
+    most += OF_OUT_NORMS * step.out_norms + OF_BOTH * step.both + OF_STREAMS * step.streams
     most += OF_CONVOLUTION * max(0, step.convolutions - 1)
     most += max(0, max(step.layers, default=0) - MATRICES) * (not step.experts)
     rounding = OF_ROUNDING_BY_KERNEL if step.by_kernel else OF_ROUNDING
