@@ -135,32 +135,6 @@ def test_a_gemm_of_two_weights_counts_for_both():
     assert list(multiplied(stored)) == [1, 1, 1]  # codes and scales are one weight
 
 
-TABLE = """\
-%rows (p0: bf16[4,8]) -> bf16[4,8] {
-  %p0 = bf16[4,8]{1,0} parameter(0)
-  %gathered = bf16[4,8]{1,0} gather(%p0)
-  ROOT %converted = f32[4,8]{1,0} convert(%gathered)
-}
-
-"""
-
-
-def test_what_is_made_of_a_tables_rows_is_an_activation():
-    """Even where a weight has as many numbers; a weight of as many rows as a call has tokens is not taken for one."""
-    line = "%embedded = f32[4,8]{1,0} fusion(%w1), kind=kLoop, calls=%rows"
-    step = make_step(tokens=4, module=with_line(line, TABLE))
-    assert moved_arrays(step) == []
-    assert [one.name for one in moved_arrays(dataclasses.replace(step, tokens=8))] == ["embedded"]
-    other = dataclasses.replace(step, module=with_line(line, TABLE.replace("gather(", "slice(")))
-    assert [one.name for one in moved_arrays(other)] == ["embedded"]
-
-
-def test_logits_are_no_weights_of_as_many_numbers():
-    step = make_step(tokens=4, logits=8, module=with_line("%sunk = f32[4,8]{1,0} copy(%w1)"))
-    assert moved_arrays(step) == []
-    assert [one.name for one in moved_arrays(dataclasses.replace(step, logits=16))] == ["sunk"]
-
-
 CODES = HLO.replace("w1: bf16[4,8]", "w1: s4[4,8]").replace("%w1 = bf16[4,8]", "%w1 = s4[4,8]")
 
 
