@@ -181,8 +181,7 @@ class Attention(Layer):
         return LayerNorm(eps) if self.qk_layer_norm else RMSNorm(eps, self.norm_offset)
 
     def _project(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch kv_heads parts head_dim"]:
-        qkv = matmul(x, self.weight("qkv"))
-        return plus_bias(qkv, self.weight("qkv_bias")) if self.qkv_bias else qkv
+        return matmul(x, self.weight("qkv"), self.weight("qkv_bias") if self.qkv_bias else None)
 
 
 def causal_attend(

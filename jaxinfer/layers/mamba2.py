@@ -108,8 +108,7 @@ class Mamba2(Layer):
         return z, values, jnp.concatenate([b, c], axis=-2), dt
 
     def _linear(self, x: Float[Array, "*batch d"], weight: str, bias: str) -> jax.Array:
-        out = matmul(x, self.weight(weight))
-        return plus_bias(out, self.weight(bias)) if self.sizes.bias else out
+        return matmul(x, self.weight(weight), self.weight(bias) if self.sizes.bias else None)
 
     def _conv(self, name: str) -> Recurrence:
         return short_conv(self.weight(name), self.weight(f"{name}_bias") if self.sizes.conv_bias else None)

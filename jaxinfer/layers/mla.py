@@ -65,9 +65,7 @@ class LatentAttention(Layer):
         self, x: Float[Array, "*batch d"], angles: tuple[jax.Array, jax.Array]
     ) -> tuple[Float[Array, "*batch wanted"], Float[Array, "*batch 1 latent"]]:
         """What queries are projected from, and the latents of keys with their rotated numbers."""
-        down = matmul(x, self.weight("down"))
-        if self.bias:
-            down = plus_bias(down, self.weight("down_bias"))
+        down = matmul(x, self.weight("down"), self.weight("down_bias") if self.bias else None)
         first, rank = self.q_rank or 0, self.layer.latent_rank
         assert rank is not None
         wanted, latent, key = jnp.split(down, [first, first + rank], axis=-1)

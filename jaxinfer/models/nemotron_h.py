@@ -26,7 +26,7 @@ from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.deepseek import require_only, routed_experts, v3_rule
 from jaxinfer.models.specs import correction_bias, decoder, fused_qkv, linear, plain, plain_mlp, rms_norm
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import matmul, plus_bias
+from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 IGNORE = ("mtp.*",)
@@ -163,8 +163,7 @@ class LatentMoE(MoE):
         return own_tokens(self._linear(mixed, "wide").reshape(x.shape))
 
     def _linear(self, x: Float[Array, "tokens d"], name: str) -> Float[Array, "tokens out"]:
-        out = matmul(x, self.weight(name))
-        return plus_bias(out, self.weight(f"{name}_bias")) if self.latent_bias else out
+        return matmul(x, self.weight(name), self.weight(f"{name}_bias") if self.latent_bias else None)
 
 
 class NemotronHBlock(Layer):

@@ -19,11 +19,16 @@ from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels.sums import dot
 
 
-def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
+def matmul(x: Float[Array, "... k"], w: Any, bias: Float[Array, "*n"] | None = None) -> Float[Array, "... *n"]:
     """Contract the last dimension of ``x`` with the inputs of ``w``, an array's first; the result has ``x``'s dtype.
 
-    float32 means float32: no TF32 and no bfloat16 passes.
+    float32 means float32: no TF32 and no bfloat16 passes. ``bias`` is added to the rounded product (`plus_bias`), in
+    the same launch where a kernel computes that.
     """
+    if bias is not None:
+        if isinstance(w, Plain) and w.by_kernel(x):
+            return w.matmul(x, bias)
+        return plus_bias(matmul(x, w), bias)
     if isinstance(w, Adapted):
         return w.added(x, matmul(x, w.base))
     if isinstance(w, Quantized | Split):

@@ -19,7 +19,7 @@ from jaxinfer.quant.spread import is_spread
 from jaxinfer.types import ParamSpec
 from pallas_kernels import matmul as dense_matmul
 from pallas_kernels.choice import HOPPER, Target, Wish, lowering_target
-from pallas_kernels.matmul import Layout
+from pallas_kernels.matmul import Extras, Layout
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"])
@@ -79,10 +79,12 @@ class Plain:
         chosen = dense_matmul.explain(row, weight, layout=self.layout, gated=gated, measured=self.path == "auto")
         return chosen.path == "mosaic"
 
-    def matmul(self, x: Float[Array, "*rows k"], *, gated: bool = False) -> Float[Array, "*rows *out"]:
+    def matmul(
+        self, x: Float[Array, "*rows k"], bias: Float[Array, "*out"] | None = None, *, gated: bool = False
+    ) -> Float[Array, "*rows *out"]:
         """The kernel's product in the dtype of ``x``; ``gated``: silu(gate) * up of outputs [2, n]."""
         flat = x.reshape(-1, x.shape[-1])
-        result = self._spread(flat, gated) if is_spread() else self._product(flat, self.weight, gated)
+        result = self._spread(flat, bias, gated) if is_spread() else self._product(flat, self.weight, bias, gated)
         return result.reshape(*x.shape[:-1], *self.shape[gated:-1])
 
     def partition(self) -> Plain:
@@ -92,22 +94,23 @@ class Plain:
             self, weight=PartitionSpec(along, *outs) if self.layout == "in first" else PartitionSpec(*outs, along)
         )
 
-    def _product(self, x: Float[Array, "rows k"], weight: Array, gated: bool) -> Float[Array, "rows *out"]:
+    def _product(self, x: Float[Array, "rows k"], weight: Array, bias: Any, gated: bool) -> Float[Array, "rows *out"]:
         path: Wish = "mosaic" if self.by_kernel(x, weight, gated=gated) else "xla"
-        return dense_matmul.matmul(x, weight.astype(x.dtype), layout=self.layout, gated=gated, path=path)
+        extras = Extras(bias=None if bias is None else bias.astype(x.dtype))
+        return dense_matmul.matmul(x, weight.astype(x.dtype), extras, layout=self.layout, gated=gated, path=path)
 
-    def _spread(self, x: Float[Array, "rows k"], gated: bool) -> Float[Array, "rows *out"]:
+    def _spread(self, x: Float[Array, "rows k"], bias: Any, gated: bool) -> Float[Array, "rows *out"]:
         """Multiply by each device's shard of the weight; products of shards along the inputs are added up."""
         *outs, along = spread_over(self.axes, self.shape)
-        assert not (gated and along)  # what is added up has no gate yet
+        assert not (along and (gated or bias is not None))  # what is added up has no gate yet, and one bias
 
-        def own(x: jax.Array, weight: Plain) -> jax.Array:
-            part = self._product(x, weight.weight, gated)
+        def own(x: jax.Array, weight: Plain, bias: Any) -> jax.Array:
+            part = self._product(x, weight.weight, bias, gated)
             return lax.psum(part, along) if along else part
 
-        specs = (PartitionSpec(None, along), self.partition())
+        specs = (PartitionSpec(None, along), self.partition(), PartitionSpec(*outs))
         run = jax.shard_map(own, in_specs=specs, out_specs=PartitionSpec(None, *outs[gated:]), check_vma=False)
-        result: jax.Array = run(x, self)
+        result: jax.Array = run(x, self, bias)
         return result
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.quant import Plain
+from jaxinfer.quant import Adapted, Plain, matmul
 from jaxinfer.quant.layouts import Grouped
 from pallas_kernels import compat
 from pallas_kernels.choice import HOPPER, Target
@@ -19,6 +19,7 @@ from tests.fakes import random_model
 from tests.quant.models import stored_and_plain
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "num_hidden_layers": 1}
+SHAPES = ((3, 64), (64, 3, 32), (3, 32))  # of inputs, of a weight and of its bias
 TOKENS = jnp.array([[5, 3, 90, 17, 2, 61]])
 
 
@@ -45,6 +46,27 @@ def test_a_model_gives_a_row_the_same_bits_however_many_there_are(monkeypatch):
     exact = np.asarray(in_float32(plain)(TOKENS))
     near = np.asarray(plain(TOKENS))
     assert np.abs(whole - exact).max() <= 1.5 * np.abs(near - exact).max()
+
+
+def test_a_bias_is_added_in_the_launch_of_its_product(monkeypatch):
+    """With the bits that it has behind the product, as where that has adapters."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, weight, bias = (jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, SHAPES, strict=True))
+    plain, calls = Plain(weight, "in first", ("kv", None, None), "mosaic"), []
+    interpreted = functools.partial(launch.matmul, interpret=compat.interpret_params())
+
+    def counted(x, weights, extras, **options):
+        calls.append(extras.bias is not None)
+        return interpreted(x, weights, extras, **options)
+
+    monkeypatch.setattr(launch, "matmul", counted)
+    monkeypatch.setattr(api, "lowering_target", lambda: Target("gpu", HOPPER))
+    within, behind = (
+        np.asarray(compat.interpreted(lambda w=w: jax.jit(matmul)(x, w, bias))) for w in (plain, Adapted(plain))
+    )
+    assert calls == [True, False]
+    np.testing.assert_array_equal(within, behind)
+    assert np.abs(within - np.einsum("rk,khd->rhd", *(np.asarray(one, np.float32) for one in (x, weight)))).max() > 0.1
 
 
 def in_float32(model):

@@ -17,10 +17,12 @@ from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import RULES, make_mesh, param_sharding, traced_for
+from jaxinfer.quant import Plain
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import load_params, on_devices, save_params
 from jaxinfer.weights.tree import Fill, Path
+from pallas_kernels import matmul as dense_matmul
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, alone, make_requests, run
 from tests.fakes import llama_json, random_model
 
@@ -75,6 +77,20 @@ MORE = [*((name, 2) for name in SHAPES), ("groups", 8)]
 )
 def test_logits_are_those_of_one_device(name, tensor):
     same_logits(model_of(name), make_mesh(tensor))
+
+
+def test_biases_within_a_kernels_launch(monkeypatch):
+    """Each device adds its part of them: the kernel's place is taken by XLA here."""
+    launched, by_xla = [], dense_matmul.matmul
+
+    def stand_in(x, weight, extras, **options):
+        launched.append(extras.bias is not None)
+        return by_xla(x, weight, extras, **options | {"path": "xla"})
+
+    monkeypatch.setattr(Plain, "by_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(dense_matmul, "matmul", stand_in)
+    same_logits(model_of("biases").for_kernels("mosaic"), make_mesh(2))
+    assert set(launched) == {True, False}
 
 
 def greedy(count: int, model: Model) -> Any:
