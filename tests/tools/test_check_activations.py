@@ -29,3 +29,9 @@ def test_logits_are_no_weights_of_as_many_numbers():
     step = make_step(tokens=4, logits=8, module=with_line("%sunk = f32[4,8]{1,0} copy(%w1)"))
     assert moved_arrays(step) == []
     assert [one.name for one in moved_arrays(dataclasses.replace(step, logits=16))] == ["sunk"]
+
+
+def test_a_recurrence_may_hold_two_more_of_the_widest_in_float32():
+    step = make_step()
+    recurrent = dataclasses.replace(step, states=True)
+    assert recurrent.ceiling - step.ceiling == 2 * 2 * step.tokens * step.widest

@@ -74,12 +74,12 @@ class DecodePlanner:
         waits = self._drafts is not None and self._drafts.waits
         if waits and any(sequence.in_flight for sequence in members.values()):
             return [], 1, None  # all wait for all: else each step would have some of them
-        self._constraints.begin(members.values())
+        constrained = self._constraints.begin(members.values())
         for slot, sequence in members.items():
             position = sequence.scheduled
             if position < sequence.prefill_end or position >= sequence.final_length:
                 continue
-            if not self._constraints.may(sequence, position):
+            if constrained and not self._constraints.may(sequence, position):
                 continue
             if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
                 continue
@@ -182,11 +182,14 @@ class Constraints:
 
     # ---- a plan
 
-    def begin(self, members: Collection[Sequence]) -> None:
-        """Begin a plan of these sequences: choose whether those with grammars are in it, and wait a moment for them."""
+    def begin(self, members: Collection[Sequence]) -> bool:
+        """Begin a plan of these sequences: choose whether those with grammars are in it, and wait a moment for them.
+
+        Returns whether anybody may be held up, and `may` is to be asked.
+        """
         self._blocked = False
         if not self._open:
-            return
+            return False
         held = [each for each in members if each in self._open and each.is_held and not each.prefilling]
         alone = len(held) == len(members)
         self._blocked = any(each.in_flight and each.scheduled >= len(each.tokens) for each in held)
@@ -195,6 +198,7 @@ class Constraints:
         expected = [each for each in missing if (alone or each.said) and not each.slow]
         if expected and not self._blocked:
             self._masks.wait(expected, _PATIENCE_ALONE if alone else _PATIENCE)
+        return True
 
     def may(self, sequence: Sequence, position: int) -> bool:
         """Whether a row at ``position`` may be planned. What is computed again needs no mask: what it samples is known,

@@ -373,12 +373,12 @@ class Scheduler:
         self, row: DecodePlan, tokens: list[int], logprobs: Row[PositionLogprobs], delta: SequenceDelta | None
     ) -> SequenceDelta | None:
         """Add one row's tokens to its sequence and to ``delta``, that of earlier rows; None if there are none."""
-        sequence, at = row.sequence, row.position
+        sequence, _, at, fed, _ = row
         known = sequence.tokens
-        if row.token >= 0 and (at >= len(known) or known[at] != row.token):
+        again = len(known) - 1 - at
+        if fed >= 0 and (again < 0 or known[at] != fed):
             sequence.scheduled = min(sequence.scheduled, at)  # a draft that did not come true
             return delta
-        again = len(known) - 1 - at
         if again < 0:
             raise AssertionError(f"a row of position {at} was read when {len(known)} tokens are known")
         if again:

@@ -116,17 +116,16 @@ class Sequence:
 
     def take(self, tokens: list[int]) -> int:
         """Append generated tokens up to one that ends the sequence; how many were appended."""
-        known, stops, count = self.tokens, self.request.stop_token_ids, 0
-        for token in tokens:
+        known, stops = self.tokens, self.request.stop_token_ids
+        for count, token in enumerate(tokens, 1):
             known.append(token)
-            count += 1
-            if token in stops and self.generated >= self.request.params.min_tokens:
+            if token in stops and self.generated >= self.params.min_tokens:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token
-                break
+                return count
             if len(known) > self.final_length:
                 self.finish_reason = FinishReason.LENGTH
-                break
-        return count
+                return count
+        return len(tokens)
 
     def added(self, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]) -> SequenceDelta:
         """The delta of earlier rows of a step, or a new one, with what the sequence has just taken."""

@@ -80,7 +80,7 @@ class Shape(NamedTuple):
 
 
 class Gmem(NamedTuple):
-    q: Any  # [units, kv_heads, columns, head_dim]
+    q: Any  # [units, kv_heads, rows, head_dim]: a row for each column, or for each of those that have a query
     pool: Any  # [pages, 2, kv_heads, page, head_dim]
     tables: Any  # [sequences, width]
     starts: Any  # [sequences]: of the first token
@@ -169,7 +169,7 @@ def _smem(shape: Shape) -> Smem:
 def _body(shape: Shape, *refs: Any, smem: Smem) -> None:
     gmem = Gmem(*refs)
     unit = _unit_at(shape, gmem)
-    smem.queries[...] = gmem.q[unit.number, unit.head]
+    smem.queries[pl.ds(0, gmem.q.shape[2])] = gmem.q[unit.number, unit.head]  # columns without a query: anything
     sums = Sums(_zeros((shape.head_dim, shape.columns), shape), _per_column(shape, _LOWEST), _per_column(shape, 0.0))
     ahead = shape.tiles.stages - 1
 

@@ -36,6 +36,7 @@ __all__ = ["Tiles", "decode", "extend", "refusal"]
 HEAD_DIMS = (64, 128)
 PAGES = (16, 32, 64, 128)
 COLUMNS = 48  # queries of a thread block: with more, registers would spill
+_THREADS = 128  # each of which loads as many numbers of the queries
 _LEAST_COPY = 2048  # numbers: 16 bytes for each of 128 threads
 
 
@@ -136,12 +137,14 @@ def _heuristic_tiles(q: Any) -> Tiles:
 
 def _parted(
     shape: Shape, q: Float[Array, "sequences chunk heads head_dim"]
-) -> Float[Array, "units kv_heads columns head_dim"]:
+) -> Float[Array, "units kv_heads rows head_dim"]:
     """Split queries into units: a column is a head of a group of a token, by token."""
     missing = shape.parts * shape.tokens - q.shape[1]
     q = jnp.pad(q, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else q
     q = q.reshape(shape.units, shape.tokens, shape.kv_heads, shape.group, shape.head_dim)
     q = jnp.swapaxes(q, 1, 2).reshape(shape.units, shape.kv_heads, -1, shape.head_dim)
+    if q.shape[2] * shape.head_dim % _THREADS == 0:
+        return q
     return jnp.pad(q, ((0, 0), (0, 0), (0, shape.columns - q.shape[2]), (0, 0)))
 
 
