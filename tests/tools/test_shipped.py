@@ -19,7 +19,8 @@ from tools.check_programs.work import MODELS, Finding, Work, shortened
     [
         ("Llama-3.1-8B", 3),
         ("DeepSeek-V3", 5),  # dense ones, then experts
-        ("Gemma-4-E2B", 10),  # two kinds, of which the last read the first ones' keys
+        ("Gemma-4-E2B", 11),  # two kinds, of which the last read the first ones' keys
+        ("Gemma-4-31B", 7),  # whose last layer attends to all, however many there are
         ("granite-4.0-h-tiny", 7),  # refused with layers of one kind
         ("Nemotron-3-Nano-30B-A3B", 7),
     ],

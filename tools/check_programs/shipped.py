@@ -27,27 +27,26 @@ def shipped(names: list[str]) -> Iterator[Work]:
 
 def fewest_layers(name: str) -> int:
     """So many first layers of a configuration that before the last one there is one of each kind: kernels are counted
-    from layer to layer."""
+    from layer to layer, and a family may have its own last one whatever came before it."""
     whole = Work(name, PAGES)
-    model = model_of(whole)
-    kinds, depth = _kinds(model), len(model.config.layers)
-    enough = (count for count in range(1, depth) if len(_kinds_of_first(whole, count)) >= len(kinds))
-    return max(LEAST, next(enough, depth - 1) + 1)
+    layers = _layers(model_of(whole))
+    enough = (count for count in range(LEAST, len(layers)) if _kinds_of_first(whole, count) >= len(set(layers)))
+    return next(enough, len(layers))
 
 
-def _kinds_of_first(work: Work, layers: int) -> set[tuple[object, ...]]:
+def _kinds_of_first(work: Work, layers: int) -> int:
+    """How many kinds there are before the last of so many layers."""
     try:
-        return _kinds(model_of(dataclasses.replace(work, layers=layers)))
+        return len(set(_layers(model_of(dataclasses.replace(work, layers=layers)))[:-1]))
     except ConfigError:  # a model of one kind alone, where its family has to have both
-        return set()
+        return 0
 
 
-def _kinds(model: Model) -> set[tuple[object, ...]]:
-    """What layers differ in: how they attend, and their parameters. Whose keys they read is no difference."""
+def _layers(model: Model) -> list[tuple[object, ...]]:
+    """What layers differ in: how they attend, whose keys they read, and their parameters."""
     layers = enumerate(model.config.layers)
     shapes = [tuple((path, spec.shape) for path, spec in walk_specs(model.specs[f"layers_{at}"])) for at, _ in layers]
-    reading = [dataclasses.replace(layer, source=layer.source and 0) for layer in model.config.layers]
-    return set(zip(reading, shapes, strict=True))
+    return list(zip(model.config.layers, shapes, strict=True))
 
 
 def header() -> str:
