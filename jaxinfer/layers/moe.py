@@ -24,7 +24,7 @@ from jaxinfer.parallel.mesh import RULES, traced_dp_ranks, traced_size
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import grouped_matmul, grouped_path, matmul_transposed, partition, plus_bias
 from jaxinfer.quant.adapted import for_rows, slots_of
-from pallas_kernels.grouped_matmul import group
+from pallas_kernels.grouped_matmul import group, taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,9 @@ def route(
     choice = scores if correction is None else scores + correction.astype(jnp.float32)
     if rule.top_groups < rule.groups:
         choice = _of_best_groups(choice, rule)
-    _, experts = top_k(choice, rule.top_k)
-    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    weights, experts = top_k(choice, rule.top_k)
+    if choice is not scores:
+        weights = jnp.take_along_axis(scores, experts, axis=-1, mode="clip")
     if rule.renormalise:
         total = weights.sum(axis=-1, keepdims=True)
         weights = weights / (jnp.maximum(total, rule.norm_min) if rule.norm_min else total + rule.norm_added)
@@ -187,9 +188,9 @@ def run_experts(
     local = jnp.where((local >= 0) & (local < count), local, count).reshape(-1)
     path = grouped_path(x, experts.gate_up, experts.down)
     groups = group(local, count, most=tokens, spread=spread, path=path)
-    rows = x.at[groups.entries // top_k].get(mode="fill", fill_value=0)
+    rows = taken(x, groups.entries, top_k)
     if scaled_inputs:
-        scales = routing.weights.reshape(-1).at[groups.entries].get(mode="fill", fill_value=0)
+        scales = taken(routing.weights.reshape(-1), groups.entries)
         rows = (rows * scales[..., None]).astype(x.dtype)
     hidden = grouped_matmul(rows, experts.gate_up, groups)
     if experts.gate_up_bias is not None:

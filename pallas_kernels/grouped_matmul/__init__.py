@@ -1,6 +1,6 @@
 """grouped_matmul: products of rows with the weights of the expert that each row belongs to."""
 
 from pallas_kernels.grouped_matmul.api import explain, matmul
-from pallas_kernels.grouped_matmul.groups import Groups, group
+from pallas_kernels.grouped_matmul.groups import Groups, group, taken
 
-__all__ = ["Groups", "explain", "group", "matmul"]
+__all__ = ["Groups", "explain", "group", "matmul", "taken"]

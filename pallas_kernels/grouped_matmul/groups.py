@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.choice import Target, lowering_target
 
@@ -80,12 +80,20 @@ def group(
     sizes, rank = _ranks_by_counting(experts, count) if counted else _ranks_by_sorting(experts, count)
     each = jnp.ones_like(sizes) if dense else -(-sizes // rows)
     ends = _running_sum(each) if counted else jnp.cumsum(each)
-    first = jnp.concatenate([(ends - each) * rows, jnp.full(1, tiles * rows)]).astype(jnp.int32)
-    places = jnp.where(experts < count, first[experts] + rank, tiles * rows)
+    places = jnp.where(experts < count, taken((ends - each) * rows, experts) + rank, tiles * rows).astype(jnp.int32)
     held = _by_row(places, tiles * rows, counted=counted and entries <= COUNTED)
-    owners = jnp.searchsorted(ends, jnp.arange(tiles), side="right", method="compare_all")
-    owners = jnp.minimum(owners, count - 1).astype(jnp.int32)  # tiles that hold nothing
+    # Of the last expert are also tiles that hold nothing.
+    owners = (ends[None, :-1] <= jnp.arange(tiles)[:, None]).sum(1, dtype=jnp.int32)
     return Groups(held.reshape(tiles, rows), places, None if dense else owners, ends[-1])
+
+
+def taken(values: Shaped[Array, "n *each"], at: Int[Array, "*batch"], shared: int = 1) -> Shaped[Array, "*batch *each"]:
+    """Gather ``values``, each of which is that of ``shared`` entries; 0 for entries beyond the last one.
+
+    In one launch: where a gather is to fill in something, XLA makes another one, of which places are within bounds.
+    """
+    inside = (at < values.shape[0] * shared).reshape(*at.shape, *(1,) * (values.ndim - 1))
+    return jnp.where(inside, values.at[at // shared].get(mode="clip"), 0)
 
 
 def _ranks_by_sorting(

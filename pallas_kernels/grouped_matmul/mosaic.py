@@ -165,8 +165,7 @@ def matmul(
         raise ValueError(why)
     assert groups.experts is not None
     shape = _shape_of(x, weights, tiles or _best_tiles(x, weights))
-    owners = jnp.clip(groups.experts, 0, shape.experts - 1).astype(jnp.int32)
-    occupied = groups.occupied.reshape(1).astype(jnp.int32)
+    owners, occupied = groups.experts.astype(jnp.int32), groups.occupied.reshape(1).astype(jnp.int32)
     result: jax.Array = _launcher(shape, interpret)(x, weights, owners, occupied)[0]
     return result
 
@@ -335,7 +334,7 @@ def _produce(shape: _Shape, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> No
         plgpu.barrier_wait(barriers.free.at[_slot(shape, step)])
 
     def fill(unit: _Unit, done: Any) -> None:
-        expert = gmem.experts[unit.tile]
+        expert = jnp.clip(gmem.experts[unit.tile], 0, shape.experts - 1)
 
         def step(index: Any, _: Any) -> None:
             pl.when(done + index >= stages)(functools.partial(await_free, done + index))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.choice import Target
-from pallas_kernels.grouped_matmul import Groups, explain, group, groups, matmul, reference
+from pallas_kernels.grouped_matmul import Groups, explain, group, groups, matmul, reference, taken
 
 CPU, GPU = Target("cpu"), Target("gpu", (9, 0))
 EXPERTS, TOP_K = 6, 2
@@ -89,6 +89,19 @@ def test_tiles_are_as_many_as_the_active_experts_need():
     assert groups.entries[:3].tolist() == [[0, 1, 3, 5], [6, 8, 8, 8], [2, 8, 8, 8]]
     assert groups.places.tolist() == [0, 1, 8, 2, 32, 3, 4, 32]
     assert groups.of_tiles(jnp.arange(128)).tolist()[:3] == [[5], [5], [70]]
+
+
+@pytest.mark.parametrize("experts", [[0], [7, 7], [9, 9, 9], [-1, 3, 8]])
+def test_tiles_that_hold_nothing_have_an_expert(experts: list[int]):
+    found = tiles(experts, 8, most=len(experts)).experts
+    assert found is not None
+    assert all(0 <= expert < 8 for expert in found.tolist())
+
+
+def test_entries_take_the_value_that_they_share():
+    values = jnp.arange(6.0).reshape(3, 2) + 1
+    np.testing.assert_array_equal(taken(values, jnp.array([[4, 0], [6, 5]]), 2), [[[5, 6], [1, 2]], [[0, 0], [5, 6]]])
+    np.testing.assert_array_equal(taken(values[:, 0], jnp.array([2, 3])), [5, 0])
 
 
 @pytest.mark.parametrize(("count", "entries"), [(1, 9), (4, 37), (11, 8), (11, 199)])

@@ -35,7 +35,7 @@ def test_both_ways_have_the_same_bits(shape, dtype, monkeypatch):
         want = np.einsum("rj,rnj->rn", own, np.asarray(b[slots], np.float64))
         want[slots < 0] = 0
         np.testing.assert_allclose(
-            both[0].astype(np.float64), want, atol=abs(want).max() * (1e-6, 2e-2)[dtype != "float32"]
+            both[0].astype(np.float64), want, atol=abs(want).max() * (3e-6, 2e-2)[dtype != "float32"]
         )
 
 

@@ -187,7 +187,7 @@ MUTATIONS = {
 }
 FAST_MUTATIONS = ("wait for copies", "a step's groups", "the splits before")
 GROUPED_MUTATIONS = {
-    "a tile's expert": ("gmem.experts[unit.tile] if", "0 if", {}),
+    "a tile's expert": ("jnp.clip(gmem.experts[unit.tile], 0, shape.experts - 1) if", "0 if", {}),
     "a scale's expert": ("gmem.scales.at[groups, expert, channels]", "gmem.scales.at[groups, 0, channels]", {}),
     "a zero's expert": ("gmem.zeros.at[groups, expert, channels]", "gmem.zeros.at[groups, 0, channels]", {}),
     "a power of two": ("astype(jnp.int32) << 23", "astype(jnp.int32) << 22", {"e2m1": True, "zeros": False}),

@@ -244,7 +244,7 @@ def _produce(shape: Shape, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> Non
         plgpu.barrier_wait(barriers.free.at[_slot(shape, step)])
 
     def fill(unit: _Unit, done: Any) -> None:
-        expert = gmem.experts[unit.tile] if shape.grouped else 0
+        expert = jnp.clip(gmem.experts[unit.tile], 0, shape.experts - 1) if shape.grouped else 0
 
         def step(index: Any, _: Any) -> None:
             pl.when(done + index >= stages)(functools.partial(await_free, done + index))

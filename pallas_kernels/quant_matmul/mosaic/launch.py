@@ -71,7 +71,7 @@ def matmul_tiles(
         raise ValueError("every expert has a tile of its own: the kernel is for tiles that have an expert each")
     given = Operands(x, weights, scales, None if zeros is None else zeros.astype(jnp.int8), e2m1, grouped=True)
     owners = {
-        "experts": jnp.clip(groups.experts, 0, weights.shape[0] - 1).astype(jnp.int32),
+        "experts": groups.experts.astype(jnp.int32),
         "occupied": groups.occupied.reshape(1).astype(jnp.int32),
     }
     return _launched(given, owners, tiles, interpret)
