@@ -23,6 +23,7 @@ EXTENDED = (
     "demo/test_demo_models.py",
     "engine/distributed/test_leader.py",
     "engine/execution/test_adapters.py",
+    "engine/execution/test_compiled.py",
     "engine/execution/test_probe.py",
     "engine/scheduling/test_adapter_fairness.py",
     "engine/scheduling/test_adapter_schedules.py",

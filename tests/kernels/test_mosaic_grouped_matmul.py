@@ -144,7 +144,10 @@ MUTATIONS = {
     "wait for copies": ("plgpu.barrier_wait(barriers.ready.at[slot])", "pass"),
     "wait for a free slot": ("pl.when(done + index >= stages)(functools.partial(await_free, done + index))", "pass"),
     "wait for a copy out": ("plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass"),
-    "a tile's expert": ("expert = jnp.clip(gmem.experts[unit.tile], 0", "expert = jnp.clip(gmem.experts[unit.tile] * 0, 0"),
+    "a tile's expert": (
+        "expert = jnp.clip(gmem.experts[unit.tile], 0",
+        "expert = jnp.clip(gmem.experts[unit.tile] * 0, 0",
+    ),
     "a consumer's channels": (
         "own = pl.ds(pl.multiple_of(warpgroup * CHANNELS",
         "own = pl.ds(pl.multiple_of(0 * CHANNELS",
