@@ -89,7 +89,9 @@ def test_biases_within_a_kernels_launch(monkeypatch):
 
     monkeypatch.setattr(Plain, "by_kernel", lambda *_, **__: True)
     monkeypatch.setattr(dense_matmul, "matmul", stand_in)
-    same_logits(model_of("biases").for_kernels("mosaic"), make_mesh(2))
+    model = model_of("biases")
+    filled = jax.tree.map_with_path(lambda path, x: x + 0.5 if "bias" in str(path[-1]) else x, model.params)
+    same_logits(model.replace(params=filled).for_kernels("mosaic"), make_mesh(2))
     assert set(launched) == {True, False}
 
 
