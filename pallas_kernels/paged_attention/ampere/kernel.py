@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +15,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
+from pallas_kernels.paged_attention.ampere.sums import (
+    LOWEST,
+    Sums,
+    across,
+    finished,
+    fold,
+    layout,
+    load,
+    load_columns,
+    nothing,
+    rounded,
+    store,
+    zeros,
+)
 from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.spans import span
 from pallas_kernels.paged_attention.trees import MOST_IN_TREE
 
 BLOCK = 64  # keys: the rows of four warps' mma
 LOG2_E = math.log2(math.e)
-_LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
-_ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +43,7 @@ class Tiles:
 
     Attributes:
         stages: key blocks in shared memory, one of which is computed: 2 to 4.
-        keys_per_split: keys that one thread block goes through: a multiple of 64.
+        keys_per_split: keys of a segment, which in decode a thread block of its own goes through: a multiple of 64.
 
     Raises:
         ValueError: other numbers than these.
@@ -74,9 +87,13 @@ class Shape(NamedTuple):
         return min(self.page, BLOCK)
 
     @property
-    def blocks_per_split(self) -> int | None:
-        """Key blocks; None: all that there are."""
-        return self.tiles.keys_per_split // BLOCK if self.parts == 1 else None
+    def blocks_per_segment(self) -> int:
+        return self.tiles.keys_per_split // BLOCK
+
+    @property
+    def whole(self) -> bool:
+        """Whether a unit goes through all the segments that it sees, and leaves results instead of sums."""
+        return self.splits == 1
 
 
 class Gmem(NamedTuple):
@@ -88,7 +105,8 @@ class Gmem(NamedTuple):
     low: Any  # [units, columns]: first key that a query sees
     high: Any  # [units, columns]: one past the last, or past those before a tree
     seen: Any  # [units, columns]: bits, which of a tree's tokens a query sees
-    sums: Any  # [units, kv_heads, splits, head_dim, columns]
+    sinks: Any  # [kv_heads, columns], or None
+    sums: Any  # [units, kv_heads, splits, head_dim, columns]; in the end, where a unit is whole, its results
     stats: Any  # [units, kv_heads, splits, 2, columns]: maximum, total
 
 
@@ -113,10 +131,13 @@ class Unit(NamedTuple):
     steps: Any  # key blocks
 
 
-class Sums(NamedTuple):
-    mixed: Any  # [head_dim, columns]
-    top: Any  # [columns]
-    total: Any  # [columns]
+class Blocks(NamedTuple):
+    """The key blocks that a part's tokens see."""
+
+    low: Any  # first key that any of its queries sees
+    high: Any  # one past the last
+    first: Any
+    end: Any
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -167,10 +188,9 @@ def _smem(shape: Shape) -> Smem:
 
 
 def _body(shape: Shape, *refs: Any, smem: Smem) -> None:
-    gmem = Gmem(*refs)
+    gmem = Gmem(*(refs if shape.options.sinks else (*refs[:-2], None, *refs[-2:])))
     unit = _unit_at(shape, gmem)
     smem.queries[pl.ds(0, gmem.q.shape[2])] = gmem.q[unit.number, unit.head]  # columns without a query: anything
-    sums = Sums(_zeros((shape.head_dim, shape.columns), shape), _per_column(shape, _LOWEST), _per_column(shape, 0.0))
     ahead = shape.tiles.stages - 1
 
     @pl.when(unit.steps > 0)
@@ -184,27 +204,69 @@ def _body(shape: Shape, *refs: Any, smem: Smem) -> None:
         _copy_block(shape, unit, index + ahead, gmem, smem)
         return _attend(shape, unit, index, sums, gmem, smem)
 
-    sums = lax.fori_loop(0, unit.steps, step, sums)
+    def of_blocks(first: Any, end: Any) -> Sums:
+        begin, end = (jnp.clip(each - unit.first, 0, unit.steps) for each in (first, end))
+        return lax.fori_loop(begin, end, step, nothing((shape.head_dim, shape.columns), shape.dtype))
+
+    if shape.whole:
+        _fold_all(shape, unit, gmem, of_blocks)
+    else:
+        _leave(unit, gmem, of_blocks)
     if not shape.interpret:
         plgpu.wait_gmem_to_smem(0)
+
+
+def _leave(unit: Unit, gmem: Gmem, of_blocks: Callable[[Any, Any], Sums]) -> None:
+    """Leave the sums of the unit's one segment to the merge, which reads none of those that have no keys."""
     where = (unit.number, unit.head, unit.split)
-    compat.store(gmem.sums.at[where], sums.mixed)
-    compat.store(gmem.stats.at[(*where, 0)], sums.top)
-    compat.store(gmem.stats.at[(*where, 1)], sums.total)
+
+    @pl.when(unit.steps > 0)
+    def _of_keys() -> None:
+        store(gmem.sums.at[where], gmem.stats.at[where], of_blocks(unit.first, unit.first + unit.steps))
+
+
+def _fold_all(shape: Shape, unit: Unit, gmem: Gmem, of_blocks: Callable[[Any, Any], Sums]) -> None:
+    """Fold the segments one by one. Between two of them the sums lie in memory: registers have room for one's alone."""
+    where = (unit.number, unit.head, 0)
+    kept, dims = (gmem.sums.at[where], gmem.stats.at[where]), (shape.head_dim, shape.columns)
+    per_segment = jnp.int32(shape.blocks_per_segment)
+    first = lax.div(unit.first, per_segment)
+    last = lax.div(unit.first + jnp.maximum(unit.steps - 1, 0), per_segment)
+
+    @pl.loop(first, last + 1)
+    def _segment(number: Any) -> None:
+        sums = of_blocks(number * per_segment, (number + 1) * per_segment)
+        before = lax.cond(number > first, lambda: load(*kept, shape.dtype), lambda: nothing(dims, shape.dtype))
+        sums = fold(before, sums)
+
+        @pl.when(number < last)
+        def _keep() -> None:
+            store(*kept, sums)
+
+        @pl.when(number == last)
+        def _finish() -> None:
+            sinks = None if gmem.sinks is None else load_columns(gmem.sinks.at[unit.head], shape.dtype)
+            compat.store(kept[0], finished(sums, sinks))
+
+
+def seen_blocks(shape: Shape, start: Any, length: Any, part: Any) -> Blocks:
+    """Where the keys lie that a part of a sequence's chunk sees; where it has no query, ``end`` is 0."""
+    begin, end = start + part * shape.tokens, start + (part + 1) * shape.tokens
+    own = (start, length) if shape.options.tree else (begin, jnp.minimum(length, end))
+    keys = span(*own, block_keys=BLOCK, keys_per_split=shape.tiles.keys_per_split, window=shape.options.window)
+    return Blocks(keys.low, keys.high, keys.first_block, jnp.where(begin < length, keys.end_block, 0))
 
 
 def _unit_at(shape: Shape, gmem: Gmem) -> Unit:
     number, head, split = (lax.axis_index(name) for name in ("unit", "head", "split"))
     sequence, part = (operation(number, jnp.int32(shape.parts)) for operation in (lax.div, lax.rem))
-    start, length = gmem.starts[sequence], gmem.lengths[sequence]
-    begin, end = start + part * shape.tokens, start + (part + 1) * shape.tokens
-    own = (start, length) if shape.options.tree else (begin, jnp.minimum(length, end))
-    keys = span(*own, block_keys=BLOCK, keys_per_split=shape.tiles.keys_per_split, window=shape.options.window)
-    first, end = keys.first_block, jnp.where(begin < length, keys.end_block, 0)
-    if shape.blocks_per_split is not None:
-        first = jnp.maximum(first, split * shape.blocks_per_split)
-        end = jnp.minimum(end, (split + 1) * shape.blocks_per_split)
-    return Unit(number, sequence, head, split, start, keys.low, keys.high, first, jnp.maximum(end - first, 0))
+    start = gmem.starts[sequence]
+    blocks = seen_blocks(shape, start, gmem.lengths[sequence], part)
+    first, end = blocks.first, blocks.end
+    if not shape.whole:
+        first = jnp.maximum(first, split * shape.blocks_per_segment)
+        end = jnp.minimum(end, (split + 1) * shape.blocks_per_segment)
+    return Unit(number, sequence, head, split, start, blocks.low, blocks.high, first, jnp.maximum(end - first, 0))
 
 
 def _slot(shape: Shape, index: Any) -> Any:
@@ -232,31 +294,30 @@ def _attend(shape: Shape, unit: Unit, index: Any, sums: Sums, gmem: Gmem, smem: 
     key = (unit.first + index) * BLOCK
     keys = plgpu.load(smem.keys.at[slot], layout=plgpu.Layout.MMA_LHS(shape.dtype))
     queries = _right(shape, smem.queries.transpose((1, 0)))
-    scores = _mma(shape, _zeros(dims, shape), keys, queries) * (
+    scores = _mma(shape, zeros(dims, shape.dtype), keys, queries) * (
         shape.options.scale * (1.0 if shape.options.softcap else LOG2_E)
     )
     if shape.options.softcap:
         scores = jnp.tanh(scores * (1.0 / shape.options.softcap)) * (shape.options.softcap * LOG2_E)
-    scores = jnp.where(_visible(shape, unit, key, gmem), scores, 2 * _LOWEST)
-    top = jnp.maximum(sums.top, (scores.max(axis=0) + _ROUND) - _ROUND)
-    probs = jnp.exp2(scores - _across(top, BLOCK))
+    scores = jnp.where(_visible(shape, unit, key, gmem), scores, 2 * LOWEST)
+    top = jnp.maximum(sums.top, rounded(scores.max(axis=0)))
+    probs = jnp.exp2(scores - across(top, BLOCK))
     shrink = jnp.exp2(sums.top - top)
     compat.store(smem.probs, probs.astype(shape.dtype))
     values = _seen_values(shape, unit, key, smem.values.at[slot])
-    mixed = sums.mixed * _across(shrink, shape.head_dim)
+    mixed = sums.mixed * across(shrink, shape.head_dim)
     mixed = _mma(shape, mixed, values, _right(shape, smem.probs))
     return Sums(mixed, top, sums.total * shrink + probs.sum(axis=0))
 
 
 def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
     """The mask of the keys from ``key`` on for each column. [64, columns]"""
-    at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, shape.columns), 0, layout=_acc(shape)) + key
+    at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, shape.columns), 0, layout=layout(shape.dtype)) + key
     if shape.tokens == 1 and not shape.options.tree:
         return (at >= unit.low) & (at < unit.high)
 
     def of_column(values: Any) -> Any:
-        layout = _acc(shape).reduce(0)
-        return _across(plgpu.load(values.at[unit.number], layout=layout, optimized=False), BLOCK)
+        return across(load_columns(values.at[unit.number], shape.dtype), BLOCK)
 
     seen = at < of_column(gmem.high)
     if shape.options.tree:
@@ -268,11 +329,11 @@ def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
 
 def _seen_values(shape: Shape, unit: Unit, key: Any, values: Any) -> Any:
     """[head_dim, keys]; zeros where nobody sees any: a page may hold an earlier owner's NaN, and 0 times it is NaN."""
-    layout, dims = plgpu.Layout.MMA_LHS(shape.dtype), (shape.head_dim, BLOCK)
-    numbers = plgpu.load(values.transpose((1, 0)), layout=layout)
+    left, dims = plgpu.Layout.MMA_LHS(shape.dtype), (shape.head_dim, BLOCK)
+    numbers = plgpu.load(values.transpose((1, 0)), layout=left)
 
     def cleared(numbers: Any) -> Any:
-        at = plgpu.broadcasted_iota(jnp.int32, dims, 1, layout=layout) + key
+        at = plgpu.broadcasted_iota(jnp.int32, dims, 1, layout=left) + key
         return jnp.where((at >= unit.low) & (at < unit.high), numbers, jnp.zeros_like(numbers))
 
     return lax.cond((key < unit.low) | (key + BLOCK > unit.high), cleared, lambda numbers: numbers, numbers)
@@ -286,19 +347,3 @@ def _mma(shape: Shape, total: Any, left: Any, right: Any) -> Any:
     if shape.interpret:  # which knows no mma
         return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
     return plgpu.mma(total, left, right)
-
-
-def _acc(shape: Shape) -> Any:
-    return plgpu.Layout.MMA_ACC(shape.dtype)
-
-
-def _zeros(dims: tuple[int, ...], shape: Shape) -> Any:
-    return plgpu.layout_cast(jnp.zeros(dims, jnp.float32), _acc(shape))
-
-
-def _per_column(shape: Shape, value: float) -> Any:
-    return plgpu.layout_cast(jnp.full((shape.columns,), value, jnp.float32), _acc(shape).reduce(0))
-
-
-def _across(per_column: Any, rows: int) -> Any:
-    return lax.broadcast_in_dim(per_column, (rows, per_column.shape[0]), [1])

@@ -1,20 +1,21 @@
 """Paged attention for GPUs below Hopper, which have neither the TMA nor wgmma, in Pallas Mosaic GPU.
 
-One thread block of 128 threads has a *unit*: one split of the keys that some tokens of one sequence see, for one KV
-head. Keys are the rows of both products, as in the decode kernel for Hopper; the columns, 8 to 32, are the queries of
-the KV head's group of one token (decode) or of a few that follow each other, ``token * group + head``:
+One thread block of 128 threads has a *unit*: the keys that some tokens of one sequence see, or one segment of them, for
+one KV head. Keys are the rows of both products, as in the decode kernel for Hopper; the columns, 8 to 48, are the
+queries of the KV head's group of one token (decode) or of a few that follow each other, ``token * group + head``:
 
     pages, by cp.async ->  keys   [stages, 64, dim] -> scores [64, columns]  = keys . queries       (mma)
                        ->  values [stages, 64, dim]    probs  [64, columns]  <- softmax, 16 bits
                                                     -> sums   [dim, columns] += values' . probs     (mma)
 
 ``stages - 1`` key blocks are on their way while one is computed. Copies are waited for by their number, so that every
-step issues as many: beyond a split's end it copies the last block again, which the L2 cache has.
+step issues as many: beyond a unit's end it copies the last block again, which the L2 cache has.
 
-Where one unit has all of a sequence's queries (decode, drafts), keys are split at absolute positions, for blocks
-enough; a longer chunk has enough units of tokens, each of which goes through all the keys that it sees. Units leave
-float32 sums, which XLA merges and divides. Maxima are rounded to integers (scores are in powers of two), so rescaling
-is exact: no bit of a row depends on other rows or on where its pages lie.
+Keys are cut into segments at absolute positions, whose sums are folded in order (`sums`). Where one unit has all of a
+sequence's queries (decode, drafts), each segment is a unit's, for blocks enough, and a second kernel folds them
+(`merge`); a longer chunk has enough units of tokens, each of which goes through all the segments that it sees. Maxima
+are rounded to integers (scores are in powers of two), so rescaling is exact: no bit of a position depends on other
+rows, on where its pages lie, or on whether it is decoded or part of a chunk.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.ampere.kernel import LOG2_E, Shape, Tiles, launcher
+from pallas_kernels.paged_attention.ampere.merge import merger
 from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.trees import MOST_IN_TREE, tree_words
 
@@ -80,9 +82,11 @@ def extend(
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
     shape = _shape_of(q, pool, tables, options, tiles or _heuristic_tiles(q), interpret is not None)
     bounds = _bounds(shape, starts, lengths, options.tree)
-    operands = (_parted(shape, q), pool, tables.astype(jnp.int32), starts, lengths, *bounds)
+    sinks = _by_head(shape, options.sinks)
+    operands = (_parted(shape, q), pool, tables.astype(jnp.int32), starts, lengths, *bounds, *sinks)
     sums, stats = launcher(shape, interpret)(*operands)
-    return _whole(shape, q, _merged(sums, stats, _by_head(shape, options.sinks)))
+    results = sums[:, :, 0] if shape.whole else merger(shape, interpret)(starts, lengths, *sinks, sums, stats)
+    return _unparted(shape, q, results)
 
 
 def refusal(operands: tuple[Any, ...], options: AttentionOptions) -> str | None:
@@ -148,7 +152,7 @@ def _parted(
     return jnp.pad(q, ((0, 0), (0, 0), (0, shape.columns - q.shape[2]), (0, 0)))
 
 
-def _whole(
+def _unparted(
     shape: Shape, q: Any, mixed: Float[Array, "units kv_heads head_dim columns"]
 ) -> Float[Array, "sequences chunk heads head_dim"]:
     """Undo `_parted`."""
@@ -179,27 +183,10 @@ def _of_columns(shape: Shape, of_tokens: Int[Array, "sequences padded"]) -> Int[
     return jnp.pad(repeated, ((0, 0), (0, shape.columns - repeated.shape[1])))
 
 
-def _by_head(shape: Shape, sinks: Array | None) -> Float[Array, "kv_heads columns"] | None:
-    """In powers of two."""
+def _by_head(shape: Shape, sinks: Array | None) -> tuple[Float[Array, "kv_heads columns"], ...]:
+    """In powers of two; none, if there are none."""
     if sinks is None:
-        return None
+        return ()
     grouped = sinks.astype(jnp.float32).reshape(shape.kv_heads, shape.group) * LOG2_E
     grouped = jnp.tile(grouped, (1, shape.tokens))
-    return jnp.pad(grouped, ((0, 0), (0, shape.columns - grouped.shape[1])))
-
-
-def _merged(
-    sums: Float[Array, "units kv_heads splits head_dim columns"],
-    stats: Float[Array, "units kv_heads splits 2 columns"],
-    sinks: Float[Array, "kv_heads columns"] | None,
-) -> Float[Array, "units kv_heads head_dim columns"]:
-    tops, totals = stats[:, :, :, 0], stats[:, :, :, 1]
-    top = tops.max(axis=2)
-    if sinks is not None:
-        top = jnp.maximum(top, jnp.ceil(sinks))
-    shares = jnp.exp2(tops - top[:, :, None])
-    total = (totals * shares).sum(axis=2)
-    if sinks is not None:
-        total = total + jnp.exp2(sinks - top)
-    mixed = (sums * shares[:, :, :, None]).sum(axis=2)
-    return mixed / jnp.where(total > 0, total, 1.0)[:, :, None]
+    return (jnp.pad(grouped, ((0, 0), (0, shape.columns - grouped.shape[1]))),)

@@ -12,7 +12,7 @@ from pallas_kernels import compat, paged_attention
 from pallas_kernels.check.cases import attention_case
 from pallas_kernels.choice import Target
 from pallas_kernels.paged_attention import AttentionOptions
-from pallas_kernels.paged_attention.ampere import kernel
+from pallas_kernels.paged_attention.ampere import kernel, merge, sums
 from pallas_kernels.paged_attention.ampere import launch as ampere
 from pallas_kernels.paged_attention.ampere.launch import Tiles
 from tests.kernels.paged_attention.test_hopper_decode import assert_close
@@ -105,9 +105,13 @@ MUTATIONS = {
         "pl.multiple_of(0, 16)",
     ),
     "a slot": (kernel, "lax.rem(jnp.asarray(index, jnp.int32), jnp.int32(shape.tiles.stages))", "jnp.int32(0)"),
-    "rescaling": (kernel, "mixed = sums.mixed * _across(shrink, shape.head_dim)", "mixed = sums.mixed"),
-    "a split's share": (ampere, "(sums * shares[:, :, :, None]).sum", "sums.sum"),
-    "sinks": (ampere, "total = total + jnp.exp2(sinks - top)", "pass"),
+    "rescaling": (kernel, "mixed = sums.mixed * across(shrink, shape.head_dim)", "mixed = sums.mixed"),
+    "a segment's share": (sums, "segment.mixed * across(new, rows)", "segment.mixed"),
+    "the share of those before": (sums, "before.total * old", "before.total"),
+    "sinks": (sums, "total * share + jnp.exp2(sinks - higher)", "total * share"),
+    "the first segment": (merge, "first = lax.div(blocks.first, jnp.int32(shape.blocks_per_segment))", "first = 0"),
+    "the last segment": (merge, "blocks.end + (shape.blocks_per_segment - 1)", "blocks.end"),
+    "the last segment again": (merge, "jnp.where(number < count, 0.0, LOWEST)", "0.0"),
 }
 OF_CHUNKS = {
     "causality": (ampere, "at, at + 1, jnp.zeros_like(at)", "at, at + 2, jnp.zeros_like(at)"),
@@ -123,12 +127,14 @@ OF_CHUNKS = {
     ),
     "a part's last token": (kernel, "start + (part + 1) * shape.tokens", "start + part * shape.tokens"),
     "a part's sequence": (kernel, "for operation in (lax.div, lax.rem)", "for operation in (lax.rem, lax.div)"),
+    "sums of the segments before": (kernel, "number > first, lambda: load", "number < first, lambda: load"),
+    "which sums are kept": (kernel, "@pl.when(number < last)", "@pl.when(number < first)"),
     "a query's head": (ampere, "jnp.tile(grouped, (1, shape.tokens))", "jnp.repeat(grouped, shape.tokens, axis=1)"),
 }
 
 
 def mutant(module, old, new, monkeypatch):
-    """`ampere` with a changed line, its own or its kernel's."""
+    """`ampere` with a changed line, its own or of a module whose names the others have taken."""
     source = inspect.getsource(module)
     assert source.count(old) == 1, source.count(old)
     changed = types.ModuleType(module.__name__)
@@ -136,15 +142,21 @@ def mutant(module, old, new, monkeypatch):
     exec(compile(source.replace(old, new), module.__file__, "exec"), changed.__dict__)
     if module is ampere:
         return changed
-    monkeypatch.setattr(ampere, "launcher", changed.launcher)
+    own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    # Types stay what the others' signatures say.
+    changed.__dict__.update({name: value for name, value in own.items() if isinstance(value, type)})
+    for user in (kernel, merge, ampere):
+        for name, value in own.items():
+            if getattr(user, name, None) is value:
+                monkeypatch.setattr(user, name, getattr(changed, name))
     return ampere
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_caught(name, monkeypatch):
-    lengths, spread = ((3, 1), 1.0) if name == "sinks" else ((300, 37), 4.0)
-    case = attention_case(lengths, page=128, window=240, sinks=True, kv_heads=1, spread=spread)
+    lengths, spread = ((3, 1), 1.0) if name == "sinks" else ((500, 37), 4.0)
+    case = attention_case(lengths, page=128, window=312, sinks=True, kv_heads=1, spread=spread)
     changed = mutant(*MUTATIONS[name], monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         assert_close(case, run(case, Tiles(2, 128), changed))
