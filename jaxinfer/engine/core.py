@@ -110,6 +110,7 @@ class EngineLoop:
         kv: holds nothing yet.
         runner: carries the plans out.
         size_classes: prefill sizes with equal bits, see `buckets.next_chunk`; None: each is a class of its own.
+        decode_agrees: decode rows leave the bits of prefill chunks.
         vocab_size: token ids that drafts may have.
         costs: what decides between swapping and recomputing a preempted sequence.
         vocabulary: that grammars speak of; None: requests have none.
@@ -124,6 +125,7 @@ class EngineLoop:
         *,
         limits: SamplingLimits | None = None,
         size_classes: Mapping[int, int] | None = None,
+        decode_agrees: bool = False,
         vocab_size: int = 2**31 - 1,
         costs: Costs | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -137,9 +139,8 @@ class EngineLoop:
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)
         ahead = 0 if config.speculative is None else config.num_speculative_tokens
         masks = Masks(vocabulary if config.grammars else None, config.structured_output_helpers, ahead)
-        self._scheduler = Scheduler(
-            config, kv, classes, drafter=bounded, costs=costs, clock=clock, masks=masks, loras=loras
-        )
+        more: dict[str, Any] = {"masks": masks, "loras": loras, "decode_agrees": decode_agrees}
+        self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock, **more)
         self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()

@@ -66,6 +66,7 @@ class Engine(EngineLoop):
             runner,
             limits=limits,
             size_classes=found.size_classes,
+            decode_agrees=found.decode_agrees,
             vocab_size=vocab,
             costs=found.costs,
             loras=loras,

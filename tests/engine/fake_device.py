@@ -25,6 +25,7 @@ from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob
 
 VOCAB, EOS = 11, 10
 DECODE = -1  # the class of the decode program
+LOGPROBS = 7  # that of the program of a prompt's log probabilities, where the others agree
 MAX_LENGTH = 512
 _MASK = 2**64 - 1
 _WEIGHTS = np.random.default_rng(0).integers(2**64, size=MAX_LENGTH, dtype=np.uint64) | np.uint64(1)
@@ -100,24 +101,33 @@ class Alone(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class FakeModel:
     """The arithmetic. ``classes`` of prefill sizes as the scheduler knows them; under ``relaxed`` the numbers do not
-    depend on the program."""
+    depend on the program, where programs ``agree`` only on whether it gives log probabilities of a prompt."""
 
     windows: tuple[int | None, ...] = (None,)
     sizes: tuple[int, ...] = (8, 16)
     classes: tuple[tuple[int, int], ...] = ((8, 0), (16, 1))
     relaxed: bool = False
+    agree: bool = False
 
     @functools.cached_property
     def class_of(self) -> dict[int, int]:
-        return dict.fromkeys(self.sizes, 0) if self.relaxed else dict(self.classes)
+        return dict.fromkeys(self.sizes, 0) if self.relaxed or self.agree else dict(self.classes)
+
+    @property
+    def decode_class(self) -> int:
+        return 0 if self.relaxed or self.agree else DECODE
+
+    def chunk_class(self, size: int, *, logprobs: bool) -> int:
+        """The class of a chunk in the program of a size."""
+        return LOGPROBS if logprobs and self.agree and not self.relaxed else self.class_of[size]
 
     def due(self, request: Request, position: int) -> int:
         """The class of the program that a token belongs in."""
         end = len(request.prompt_token_ids) - 1
-        if self.relaxed or position >= end:
-            return 0 if self.relaxed else DECODE
+        if position >= end:
+            return self.decode_class
         wants = request.params.prompt_logprobs is not None
-        return self.class_of[self.sizes[-1] if wants else rule_size(position, end, self.sizes)]
+        return self.chunk_class(self.sizes[-1] if wants else rule_size(position, end, self.sizes), logprobs=wants)
 
     def answer(self, request: Request, index: int, position: int, seen: int, state: int) -> tuple[int, float]:
         """The token that a row samples, and its log probability. Every second one can be guessed by an n-gram."""
@@ -267,6 +277,9 @@ class FakeDevice:
         """The plan with what a draft model says, which is true for three tokens of four. It must have seen all that
         the model has."""
         found: dict[int, list[int]] = {}
+        for sequence, chunk, _ in plan.prefills:  # the draft model's, too
+            if chunk.start <= (before := self._reach(sequence)):
+                self._drafted_to[sequence.arrival] = max(before, chunk.start + chunk.length)
         reach = {draft.sequence.arrival: self._reach(draft.sequence) for draft in plan.drafts or ()}
         for sequence, chunk, _ in plan.draft_prefills:
             assert chunk.start <= reach[sequence.arrival], "the draft model would see nothing of some tokens"
@@ -289,7 +302,7 @@ class FakeDevice:
         return dataclasses.replace(plan, decodes=decodes, drafts=None if plan.drafts is None else drafts)
 
     def _reach(self, sequence: Sequence) -> int:
-        return max(sequence.prefill_end, self._drafted_to.get(sequence.arrival, 0))
+        return max(sequence.prompt_end, self._drafted_to.get(sequence.arrival, 0))
 
     def _said(self, sequence: Sequence, start: int, count: int) -> list[int]:
         known = self._alone(sequence).tokens
@@ -312,7 +325,8 @@ class FakeDevice:
             assert self._owners.get(sequence.slot) is sequence, "a prompt runs in a slot that is not its own"
             assert chunk.start == reach.get(id(sequence), chunk.start), "chunks of a prompt are out of order"
             assert 0 < chunk.length <= chunk.size, f"{chunk} has no room for its tokens"
-            assert chunk.start + chunk.length <= sequence.prefill_end, f"{chunk} goes beyond the prompt"
+            assert chunk.start + chunk.length <= sequence.prefill_end, f"{chunk} goes too far"
+            assert chunk.start + chunk.length < len(sequence.tokens), "the last known token is a row"
             assert prefill.logprobs == (sequence.params.prompt_logprobs is not None)
             reach[id(sequence)] = chunk.start + chunk.length
         self._check_rows(plan, reach)
@@ -411,10 +425,10 @@ class FakeDevice:
 
     def _prefill(self, plan: PrefillPlan) -> list[PositionLogprobs]:
         sequence, (start, length, size) = plan.sequence, plan.chunk
-        klass = self._model.class_of[size]
+        klass = self._model.chunk_class(size, logprobs=plan.logprobs)
         chain = Chain(self._model.windows, start, self._context(sequence, start, compare=True), self._adapter(sequence))
         prompt = sequence.prompt
-        seen = [chain.feed(token, klass) for token in prompt[start : start + length]]
+        seen = [chain.feed(token, klass) for token in sequence.tokens[start : start + length]]
         self._write(sequence, start, chain.new, klass)
         self.computed["prefill"] += length
         if not plan.logprobs:
@@ -434,7 +448,7 @@ class FakeDevice:
                 tokens[index].append(token)
                 if row.sequence.params.logprobs is not None:
                     logprobs[index].append(position_logprobs(token, logprob))
-                generated = row.position - row.sequence.prefill_end + 1
+                generated = row.position - row.sequence.prompt_end + 1
                 stops |= _reason(row.sequence.request, token, generated) is FinishReason.STOP
             if stops:
                 break
@@ -448,7 +462,7 @@ class FakeDevice:
             untrue.add(path)
         context = self._context(sequence, position, compare=path not in untrue, branch=row.branch)
         chain = Chain(self._model.windows, position, context, self._adapter(sequence))
-        klass = 0 if self._model.relaxed else DECODE
+        klass = self._model.decode_class
         seen = chain.feed(token, klass)
         self._write(sequence, position, chain.new, klass, row.branch)
         self.computed["decode"] += 1

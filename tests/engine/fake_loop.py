@@ -87,9 +87,16 @@ class Loop:
             running=lambda: self.scheduler._running,
             cached=lambda group, page: pools[group].owner(page) is not None,
         )
-        classes = dict(model.classes)
+        classes = dict.fromkeys(model.sizes, 0) if model.agree else dict(model.classes)
         self.core = EngineLoop(
-            engine, self.kv, self, size_classes=classes, costs=costs, clock=lambda: self.now, loras=loras
+            engine,
+            self.kv,
+            self,
+            size_classes=classes,
+            decode_agrees=model.agree,
+            costs=costs,
+            clock=lambda: self.now,
+            loras=loras,
         )
         self.scheduler = self.core._scheduler
         if engine.speculative == "trees":
@@ -192,6 +199,7 @@ def make_loop(
     rows: int = 0,
     costs: Costs | None = None,
     loras: LoRAStore | None = None,
+    decode_agrees: bool = False,
     **changes: Any,
 ) -> Loop:
     """A loop of three slots and 24 pages of 8 tokens, but for what is said otherwise.
@@ -200,6 +208,7 @@ def make_loop(
         classes: of the prefill sizes, in order.
         rows: of the decode program, if more than slots.
         loras: where adapters come from, for settings that enable them.
+        decode_agrees: all programs are of one class.
     """
     config = {
         "max_num_seqs": 3,
@@ -215,7 +224,7 @@ def make_loop(
     rows = -(-max(rows, engine.rows) // engine.microbatches) * engine.microbatches
     engine = dataclasses.replace(engine, host_pages=host_pages, rows=rows)
     pairs = tuple(zip(engine.prefill_sizes, classes, strict=True))
-    model = FakeModel(windows, engine.prefill_sizes, pairs, engine.exactness == "relaxed")
+    model = FakeModel(windows, engine.prefill_sizes, pairs, engine.exactness == "relaxed", decode_agrees)
     return Loop(engine, model, costs, loras)
 
 

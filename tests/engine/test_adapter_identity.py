@@ -65,7 +65,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(mode: str, monkeypatch:
     model, requests = tiny()
     changes, happened = MODES[mode]
     if mode.endswith("swapped"):
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     model = model.replace(draft=random_model(seed=1, num_hidden_layers=1))
     llm = Adapted(model, **{**SETTINGS, **LORAS, "num_pages": ROOMY, **changes})
     check_mode(llm, requests, alone(), happened)

@@ -64,7 +64,7 @@ def test_its_pages_go_where_those_of_the_model_go(
 ) -> None:
     """To other sequences, to copies, to the host and back."""
     if changes.pop("swap", 0):
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     llm = LLM(itself, **{**SETTINGS, "max_num_seqs": 5, **changes})
     params = SamplingParams(n=2, temperature=1.0, max_tokens=40, seed=3, ignore_eos=True)
     for _ in range(2):  # the second time prompts are found in the cache

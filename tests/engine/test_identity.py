@@ -135,7 +135,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(tiny, mode, monkeypatch
     model, requests, expected = tiny
     changes, happened = MODES[mode]
     if mode.endswith("swapped"):
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     model = model.replace(draft=random_model(seed=1, num_hidden_layers=1))
     check_mode(LLM(model, **{**SETTINGS, "num_pages": ROOMY, **changes}), requests, expected, happened)
 
@@ -181,7 +181,7 @@ def test_real_and_wide_models_in_every_mode(which, mode, monkeypatch, request):
     if "max_num_batched_tokens" in changes:
         room["max_num_batched_tokens"] = rows + settings["prefill_sizes"][-1]
     if mode.endswith("swapped"):
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     monkeypatch.setattr(SequencePages, "place", functools.partialmethod(_place_eagerly, SequencePages.place))
     model = model if which == "demo" else model.replace(draft=model)
     check_mode(LLM(model, **{**settings, **changes, **room}), requests, expected, happened)

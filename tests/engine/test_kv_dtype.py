@@ -54,7 +54,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(kind, mode, model, monk
     requests, expected = requests_alone(kind)
     changes, happened = MODES[mode]
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     llm = LLM(model, **{**SETTINGS, "num_pages": ROOMY, "kv_cache_dtype": kind, **changes})
     check_mode(llm, requests, expected, happened)
     assert any(len(each) > 2 for each in expected), "no request has several samples"
@@ -79,7 +79,7 @@ def test_latents_have_the_bits_of_each_request_alone(kind, mode, monkeypatch):
     model, requests, expected = latents_alone(kind)
     changes, happened = MODES[mode]
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     llm = LLM(model, **{**SETTINGS, "num_pages": ROOMY, "kv_cache_dtype": kind, **changes})
     check_mode(llm, requests, expected, happened)
     assert llm.engine.stats().prefix_hits > 0

@@ -145,7 +145,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(alone, mode, monkeypatc
     constraints, requests, expected = alone
     changes, happened = MODES[mode]
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     if mode == "forced":  # no plan goes without a mask, and what is forced comes with it, however busy the machine is
         for name in ("_PATIENCE", "_PATIENCE_ALONE"):
             monkeypatch.setattr(f"jaxinfer.engine.scheduling.decode.{name}", 60.0)

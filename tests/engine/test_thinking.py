@@ -131,7 +131,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(alone, tags, mode, monk
     requests, expected = alone
     changes, _ = MODES[mode]
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     if "num_pages" in changes:
         monkeypatch.setattr(SequencePages, "place", functools.partialmethod(_place_eagerly, SequencePages.place))
     llm = thinking(tags, **changes)

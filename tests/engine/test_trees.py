@@ -205,7 +205,7 @@ def test_whatever_is_proposed_tokens_and_logprobs_stay(
 ) -> None:
     requests, wanted, said = expected
     tight = trees.config.num_pages < SETTINGS["num_pages"]
-    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: swap)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: swap)
     trees._scheduler._drafts._drafter = Bounded(Forest(said, kind), VOCAB)
     trees.reset_prefix_cache()
     before = trees.stats()

@@ -143,7 +143,7 @@ def test_the_sampler_counts_what_came_out_also_after_preemptions(
     model: Model, swap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that are computed again would not all be drawn again: they must not be counted by what is drawn."""
-    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: swap)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: swap)
     llm = LLM(model, **{**SETTINGS, "max_num_seqs": 5, "num_pages": 11, "async_scheduling": False})
     asked = params(speculation=TYPICAL, presence_penalty=0.2, frequency_penalty=0.1)
     requests = llm._requests("prompts", PROMPTS, [asked] * len(PROMPTS))
@@ -155,7 +155,7 @@ def test_the_sampler_counts_what_came_out_also_after_preemptions(
         llm.engine.step()
         counts = np.asarray(executor.microbatches[0].sampler.counts)
         for slot, sequence in scheduler._running.items():
-            known = sequence.tokens[sequence.prefill_end + 1 :]
+            known = sequence.tokens[sequence.prompt_end + 1 :]
             if sequence.scheduled + 1 == len(sequence.tokens) and sequence.sampler_state is None:
                 np.testing.assert_array_equal(counts[slot], np.bincount(known, minlength=VOCAB))
                 seen += 1

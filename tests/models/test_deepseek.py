@@ -190,5 +190,5 @@ def test_requests_have_the_bits_of_each_alone(model: Model, monkeypatch: pytest.
     expected = alone(model, requests, **SETTINGS)
     small = LLM(model, **SETTINGS, num_pages=200, max_num_batched_tokens=72)
     check_mode(small, requests, expected, lambda stats: stats.prefix_hits > 0)
-    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     check_mode(LLM(model, **SETTINGS, num_pages=12), requests, expected, preempted("swap"))

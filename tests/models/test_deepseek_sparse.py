@@ -199,7 +199,7 @@ def test_requests_have_the_bits_of_each_alone(kind: str, kv_cache_dtype: str, mo
     check_mode(small, requests, expected, lambda stats: stats.prefix_hits > 0)
     drafts = LLM(model, **settings, num_pages=12, speculative="ngram", swap_space_gib=0)
     check_mode(drafts, requests, expected, preempted("recompute"))
-    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     check_mode(LLM(model, **settings, num_pages=12), requests, expected, preempted("swap"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,8 @@ class Calibration:
         size_classes: a number for each prefill size; equal numbers: programs with equal bits.
         exact_resume: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken
             for granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
+        decode_agrees: whether decode rows leave the bits that chunks of all sizes leave: what was generated may be
+            found by a prompt, and be computed again in chunks.
         multi_step: most decode steps of one plan.
         costs: of swapping and of computing again, measured.
     """
@@ -37,6 +40,7 @@ class Calibration:
     prefill_batches: Mapping[int, int]
     size_classes: Mapping[int, int]
     exact_resume: bool
+    decode_agrees: bool
     multi_step: int
     costs: Costs
 
@@ -69,17 +73,20 @@ def _try_out(executor: Executor, prepared: Prepared, platform: str) -> dict[str,
     exact, probes = engine.exactness == "exact", _probes(executor, prepared)
     found = [probe.prefill_batches() for probe in probes]
     batches = {size: count for size, count in found[0].items() if all(size in each for each in found)}
-    classes, resume = {size: number for number, size in enumerate(engine.prefill_sizes)}, True
-    tokens = sum(probe.size_class_tokens() for probe in probes)
-    operations = 2 * tokens * sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    if exact and engine.enable_prefix_caching and (platform != "cpu" or operations <= _CPU_OPERATIONS):
+    classes, resume, agrees = {size: number for number, size in enumerate(engine.prefill_sizes)}, True, False
+    operations = 2 * len(probes) * sum(leaf.size for leaf in jax.tree.leaves(model.params))  # a token's
+    most = _CPU_OPERATIONS // operations if platform == "cpu" else math.inf
+    if exact and engine.enable_prefix_caching and (tokens := probes[0].size_class_tokens()) <= most:
         classes = joint([probe.size_classes() for probe in probes])
         resume = all(probe.exact_resume(classes) for probe in probes)
+        if resume and tokens + probes[0].decode_tokens() <= most:
+            agrees = all(probe.decode_agrees(classes) for probe in probes)
     several = engine.multi_step > 1 and (not exact or all(probe.multi_step(limits) for probe in probes))
     return {
         "prefill_batches": batches,
         "size_classes": classes,
         "exact_resume": resume,
+        "decode_agrees": agrees,
         "multi_step": engine.multi_step if several else 1,
     }
 

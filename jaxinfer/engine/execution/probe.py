@@ -18,7 +18,7 @@ from jaxtyping import Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch, idle_batch
 from jaxinfer.kv.transfer import TRANSFERS
 from jaxinfer.lora.parts import random_parts
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
@@ -33,6 +33,9 @@ _ROUNDS = 32
 
 # Probes cut a piece at a third of a size: in general not where a page begins.
 _FIRST = 3
+# Where the contexts end before which rows of the decode program are compared with chunks: attention adds what is longer
+# up in further blocks and splits.
+_CONTEXTS = (64, 512, 1024, 2048)
 _SNAPSHOT = -1  # the probe's own number of a snapshot
 _ADAPTERS = 2  # that are probed with
 
@@ -59,6 +62,7 @@ class Probe:
         self._rng = np.random.default_rng(0)
         self._enough, self._per_token = _ELEMENTS[element], max(per_token, 1)
         self._room = engine.table_width * engine.page_size
+        self._most_rows = engine.rows // engine.microbatches
 
     # ---- chunks that share a program
 
@@ -197,6 +201,57 @@ class Probe:
 
     def _state_bits(self, states: tuple[int, ...]) -> np.ndarray:
         return self._executor.run(commands.ReadStates(states))
+
+    # ---- decode rows in the place of chunks
+
+    def decode_agrees(self, classes: dict[int, int]) -> bool:
+        """Whether decode rows leave the bits of prefill chunks, whose sizes must be of one class: then tokens may be
+        computed by either.
+
+        Tokens of a sequence are fed once more to its own pages, a row each, behind contexts of several lengths. All
+        rows write what they attend to, so where bits are equal nothing changes, and one step tries as many tokens as
+        there are rows. Not asked where layers have states, which hold no more than one place of a sequence, nor where
+        drafts come from programs: of generated tokens these have not seen all that they see of a prompt.
+        """
+        if len(set(classes.values())) > 1 or self._state is not None or self._engine.drafts_on_device:
+            return False
+        rounds = self._rounds(self._seen_rows())
+        return rounds <= _ROUNDS and all(self._rows_agree() for _ in range(rounds))
+
+    def decode_tokens(self) -> int:
+        """Tokens that `decode_agrees` runs at most."""
+        each = min(_CONTEXTS[-1], self._room) + self._seen_rows()
+        return each * min(_ROUNDS, self._rounds(self._seen_rows()))
+
+    def _seen_rows(self) -> int:
+        return sum(min(self._most_rows, end - begin) for begin, end in self._contexts())
+
+    def _rows_agree(self) -> bool:
+        tokens, size = self._tokens(min(_CONTEXTS[-1], self._room)), self._engine.prefill_sizes[-1]
+        for start in range(0, len(tokens), size):
+            chunk = self._chunk(tokens[start : start + size], start, size, start == 0)
+            self._executor.run(commands.Prefill(chunk))
+        table = np.arange(self._engine.table_width, dtype=np.int32)
+        want = self._bits(table, 0, len(tokens))
+        for positions in self._row_positions():
+            self._executor.run(commands.Decode(0, self._fed_again(tokens, positions, table)))
+        return _equal([want], [self._bits(table, 0, len(tokens))])
+
+    def _row_positions(self) -> list[Int32[np.ndarray, " fed"]]:
+        """Positions of rows by step, at random between the ends of contexts."""
+        ranges = [np.arange(begin, end, dtype=np.int32) for begin, end in self._contexts()]
+        return [self._rng.permutation(each)[: self._most_rows] for each in ranges]
+
+    def _contexts(self) -> list[tuple[int, int]]:
+        ends = sorted({min(end, self._room) for end in _CONTEXTS})
+        return list(itertools.pairwise([0, *ends]))
+
+    def _fed_again(self, tokens: np.ndarray, positions: np.ndarray, table: np.ndarray) -> DecodeBatch:
+        batch = idle_batch(self._engine, self._groups)
+        fed, places = batch.tokens.copy(), batch.positions.copy()
+        fed[: len(positions)], places[: len(positions)] = tokens[positions], positions
+        tables = np.broadcast_to(table, batch.tables.shape).copy()
+        return batch._replace(tokens=fed, positions=places, generated=np.zeros_like(fed), tables=tables)
 
     # ---- several decode steps at once
 

@@ -251,7 +251,7 @@ class Runner:
         for sequence, start, drafts, *_ in plan.drafts or ():
             row = sequence.slot // microbatches
             tokens[row], positions[row], limits[row] = sequence.tokens[start - 1], start - 1, len(drafts)
-            generated[row] = start - 1 - sequence.prefill_end
+            generated[row] = start - 1 - sequence.prompt_end
         tables = self._tables[:, plan.microbatch :: microbatches].copy()
         batch = DraftBatch(tokens, positions, generated, limits, tables)
         drafted = self._executor.run(commands.Draft(plan.microbatch, batch))
@@ -284,7 +284,7 @@ class Runner:
             tables[:, 0, slot, : engine.table_width - first] = self._tables[:, sequence.slot, first:]
         for row, (sequence, start, names, branches) in enumerate(drafts):
             slot, first = self._place(sequence.slot)[1], sequence.base // engine.page_size
-            last[slot], generated[slot], limits[slot, 0] = row, start - 1 - sequence.prefill_end, len(names)
+            last[slot], generated[slot], limits[slot, 0] = row, start - 1 - sequence.prompt_end, len(names)
             for kv_slot, path in branches:
                 place = path_of(path, engine.num_speculative_tokens)
                 tables[:, place, slot, : engine.table_width - first] = self._tables[:, kv_slot, first:]
@@ -329,7 +329,7 @@ class Runner:
         sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), (), ())
         rows, fed, inputs, of_branch = np.array(columns, np.int32)
         positions[rows], tokens[rows] = fed, inputs
-        generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
+        generated[rows] = fed - np.array([sequence.prompt_end for sequence in sequences], np.int32)
         arrivals = np.array([sequence.arrival for sequence in sequences], np.int64)
         tables = self._tables[:, microbatch::microbatches]
         slots = [sequence.slot // microbatches for sequence in sequences]

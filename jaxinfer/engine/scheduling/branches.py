@@ -103,8 +103,8 @@ def _candidates(trees: list[Tree], worth: float) -> Iterator[_Candidate]:
     """The further paths whose first own token is accepted with a probability of ``worth`` at least. The others of a
     node's children are tried where those before them fail."""
     for place, (draft, others, rate) in enumerate(trees):
-        if not draft.sequence.generated:
-            continue  # its prompt may be computed in this very step, after pages are copied
+        if draft.start - 1 <= draft.sequence.prefill_end:
+            continue  # its chunks may be computed in this very step, after pages are copied
         earlier = [draft.tokens]
         for path in others:
             alike = [_agree(path, other) for other in earlier]

@@ -147,7 +147,7 @@ class DraftPlanner:
     def _feed(self, row: DecodePlan, tokens: list[int], idle: list[int], planned: list[DecodePlan]) -> list[int]:
         """Plan rows for draft tokens as far as there are pages; which ones."""
         sequence = row.sequence
-        newest = sequence.generated > 0 and row.position == len(sequence.tokens) - 1
+        newest = sequence.prefill_end < row.position == len(sequence.tokens) - 1
         for count, token in enumerate(tokens):
             if not self._pages.extend(sequence, sequence.scheduled + 1, slide=newest):
                 return tokens[:count]
@@ -166,7 +166,7 @@ class DraftPlanner:
         """Chunks that were generated while nothing was drafted."""
         chunks = list[PrefillPlan]()
         for sequence, start, *_ in drafts:
-            at, end = max(sequence.drafted, sequence.prefill_end), start - 1
+            at, end = max(sequence.drafted, sequence.prompt_end), start - 1
             while at < end:
                 length = min(end - at, self._sizes[-1])
                 size = next(size for size in self._sizes if size >= length)
@@ -204,7 +204,7 @@ class DraftPlanner:
 
     def _drafted(self, sequence: Sequence) -> Drafted:
         keys = self._pages.keys(sequence)
-        return Drafted(sequence.arrival, keys.namespace, sequence.prefill_end + 1, keys.tokens)
+        return Drafted(sequence.arrival, keys.namespace, sequence.prompt_end + 1, keys.tokens)
 
     # ---- what became of it
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.buckets import Chunk, next_chunk, page_code
+from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
 from jaxinfer.engine.scheduling.sequence import Sequence, Status
 from jaxinfer.kv.manager import KVManager, Match
 from jaxinfer.kv.radix import PageKeys
@@ -16,13 +17,27 @@ class SequencePages:
 
     Args:
         classes: prefill sizes with equal bits, see `buckets.next_chunk`.
+        decode_agrees: decode rows leave the same bits, too: all tokens' pages are alike.
     """
 
-    def __init__(self, engine: ResolvedEngine, kv: KVManager, classes: Mapping[int, int]) -> None:
+    def __init__(
+        self, engine: ResolvedEngine, kv: KVManager, classes: Mapping[int, int], *, decode_agrees: bool = False
+    ) -> None:
         self._kv, self._page, self._sizes = kv, engine.page_size, engine.prefill_sizes
         self._free_branches = list(range(engine.rows, engine.rows + engine.branches))
-        self._relaxed = engine.exactness == "relaxed"
-        self._classes = dict.fromkeys(engine.prefill_sizes, 0) if self._relaxed else dict(classes)
+        relaxed = engine.exactness == "relaxed"
+        self._alike = relaxed or decode_agrees
+        self._classes = dict.fromkeys(engine.prefill_sizes, 0) if relaxed else dict(classes)
+
+    def chunks_end(self, sequence: Sequence) -> int:
+        """The first token that is a decode row when a sequence is computed again: the last known one, where a chunk's
+        pages are as good as those of rows.
+
+        Not where the sampler counts generated tokens as their rows come, nor behind a prompt that ran in the program
+        of its log probabilities.
+        """
+        rows = sequence.stateful or sequence.params.prompt_logprobs is not None
+        return len(sequence.tokens) - 1 if self._alike and not rows else sequence.prompt_end
 
     def next_chunk(self, sequence: Sequence, start: int) -> Chunk:
         wants = sequence.params.prompt_logprobs is not None
@@ -68,7 +83,7 @@ class SequencePages:
         return self._placed(sequence, sequence.scheduled, sequence.scheduled)
 
     def _fork(self, sequence: Sequence, slot: int, leader: Sequence, spare: int) -> int | None:
-        length = sequence.prefill_end
+        length = sequence.prompt_end
         if self._kv.available < 1 + spare or not self._kv.fork(leader.slot, slot, length):
             return None
         sequence.prompt_logprobs = leader.prompt_logprobs
@@ -77,7 +92,7 @@ class SequencePages:
 
     def _admit(self, sequence: Sequence, slot: int, budget: int, spare: int) -> int | None:
         match = self._match(sequence)
-        start, length = match.tokens, match.tokens + 1
+        start, length, sequence.prefill_end = match.tokens, match.tokens + 1, self.chunks_end(sequence)
         if start < sequence.prefill_end:
             chunk = self.next_chunk(sequence, start)
             length = start + chunk.length
@@ -86,7 +101,8 @@ class SequencePages:
         fresh = self._kv.pages_for(length) - start // self._page
         if self._kv.available < fresh + spare or not self._kv.admit(slot, match, length):
             return None
-        sequence.base, sequence.drafted = 0, sequence.prefill_end
+        seen = start <= sequence.prompt_end  # of generated tokens that are found, drafters may have seen nothing
+        sequence.base, sequence.drafted = 0, sequence.prefill_end if seen else sequence.prompt_end
         return self._placed(sequence, start, length)
 
     def _placed(self, sequence: Sequence, computed: int, length: int) -> int:
@@ -104,12 +120,13 @@ class SequencePages:
         if sequence.params.prompt_logprobs is not None:
             limit = 0  # they are wanted of every prompt token
         elif sequence.stateful:
-            limit = sequence.prefill_end  # the sampler counts the generated tokens as they come
+            limit = sequence.prompt_end  # the sampler counts the generated tokens as they come
         return self._kv.match(self.keys(sequence), self._codes(sequence), limit)
 
-    def preempt(self, sequence: Sequence, *, swap: bool) -> bool:
+    def preempt(self, sequence: Sequence, costs: Costs) -> bool:
         """Take the pages of a sequence that gives way; whether its bytes are kept on the host. Otherwise its pages may
         still be found in the tree when it comes back."""
+        swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), costs, self.chunks_end(sequence))
         # The sampler's state is that of the path that wins, whose pages may be a branch's: those swapped might not fit.
         if swap and not sequence.branches:
             sequence.swapped = self._kv.swap_out(sequence.slot, sequence.scheduled)
@@ -121,8 +138,9 @@ class SequencePages:
         return sequence.swapped is not None
 
     def publish(self, sequence: Sequence) -> None:
-        """Publish pages that launched steps have filled; those of generated tokens only where bits may differ."""
-        known = len(sequence.tokens) if self._relaxed else sequence.prefill_end
+        """Publish pages that launched steps have filled; those of generated tokens only where they are as good as a
+        prompt's."""
+        known = len(sequence.tokens) if self._alike else sequence.prompt_end
         self._publish(sequence, min(sequence.scheduled, known))
 
     def _publish(self, sequence: Sequence, length: int) -> None:
@@ -130,8 +148,9 @@ class SequencePages:
             self._kv.publish(sequence.slot, self.keys(sequence), self._codes(sequence), length)
 
     def release(self, sequence: Sequence) -> None:
-        """Let go of what a running sequence holds; in relaxed mode, what it generated is there for a follow-up turn."""
-        if self._relaxed:
+        """Let go of what a running sequence holds; where pages are alike, what it generated is there for a follow-up
+        turn."""
+        if self._alike:
             self.publish(sequence)
         self.drop_branches(sequence)
         self._kv.release(sequence.slot)
@@ -188,8 +207,8 @@ class SequencePages:
     def _codes(self, sequence: Sequence) -> list[int]:
         """Codes of the programs that compute each page of the known tokens."""
         pages = self._kv.pages_for(len(sequence.tokens))
-        if self._relaxed:
+        if self._alike:
             return [0] * pages
         for page in range(len(sequence.codes), pages):
-            sequence.codes.append(page_code(page, self._page, sequence.prefill_end, self._sizes, self._classes))
+            sequence.codes.append(page_code(page, self._page, sequence.prompt_end, self._sizes, self._classes))
         return sequence.codes

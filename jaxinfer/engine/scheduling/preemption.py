@@ -16,11 +16,11 @@ class Costs:
     decode_step: float = 5e-3
 
 
-def prefer_swap(sequence: Sequence, pages: int, costs: Costs) -> bool:
+def prefer_swap(sequence: Sequence, pages: int, costs: Costs, chunks_end: int) -> bool:
     """Whether moving the pages to the host and back is cheaper than computing them again.
 
-    The prompt is computed again in chunks, generated tokens one decode step each: they must come from the program that
-    made them first.
+    Tokens before ``chunks_end`` are computed again in chunks, generated ones behind it one decode step each.
     """
-    again = sequence.prefill_end * costs.prefill_token + sequence.generated * costs.decode_step
+    steps = len(sequence.tokens) - 1 - chunks_end
+    again = chunks_end * costs.prefill_token + steps * costs.decode_step
     return pages * costs.swap_page < again

@@ -20,7 +20,7 @@ from jaxinfer.engine.scheduling.decode import Constraints, DecodePlanner
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, LoraLoad, Preempted, StepPlan, StepResult
-from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
+from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.prefill import PrefillPlanner
 from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_room
 from jaxinfer.engine.scheduling.sequence import Sequence, Status, needs_sampler_state
@@ -40,7 +40,7 @@ class Scheduler:
     """Owns every sequence from `add` until it finishes, its slot and its pages.
 
     Args:
-        classes: prefill sizes with equal bits, see `buckets.next_chunk`.
+        classes, decode_agrees: programs with equal bits, see `buckets.next_chunk` and `SequencePages`.
         drafter: proposes tokens to verify in idle rows; None: no speculation.
         masks: of what grammars allow; None: requests have none.
         loras: where adapters come from; None: requests have none, and `lora_usage` returns None.
@@ -59,10 +59,11 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         masks: Masks | None = None,
         loras: AdapterSource | None = None,
+        decode_agrees: bool = False,
     ) -> None:
         self._engine, self._kv, self._clock = engine, kv, clock
         self._costs = costs or Costs()
-        self._pages = SequencePages(engine, kv, classes)
+        self._pages = SequencePages(engine, kv, classes, decode_agrees=decode_agrees)
         queue = make_queue(engine.scheduling_policy, engine.max_num_seqs)
         self.stats = stats or StatsRecorder(clock)
         self._loras, self._queue = with_adapters(queue, engine.lora_slots, loras, self.stats)
@@ -291,8 +292,7 @@ class Scheduler:
         """Take the slot and the pages of a running sequence (None: of the one that is served last)."""
         sequence = sequence or max(self._running.values(), key=self._queue.rank)
         preempted = Preempted(sequence, sequence.slot)
-        swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), self._costs)
-        swapped = self._pages.preempt(sequence, swap=swap)
+        swapped = self._pages.preempt(sequence, self._costs)
         self.stats.preempted("swap" if swapped else "recompute")
         self._preempted.add(sequence)
         self._enqueue(sequence)  # before it leaves: its tenant is here all the time
@@ -308,8 +308,9 @@ class Scheduler:
 
     def _charge_prompt(self, sequence: Sequence) -> None:
         """Charge each token once: what is computed again after a preemption was paid for."""
-        self._queue.charge(sequence, prompt=max(0, sequence.scheduled - sequence.charged))
-        sequence.charged = max(sequence.charged, sequence.scheduled)
+        computed = min(sequence.scheduled, sequence.prompt_end)
+        self._queue.charge(sequence, prompt=max(0, computed - sequence.charged))
+        sequence.charged = max(sequence.charged, computed)
 
     def _outrank(self) -> list[Preempted]:
         """Preempt a running sequence that the policy puts behind the first one that waits, where no slot is free."""
@@ -344,7 +345,7 @@ class Scheduler:
             if not swapped:
                 self.stats.prefix(len(sequence.tokens) - 1, cached)
             if sequence.cached is None:
-                sequence.cached = min(cached, sequence.prefill_end)
+                sequence.cached = min(cached, sequence.prompt_end)
             self.stats.scheduled(sequence)
             sequence.slot, sequence.status = heapq.heappop(self._free_slots), Status.RUNNING
             self._running[slot] = sequence

@@ -33,8 +33,9 @@ class Sequence:
     ``tokens`` are those that the host knows: the prompt and what it has read (an array, which costs the garbage
     collector nothing however many requests wait). ``scheduled`` counts the tokens whose keys and values are computed,
     or will be by steps already launched; after a preemption by recomputing it falls behind ``tokens``, which are fed
-    again. Tokens before ``prefill_end`` run in prefill chunks; the last prompt token and every generated one run as
-    decode rows. ``in_flight`` counts rows that were launched and not read.
+    again. Tokens before ``prefill_end`` run in prefill chunks, the others as decode rows: from ``prompt_end``, the last
+    prompt token, on, unless what was generated is computed again in chunks (`SequencePages.chunks_end`). ``in_flight``
+    counts rows that were launched and not read.
 
     The device keeps, for each slot, the token that the slot's row sampled last. ``sampled`` is the position which that
     row of this sequence had since it took its slot; -1: none yet. So the token at ``position`` is the host's to feed
@@ -74,6 +75,10 @@ class Sequence:
     thought: Thought | None = None  # in front of what the grammar holds, since then, if there may be one
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     times: Times = dataclasses.field(default_factory=Times)
+    prompt_end: int = dataclasses.field(init=False)  # the position of the last prompt token
+
+    def __post_init__(self) -> None:
+        self.prompt_end = self.prefill_end
 
     @property
     def params(self) -> SamplingParams:
@@ -85,7 +90,7 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - self.prefill_end - 1
+        return len(self.tokens) - self.prompt_end - 1
 
     @property
     def prefilling(self) -> bool:

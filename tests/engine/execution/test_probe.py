@@ -22,6 +22,7 @@ from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.sampling_params import SamplingParams
+from pallas_kernels.paged_attention import xla
 from tests.engine.test_invariance import bits, prompts_of
 from tests.fakes import random_model
 
@@ -146,6 +147,61 @@ def test_classes_are_not_looked_for_where_nothing_is_shared():
         assert LLM("demo", "float32", **settings, **changes).engine.calibration.size_classes == {64: 0, 128: 1}
 
 
+# ---- decode rows in the place of chunks
+
+
+ALIKE = {"max_num_seqs": 16, "max_model_len": 128, "page_size": 16, "prefill_sizes": (16,), "max_prefill_rows": 1}
+
+
+@pytest.fixture(scope="module")
+def alike() -> Iterator[Engine]:
+    """An engine whose products have 16 rows in both programs, and whose attention has blocks of one size."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
+        yield LLM(random_model(), **ALIKE).engine
+
+
+def decode_with(engine: Engine, wrong_from: int) -> Any:
+    """``decode`` with a bit wrong of the row at the last position, if that is not before ``wrong_from``."""
+    decode, rows = engine._executor.runtimes[-1].run.decode, np.zeros(engine.config.rows, np.int32)
+    like = DecodeBatch(rows, rows, rows, np.zeros((1, *rows.shape, engine.config.table_width), np.int32))
+
+    def wrong(params, slots, state, packed, *operands):
+        state, sampled = decode(params, slots, state, packed, *operands)
+        batch, page = unpack(packed, like), engine.config.page_size
+        row = int(np.argmax(batch.positions))
+        if (last := int(batch.positions[row])) >= wrong_from:
+            place = int(batch.tables[0, row, last // page])
+            state = state._replace(pools=nudged(state.pools, place, last % page))
+        return state, sampled
+
+    return wrong
+
+
+@pytest.mark.parametrize(("wrong_from", "agrees"), [(128, True), (64, False), (0, False)])
+def test_decode_rows_stand_in_for_chunks_where_they_leave_the_same_bits(alike, wrong_from, agrees):
+    assert alike.calibration.decode_agrees
+    with probe_with(alike, decode=decode_with(alike, wrong_from)) as probe:
+        assert probe.decode_agrees({16: 0}) is agrees
+
+
+def test_decode_rows_that_sum_blocks_of_other_sizes_do_not(engine):
+    assert not engine.calibration.decode_agrees
+    with probe_with(engine) as probe:
+        assert not probe.decode_agrees({64: 0, 128: 0})
+
+
+def test_whether_decode_rows_agree_is_not_asked(alike, engine):
+    """Where sizes differ, programs draft, or sixteen bits would hide most."""
+    with probe_with(alike) as probe:
+        assert not probe.decode_agrees({16: 0, 32: 1})
+        assert probe.decode_tokens() == 128 + 2 * 16
+        probe._engine = dataclasses.replace(alike.config, speculative="draft_model")
+        assert not probe.decode_agrees({16: 0})
+        probe._engine, probe._enough = alike.config, 10**9
+        assert not probe.decode_agrees({16: 0})
+
+
 # ---- several decode steps at once
 
 
@@ -186,8 +242,8 @@ def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
 
 def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
     config = EngineConfig(
-        max_num_seqs=3,
-        max_model_len=64,
+        max_num_seqs=8,
+        max_model_len=128,
         page_size=16,
         prefill_sizes=(16, 32),
         max_prefill_rows=1,
@@ -197,10 +253,11 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         max_lora_rank=4,
     )
     prepared = prepare(random_model(), config, "cpu")
+    monkeypatch.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
     executor = LocalExecutor(*prepared, mesh_for(config))
     monkeypatch.setattr(executor, "digest", lambda: None)  # what an earlier start found is of other programs
     found = calibrate(executor, prepared, "cpu")
-    assert (found.size_classes, found.multi_step) == ({16: 0, 32: 0}, 3)
+    assert (found.size_classes, found.decode_agrees, found.multi_step) == ({16: 0, 32: 0}, True, 3)
     (part,) = executor.runtimes
     whole, adapted = part.run, part.run.adapted
     assert adapted is not None
@@ -212,6 +269,13 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         state, *rest = adapted.decode_many(*operands)
         return state._replace(pools=nudged(state.pools, 0, 15)), *rest
 
+    def decode(*operands):
+        state, sampled = adapted.decode(*operands)
+        return state._replace(pools=nudged(state.pools, 0)), sampled
+
+    part.run = dataclasses.replace(whole, adapted=dataclasses.replace(adapted, decode=decode))
+    found = calibrate(executor, prepared, "cpu")
+    assert (found.size_classes, found.decode_agrees) == ({16: 0, 32: 0}, False)
     part.run = dataclasses.replace(
         whole,
         adapted=dataclasses.replace(adapted, prefill={**adapted.prefill, (32, 1): prefill}, decode_many=decode_many),

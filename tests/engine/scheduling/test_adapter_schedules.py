@@ -27,6 +27,7 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
         "async_scheduling": rng.choice((True, True, False)),
         "batching": rng.choice(("continuous", "continuous", "static")),
         "exactness": rng.choice(("exact", "relaxed")),
+        "decode_agrees": rng.choice((False, True)),
         "speculative": rng.choice((None, None, "ngram", "suffix")),
     }
 

@@ -116,7 +116,7 @@ def test_what_became_of_a_tree(paths, known, outcome):
 
 
 class Sequence:
-    generated = 1
+    prefill_end = 3
 
 
 def planned(rate: float, *paths: list[int]) -> Planned:
@@ -177,9 +177,10 @@ def in_flight(loop: Loop):
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize("costs", [SWAP, RECOMPUTE])
-def test_who_is_preempted_while_branches_are_on_their_way_is_computed_again(costs, penalty):
+@pytest.mark.parametrize("agrees", [False, True])
+def test_who_is_preempted_while_branches_are_on_their_way_is_computed_again(costs, penalty, agrees):
     """What the sampler counts is the path that wins, whose pages are gone: to bring back others would not fit."""
-    loop = tree_loop(1, costs=costs, host_pages=20, presence_penalty=penalty)
+    loop = tree_loop(1, costs=costs, host_pages=20, presence_penalty=penalty, decode_agrees=agrees)
     sequence = in_flight(loop)
     loop.scheduler._preempt()
     assert not sequence.branches

@@ -147,8 +147,10 @@ def test_shares_are_of_what_is_used_not_of_what_is_asked_for(unchecked):
     assert first.request.tenant == "stops", "it used 13, not 2003"
 
 
-def test_what_is_computed_again_is_not_charged_again(unchecked):
-    loop = fair_loop(slots=3, num_pages=12, max_model_len=64, costs=RECOMPUTE, enable_prefix_caching=False)
+@pytest.mark.parametrize("agrees", [False, True])
+def test_what_is_computed_again_is_not_charged_again(unchecked, agrees):
+    settings = {"num_pages": 12, "max_model_len": 64, "costs": RECOMPUTE, "enable_prefix_caching": False}
+    loop = fair_loop(slots=3, **settings, decode_agrees=agrees)
     queue, charged = loop.scheduler._queue, dict.fromkeys("abc", 0)
     charge = queue.charge
 

@@ -49,10 +49,11 @@ def sequence_of(prompt: int, generated: int) -> Sequence:
 
 def test_swapping_is_chosen_where_it_costs_less():
     costs = Costs(swap_page=1.0, prefill_token=0.1, decode_step=2.0)
-    assert not prefer_swap(sequence_of(101, 0), 11, costs), "100 prompt tokens take 10 seconds"
-    assert prefer_swap(sequence_of(101, 0), 9, costs)
-    assert prefer_swap(sequence_of(101, 1), 11, costs), "and a generated one 2"
-    assert not prefer_swap(sequence_of(1, 0), 1, costs)
+    assert not prefer_swap(sequence_of(101, 0), 11, costs, 100), "100 prompt tokens take 10 seconds"
+    assert prefer_swap(sequence_of(101, 0), 9, costs, 100)
+    assert prefer_swap(sequence_of(101, 1), 11, costs, 100), "and a generated one 2"
+    assert not prefer_swap(sequence_of(101, 1), 11, costs, 101), "but in a chunk a tenth of one"
+    assert not prefer_swap(sequence_of(1, 0), 1, costs, 0)
 
 
 # ---- who
@@ -116,6 +117,45 @@ def test_without_room_on_the_host_they_are_computed_again():
     assert set(preemptions(loop)) == {"recompute"}
 
 
+ALIKE = {"exact": {"decode_agrees": True}, "relaxed": {"exactness": "relaxed"}}
+
+
+@pytest.mark.parametrize("mode", ALIKE)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_where_pages_are_alike_generated_tokens_are_computed_again_in_chunks(mode, asynchronous):
+    settings = {"enable_prefix_caching": False, "async_scheduling": asynchronous}
+    loop = tight_loop("recompute", **settings, **ALIKE[mode])
+    loop.run(*three_that_grow())
+    assert set(preemptions(loop)) == {"recompute"}
+    assert loop.device.computed["decode"] == 3 * 30, "each is a row once"
+    assert loop.device.computed["prefill"] > 3 * 5
+    assert loop.scheduler.stats.snapshot().replayed_tokens == 0
+
+
+@pytest.mark.parametrize("changes", [{"presence_penalty": 1.0}, {"prompt_logprobs": 1}])
+def test_in_rows_where_the_sampler_counts_them_or_the_prompt_had_another_program(changes):
+    loop = tight_loop("recompute", enable_prefix_caching=False, decode_agrees=True)
+    loop.run(*three_that_grow(**changes))
+    assert loop.scheduler.stats.snapshot().replayed_tokens > 0
+
+
+def test_chunks_make_computing_again_cheaper_than_swapping():
+    for agrees, way in ((False, "swap"), (True, "recompute")):
+        costs = Costs(swap_page=1.0, prefill_token=0.01, decode_step=1.0)
+        loop = tight_loop("swap", costs=costs, decode_agrees=agrees)
+        loop.run(*three_that_grow())
+        assert set(preemptions(loop)) == {way}
+
+
+def test_what_chunks_compute_again_is_found_if_pages_were_left():
+    computed = {}
+    for caching in (True, False):
+        loop = tight_loop("recompute", enable_prefix_caching=caching, decode_agrees=True)
+        loop.run(*three_that_grow())
+        computed[caching] = loop.device.computed["prefill"]
+    assert computed[True] < computed[False]
+
+
 def test_tokens_computed_again_are_compared_and_not_given_out_twice():
     loop = tight_loop("recompute", enable_prefix_caching=False)
     loop.run(*three_that_grow())
@@ -169,16 +209,18 @@ def test_prompt_logprobs_come_once_and_whole(way, classes):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_samples_of_one_prompt(way):
-    loop = tight_loop(way)
+@pytest.mark.parametrize("agrees", [False, True])
+def test_samples_of_one_prompt(way, agrees):
+    loop = tight_loop(way, decode_agrees=agrees)
     loop.run(make_request("a", 14, 26, n=4))
     assert preemptions(loop)[way] > 0
     assert [len(output.tokens) for output in loop.outputs["a"]] == [26] * 4
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_with_drafts(way):
-    loop = tight_loop(way, speculative="ngram", rows=9)
+@pytest.mark.parametrize("agrees", [False, True])
+def test_with_drafts(way, agrees):
+    loop = tight_loop(way, speculative="ngram", rows=9, decode_agrees=agrees)
     loop.run(*[make_request(name, (1, 2, 3, 4) * 3, 30, seed=ord(name), cache_salt=name) for name in "abc"])
     assert preemptions(loop)[way] > 0
     assert loop.scheduler.stats.snapshot().draft_tokens > 0
@@ -209,8 +251,9 @@ def test_known_tokens_are_fed_one_by_one():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("windows", [(8,), (None, 12), (20, None, 5)])
-def test_with_windows(way, windows):
-    loop = tight_loop(way, windows=windows)
+@pytest.mark.parametrize("agrees", [False, True])
+def test_with_windows(way, windows, agrees):
+    loop = tight_loop(way, windows=windows, decode_agrees=agrees)
     loop.run(*three_that_grow())
 
 

@@ -134,14 +134,22 @@ def test_a_page_is_reused_only_by_who_would_compute_it_in_the_same_class():
         loop.drain()
 
 
-def test_a_follow_up_turn_reuses_what_was_generated_only_in_relaxed_mode():
-    for exactness, hit in (("exact", 16), ("relaxed", 40)):
-        loop = make_loop(exactness=exactness, classes=(0, 0), max_num_batched_tokens=51)
+def test_a_follow_up_turn_reuses_what_was_generated_where_pages_are_alike():
+    for changes, hit in (({}, 16), ({"exactness": "relaxed"}, 40), ({"decode_agrees": True}, 40)):
+        loop = make_loop(**changes, classes=(0, 0), max_num_batched_tokens=51)
         loop.run(make_request("a", 20, 24))
         turn = (*tokens_of(loop, "a"), 1, 2, 3, 4)
         loop.add(make_request("b", turn))
         assert chunks(loop.step())[0][1].start == hit
         loop.drain()
+        assert loop.outputs["b"][0].cached_tokens == hit
+
+
+def test_nobody_finds_what_follows_a_prompt_with_log_probabilities():
+    loop = make_loop(decode_agrees=True, max_num_batched_tokens=51)
+    loop.run(make_request("a", 20, 24, prompt_logprobs=1))
+    loop.run(make_request("b", (*tokens_of(loop, "a"), 1)))
+    assert loop.outputs["b"][0].cached_tokens == 0
 
 
 def test_prompt_logprobs_compute_the_whole_prompt_in_the_largest_size():

@@ -150,7 +150,7 @@ def test_tokens_are_those_of_one_device(two):
 
 
 def test_bits_depend_neither_on_the_rank_nor_on_what_else_is_served(two, monkeypatch):
-    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     requests = make_requests(24, two.model.config.vocab_size)
     want, swapped = [], two.engine.stats().preemptions["swap"]
     for number, request in enumerate(requests):
@@ -158,7 +158,7 @@ def test_bits_depend_neither_on_the_rank_nor_on_what_else_is_served(two, monkeyp
         monkeypatch.setattr(two.engine, "_choose", lambda _, place=number % 2: two.engine._engines[place])
         want += run(two, [request])
     monkeypatch.undo()
-    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     assert run(two, requests) == want
     assert run(two, requests[::-1])[::-1] == want
     assert two.engine.stats().preemptions["swap"] > swapped
@@ -302,7 +302,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_tokens_in_other_modes(mode, monkeypatch):
     model = model_of("experts")
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     requests, stored = greedy(60, model), MODES[mode].get("kv_cache_dtype", "auto")
     one = LLM(model, **ONE, num_pages=ROOMY, kv_cache_dtype=stored)
     want, llm = generate(one, requests), ranks_of(model, 2, **MODES[mode])

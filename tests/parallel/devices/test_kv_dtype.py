@@ -24,7 +24,7 @@ SLOW = [
 )
 def test_tokens_are_those_of_one_device(kind, sizes, monkeypatch):
     """With few pages, which leave the devices and come back."""
-    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     model = model_of("experts" if sizes == DP_ATTENTION else "few KV heads")
     requests = greedy(20, model)
     want = generate(spread_llm(model, num_pages=ROOMY, kv_cache_dtype=kind), requests)

@@ -136,7 +136,7 @@ def test_stages_work_at_the_same_time(five):
 
 def test_who_takes_another_slot_in_flight_keeps_its_own_tokens(five, monkeypatch):
     """Under three stages its last row still runs when it takes the slot of another, which sampled other tokens."""
-    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     settings = {"max_num_seqs": 6, "pipeline_parallel_size": 3, "scheduling_policy": "priority", "num_pages": ROOMY}
     engine = spread_llm(five, **settings).engine
     want = tokens_of_the_least_urgent(engine, None)

@@ -112,7 +112,7 @@ def same_tokens_of_200(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch,
     want = generate(LLM(model, **SETTINGS, num_pages=ROOMY), requests)
     settings: dict[str, Any] = {**SETTINGS, **sizes, "num_pages": TIGHT}
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     else:
         settings["swap_space_gib"] = 0
     llm = LLM(model, **settings)
