@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+# Of decode and of prefill, on every GPU: sums begin anew at its multiples, and a position has the same bits by either.
+KEYS_PER_SPLIT = 512
+
 
 class Span(NamedTuple):
     """The keys that a row's queries may see. Traced scalars in the kernel, arrays of all rows in a plan."""

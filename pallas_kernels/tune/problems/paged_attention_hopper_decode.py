@@ -57,7 +57,6 @@ def problem(shape: DecodeShape, multiprocessors: int) -> Problem:
         grid={
             "block_keys": (64, 128),
             "stages": (2, 3, 4, 6, 8),
-            "keys_per_split": (256, 512, 1024, 2048, 4096),
             "blocks": tuple(multiprocessors * waves for waves in (1, 2, 3, 4)),
         },
         refusal=functools.partial(refusal, (q, pool, table, per_row, per_row), options),
@@ -79,7 +78,7 @@ def _operands(shape: DecodeShape, q: Any, pool: Any, options: AttentionOptions) 
 
 DECODE_TUNING = Tunable(
     kernel=DECODE,
-    bits=frozenset({"block_keys", "keys_per_split"}),
+    bits=frozenset({"block_keys"}),  # of 8-bit pools; the keys of a split are prefill's, too, and stay
     shapes=(
         DecodeShape(),
         DecodeShape(rows=8),

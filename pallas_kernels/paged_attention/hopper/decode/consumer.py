@@ -6,12 +6,12 @@ each maximum is over rows: within a warp by shuffles, across the four warps thro
 
 Maxima are rounded to integers (scores are in powers of two): rescaling is then exact, and it makes no difference
 whether a compiler contracts a multiplication and an addition into one instruction. A probability is at most sqrt(2).
+What makes the bits those of prefill stands in `pallas_kernels.paged_attention.hopper.softmax`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,22 +32,31 @@ from pallas_kernels.paged_attention.hopper.decode.producer import (
     slot_of,
     unit_at,
 )
-from pallas_kernels.paged_attention.hopper.decode.types import Barriers, Gmem, Shape, Smem
+from pallas_kernels.paged_attention.hopper.decode.sums import (
+    MATRIX,
+    PER_COLUMN,
+    PER_ROW,
+    Sums,
+    across,
+    as_matrix,
+    merge,
+    nothing,
+    per_column,
+    pick_sums,
+)
+from pallas_kernels.paged_attention.hopper.decode.types import ONES_ROWS, Barriers, Gmem, Shape, Smem
+from pallas_kernels.paged_attention.hopper.softmax import (
+    LOG2_E,
+    LOWEST,
+    capped,
+    integer,
+    integer_top,
+    lifted,
+    lifted_top,
+    probabilities,
+)
 
-LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
 MASKED = 2 * LOWEST  # below every running maximum, so that its probability is 0
-_ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer
-LOG2_E = math.log2(math.e)
-_MATRIX = plgpu.Layout.WGMMA
-_PER_COLUMN, _PER_ROW = _MATRIX.reduce(0), _MATRIX.reduce(1)
-
-
-class Sums(NamedTuple):
-    """Softmax over some of the keys: ``mixed / total`` is the weighted mean of their values."""
-
-    mixed: Any  # [value_dim, columns]
-    top: Any  # [columns]: the integer that scores are relative to
-    total: Any  # [columns]
 
 
 class _Bounds(NamedTuple):
@@ -60,6 +69,8 @@ class _Bounds(NamedTuple):
 
 def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: Any, block: Any) -> None:
     """All units of a thread block. ``arrived``: a semaphore per row and KV head, or None where blocks take turns."""
+    if shape.interpret and shape.total_by_ones:
+        smem.ones[...] = jnp.ones(smem.ones.shape, shape.dtype)
     place, count = run_of(shape, block, gmem)
     begun = _begun_elsewhere(shape, gmem, place)
 
@@ -74,8 +85,8 @@ def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: A
         finish: Callable[..., Any] = _finish_parked if shape.parks else _finish
         return after(shape, unit), step + unit.steps, finish(shape, unit, run, part, whole, gmem, smem, arrived)
 
-    nothing = () if shape.parks else _nothing(shape)
-    lax.fori_loop(0, count, attend_unit, (place, jnp.int32(0), nothing))
+    first = () if shape.parks else nothing(shape)
+    lax.fori_loop(0, count, attend_unit, (place, jnp.int32(0), first))
     if shape.splits > 1:
         unit = unit_at(shape, gmem, place)
         mine = (count > 0) & begun & (unit.keys.last_split - unit.split < count)
@@ -92,7 +103,7 @@ class _Run(NamedTuple):
 
 def _finish(shape: Shape, unit: Unit, run: _Run, part: Sums, whole: Sums, gmem: Gmem, smem: Smem, arrived: Any) -> Sums:
     """Merge a unit with those before it in registers, and lend it to another block if that one has the others."""
-    whole = _merge(_if(unit.split == unit.keys.first_split, _nothing(shape), whole), part)
+    whole = merge(pick_sums(unit.split == unit.keys.first_split, nothing(shape), whole), part)
     last = ~run.borrowed & (unit.split == unit.keys.last_split)
     pl.when(last)(functools.partial(_write, shape, unit, whole, gmem, smem))
     if shape.splits > 1:
@@ -106,7 +117,7 @@ def _finish_parked(
 ) -> tuple[()]:
     """The same where registers hold the sums of one split only: a head of several parks all of them."""
     alone = unit.keys.first_split == unit.keys.last_split
-    pl.when(alone)(lambda: _write(shape, unit, _merge(_nothing(shape), part), gmem, smem))
+    pl.when(alone)(lambda: _write(shape, unit, merge(nothing(shape), part), gmem, smem))
     if shape.splits > 1:
         lend = functools.partial(_lend, shape, unit, part, ~run.ends_here, gmem, arrived)
         pl.when(~alone)(lend)
@@ -120,33 +131,6 @@ def _begun_elsewhere(shape: Shape, gmem: Gmem, place: Place) -> Any:
     return place.split > unit_at(shape, gmem, place).keys.first_split
 
 
-def _nothing(shape: Shape) -> Sums:
-    dims = (shape.columns,)
-    return Sums(
-        plgpu.layout_cast(jnp.zeros((shape.value_dim, *dims), jnp.float32), _MATRIX),
-        plgpu.layout_cast(jnp.full(dims, LOWEST, jnp.float32), _PER_COLUMN),
-        plgpu.layout_cast(jnp.zeros(dims, jnp.float32), _PER_COLUMN),
-    )
-
-
-def _if(condition: Any, yes: Sums, no: Sums) -> Sums:
-    """One scalar decides; not by multiplication with 0, or one row's NaN would reach the next."""
-    number = condition.astype(jnp.int32)
-    return Sums(*(jnp.where(jnp.broadcast_to(number, a.shape) != 0, a, b) for a, b in zip(yes, no, strict=True)))
-
-
-def _across(shape: tuple[int, ...], per_column: Any) -> Any:
-    return _matrix(lax.broadcast_in_dim(per_column, shape, [1]))
-
-
-def _merge(a: Sums, b: Sums) -> Sums:
-    """Rescaling by powers of two: exact. Merging with nothing changes no bit."""
-    top = jnp.maximum(a.top, b.top)
-    share_a, share_b = jnp.exp2(a.top - top), jnp.exp2(b.top - top)
-    mixed = a.mixed * _across(a.mixed.shape, share_a) + b.mixed * _across(b.mixed.shape, share_b)
-    return Sums(mixed, top, a.total * share_a + b.total * share_b)
-
-
 # --------------------------------------------------------------------------------------------------------------
 # One unit.
 
@@ -156,7 +140,13 @@ def _attend(shape: Shape, unit: Unit, index: Any, done: Any, gmem: Gmem, smem: S
     bounds = _bounds(shape, unit, gmem)
     plgpu.barrier_wait(barriers.query_ready.at[slot])
     step = functools.partial(_attend_block, shape, unit, bounds, done, slot, gmem, smem, barriers)
-    sums = lax.fori_loop(0, unit.steps, step, _nothing(shape))
+    sums = nothing(shape)
+    if not shape.total_by_ones:
+        sums = lax.fori_loop(0, unit.steps, step, sums)
+    else:
+        zeros = as_matrix(jnp.zeros((ONES_ROWS, shape.columns), jnp.float32))
+        sums = lax.fori_loop(0, unit.steps, step, sums._replace(total=zeros))
+        sums = sums._replace(total=per_column(sums.total.max(axis=0)))  # of rows that are all alike
     plgpu.barrier_arrive(barriers.query_free.at[slot])
     return sums
 
@@ -166,47 +156,38 @@ def _bounds(shape: Shape, unit: Unit, gmem: Gmem) -> _Bounds:
         return _Bounds(unit.keys.low, unit.keys.high, None)
     query = _query_of_column(shape, unit)
     length = unit.keys.high
-    at = _column(unit.start + query)
-    high, seen = _column(jnp.minimum(at + 1, length)), None
+    at = per_column(unit.start + query)
+    high, seen = per_column(jnp.minimum(at + 1, length)), None
     if shape.options.tree:
-        at = _column(unit.start + _pick(query, [gmem.depths[unit.row, i] for i in range(shape.chunk)]))
+        at = per_column(unit.start + _pick(query, [gmem.depths[unit.row, i] for i in range(shape.chunk)]))
         seen = _pick(query, [gmem.seen[unit.row, i] for i in range(shape.chunk)])
-        high = _column(jnp.full(query.shape, jnp.minimum(unit.start + shape.chunk, length)))
-    low = None if shape.options.window is None else _column(at - (shape.options.window - 1))
+        high = per_column(jnp.full(query.shape, jnp.minimum(unit.start + shape.chunk, length)))
+    low = None if shape.options.window is None else per_column(at - (shape.options.window - 1))
     return _Bounds(low, high, seen)
 
 
 def _columns_of(shape: Shape) -> Any:
-    return plgpu.broadcasted_iota(jnp.int32, (shape.columns,), 0, layout=_PER_COLUMN)
+    return plgpu.broadcasted_iota(jnp.int32, (shape.columns,), 0, layout=PER_COLUMN)
 
 
 def _query_of_column(shape: Shape, unit: Unit) -> Any:
     """The query of the chunk in each column; columns are by query, then head of the group."""
-    query = _column(jnp.zeros((shape.columns,), jnp.int32))
+    query = per_column(jnp.zeros((shape.columns,), jnp.int32))
     if shape.chunk == 1:
         return query
     _, offset = query_row(shape, unit)
-    column = _column(_columns_of(shape) - offset)
+    column = per_column(_columns_of(shape) - offset)
     for i in range(1, shape.chunk):
-        query = _column(jnp.where(column >= i * shape.group, i, query))
+        query = per_column(jnp.where(column >= i * shape.group, i, query))
     return query
 
 
 def _pick(index: Any, scalars: list[Any]) -> Any:
     """Select ``scalars[index]`` by comparing."""
-    picked = _column(jnp.full(index.shape, scalars[0]))
+    picked = per_column(jnp.full(index.shape, scalars[0]))
     for i, scalar in enumerate(scalars[1:], 1):
-        picked = _column(jnp.where(index == i, scalar, picked))
+        picked = per_column(jnp.where(index == i, scalar, picked))
     return picked
-
-
-def _matrix(x: Any) -> Any:
-    return plgpu.layout_cast(x, _MATRIX)
-
-
-def _column(x: Any) -> Any:
-    """Saying each layout spares the compiler a search that takes minutes."""
-    return plgpu.layout_cast(x, _PER_COLUMN)
 
 
 def _attend_block(
@@ -232,10 +213,14 @@ def _attend_block(
     scores = _soft_scores(shape, scores, _factors(shape, factors[0], smem.key_scales, slot))
     visible = _visible(shape, unit, bounds, at)
     scores = jnp.where(visible, scores, MASKED)
-    top = jnp.maximum(sums.top, (scores.max(axis=0) + _ROUND) - _ROUND)
-    probs = jnp.exp2(scores - _across(scores.shape, top))
+    top = jnp.maximum(sums.top, integer_top(scores.max(axis=0)))
+    probs = probabilities(scores, across(scores.shape, lifted_top(top)))
     shrink = jnp.exp2(sums.top - top)
-    total = sums.total * shrink + probs.sum(axis=0)
+    old = [sums.mixed * across(sums.mixed.shape, shrink)]
+    if shape.total_by_ones:
+        old.append(sums.total * across(sums.total.shape, shrink))
+    else:
+        total = sums.total * shrink + probs.sum(axis=0)
 
     plgpu.barrier_wait(barriers.values_ready.at[slot])
     value_factors = _factors(shape, factors[1], smem.value_scales, slot)
@@ -244,9 +229,9 @@ def _attend_block(
     _stage_probs(shape, probs, smem)
     values = _widened(shape, smem.values.at[slot], smem.wide_values)
     _clear_unseen(shape, unit, values, at)
-    mixed = _add_product(shape, sums.mixed * _across(sums.mixed.shape, shrink), values, smem.probs)
+    mixed, *rest = _add_products(shape, old, values, smem)
     plgpu.barrier_arrive(barriers.slot_free.at[slot])
-    return Sums(mixed, top, total)
+    return Sums(mixed, top, rest[0] if rest else total)
 
 
 def _scores(shape: Shape, keys: Any, query: Any) -> Any:
@@ -258,37 +243,52 @@ def _scores(shape: Shape, keys: Any, query: Any) -> Any:
     return pl.run_scoped(multiply, plgpu.ACC((shape.tiles.block_keys, shape.columns), jnp.float32))
 
 
-def _add_product(shape: Shape, mixed: Any, values: Any, probs: Any) -> Any:
-    def multiply(accumulator: Any) -> Any:
-        if not shape.interpret:  # the interpreter's accumulators always start at zero
-            accumulator[...] = mixed
-        plgpu.wgmma(accumulator, values.transpose((1, 0)), probs.transpose((1, 0)))
-        plgpu.wgmma_wait(0)
-        return mixed + accumulator[...] if shape.interpret else accumulator[...]
+def _add_products(shape: Shape, old: list[Any], values: Any, smem: Smem) -> list[Any]:
+    """``old`` sums and the probabilities' products: with the values and, if there are two, with ones."""
+    probs = smem.probs.transpose((1, 0))
 
-    return pl.run_scoped(multiply, plgpu.ACC(mixed.shape, jnp.float32))
+    def multiply(*accumulators: Any) -> list[Any]:
+        if not shape.interpret:  # the interpreter's accumulators always start at zero
+            for accumulator, value in zip(accumulators, old, strict=True):
+                accumulator[...] = value
+        plgpu.wgmma(accumulators[0], values.transpose((1, 0)), probs)
+        for total in accumulators[1:]:
+            plgpu.wgmma(total, _ones(shape, smem), probs)
+        plgpu.wgmma_wait(0)
+        done = [accumulator[...] for accumulator in accumulators]
+        return [a + b for a, b in zip(old, done, strict=True)] if shape.interpret else done
+
+    return pl.run_scoped(multiply, *(plgpu.ACC(value.shape, jnp.float32) for value in old))
+
+
+def _ones(shape: Shape, smem: Smem) -> Any:
+    """The interpreter has no wgmma with its left operand in registers."""
+    if shape.interpret:
+        return smem.ones
+    return as_matrix(jnp.ones((ONES_ROWS, shape.tiles.block_keys), shape.dtype))
 
 
 def _soft_scores(shape: Shape, scores: Any, factors: Any) -> Any:
-    """Scaled and capped, in units of log 2."""
+    """Scaled and capped, in units of log 2, lifted."""
+    options, factor = shape.options, shape.options.scale * LOG2_E
     if factors is not None:
         scores = scores * factors
-    if shape.options.softcap is None:
-        return scores * (shape.options.scale * LOG2_E)
-    return jnp.tanh(scores * (shape.options.scale / shape.options.softcap)) * (shape.options.softcap * LOG2_E)
+    if options.softcap is not None:
+        scores, factor = capped(scores, options.scale, options.softcap)
+    return lifted(scores, factor)
 
 
 def _visible(shape: Shape, unit: Unit, bounds: _Bounds, at: Any) -> Any:
     dims = (shape.tiles.block_keys, shape.columns)
-    key = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=_MATRIX) + at
+    key = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=MATRIX) + at
     if shape.chunk == 1:
         return (key >= bounds.low) & (key < bounds.high)
-    visible = key < _across(dims, bounds.high)
+    visible = key < across(dims, bounds.high)
     if shape.options.window is not None:
-        visible &= key >= _across(dims, bounds.low)
+        visible &= key >= across(dims, bounds.low)
     if bounds.seen is not None:
         token = key - unit.start
-        bit = lax.shift_right_logical(_across(dims, bounds.seen), jnp.clip(token, 0, shape.chunk - 1)) & 1
+        bit = lax.shift_right_logical(across(dims, bounds.seen), jnp.clip(token, 0, shape.chunk - 1)) & 1
         visible &= (token < 0) | (bit == 1)
     return visible
 
@@ -319,8 +319,8 @@ def _tiles_of(dims: tuple[int, int]) -> Iterator[tuple[int, tuple[Any, Any]]]:
 
 
 def _clear_tile(values: Any, low: Any, high: Any) -> None:
-    key = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_MATRIX)
-    kept = plgpu.load(values, layout=_MATRIX)
+    key = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=MATRIX)
+    kept = plgpu.load(values, layout=MATRIX)
     values[...] = jnp.where((key >= low) & (key < high), kept, jnp.zeros_like(kept))
 
 
@@ -333,7 +333,7 @@ def _widened(shape: Shape, raw: Any, wide: Any) -> Any:
         return raw
     for _, tile in _tiles_of(wide.shape):
         numbers = plgpu.load(raw.at[tile], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        wide[tile] = plgpu.layout_cast(_cast(numbers, shape.dtype), _MATRIX)
+        wide[tile] = plgpu.layout_cast(_cast(numbers, shape.dtype), MATRIX)
     plgpu.commit_smem()
     return wide
 
@@ -358,10 +358,10 @@ def _factors(shape: Shape, per_page: list[Any] | None, per_key: Any, slot: Any) 
     """[block_keys, columns], or None."""
     dims = (shape.tiles.block_keys, shape.columns)
     if shape.scaled_by == "token":
-        return lax.broadcast_in_dim(plgpu.load(per_key.at[slot], layout=_PER_ROW), dims, [0])
+        return lax.broadcast_in_dim(plgpu.load(per_key.at[slot], layout=PER_ROW), dims, [0])
     if per_page is None:
         return None
-    key = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=_MATRIX)
+    key = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=MATRIX)
     factors = jnp.where(key >= 0, per_page[0], 0.0)
     for i, factor in enumerate(per_page[1:], 1):
         factors = jnp.where(key >= i * shape.piece, factor, factors)
@@ -376,9 +376,9 @@ def _write(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem, smem: Smem) -> None
     """Normalise and copy out a head's queries; a query that saw nothing gives zeros."""
     row, offset = query_row(shape, unit)
     sums = _with_sinks(shape, unit, sums, gmem)
-    share = _column(jnp.where(sums.total > 0, _column(1.0 / sums.total), 0.0))
+    share = per_column(jnp.where(sums.total > 0, per_column(1.0 / sums.total), 0.0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    result = _matrix(_matrix(sums.mixed * _across(sums.mixed.shape, share)).astype(shape.dtype))
+    result = as_matrix(as_matrix(sums.mixed * across(sums.mixed.shape, share)).astype(shape.dtype))
     compat.store(smem.output.transpose((1, 0)), result)
     plgpu.commit_smem()
     columns = pl.ds(0, shape.head_dim)
@@ -393,19 +393,19 @@ def _with_sinks(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem) -> Sums:
     if not shape.options.sinks:
         return sums
     sink = _sinks_of_columns(shape, unit, gmem)
-    top = _column(jnp.maximum(sums.top, (sink + _ROUND) - _ROUND))
-    shrink = _column(jnp.exp2(sums.top - top))
-    total = _column(sums.total * shrink + jnp.exp2(sink - top))
-    return Sums(_matrix(sums.mixed * _across(sums.mixed.shape, shrink)), top, total)
+    top = per_column(jnp.maximum(sums.top, integer(sink)))
+    shrink = per_column(jnp.exp2(sums.top - top))
+    total = per_column(sums.total * shrink + jnp.exp2(sink - top))
+    return Sums(as_matrix(sums.mixed * across(sums.mixed.shape, shrink)), top, total)
 
 
 def _sinks_of_columns(shape: Shape, unit: Unit, gmem: Gmem) -> Any:
     first = unit.head * shape.group
     sinks = [gmem.sinks[first + i] for i in range(shape.group)]
     if shape.group == 1:
-        return _column(jnp.full((shape.columns,), sinks[0]))
+        return per_column(jnp.full((shape.columns,), sinks[0]))
     _, offset = query_row(shape, unit)
-    return _pick(_column(_columns_of(shape) - offset - _query_of_column(shape, unit) * shape.group), sinks)
+    return _pick(per_column(_columns_of(shape) - offset - _query_of_column(shape, unit) * shape.group), sinks)
 
 
 def _lend(shape: Shape, unit: Unit, part: Sums, tell: Any, gmem: Gmem, arrived: Any) -> None:
@@ -431,14 +431,14 @@ def _gather(shape: Shape, unit: Unit, mine: Any, gmem: Gmem, smem: Smem, arrived
     def add(split: Any, sums: Sums) -> Sums:
         where = (unit.row, unit.head, split)
         load = functools.partial(plgpu.load, optimized=False)
-        return _merge(
+        return merge(
             sums,
             Sums(
-                load(gmem.parts.at[where], layout=_MATRIX),
-                load(gmem.stats.at[(*where, 0)], layout=_PER_COLUMN),
-                load(gmem.stats.at[(*where, 1)], layout=_PER_COLUMN),
+                load(gmem.parts.at[where], layout=MATRIX),
+                load(gmem.stats.at[(*where, 0)], layout=PER_COLUMN),
+                load(gmem.stats.at[(*where, 1)], layout=PER_COLUMN),
             ),
         )
 
-    sums = lax.fori_loop(unit.keys.first_split, unit.keys.last_split + 1, add, _nothing(shape))
+    sums = lax.fori_loop(unit.keys.first_split, unit.keys.last_split + 1, add, nothing(shape))
     _write(shape, unit, sums, gmem, smem)

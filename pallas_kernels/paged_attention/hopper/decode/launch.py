@@ -41,9 +41,10 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import compat
 from pallas_kernels.paged_attention.hopper.decode import schedule, types
-from pallas_kernels.paged_attention.hopper.decode.consumer import LOG2_E, consume
+from pallas_kernels.paged_attention.hopper.decode.consumer import consume
 from pallas_kernels.paged_attention.hopper.decode.producer import produce
 from pallas_kernels.paged_attention.hopper.decode.types import Gmem, Shape, Tiles
+from pallas_kernels.paged_attention.hopper.softmax import sink_levels
 from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.spans import span
 from pallas_kernels.paged_attention.tile_keys import DECODE, decode_key
@@ -128,7 +129,7 @@ def extend(
 def _of_options(shape: Shape, tables: Int[Array, "sequences width"], options: AttentionOptions) -> dict[str, Array]:
     given: dict[str, Array] = {}
     if options.sinks is not None:
-        given["sinks"] = options.sinks.astype(jnp.float32) * LOG2_E
+        given["sinks"] = sink_levels(options.sinks)
     if options.scales is not None:
         given["scales"] = _scales_of(shape, tables, options.scales)
     if options.tree is not None:

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.options import AttentionOptions
+from pallas_kernels.paged_attention.spans import KEYS_PER_SPLIT
 
 QUERY_SLOTS = 2  # the next unit's queries are on their way while this one is computed
 # A KV head's first query lies anywhere in a shared-memory tile of so many rows.
 TILE_ROWS = 8
+# Rows of ones whose product with the probabilities is their sum: the rows of a wgmma.
+ONES_ROWS = 64
 # Scales that the copy engine takes at once: 128 bytes.
 LEAST_SCALES = 32
 # Bytes of shared memory: scratch of reductions across warps, barriers, alignment.
@@ -22,7 +25,8 @@ _OVERHEAD = 2048 + 768
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes, tuned for speed. ``keys_per_split`` and ``block_keys`` are part of the numerics: the last bits.
+    """Block sizes, tuned for speed but for ``keys_per_split``, which is prefill's: it is part of the numerics. Of an
+    8-bit pool ``block_keys`` is that, too.
 
     Attributes:
         block_keys: keys of one pipeline slot: 64 or 128; it divides the page size or is a multiple of it.
@@ -36,7 +40,7 @@ class Tiles:
 
     block_keys: int = 64
     stages: int = 3
-    keys_per_split: int = 512
+    keys_per_split: int = KEYS_PER_SPLIT
     blocks: int = 264
 
     def __post_init__(self) -> None:
@@ -104,6 +108,12 @@ class Shape(NamedTuple):
         return self.quantized or self.value_dim * self.columns > 1024
 
     @property
+    def total_by_ones(self) -> bool:
+        """Are probabilities summed by a product with ones, as in prefill? Not where those that meet the values were
+        scaled."""
+        return not self.quantized
+
+    @property
     def quantized(self) -> bool:
         return jnp.dtype(self.pool_dtype).itemsize == 1
 
@@ -142,6 +152,7 @@ class Smem(NamedTuple):
     wide_keys: Any  # [block_keys, key_dim]: dequantised, quantised pools only
     wide_values: Any  # [block_keys, value_dim]
     probs: Any  # [columns, block_keys]
+    ones: Any  # [ONES_ROWS, block_keys] when interpreting, else None
     output: Any  # [columns, value_dim]
 
 
@@ -184,6 +195,7 @@ def smem(shape: Shape) -> Smem:
         wide_keys=tiled((block, dim), shape.dtype, own) if shape.quantized else None,
         wide_values=tiled((block, wide), shape.dtype, own) if shape.quantized else None,
         probs=tiled((shape.columns, block), shape.dtype, own),
+        ones=tiled((ONES_ROWS, block), shape.dtype, own) if shape.interpret and shape.total_by_ones else None,
         output=plgpu.SMEM((shape.columns, wide), shape.dtype, transforms=plain),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,100 +12,94 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
+from pallas_kernels.layouts import row_layout
 from pallas_kernels.paged_attention.hopper.prefill.producer import pieces, rows_between
+from pallas_kernels.paged_attention.hopper.prefill.rows import Rows, per_row, row_index, spread, zeros
+from pallas_kernels.paged_attention.hopper.prefill.splits import (
+    Sums,
+    begin_parking,
+    column_pieces,
+    columns_of,
+    no_sums,
+    of_rows,
+    park,
+    total_with_parked,
+    with_parked,
+)
 from pallas_kernels.paged_attention.hopper.prefill.types import (
+    TOTALS,
     WARPGROUP_ROWS,
     Barriers,
-    Gmem,
     Shape,
     Smem,
     Tile,
     slot_of,
     this_tile,
 )
-
-LOWEST = -1e30  # where a row's maximum starts: finite, so that a block in which a row sees nothing adds exact zeros
-LOG2_E = math.log2(math.e)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """One consumer's share of a tile."""
-
-    shape: Shape
-    tile: Tile
-    warpgroup: Any
-    gmem: Gmem
-
-    @property
-    def token(self) -> Any:
-        """The first row's token within the chunk."""
-        apart = self.shape.tokens > WARPGROUP_ROWS
-        return self.tile.token + (self.warpgroup * WARPGROUP_ROWS if apart else 0)
-
-    @property
-    def head(self) -> Any:
-        """The first row's head."""
-        apart = self.shape.tokens > WARPGROUP_ROWS
-        return self.tile.head + (0 if apart else self.warpgroup * self.shape.part_heads)
-
-    def tokens(self) -> Any:
-        """Each row's token within the chunk."""
-        return (_row_index() & (self.shape.part_tokens - 1)) + self.token
+from pallas_kernels.paged_attention.hopper.softmax import (
+    LOG2_E,
+    LOWEST,
+    capped,
+    integer,
+    integer_top,
+    lifted,
+    lifted_top,
+    probabilities,
+)
 
 
 class _Softmax(NamedTuple):
     """Online softmax of a warpgroup's rows, in powers of two."""
 
-    top: Any  # [WARPGROUP_ROWS]: running maximum
-    total: Any  # [WARPGROUP_ROWS]: running sum
-    shrink: Any  # [WARPGROUP_ROWS]: what the output is to be multiplied with before the last block's values
+    top: Any  # [WARPGROUP_ROWS]: running maximum, an integer
+    total: Any  # [WARPGROUP_ROWS]: running sum; None where it is a product (`Shape.like_decode`)
+    shrink: Any  # [WARPGROUP_ROWS]: what sums are to be multiplied with before the last block's are added
     probs: Any  # [WARPGROUP_ROWS, block_keys] of the last block
 
 
 def consume(rows: Rows, smem: Smem, barriers: Barriers) -> None:
-    """All of a tile's key blocks, last one first: only there, and at a window's far end, is anything masked."""
+    """All of a tile's key blocks, first to last: only at the diagonal, and a window's far end, is anything masked."""
     shape, tile, warpgroup = rows.shape, rows.tile, rows.warpgroup
+    _write_ones(rows, smem, barriers)
     _load_queries(rows, smem, barriers)
-    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[0]))
+    begin_parking(rows, smem)
+    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[rows.zero]))
     softmax = _first_scores(rows, smem, barriers)
     plgpu.barrier_wait(barriers.values_ready.at[0])
-    _clear_unseen(rows, jnp.int32(0), smem, barriers.last_clean)
-    carry = (_zeros(shape), softmax._replace(probs=softmax.probs.astype(shape.dtype)))
+    if shape.options.window is not None:
+        pl.when(tile.steps > 1)(lambda: _clear_unseen(rows, jnp.int32(0), smem, barriers.clean.at[1]))
+    carry = (no_sums(shape), softmax._replace(probs=softmax.probs.astype(shape.dtype)))
     carry = lax.fori_loop(1, tile.steps, functools.partial(_overlapped_step, rows, smem, barriers), carry)
     # Read again, so that not all of it occupies registers during the loop.
     rows = dataclasses.replace(rows, tile=this_tile(shape, rows.gmem))
-    if shape.options.window is not None:
-        last = rows.tile.steps - 1
-        pl.when(last > 0)(lambda: _clear_unseen(rows, last, smem, barriers.first_clean))
-    output = _last_values(rows, smem, barriers, *carry)
-    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barriers.turn.at[0]))
-    _write_out(rows, smem, output, carry[1].total)
+    _clear_unseen(rows, rows.tile.steps - 1, smem, barriers.clean.at[rows.zero])
+    sums = _last_values(rows, smem, barriers, *carry)
+    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barriers.turn.at[rows.zero]))
+    _write_out(rows, smem, sums, carry[1])
 
 
 def write_zeros(rows: Rows, smem: Smem) -> None:
     """Write the result of a tile of padding."""
-    _store(rows, smem, _zeros(rows.shape))
-
-
-def _zeros(shape: Shape) -> Any:
-    return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA)
-
-
-def _row_index() -> Any:
-    return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-
-
-def _per_row(value: float) -> Any:
-    return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-
-
-def _spread(row_values: Any, columns: int) -> Any:
-    return lax.broadcast_in_dim(row_values, (WARPGROUP_ROWS, columns), [0])
+    smem.query.at[rows.warpgroup][...] = zeros(rows.shape.head_dim).astype(rows.shape.dtype)
+    _copy_out(rows, smem)
 
 
 # --------------------------------------------------------------------------------------------------------------
 # In and out.
+
+
+def _write_ones(rows: Rows, smem: Smem, barriers: Barriers) -> None:
+    """Consumer 0, for both: who has its queries has these, too."""
+
+    @pl.when(rows.warpgroup == 0)
+    def _write() -> None:
+        if rows.shape.like_decode:
+            layout, _ = row_layout(TOTALS, WARPGROUP_ROWS, 8)
+            compat.store(smem.ones, plgpu.layout_cast(jnp.ones(smem.ones.shape, rows.shape.dtype), layout))
+            plgpu.commit_smem()
+        for consumer in range(2):
+            plgpu.barrier_arrive(barriers.query_ready.at[consumer])
 
 
 def _boxes(rows: Rows, tensor: Any, smem: Smem) -> list[tuple[Any, Any]]:
@@ -126,17 +119,47 @@ def _load_queries(rows: Rows, smem: Smem, barriers: Barriers) -> None:
     plgpu.barrier_wait(ready)
 
 
-def _write_out(rows: Rows, smem: Smem, output: Any, total: Any) -> None:
+def _write_out(rows: Rows, smem: Smem, sums: Sums, softmax: _Softmax) -> None:
     """Write the results; padding queries give zeros, whatever the caller padded with."""
-    dim = rows.shape.head_dim
-    real = rows.tokens() < rows.tile.length - rows.tile.start
-    _store(rows, smem, jnp.where(_spread(real, dim), output * _spread(1.0 / total, dim), 0.0))
+    shape = rows.shape
+    before, shrink, total = _last_factors(rows, sums, softmax)
+    share, real = 1.0 / total, rows.tokens() < rows.tile.length - rows.tile.start
+    for columns in column_pieces(shape):
+        mixed = columns_of(sums.mixed, columns)
+        if shape.splits:
+            add = functools.partial(with_parked, rows, smem, columns, before)
+            mixed = lax.cond(rows.tile.several_splits(shape), add, lambda own: own, mixed)
+        if shape.options.sinks:
+            mixed = mixed * spread(shrink, columns.size)
+        mixed = jnp.where(spread(real, columns.size), mixed * spread(share, columns.size), 0.0)
+        smem.query.at[rows.warpgroup, :, columns][...] = mixed.astype(shape.dtype)
+    _copy_out(rows, smem)
 
 
-def _store(rows: Rows, smem: Smem, output: Any) -> None:
-    """The queries are not needed any more: their half of the memory takes the results."""
-    staging = smem.query.at[rows.warpgroup]
-    staging[...] = output.astype(rows.shape.dtype)
+def _last_factors(rows: Rows, sums: Sums, softmax: _Softmax) -> tuple[Any, Any, Any]:
+    """Factors of the values' sums over the splits before, and of those over all; and the weights' sum."""
+    shape, top, before, shrink = rows.shape, softmax.top, per_row(0.0), None
+    total = of_rows(sums.total) if shape.like_decode else softmax.total
+    if shape.splits:
+        add = functools.partial(total_with_parked, rows, total, top)
+        before, total = lax.cond(rows.tile.several_splits(shape), add, lambda: (before, total))
+    if shape.options.sinks:  # a key without a value
+        sink = _sinks(rows)
+        highest = jnp.maximum(top, integer(sink))
+        shrink = jnp.exp2(top - highest)
+        total = total * shrink + jnp.exp2(sink - highest)
+    return before, shrink, total
+
+
+def _sinks(rows: Rows) -> Any:
+    sinks = per_row(LOWEST)
+    for i in range(rows.shape.part_heads):
+        sinks = jnp.where(row_index() >= i * rows.shape.part_tokens, rows.gmem.sinks[rows.head + i], sinks)
+    return sinks
+
+
+def _copy_out(rows: Rows, smem: Smem) -> None:
+    """The queries are not needed any more: their half of the memory has taken the results."""
     plgpu.commit_smem()
     for device, shared in _boxes(rows, rows.gmem.output, smem):
         plgpu.copy_smem_to_gmem(shared, device)
@@ -181,64 +204,79 @@ def _first_scores(rows: Rows, smem: Smem, barriers: Barriers) -> _Softmax:
 
     scores = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, rows.shape.block_keys), jnp.float32))
     plgpu.barrier_arrive(barriers.keys_free.at[0])
-    return _fold(rows, jnp.int32(0), scores, *_initial(rows))
+    return _fold(rows, jnp.int32(0), scores, per_row(LOWEST), None if rows.shape.like_decode else per_row(0.0))
 
 
 def _overlapped_step(
-    rows: Rows, smem: Smem, barriers: Barriers, step: Any, carry: tuple[Any, _Softmax]
-) -> tuple[Any, _Softmax]:
+    rows: Rows, smem: Smem, barriers: Barriers, step: Any, carry: tuple[Sums, _Softmax]
+) -> tuple[Sums, _Softmax]:
     """The scores of ``step`` and, while the softmax works on them, the values of the step before.
 
     The two consumers take turns in issuing products, so that one's softmax falls into the other's products.
     """
-    output, before = carry
+    sums, last = carry
     shape, me = rows.shape, rows.warpgroup
     slot, old_slot = slot_of(shape, step), slot_of(shape, step - 1)
     plgpu.barrier_wait(barriers.keys_ready.at[slot])
     plgpu.barrier_wait(barriers.turn.at[me])
 
-    def multiply(mixed: Any) -> _Softmax:
+    def multiply(*accumulators: Any) -> _Softmax:
         def score(scores: Any) -> _Softmax:
             plgpu.wgmma(scores, smem.query.at[me], smem.keys.at[slot].transpose((1, 0)))
-            plgpu.wgmma(mixed, _left(rows, smem, before.probs), smem.values.at[old_slot])
+            _add_values(rows, smem, last.probs, old_slot, *accumulators)
             plgpu.barrier_arrive(barriers.turn.at[1 - me])
-            ready = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            ready = plgpu.wgmma_accumulator_load(scores, wait_n=len(accumulators))
             plgpu.barrier_arrive(barriers.keys_free.at[slot])
-            softmax = _fold(rows, step, ready, before.top, before.total)
+            softmax = _fold(rows, step, ready, last.top, last.total)
             # The next step's values, but here: without this loop ptxas moves the softmax behind the wait for `mixed`.
             plgpu.barrier_wait(barriers.values_ready.at[slot])
             return softmax
 
         return pl.run_scoped(score, plgpu.ACC((WARPGROUP_ROWS, shape.block_keys), jnp.float32))
 
-    output, softmax = _accumulated(shape, output, multiply)
+    sums, softmax = _accumulated(shape, sums, multiply)
     plgpu.barrier_arrive(barriers.values_free.at[old_slot])
     # Only now: until `mixed` is done the old probabilities are still being read from their registers.
-    return output * _spread(softmax.shrink, shape.head_dim), softmax._replace(probs=softmax.probs.astype(shape.dtype))
+    softmax = softmax._replace(probs=softmax.probs.astype(shape.dtype))
+    if shape.splits:
+        parked = functools.partial(park, rows, smem, sums, last.top)
+        sums = lax.cond(rows.tile.begins_split(shape, step), parked, lambda: sums)
+    return _times(sums, softmax.shrink), softmax
 
 
-def _last_values(rows: Rows, smem: Smem, barriers: Barriers, output: Any, softmax: _Softmax) -> Any:
+def _add_values(rows: Rows, smem: Smem, probs: Any, slot: Any, mixed: Any, total: Any = None) -> None:
+    left = _left(rows, smem, probs)
+    plgpu.wgmma(mixed, left, smem.values.at[slot])
+    if total is not None:
+        plgpu.wgmma(total, left, smem.ones.transpose((1, 0)))
+
+
+def _last_values(rows: Rows, smem: Smem, barriers: Barriers, sums: Sums, softmax: _Softmax) -> Sums:
     slot = slot_of(rows.shape, rows.tile.steps - 1)
-
-    def multiply(mixed: Any) -> None:
-        plgpu.wgmma(mixed, _left(rows, smem, softmax.probs), smem.values.at[slot])
-
-    output, _ = _accumulated(rows.shape, output, multiply)
+    sums, _ = _accumulated(rows.shape, sums, functools.partial(_add_values, rows, smem, softmax.probs, slot))
     plgpu.barrier_arrive(barriers.values_free.at[slot])
-    return output
+    return sums
 
 
-def _accumulated(shape: Shape, value: Any, multiply: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """``value`` plus the products that ``multiply`` issues, when they are done; and what it returns."""
+def _accumulated(shape: Shape, sums: Sums, multiply: Callable[..., Any]) -> tuple[Sums, Any]:
+    """``sums`` plus the products that ``multiply`` issues, when they are done; and what it returns."""
+    before = [each for each in sums if each is not None]
 
-    def scoped(accumulator: Any) -> tuple[Any, Any]:
+    def scoped(*accumulators: Any) -> tuple[list[Any], Any]:
         if not shape.interpret:  # the interpreter's accumulators always start at zero
-            accumulator[...] = value
-        result = multiply(accumulator)
-        done = accumulator[...]
-        return value + done if shape.interpret else done, result
+            for accumulator, value in zip(accumulators, before, strict=True):
+                accumulator[...] = value
+        result = multiply(*accumulators)
+        done = [accumulator[...] for accumulator in accumulators]
+        return [a + b for a, b in zip(before, done, strict=True)] if shape.interpret else done, result
 
-    return pl.run_scoped(scoped, plgpu.ACC(value.shape, jnp.float32))
+    done, result = pl.run_scoped(scoped, *(plgpu.ACC(value.shape, jnp.float32) for value in before))
+    return Sums(*done, *[None] * (2 - len(done))), result
+
+
+def _times(sums: Sums, share: Any) -> Sums:
+    mixed = sums.mixed * spread(share, sums.mixed.shape[1])
+    return Sums(mixed, None if sums.total is None else sums.total * spread(share, TOTALS))
 
 
 def _left(rows: Rows, smem: Smem, probs: Any) -> Any:
@@ -255,32 +293,18 @@ def _left(rows: Rows, smem: Smem, probs: Any) -> Any:
 # Softmax and masks.
 
 
-def _initial(rows: Rows) -> tuple[Any, Any]:
-    """Maximum and sum before the first key. A sink is a key that has been seen already, with a value of zero."""
-    top = _per_row(LOWEST)
-    if not rows.shape.options.sinks:
-        return top, _per_row(0.0)
-    for i in range(rows.shape.part_heads):
-        top = jnp.where(_row_index() >= i * rows.shape.part_tokens, rows.gmem.sinks[rows.head + i], top)
-    return top, _per_row(1.0)
-
-
 def _fold(rows: Rows, step: Any, scores: Any, top: Any, total: Any) -> _Softmax:
-    """One more block of keys."""
-    shape = rows.shape
-    factor = shape.options.scale * LOG2_E
-    if shape.options.softcap is not None:
-        scores, factor = _tanh(scores, shape.options.scale / shape.options.softcap), shape.options.softcap * LOG2_E
+    """One more block of keys. ``top`` is finite, so that a block in which a row sees nothing adds exact zeros."""
+    shape, options = rows.shape, rows.shape.options
+    factor = options.scale * LOG2_E
+    if options.softcap is not None:
+        scores, factor = capped(scores, options.scale, options.softcap)
+    scores = lifted(scores, factor)
     scores = lax.cond(_is_edge(shape, rows.tile, step), functools.partial(_mask, rows, step), lambda x: x, scores)
-    new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+    new_top = jnp.maximum(top, integer_top(scores.max(axis=1)))
+    probs = probabilities(scores, spread(lifted_top(new_top), shape.block_keys))
     shrink = jnp.exp2(top - new_top)
-    probs = jnp.exp2(scores * factor - _spread(new_top, shape.block_keys))
-    return _Softmax(new_top, total * shrink + probs.sum(axis=1), shrink, probs)
-
-
-def _tanh(x: Any, factor: float) -> Any:
-    """tanh(x * factor) by the hardware's exp2, exact to some 2**-22; its tanh is to 2**-11, too coarse for a cap."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E * factor)))
+    return _Softmax(new_top, None if total is None else total * shrink + probs.sum(axis=1), shrink, probs)
 
 
 def _is_edge(shape: Shape, tile: Tile, step: Any) -> Any:
@@ -309,9 +333,9 @@ def _visible(rows: Rows, step: Any) -> Any:
         return (
             seen
             if shape.options.window is None
-            else seen & (keys > _spread(positions - shape.options.window, shape.block_keys))
+            else seen & (keys > spread(positions - shape.options.window, shape.block_keys))
         )
-    behind = _spread(positions, shape.block_keys) - keys
+    behind = spread(positions, shape.block_keys) - keys
     # One comparison for both ends, and no register for the window's: what lies ahead is a huge unsigned number.
     return behind >= 0 if shape.options.window is None else behind.astype(jnp.uint32) < shape.options.window
 
@@ -324,6 +348,6 @@ def _depths(rows: Rows) -> Any:
 def _tree_block(rows: Rows, step: Any) -> Any:
     """Part 0 of the mask is all ones, for blocks before the chunk."""
     shape, tile = rows.shape, rows.tile
-    part = tile.last - step - lax.div(tile.start, jnp.int32(shape.block_keys))
+    part = tile.first + step + 1 - lax.div(tile.start, jnp.int32(shape.block_keys))
     place = rows.gmem.seen.at[tile.sequence, tile.index, rows.warpgroup, jnp.maximum(part, 0)]
     return plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.int32) > 0

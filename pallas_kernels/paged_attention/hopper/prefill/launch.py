@@ -1,7 +1,7 @@
 """Paged prefill attention for Hopper GPUs, in Pallas Mosaic GPU: chunks of many sequences against their pages.
 
 A thread block handles one *tile*: 128 rows, which are 128 query tokens of one head, or fewer tokens of two to sixteen
-heads that share their keys. It walks the key blocks that the tile's queries see from the last to the first:
+heads that share their keys. It walks the key blocks that the tile's queries see from the first to the last:
 
     producer (warpgroup 2)                           consumers (warpgroups 0 and 1, 64 rows each)
     ----------------------                           --------------------------------------------
@@ -14,8 +14,9 @@ heads that share their keys. It walks the key blocks that the tile's queries see
                                                        to the other; softmax of the scores meanwhile
       waits values_free           <-                   arrive when the products with the values are done
       values, one copy per page   ->  values_ready     wait, at the end of the block's softmax
-                               last_clean, first_clean consumer 0 arrives when it has zeroed the values at either end
+                                      clean            consumer 0 arrives when it has zeroed the values at either end
                                                        that nobody may see; both wait
+                                                     at the end of a split of the keys: park the sums, begin anew
                                                      write their rows over their queries, and from there to memory
 
 Two things overlap with the products on the tensor cores, as in FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608):
@@ -27,7 +28,7 @@ scales and rounded to the queries' type; it then has more registers, and the con
 
 Key blocks lie at absolute multiples of ``block_keys``, and one that a row does not see adds exact zeros to it: no bit
 of a row depends on other sequences, on its sequence, on the chunk it is part of, on the width of the table or on the
-pages.
+pages. Nor on whether a chunk or decode computes it, but of 8-bit pools and wide heads (`softmax`, `Shape.like_decode`).
 
 Online softmax: Milakov and Gimelshein 2018 (arXiv:1805.02867).
 """
@@ -47,7 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import compat
-from pallas_kernels.paged_attention.hopper.prefill.consumer import LOG2_E, LOWEST, Rows, consume, write_zeros
+from pallas_kernels.paged_attention.hopper.prefill.consumer import Rows, consume, write_zeros
 from pallas_kernels.paged_attention.hopper.prefill.producer import produce
 from pallas_kernels.paged_attention.hopper.prefill.types import (
     BLOCK_ROWS,
@@ -60,7 +61,9 @@ from pallas_kernels.paged_attention.hopper.prefill.types import (
     smem_types,
     this_tile,
 )
+from pallas_kernels.paged_attention.hopper.softmax import sink_levels
 from pallas_kernels.paged_attention.options import AttentionOptions
+from pallas_kernels.paged_attention.spans import KEYS_PER_SPLIT
 from pallas_kernels.paged_attention.tile_keys import PREFILL, prefill_key
 from pallas_kernels.tiles import pick
 
@@ -75,22 +78,26 @@ PRODUCER = 2
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes, tuned for speed. ``block_keys`` is part of the numerics: changing it changes the last bits.
+    """Block sizes, tuned for speed but for ``keys_per_split``, which is decode's: it is part of the numerics.
 
     Attributes:
         block_keys: keys of one pipeline slot, 64 or 128.
         stages: pipeline slots, at least 2.
         heads: query heads, all of one KV head, that share a thread block: 1, 2, 4, 8 or 16. It then has
             ``128 // heads`` tokens, and computes less beyond the diagonal.
+        keys_per_split: keys whose sums begin anew, a multiple of ``block_keys``.
     """
 
     block_keys: int = 128
     stages: int = 2
     heads: int = 1
+    keys_per_split: int = KEYS_PER_SPLIT
 
     def __post_init__(self) -> None:
         if self.block_keys not in (64, 128) or self.stages < 2 or self.heads not in (1, 2, 4, 8, 16):
             raise ValueError(f"block_keys must be 64 or 128, stages at least 2, heads 1, 2, 4, 8 or 16: {self}")
+        if self.keys_per_split < 1 or self.keys_per_split % self.block_keys:
+            raise ValueError(f"keys_per_split must be a multiple of block_keys: {self}")
 
 
 def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantized: bool = False) -> Tiles:
@@ -101,7 +108,7 @@ def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantized: bool = 
         group: query heads per KV head.
         quantised: the pool is of 8 bits.
     """
-    heads = 1 if quantized and head_dim > 128 else math.gcd(group, 16)
+    heads = 1 if quantized and head_dim > 128 else math.gcd(group, 4)
     block_keys = 64 if tree or head_dim > 128 else 128
     slot_bytes = 4 * block_keys * head_dim
     return Tiles(block_keys, max(2, min(4, 160_000 // slot_bytes)), heads)
@@ -137,11 +144,11 @@ def prefill(
     if shape.chunk > chunk:
         q = jnp.pad(q, ((0, 0), (0, shape.chunk - chunk), (0, 0), (0, 0)))
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
-    levels = off if options.sinks is None else jnp.maximum(options.sinks.astype(jnp.float32) * LOG2_E, LOWEST)
+    levels = off if options.sinks is None else sink_levels(options.sinks)
     factors = off if options.scales is None else _factors(shape, options.scales, tables)
     masks = (off, off) if options.tree is None else _tree_masks(shape, options.tree, starts, lengths)
     launch = _launcher(shape, interpret)
-    return launch(q, pool, tables.astype(jnp.int32), starts, lengths, levels, factors, *masks)[:, :chunk]
+    return launch(q, pool, tables.astype(jnp.int32), starts, lengths, levels, factors, *masks)[0][:, :chunk]
 
 
 def refusal(operands: tuple[Any, ...], options: AttentionOptions, tiles: Tiles | None = None) -> str | None:
@@ -236,6 +243,7 @@ def _shape_of(
             block_keys=tiles.block_keys,
             stages=tiles.stages,
             block_heads=tiles.heads,
+            keys_per_split=tiles.keys_per_split,
             options=options.flags,
             interpret=interpret,
         )
@@ -250,9 +258,13 @@ def _shape_of(
 
 
 def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
+    results = [jax.ShapeDtypeStruct((shape.sequences, shape.chunk, shape.heads, shape.head_dim), shape.dtype)]
+    if shape.splits:
+        parts = (shape.sequences, shape.tiles, shape.heads // shape.block_heads, 2)
+        results.append(jax.ShapeDtypeStruct((*parts, 2, WARPGROUP_ROWS), jnp.float32))
     return compat.kernel(
         functools.partial(_body, shape),
-        out_type=jax.ShapeDtypeStruct((shape.sequences, shape.chunk, shape.heads, shape.head_dim), shape.dtype),
+        out_type=tuple(results),
         scratch_types={"smem": smem_types(shape), "barriers": barrier_types(shape)},
         grid=(shape.tiles, shape.sequences, shape.heads // shape.block_heads),
         grid_names=("tile", "sequence", "head"),  # the last one fastest: neighbours read the same keys

@@ -75,10 +75,17 @@ def _sources(shape: Shape, tile: Tile, gmem: Gmem, step: Any) -> list[_Source]:
 
 def _source(shape: Shape, tile: Tile, gmem: Gmem, step: Any, i: Any) -> _Source:
     """A block may end past the sequence's last page, or past the table: any page of the pool will do there."""
-    key = tile.first_key(shape, step) + i * shape.piece
-    index = lax.div(key, jnp.int32(shape.page))
-    page = gmem.tables[tile.sequence, jnp.minimum(index, shape.width - 1)]
-    return _Source(jnp.clip(page, 0, gmem.pool.shape[0] - 1), key - index * shape.page)
+    key = tile.first_key(shape, step)
+    if shape.width % shape.copies == 0 and shape.page <= shape.piece:
+        # The table's end is no place within a block. So all its pages lie at one address, which few registers hold.
+        first = jnp.minimum(lax.div(key, jnp.int32(shape.page)), shape.width - shape.copies)
+        page, offset = gmem.tables[tile.sequence, first + i], jnp.int32(0)
+    else:
+        key += i * shape.piece
+        index = lax.div(key, jnp.int32(shape.page))
+        page = gmem.tables[tile.sequence, jnp.minimum(index, shape.width - 1)]
+        offset = key - index * shape.page
+    return _Source(jnp.clip(page, 0, gmem.pool.shape[0] - 1), offset)
 
 
 def _copy(shape: Shape, tile: Tile, sources: list[_Source], half: int, gmem: Gmem, target: Any, ready: Any) -> None:

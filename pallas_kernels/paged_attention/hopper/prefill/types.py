@@ -14,6 +14,7 @@ from pallas_kernels.paged_attention.options import AttentionOptions
 
 WARPGROUP_ROWS = 64  # rows of a wgmma
 BLOCK_ROWS = 2 * WARPGROUP_ROWS  # two warpgroups compute
+TOTALS = 8  # columns of the product with ones, all alike: the fewest of a wgmma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Shape:
     block_keys: int
     stages: int
     block_heads: int
+    keys_per_split: int
     options: AttentionOptions  # its `flags`
     interpret: bool
 
@@ -69,6 +71,22 @@ class Shape:
         return self.head_dim > 128
 
     @property
+    def like_decode(self) -> bool:
+        """Are sums taken as decode takes them? Not where the numbers are rounded when they have been scaled, and not
+        where registers would not suffice."""
+        return not self.quantized and not self.wide
+
+    @property
+    def splits(self) -> bool:
+        """May there be several splits of the keys, whose sums are added up in order?"""
+        return self.like_decode and self.width * self.page > self.keys_per_split
+
+    @property
+    def blocks_per_split(self) -> int:
+        """A power of two."""
+        return self.keys_per_split // self.block_keys
+
+    @property
     def piece(self) -> int:
         """Keys of one copy: a page, or what of it belongs to one block."""
         return min(self.page, self.block_keys)
@@ -87,7 +105,9 @@ class Shape:
         """Shared memory, barriers aside."""
         numbers = (BLOCK_ROWS + 2 * self.stages * self.block_keys) * jnp.dtype(self.dtype).itemsize
         raw = 2 * self.raw_slots * self.block_keys if self.quantized else 0
-        return (numbers + raw) * self.head_dim
+        parked = 4 * BLOCK_ROWS if self.splits else 0
+        ones = TOTALS * self.block_keys * jnp.dtype(self.dtype).itemsize if self.like_decode else 0
+        return (numbers + raw + parked) * self.head_dim + ones
 
 
 class Gmem(NamedTuple):
@@ -103,6 +123,7 @@ class Gmem(NamedTuple):
     seen: Any  # [sequences, tiles, 2, 1 + tree_blocks, WARPGROUP_ROWS, block_keys] int8: the tree's mask
     depths: Any  # [sequences, tiles, 2, WARPGROUP_ROWS] int32: each row's distance from its tree's root
     output: Any  # [sequences, chunk, heads, head_dim]
+    stats: Any = None  # [sequences, tiles, groups of heads, 2, 2, WARPGROUP_ROWS] float32, where there are splits
 
 
 class Smem(NamedTuple):
@@ -111,21 +132,22 @@ class Smem(NamedTuple):
     query: Any  # [2, WARPGROUP_ROWS, head_dim]; each warpgroup's results leave through its half
     keys: Any  # [stages, block_keys, head_dim]
     values: Any  # [stages, block_keys, head_dim]
-    raw: Any  # [2, raw_slots, block_keys, head_dim] of a quantised pool, else a dummy
-    probs: Any  # [2, WARPGROUP_ROWS, block_keys] when interpreting, else a dummy
+    raw: Any  # [2, raw_slots, block_keys, head_dim] of a quantised pool, else None
+    probs: Any  # [2, WARPGROUP_ROWS, block_keys] when interpreting, else None
+    ones: Any  # [TOTALS, block_keys], or None
+    parked: Any  # [2, WARPGROUP_ROWS, head_dim] float32: sums of the splits before, or None
 
 
 class Barriers(NamedTuple):
     """See the picture in `launch` for who arrives and who waits."""
 
-    query_ready: Any  # one per consumer
+    query_ready: Any  # one per consumer; with them the ones
     keys_ready: Any  # one per slot, as the next three
     values_ready: Any
     keys_free: Any
     values_free: Any
     turn: Any  # one per consumer: it may issue its products
-    last_clean: Any  # consumer 0 has zeroed the values that nobody may see: of the last key block
-    first_clean: Any  # and of the first one
+    clean: Any  # consumer 0 has zeroed the values that nobody may see: of the last key block, of a window's first one
     raw_ready: Any  # one per slot of raw keys, then of raw values
 
 
@@ -141,22 +163,29 @@ class Tile(NamedTuple):
     length: Any
     low: Any  # keys [low, high) are those that some query of the tile may see
     high: Any
-    last: Any  # key blocks [last - steps, last); step 0 is the last block
+    first: Any  # key blocks [first, first + steps)
     steps: Any  # 0 if all queries are padding
 
     def first_key(self, shape: Shape, step: Any) -> Any:
-        return (self.last - 1 - step) * shape.block_keys
+        return (self.first + step) * shape.block_keys
+
+    def begins_split(self, shape: Shape, step: Any) -> Any:
+        return ((self.first + step) & (shape.blocks_per_split - 1)) == 0
+
+    def several_splits(self, shape: Shape) -> Any:
+        return (self.first & -shape.blocks_per_split) + shape.blocks_per_split < self.first + self.steps
 
 
 def smem_types(shape: Shape) -> Smem:
     block, dim = shape.block_keys, shape.head_dim
-    dummy = plgpu.SMEM((8,), jnp.float32)
     return Smem(
         query=_tiled((2, WARPGROUP_ROWS, dim), shape.dtype),
         keys=_tiled((shape.stages, block, dim), shape.dtype),
         values=_tiled((shape.stages, block, dim), shape.dtype),
-        raw=_tiled((2, shape.raw_slots, block, dim), shape.pool_dtype) if shape.quantized else dummy,
-        probs=_tiled((2, WARPGROUP_ROWS, block), shape.dtype) if shape.interpret else dummy,
+        raw=_tiled((2, shape.raw_slots, block, dim), shape.pool_dtype) if shape.quantized else None,
+        probs=_tiled((2, WARPGROUP_ROWS, block), shape.dtype) if shape.interpret else None,
+        ones=_tiled((TOTALS, block), shape.dtype) if shape.like_decode else None,
+        parked=_tiled((2, WARPGROUP_ROWS, dim), jnp.float32) if shape.splits else None,
     )
 
 
@@ -173,15 +202,16 @@ def _tiled(dims: tuple[int, ...], dtype: Any) -> Any:
 def barrier_types(shape: Shape) -> Barriers:
     stages, fills = shape.stages, 1 if shape.quantized else shape.copies
     return Barriers(
-        query_ready=plgpu.Barrier(num_arrivals=shape.part_heads, num_barriers=2),
+        query_ready=plgpu.Barrier(num_arrivals=shape.part_heads + 1, num_barriers=2),
         keys_ready=plgpu.Barrier(num_arrivals=fills, num_barriers=stages),
         values_ready=plgpu.Barrier(num_arrivals=fills, num_barriers=stages),
         keys_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         values_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         turn=plgpu.Barrier(num_barriers=2),
-        last_clean=plgpu.Barrier(),
-        first_clean=plgpu.Barrier(),
-        raw_ready=plgpu.Barrier(num_arrivals=shape.copies, num_barriers=2 * shape.raw_slots),
+        clean=plgpu.Barrier(num_barriers=1 if shape.options.window is None else 2),
+        raw_ready=plgpu.Barrier(num_arrivals=shape.copies, num_barriers=2 * shape.raw_slots)
+        if shape.quantized
+        else None,
     )
 
 
@@ -194,10 +224,10 @@ def this_tile(shape: Shape, gmem: Gmem) -> Tile:
     low = jnp.int32(0)
     if shape.options.window is not None:
         low = jnp.maximum(start + (0 if shape.options.tree else token) - shape.options.window + 1, 0)
-    last = pl.cdiv(high, jnp.int32(shape.block_keys))
-    steps = jnp.where(start + token < length, last - lax.div(low, jnp.int32(shape.block_keys)), 0)
+    first = lax.div(low, jnp.int32(shape.block_keys))
+    steps = jnp.where(start + token < length, pl.cdiv(high, jnp.int32(shape.block_keys)) - first, 0)
     kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))
-    return Tile(index, sequence, head, kv_head, token, start, length, low, high, last, steps)
+    return Tile(index, sequence, head, kv_head, token, start, length, low, high, first, steps)
 
 
 def slot_of(shape: Shape, step: Any) -> Any:

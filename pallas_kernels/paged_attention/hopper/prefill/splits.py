@@ -1,0 +1,87 @@
+"""Sums over splits of the keys in `prefill`. Registers hold those of one: the sums over the splits before are parked,
+values' in shared memory and the others in device memory. Each thread reads but what it has parked itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+from pallas_kernels.paged_attention.hopper.prefill.rows import Rows, per_row, spread, zeros
+from pallas_kernels.paged_attention.hopper.prefill.types import TOTALS, WARPGROUP_ROWS, Shape, Smem
+from pallas_kernels.paged_attention.hopper.softmax import LOWEST
+
+
+class Sums(NamedTuple):
+    """Sums over the keys of a split, relative to two to the power of the maximum."""
+
+    mixed: Any  # [WARPGROUP_ROWS, head_dim]: values, weighted
+    total: Any  # [WARPGROUP_ROWS, TOTALS]: weights, all columns alike; None where the softmax has them
+
+
+def no_sums(shape: Shape) -> Sums:
+    return Sums(zeros(shape.head_dim), zeros(TOTALS) if shape.like_decode else None)
+
+
+def _where(rows: Rows) -> tuple[Any, ...]:
+    tile = rows.tile
+    return tile.sequence, tile.index, lax.div(tile.head, jnp.int32(rows.shape.block_heads)), rows.warpgroup
+
+
+def _put_stats(rows: Rows, top: Any, total: Any) -> None:
+    for i, value in enumerate((top, total)):
+        compat.store(rows.gmem.stats.at[(*_where(rows), i)], value)
+
+
+def begin_parking(rows: Rows, smem: Smem) -> None:
+    """Park the sums over nothing, where others will come to them."""
+    if not rows.shape.splits:
+        return
+
+    @pl.when(rows.tile.several_splits(rows.shape))
+    def _begin() -> None:
+        compat.store(smem.parked.at[rows.warpgroup + rows.zero], zeros(rows.shape.head_dim))
+        _put_stats(rows, per_row(LOWEST), per_row(0.0))
+
+
+def total_with_parked(rows: Rows, total: Any, top: Any) -> tuple[Any, Any]:
+    """What the splits before are to be multiplied with, to be relative to ``top``; the weights' sums with theirs."""
+    load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    old_top, old_total = (load(rows.gmem.stats.at[(*_where(rows), i)]) for i in range(2))
+    share = jnp.exp2(old_top - top)
+    return share, old_total * share + total
+
+
+def with_parked(rows: Rows, smem: Smem, columns: Any, share: Any, mixed: Any) -> Any:
+    """Some columns of the sums over a split, behind those over the splits before."""
+    place = smem.parked.at[rows.warpgroup + rows.zero].at[:, columns]
+    parked = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+    return parked * spread(share, columns.size) + mixed
+
+
+def park(rows: Rows, smem: Smem, sums: Sums, top: Any) -> Sums:
+    """Put a split's sums to those before, some columns at a time for the registers, and begin anew."""
+    share, total = total_with_parked(rows, of_rows(sums.total), top)
+    for columns in column_pieces(rows.shape):
+        whole = with_parked(rows, smem, columns, share, columns_of(sums.mixed, columns))
+        compat.store(smem.parked.at[rows.warpgroup + rows.zero].at[:, columns], whole)
+    _put_stats(rows, top, total)
+    return no_sums(rows.shape)
+
+
+def column_pieces(shape: Shape) -> list[Any]:
+    return [pl.ds(at, min(64, shape.head_dim - at)) for at in range(0, shape.head_dim, 64)]
+
+
+def columns_of(matrix: Any, columns: Any) -> Any:
+    return lax.slice(matrix, (0, columns.start), (WARPGROUP_ROWS, columns.start + columns.size))
+
+
+def of_rows(total: Any) -> Any:
+    """One of the columns, which are all alike."""
+    return total.max(axis=1)
