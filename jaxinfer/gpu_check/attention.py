@@ -1,9 +1,9 @@
 """Problems of paged attention and of MLA.
 
-Kernels round probabilities to 16 bits before they weigh values by them. Those of decode and extend are relative to an
-integer power of two, so that float64 can do the same roundings (`pallas_kernels.paged_attention.reference.attend`):
-what is left between the two is the order of float32 sums. On an H100 (2026-11-22) their distance from exact results was
-that of this model, in all digits that were kept.
+Kernels round probabilities to 16 bits before they weigh values by them. They are relative to an integer power of two:
+float64 can do the same roundings (`pallas_kernels.paged_attention.reference.attend`). What is left between the two
+is the order of float32 sums. On an H100 (2026-11-22) the distance of decode and extend from exact results was that of
+this model, in all digits that were kept; Hopper's have rounded scores, too, since (`hopper.softmax`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from pallas_kernels.check.cases import attention_case
 from pallas_kernels.choice import HOPPER
 from pallas_kernels.mla_attention import LatentOptions
 from pallas_kernels.paged_attention import AttentionOptions
+from pallas_kernels.paged_attention.hopper.softmax import GRID
 
 
 def _attention(
-    quick: bool, *, modelled: bool, small: Mapping[str, Any], large: Mapping[str, Any], **shape: Any
+    quick: bool,
+    *,
+    modelled: bool,
+    grid: float | None,
+    small: Mapping[str, Any],
+    large: Mapping[str, Any],
+    **shape: Any,
 ) -> Operands:
     case = attention_case(**(small if quick else large), **shape)
     names = ("q", "pool", "tables") + (("starts",) if case.starts is not None else ()) + ("lengths",)
@@ -37,7 +44,7 @@ def _attention(
     counts = None
     if case.starts is not None:
         counts = case.starts[:, None] + np.arange(case.q.shape[1]) < case.lengths[:, None]
-    own = (case.expected(case.q.dtype), None) if modelled else None
+    own = (case.expected(case.q.dtype, grid), None) if modelled else None
     return Operands(arrays, options, (case.expected(), None), counts, own)
 
 
@@ -93,18 +100,19 @@ EVERY: dict[str, Any] = {"window": 300, "softcap": 20.0, "sinks": True}
 
 def attention_problem(kind: str, name: str, lengths: Mapping[str, Any], **shape: Any) -> Problem:
     paths, tiles = _KERNELS[kind]
-    # Prefill's probabilities are relative to a maximum that grows block by block: their roundings are its own.
-    small, modelled = shape.get("pool_dtype") is not None, kind != "prefill"
+    # Prefill of wide heads sums probabilities before they are rounded (`hopper.prefill.types.Shape.like_decode`).
+    modelled = shape.get("pool_dtype") is None and (kind != "prefill" or shape.get("head_dim", 64) <= 128)
+    below_hopper = kind.startswith("ampere")
     return Problem(
         f"paged_attention.{kind}",
         name,
         paths,
-        functools.partial(_attention, modelled=modelled and not small, **lengths, **shape),
+        functools.partial(_attention, modelled=modelled, grid=None if below_hopper else GRID, **lengths, **shape),
         ("q", "tables", "starts", "lengths", "tree"),
         _attention_bound(shape, modelled),
         tiles,
         call=_with_options,
-        built_for=BELOW_HOPPER if kind.startswith("ampere") else (HOPPER, HOPPER),
+        built_for=BELOW_HOPPER if below_hopper else (HOPPER, HOPPER),
     )
 
 

@@ -34,13 +34,12 @@ class Case:
         middle = () if self.starts is None else (self.starts,)
         return tuple(jnp.asarray(x) for x in (self.q, self.pool, self.tables, *middle, self.lengths))
 
-    def expected(self, weights_dtype: Any = None) -> np.ndarray:
+    def expected(self, weights_dtype: Any = None, score_grid: float | None = None) -> np.ndarray:
         """Results of `reference` in float64, weights rounded as there. Rows of length 0 and padding give zeros."""
         with jax.enable_x64(True):
             path = reference.decode if self.starts is None else reference.prefill
-            equation = jax.jit(
-                functools.partial(path, options=self.options, dtype=jnp.float64, weights_dtype=weights_dtype)
-            )
+            rounded = {"weights_dtype": weights_dtype, "score_grid": score_grid}
+            equation = jax.jit(functools.partial(path, options=self.options, dtype=jnp.float64, **rounded))
             return np.asarray(equation(*self.arrays))
 
 

@@ -70,12 +70,15 @@ def attend(
     visible: Bool[Array, "queries keys"],
     options: AttentionOptions,
     weights_dtype: Any = None,
+    score_grid: float | None = None,
 ) -> Float[Array, "queries heads value_dim"]:
     """Softmax attention in the dtype of the keys. A query that sees nothing gives zeros.
 
     Args:
         weights_dtype: that of a kernel's probabilities: they are rounded to it before values are weighed, while their
             sum is not. They are relative to an integer power of two, whichever: that changes nothing of the rounding.
+        score_grid: of Hopper's kernels, which round scores, in powers of two, to multiples of it, and sum the rounded
+            probabilities.
     """
     (heads, dtype), softcap, sinks = (q.shape[1], keys.dtype), options.softcap, options.sinks
     keys, values = (jnp.repeat(x, heads // x.shape[0], axis=0) for x in (keys, values))
@@ -89,9 +92,12 @@ def attend(
     top = jnp.maximum(scores.max(-1, keepdims=True), sink)
     top = jnp.where(top > -jnp.inf, top, 0)
     top = top if weights_dtype is None else jnp.round(top / _LN_2) * _LN_2
-    weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
-    weights = weights if weights_dtype is None else weights.astype(weights_dtype).astype(dtype)
+    if score_grid is not None:
+        scores, sink = (jnp.round(each / (_LN_2 * score_grid)) * (_LN_2 * score_grid) for each in (scores, sink))
+    exact = jnp.exp(scores - top)
+    weights = exact if weights_dtype is None else exact.astype(weights_dtype).astype(dtype)
+    summed = exact if score_grid is None else weights
+    total = summed.sum(-1, keepdims=True) + jnp.exp(sink - top)
     weights = weights / jnp.where(total > 0, total, 1)
     return jnp.einsum("hqk,hkd->qhd", weights, values, precision=lax.Precision.HIGHEST)
 
@@ -105,15 +111,16 @@ def decode(
     *,
     dtype: Any = jnp.float32,
     weights_dtype: Any = None,
+    score_grid: float | None = None,
 ) -> Float[Array, "rows heads head_dim"]:
     """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
 
     Args:
         dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
-        weights_dtype: see `attend`.
+        weights_dtype: see `attend`, as for ``score_grid``.
     """
-    starts = jnp.maximum(lengths - 1, 0)
-    return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype, weights_dtype=weights_dtype)[:, 0]
+    starts, rounded = jnp.maximum(lengths - 1, 0), {"weights_dtype": weights_dtype, "score_grid": score_grid}
+    return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype, **rounded)[:, 0]
 
 
 def prefill(
@@ -126,6 +133,7 @@ def prefill(
     *,
     dtype: Any = jnp.float32,
     weights_dtype: Any = None,
+    score_grid: float | None = None,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
     """Chunks whose first queries stand at ``starts``; keys up to ``lengths`` are written. Length 0 gives zeros.
 
@@ -141,7 +149,7 @@ def prefill(
         keys, values = gather(numbers, table)
         visible = visible_keys(chunk, keys.shape[1], start, length, options.window, tree)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
-        return attend(q, keys, values, visible, options, weights_dtype)
+        return attend(q, keys, values, visible, options, weights_dtype, score_grid)
 
     mixed = jax.vmap(sequence, in_axes=(0, 0, 0, 0, None if tree is None else 0))(q, tables, starts, lengths, tree)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float
 
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
-_LIFT = 1.5 * 2**9  # added to a float32 below 256, it leaves multiples of 2**-14
+GRID = 2.0**-14
+_LIFT = 1.5 * 2**9  # added to a float32 below 256, it leaves multiples of the grid
 _ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer
 
 
@@ -59,4 +60,4 @@ def lifted_top(top: Any) -> Any:
 def sink_levels(sinks: Float[Array, " heads"]) -> Float[Array, " heads"]:
     """Sinks in powers of two, on the scores' grid."""
     levels = jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, LOWEST)
-    return jnp.where(jnp.abs(levels) < 256, jnp.round(levels * 2.0**14) * 2.0**-14, levels)
+    return jnp.where(jnp.abs(levels) < 256, jnp.round(levels / GRID) * GRID, levels)
