@@ -59,6 +59,7 @@ SECTIONS = (
     Section("identity", "identity", 200, asked=False),
     Section("formats", "formats", 400, asked=False),
     Section("rows", "rows", 90, asked=False),
+    Section("agree", "agree", 60, asked=False),
     Section("server", "server", 400, asked=False),
 )
 _ABOUT = """What this machine's GPU does with jaxinfer: bandwidth, products, every kernel against float64, the step of

@@ -34,6 +34,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     "formats": _ENGINE,
     "identity": ("ok", "requests", "recompute", "swap"),
     "rows": ("classes", "row_depends_on_slot_at"),
+    "agree": ("ok", "same_bits_decoded", "same_bits_as_drafts", "promised"),
     "demo": ("seconds", "tokens", "equal_tokens"),
     "server": ("ok", "output_tokens_s", "of_engine", *_LATENCIES, "seconds_to_ready", "seconds_to_start"),
 }
