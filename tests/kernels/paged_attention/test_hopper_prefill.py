@@ -143,8 +143,8 @@ SLOW = {
             (128, 64, 16, 128, 2, 8, 255, {"pool_dtype": INT8, "window": 1}),
             (16, 96, 2, 128, 2, 2, 16, {"pool_dtype": FP8, "scales": "head", "sinks": True}),
             (128, 256, 1, 64, 2, 1, 130, {"window": 90}),
-            (16, 256, 2, 64, 2, 2, 190, {"pool_dtype": FP8, "scales": "token", "window": 100, "softcap": 20.0}),
-            (64, 256, 4, 64, 2, 2, 140, {"pool_dtype": INT8, "scales": "head", "sinks": True}),
+            (16, 256, 2, 64, 2, 1, 190, {"pool_dtype": FP8, "scales": "token", "window": 100, "softcap": 20.0}),
+            (64, 256, 4, 64, 2, 1, 140, {"pool_dtype": INT8, "scales": "head", "sinks": True}),
         ]
     )
 }
