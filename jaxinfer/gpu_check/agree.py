@@ -31,7 +31,9 @@ CASES: tuple[tuple[str, dict[str, Any], bool], ...] = (
 
 
 def run(report: Report) -> None:
-    lengths = {"lengths": (70,), "counts": (20,)} if report.quick else {"lengths": (2000,), "counts": (1000,)}
+    lengths: dict[str, Any] = {"lengths": (2000,), "counts": (1000,)}
+    if report.quick:
+        lengths = {"lengths": (70,), "counts": (20,)}
     for name, options, promised in CASES:
         with report.attempt(name):
             report.put(name, **_compared(attention_case(**lengths, **options), promised))

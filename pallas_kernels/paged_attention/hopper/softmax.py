@@ -31,10 +31,10 @@ def lifted(scores: Any, factor: float) -> Any:
     return scores * factor + _LIFT
 
 
-def capped(scores: Any, scale: float, softcap: float) -> tuple[Any, float]:
+def capped(scores: Any, scale: float, cap: float) -> tuple[Any, float]:
     """Scores under a soft cap, and their factor. By the hardware's exp2, to some 2**-22: its tanh is to 2**-11."""
-    powers = jnp.exp2(scores * (2 * LOG2_E * scale / softcap))
-    return 1.0 - 2.0 / (1.0 + powers), softcap * LOG2_E
+    powers = jnp.exp2(scores * (2 * LOG2_E * scale / cap))
+    return 1.0 - 2.0 / (1.0 + powers), cap * LOG2_E
 
 
 def integer(x: Any) -> Any:

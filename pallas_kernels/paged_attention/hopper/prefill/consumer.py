@@ -18,14 +18,14 @@ from pallas_kernels.paged_attention.hopper.prefill.producer import pieces, rows_
 from pallas_kernels.paged_attention.hopper.prefill.rows import Rows, per_row, row_index, spread, zeros
 from pallas_kernels.paged_attention.hopper.prefill.splits import (
     Sums,
-    begin_parking,
+    begin_splits,
     column_pieces,
     columns_of,
+    end_split,
     no_sums,
     of_rows,
-    park,
-    total_with_parked,
-    with_parked,
+    total_with_earlier,
+    with_earlier,
 )
 from pallas_kernels.paged_attention.hopper.prefill.types import (
     TOTALS,
@@ -63,7 +63,7 @@ def consume(rows: Rows, smem: Smem, barriers: Barriers) -> None:
     shape, tile, warpgroup = rows.shape, rows.tile, rows.warpgroup
     _write_ones(rows, smem, barriers)
     _load_queries(rows, smem, barriers)
-    begin_parking(rows, smem)
+    begin_splits(rows, smem)
     pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[rows.zero]))
     softmax = _first_scores(rows, smem, barriers)
     plgpu.barrier_wait(barriers.values_ready.at[0])
@@ -127,7 +127,7 @@ def _write_out(rows: Rows, smem: Smem, sums: Sums, softmax: _Softmax) -> None:
     for columns in column_pieces(shape):
         mixed = columns_of(sums.mixed, columns)
         if shape.splits:
-            add = functools.partial(with_parked, rows, smem, columns, before)
+            add = functools.partial(with_earlier, rows, smem, columns, before)
             mixed = lax.cond(rows.tile.several_splits(shape), add, lambda own: own, mixed)
         if shape.options.sinks:
             mixed = mixed * spread(shrink, columns.size)
@@ -141,7 +141,7 @@ def _last_factors(rows: Rows, sums: Sums, softmax: _Softmax) -> tuple[Any, Any, 
     shape, top, before, shrink = rows.shape, softmax.top, per_row(0.0), None
     total = of_rows(sums.total) if shape.like_decode else softmax.total
     if shape.splits:
-        add = functools.partial(total_with_parked, rows, total, top)
+        add = functools.partial(total_with_earlier, rows, total, top)
         before, total = lax.cond(rows.tile.several_splits(shape), add, lambda: (before, total))
     if shape.options.sinks:  # a key without a value
         sink = _sinks(rows)
@@ -239,8 +239,8 @@ def _overlapped_step(
     # Only now: until `mixed` is done the old probabilities are still being read from their registers.
     softmax = softmax._replace(probs=softmax.probs.astype(shape.dtype))
     if shape.splits:
-        parked = functools.partial(park, rows, smem, sums, last.top)
-        sums = lax.cond(rows.tile.begins_split(shape, step), parked, lambda: sums)
+        put_away = functools.partial(end_split, rows, smem, sums, last.top)
+        sums = lax.cond(rows.tile.begins_split(shape, step), put_away, lambda: sums)
     return _times(sums, softmax.shrink), softmax
 
 

@@ -16,7 +16,7 @@ heads that share their keys. It walks the key blocks that the tile's queries see
       values, one copy per page   ->  values_ready     wait, at the end of the block's softmax
                                       clean            consumer 0 arrives when it has zeroed the values at either end
                                                        that nobody may see; both wait
-                                                     at the end of a split of the keys: park the sums, begin anew
+                                                     at the end of a split of the keys: put the sums away, begin anew
                                                      write their rows over their queries, and from there to memory
 
 Two things overlap with the products on the tensor cores, as in FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608):

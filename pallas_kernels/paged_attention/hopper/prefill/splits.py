@@ -1,5 +1,5 @@
-"""Sums over splits of the keys in `prefill`. Registers hold those of one: the sums over the splits before are parked,
-values' in shared memory and the others in device memory. Each thread reads but what it has parked itself."""
+"""Sums over splits of the keys in `prefill`. Registers hold those of one: the sums over earlier splits lie in memory,
+those of values in shared memory and the others in device memory. Each thread reads but what it has written itself."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def _put_stats(rows: Rows, top: Any, total: Any) -> None:
         compat.store(rows.gmem.stats.at[(*_where(rows), i)], value)
 
 
-def begin_parking(rows: Rows, smem: Smem) -> None:
-    """Park the sums over nothing, where others will come to them."""
+def begin_splits(rows: Rows, smem: Smem) -> None:
+    """Begin with sums over nothing, where there will be several."""
     if not rows.shape.splits:
         return
 
     @pl.when(rows.tile.several_splits(rows.shape))
     def _begin() -> None:
-        compat.store(smem.parked.at[rows.warpgroup + rows.zero], zeros(rows.shape.head_dim))
+        compat.store(smem.earlier.at[rows.warpgroup + rows.zero], zeros(rows.shape.head_dim))
         _put_stats(rows, per_row(LOWEST), per_row(0.0))
 
 
-def total_with_parked(rows: Rows, total: Any, top: Any) -> tuple[Any, Any]:
+def total_with_earlier(rows: Rows, total: Any, top: Any) -> tuple[Any, Any]:
     """What the splits before are to be multiplied with, to be relative to ``top``; the weights' sums with theirs."""
     load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     old_top, old_total = (load(rows.gmem.stats.at[(*_where(rows), i)]) for i in range(2))
@@ -57,19 +57,19 @@ def total_with_parked(rows: Rows, total: Any, top: Any) -> tuple[Any, Any]:
     return share, old_total * share + total
 
 
-def with_parked(rows: Rows, smem: Smem, columns: Any, share: Any, mixed: Any) -> Any:
+def with_earlier(rows: Rows, smem: Smem, columns: Any, share: Any, mixed: Any) -> Any:
     """Some columns of the sums over a split, behind those over the splits before."""
-    place = smem.parked.at[rows.warpgroup + rows.zero].at[:, columns]
-    parked = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
-    return parked * spread(share, columns.size) + mixed
+    place = smem.earlier.at[rows.warpgroup + rows.zero].at[:, columns]
+    earlier = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+    return earlier * spread(share, columns.size) + mixed
 
 
-def park(rows: Rows, smem: Smem, sums: Sums, top: Any) -> Sums:
+def end_split(rows: Rows, smem: Smem, sums: Sums, top: Any) -> Sums:
     """Put a split's sums to those before, some columns at a time for the registers, and begin anew."""
-    share, total = total_with_parked(rows, of_rows(sums.total), top)
+    share, total = total_with_earlier(rows, of_rows(sums.total), top)
     for columns in column_pieces(rows.shape):
-        whole = with_parked(rows, smem, columns, share, columns_of(sums.mixed, columns))
-        compat.store(smem.parked.at[rows.warpgroup + rows.zero].at[:, columns], whole)
+        whole = with_earlier(rows, smem, columns, share, columns_of(sums.mixed, columns))
+        compat.store(smem.earlier.at[rows.warpgroup + rows.zero].at[:, columns], whole)
     _put_stats(rows, top, total)
     return no_sums(rows.shape)
 

@@ -105,9 +105,9 @@ class Shape:
         """Shared memory, barriers aside."""
         numbers = (BLOCK_ROWS + 2 * self.stages * self.block_keys) * jnp.dtype(self.dtype).itemsize
         raw = 2 * self.raw_slots * self.block_keys if self.quantized else 0
-        parked = 4 * BLOCK_ROWS if self.splits else 0
+        earlier = 4 * BLOCK_ROWS if self.splits else 0
         ones = TOTALS * self.block_keys * jnp.dtype(self.dtype).itemsize if self.like_decode else 0
-        return (numbers + raw + parked) * self.head_dim + ones
+        return (numbers + raw + earlier) * self.head_dim + ones
 
 
 class Gmem(NamedTuple):
@@ -135,7 +135,7 @@ class Smem(NamedTuple):
     raw: Any  # [2, raw_slots, block_keys, head_dim] of a quantised pool, else None
     probs: Any  # [2, WARPGROUP_ROWS, block_keys] when interpreting, else None
     ones: Any  # [TOTALS, block_keys], or None
-    parked: Any  # [2, WARPGROUP_ROWS, head_dim] float32: sums of the splits before, or None
+    earlier: Any  # [2, WARPGROUP_ROWS, head_dim] float32: sums of the splits before, or None
 
 
 class Barriers(NamedTuple):
@@ -185,7 +185,7 @@ def smem_types(shape: Shape) -> Smem:
         raw=_tiled((2, shape.raw_slots, block, dim), shape.pool_dtype) if shape.quantized else None,
         probs=_tiled((2, WARPGROUP_ROWS, block), shape.dtype) if shape.interpret else None,
         ones=_tiled((TOTALS, block), shape.dtype) if shape.like_decode else None,
-        parked=_tiled((2, WARPGROUP_ROWS, dim), jnp.float32) if shape.splits else None,
+        earlier=_tiled((2, WARPGROUP_ROWS, dim), jnp.float32) if shape.splits else None,
     )
 
 
