@@ -203,7 +203,7 @@ CALLS = {
     "paged_attention.prefill": (
         (prefill, "_launcher", prefill_tiles),
         (functools.partial(prefill.prefill, options=PLAIN), (QUERIES, POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
-        (prefill_key(QUERIES, POOL, TABLES, PLAIN), prefill.Tiles(64, 5, 2), {"block_keys"}),
+        (prefill_key(QUERIES, POOL, TABLES, PLAIN), prefill.Tiles(64, 3, 2), {"block_keys"}),
     ),
     "quant_matmul": (
         (quant_matmul, "launcher", lambda shape: shape.tiles),

@@ -6,8 +6,6 @@ two, which are exact whether the CPU contracts them or not. Compared are results
 hides most of what differs.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +17,9 @@ from pallas_kernels.check.cases import attention_case
 from pallas_kernels.paged_attention.ampere import kernel, merge
 from pallas_kernels.paged_attention.ampere import launch as ampere
 from pallas_kernels.paged_attention.ampere.launch import Tiles
+from tests.kernels.paged_attention.powers import LN_2, power
 from tests.kernels.paged_attention.test_ampere import mutant
 
-LN_2 = math.log(2.0)
 CAP = 8 * LN_2
 SHIPPED = Tiles(stages=2)
 SHORT = Tiles(stages=2, keys_per_split=128)
@@ -34,13 +32,6 @@ def in_order(left, right, preferred_element_type):
 
     zeros = jnp.zeros((left.shape[0], right.shape[1]), preferred_element_type)
     return lax.fori_loop(0, left.shape[1], add, zeros)
-
-
-def power(numbers):
-    """2 to these, where whole numbers scale exactly; below 2**-126 zeros."""
-    whole = jnp.clip(jnp.round(numbers), -127, 127)
-    scale = lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return scale * jnp.exp(jnp.maximum(numbers - whole, -1.0) * LN_2)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.paged_attention import AttentionOptions
@@ -19,18 +18,11 @@ from pallas_kernels.paged_attention.hopper import softmax
 from pallas_kernels.paged_attention.hopper.decode import launch as decode
 from pallas_kernels.paged_attention.hopper.prefill import launch as prefill
 from pallas_kernels.paged_attention.hopper.prefill import types
+from tests.kernels.paged_attention.powers import LN_2, power
 
-LN_2 = math.log(2.0)
 SPLIT, KEYS, PAGE, DIM, GROUP = 128, 400, 32, 64, 4
 DECODE = decode.Tiles(stages=2, keys_per_split=SPLIT, blocks=3)
 WIDE, NARROW = prefill.Tiles(128, 2, 4, SPLIT), prefill.Tiles(64, 3, 2, SPLIT)
-
-
-def power(numbers):
-    """2 to these, where whole numbers scale exactly; below 2**-126 zeros."""
-    whole = jnp.clip(jnp.round(numbers), -127, 127)
-    scale = lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return scale * jnp.exp(jnp.maximum(numbers - whole, -1.0) * LN_2)
 
 
 @pytest.fixture(autouse=True)
