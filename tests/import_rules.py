@@ -5,10 +5,11 @@
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 PACKAGES = ("jaxinfer", "pallas_kernels")
 SCRIPTS = ("tools", "benchmarks")
@@ -214,6 +215,7 @@ NO_JAX = (
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+IMPORT = (ast.Import, ast.ImportFrom)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,8 +233,17 @@ class Module:
             return parts[0]
         return "generate" if self.name in SERVERS else parts[1]
 
-    def imports(self, within: ast.AST | None = None) -> Iterator[tuple[int, str]]:
-        for node in ast.walk(within or self.tree):
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @functools.cached_property
+    def imports(self) -> list[tuple[int, str]]:
+        return list(self.among(self.nodes))
+
+    def among(self, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+        """What those of ``nodes`` import that are import statements."""
+        for node in nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -275,7 +286,7 @@ def violations(root: pathlib.Path, declared: set[str]) -> list[str]:
 
 
 def _direction(module: Module, modules: dict[str, Module]) -> Iterator[str]:
-    for line, target in module.imports():
+    for line, target in module.imports:
         if target.split(".")[0] == "tests" and module.name != IMPORTS_TESTS:
             yield f"{module.name}:{line} imports {target}: only tests import tests"
         if (to := _resolve(target, modules)) is None:
@@ -306,10 +317,10 @@ def _storey_within(name: str) -> int | None:
 
 
 def _hidden(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
-        late = module.name in IMPORTS_LATE
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not late:
-            for line, target in module.imports(node):
+    may = module.name in IMPORTS_LATE or not any(node.col_offset for node in module.nodes if isinstance(node, IMPORT))
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not may:
+            for line, target in module.among(ast.walk(node)):
                 if target.split(".")[0] in {*PACKAGES, *JAX}:
                     yield f"{module.name}:{line} imports {target} inside a function"
         if module.name not in COMPUTES_NAMES and isinstance(node, ast.Name | ast.Attribute) and _names_importlib(node):
@@ -323,7 +334,7 @@ def _names_importlib(node: ast.Name | ast.Attribute) -> bool:
 def _third_party(module: Module, declared: set[str]) -> Iterator[str]:
     below = module.room in STOREY and STOREY[module.room] <= ENGINE
     allowed = THIRD_PARTY.get(module.room, NUMERIC if below else declared) & declared
-    for line, target in module.imports():
+    for line, target in module.imports:
         top = target.split(".")[0]
         if top not in allowed and top not in PACKAGES and top not in sys.stdlib_module_names:
             yield f"{module.name}:{line} imports {top}, which {module.room} may not use"
@@ -356,7 +367,7 @@ def _graph(modules: dict[str, Module], at_run_time: bool) -> dict[str, set[str]]
     """Module -> the modules it imports and, ``at_run_time``, the packages around it, whose __init__ run first."""
     graph = {}
     for module in modules.values():
-        pairs = _run_time_imports(module) if at_run_time else module.imports()
+        pairs = _run_time_imports(module) if at_run_time else module.imports
         names = {to for _, target in pairs if (to := _resolve(target, modules))}
         if at_run_time:
             names |= {p for name in (module.name, *names) for p in _parents(name) if p in modules}
@@ -372,12 +383,12 @@ def _parents(name: str) -> list[str]:
 def _run_time_imports(module: Module) -> Iterator[tuple[int, str]]:
     guarded = {
         line
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for statement in node.body
-        for line, _ in module.imports(statement)
+        for line, _ in module.among(ast.walk(statement))
     }
-    return ((line, target) for line, target in module.imports() if line not in guarded)
+    return ((line, target) for line, target in module.imports if line not in guarded)
 
 
 def _cycles(modules: dict[str, Module]) -> Iterator[str]:

@@ -32,12 +32,13 @@ def run(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_streamed_and_unstreamed_text_are_the_same(capsys):
+def test_other_ways_give_the_same_text(capsys):
     streamed = run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", *FAST)
-    whole = run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", "--no-stream", *FAST)
-    assert streamed == whole
     assert streamed.startswith("ROMEO:")
     assert len(streamed) > len("ROMEO:\n")
+    modes = ["--async-scheduling", "off", "--batching", "static", "--no-enable-prefix-caching", "--swap-space-gib", "0"]
+    for ways in (["--no-stream"], modes):
+        assert run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", *FAST, *ways) == streamed
 
 
 def test_json_gives_one_object_a_prompt(capsys):
@@ -108,25 +109,16 @@ def test_engine_flags_reach_the_engine(monkeypatch):
     }
 
 
-def test_other_modes_give_the_same_text(capsys):
-    want = run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", *FAST)
-    modes = ["--async-scheduling", "off", "--batching", "static", "--no-enable-prefix-caching", "--swap-space-gib", "0"]
-    assert run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", *FAST, *modes) == want
-
-
-def test_a_prompt_file_and_stdin(capsys, tmp_path, monkeypatch):
+def test_a_prompt_may_come_from_a_file_or_be_piped_in(capsys, tmp_path, monkeypatch):
+    prompt = "Fünf Wörter: "
+    from_flag = run(capsys, "--model", "demo-draft", "--prompt", prompt, *FAST)
+    assert from_flag.startswith(prompt)
     path = tmp_path / "prompt.txt"
-    path.write_text("Fünf Wörter: ", encoding="utf-8")
-    from_file = run(capsys, "--model", "demo-draft", "--prompt-file", str(path), *FAST)
-    monkeypatch.setattr("sys.stdin", io.StringIO("Fünf Wörter: "))
-    assert run(capsys, "--model", "demo-draft", "--prompt-file", "-", *FAST) == from_file
-    assert from_file.startswith("Fünf Wörter: ")
-
-
-def test_what_is_piped_in_is_the_prompt(capsys, monkeypatch):
-    from_flag = run(capsys, "--model", "demo-draft", "--prompt", "To be, or not to be", *FAST)
-    monkeypatch.setattr("sys.stdin", io.StringIO("To be, or not to be\n"))
-    assert run(capsys, "demo-draft", *FAST) == from_flag
+    path.write_text(prompt, encoding="utf-8")
+    assert run(capsys, "--model", "demo-draft", "--prompt-file", str(path), *FAST) == from_flag
+    for asked, end in ((["--model", "demo-draft", "--prompt-file", "-"], ""), (["demo-draft"], "\n")):
+        monkeypatch.setattr("sys.stdin", io.StringIO(prompt + end))
+        assert run(capsys, *asked, *FAST) == from_flag
 
 
 def test_what_is_piped_in_is_utf8_whatever_the_locale(capsys, monkeypatch):

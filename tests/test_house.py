@@ -34,7 +34,7 @@ def modules_of(repo: pathlib.Path) -> dict[str, Module]:
 def names_of(repo: pathlib.Path) -> dict[str, frozenset[str]]:
     """What each module calls its variables and arguments."""
     return {
-        name: frozenset(_name(node) for node in ast.walk(module.tree) if isinstance(node, ast.Name | ast.arg))
+        name: frozenset(_name(node) for node in module.nodes if isinstance(node, ast.Name | ast.arg))
         for name, module in modules_of(repo).items()
     }
 
@@ -69,8 +69,8 @@ def test_the_core_does_not_grow(repo: pathlib.Path) -> None:
 
 def test_functions_are_short(repo: pathlib.Path) -> None:
     kinds, modules = ast.FunctionDef | ast.AsyncFunctionDef, modules_of(repo)
-    trees = [module.tree for name, module in modules.items() if "_pb2" not in name]
-    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
+    ours = [module for name, module in modules.items() if "_pb2" not in name]
+    functions = [node for module in ours for node in module.nodes if isinstance(node, kinds)]
     lengths = sorted(_lines(function, function) for function in functions)
     assert statistics.median(lengths) <= MEDIAN
     assert lengths[int(0.9 * len(lengths))] <= P90
@@ -88,11 +88,11 @@ def _lines(first: ast.stmt, last: ast.stmt) -> int:
 def test_options_of_attention_are_declared_once_on_each_storey(repo: pathlib.Path) -> None:
     """As ``softcap`` shows: models say it in `LayerSpec`, kernels are told it in `AttentionOptions`."""
     checked = "pallas_kernels.check."  # its cases have each option by name
-    modules = {name: each.tree for name, each in modules_of(repo).items() if not name.startswith(checked)}
+    modules = {name: each.nodes for name, each in modules_of(repo).items() if not name.startswith(checked)}
     declared = [
         name
-        for name, tree in modules.items()
-        for node in ast.walk(tree)
+        for name, nodes in modules.items()
+        for node in nodes
         if (isinstance(node, ast.arg) and node.arg == "softcap")
         or (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "softcap")
     ]
@@ -126,7 +126,7 @@ def test_the_suite_checks_the_shapes_of_all_signatures(repo: pathlib.Path) -> No
         name
         for name, module in modules_of(repo).items()
         if name.startswith(("jaxinfer.", "pallas_kernels."))
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ImportFrom) and node.module == "jaxtyping"
     }
     assert {name for name in shaped if not any(f"{name}.".startswith(f"{each}.") for each in packages)} == UNCHECKED

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.check.configuration import shaped
 from pallas_kernels.paged_attention.hopper.decode.launch import extend, heuristic_tiles, refusal
 from pallas_kernels.paged_attention.options import AttentionOptions
+from pallas_kernels.paged_attention.spans import KEYS_PER_SPLIT
 from pallas_kernels.paged_attention.tile_keys import DECODE, decode_key
 from pallas_kernels.tune.operands import MOST_SETS, filled, numbers, tables
 from pallas_kernels.tune.problem import Problem, Tunable
@@ -57,6 +58,7 @@ def problem(shape: DecodeShape, multiprocessors: int) -> Problem:
         grid={
             "block_keys": (64, 128),
             "stages": (2, 3, 4, 6, 8),
+            "keys_per_split": (KEYS_PER_SPLIT,),
             "blocks": tuple(multiprocessors * waves for waves in (1, 2, 3, 4)),
         },
         refusal=functools.partial(refusal, (q, pool, table, per_row, per_row), options),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.check.configuration import shaped
 from pallas_kernels.paged_attention.hopper.prefill.launch import heuristic_tiles, prefill, refusal
 from pallas_kernels.paged_attention.options import AttentionOptions
+from pallas_kernels.paged_attention.spans import KEYS_PER_SPLIT
 from pallas_kernels.paged_attention.tile_keys import PREFILL, prefill_key
 from pallas_kernels.tune.operands import filled, numbers, tables
 from pallas_kernels.tune.problem import Problem, Tunable
@@ -56,7 +57,12 @@ def problem(shape: PrefillShape, _: int) -> Problem:
     return Problem(
         key=prefill_key(q, pool, table, options),
         heuristic=heuristic_tiles(group=shape.group, head_dim=shape.head_dim, tree=False, quantized=bool(shape.scales)),
-        grid={"block_keys": (64, 128), "stages": (2, 3, 4, 5, 6), "heads": (1, 2, 4, 8, 16)},
+        grid={
+            "block_keys": (64, 128),
+            "stages": (2, 3, 4, 5, 6),
+            "heads": (1, 2, 4, 8, 16),
+            "keys_per_split": (KEYS_PER_SPLIT,),
+        },
         refusal=functools.partial(refusal, (q, pool, table, per_sequence, per_sequence), options),
         launch=prefill,
         operands=functools.partial(_operands, shape, q, pool, options),
