@@ -98,9 +98,8 @@ def _columns(ids: jax.Array, a: jax.Array, slots: jax.Array) -> jax.Array:
 
 def _by_rows(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
     """Multiply each row by its adapter's matrix; zeros for rows without one."""
-    tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
-    result = grouped.matmul(tiles, weights, groups)
-    return result.reshape(-1, *weights.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
+    result = grouped.matmul(grouped.taken(x, groups.entries), weights, groups)
+    return grouped.taken(result.reshape(-1, *weights.shape[1:-1]), groups.places)
 
 
 def once(bias: Float[Array, "*out"] | None, axes: Axes) -> Float[Array, "*out"] | None:

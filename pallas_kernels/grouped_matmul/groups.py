@@ -32,7 +32,8 @@ class Groups(NamedTuple):
     """Places of entries, one for each pair of a token and an expert of it, among the tiles' rows.
 
     Attributes:
-        entries: the entry that a row holds; the number of entries where it holds none.
+        entries: the entry that a row holds; the number of entries where it holds none, or of a tile that holds nothing
+            perhaps an entry without an expert.
         places: the row of each entry, counted over all tiles; the number of rows where the entry has no expert.
         experts: the expert of each tile; None: tile i is expert i's.
         occupied: how many tiles hold something, the first ones; without ``experts`` all of them count.
@@ -77,11 +78,13 @@ def group(
     known = (experts >= 0) & (experts < count)
     experts = jnp.where(known, experts, count).astype(jnp.int32)
     counted = target.platform != "cpu"
-    sizes, rank = _ranks_by_counting(experts, count) if counted else _ranks_by_sorting(experts, count)
+    if counted and entries <= COUNTED:
+        return _by_comparing(experts, _Tiling(count, tiles, rows, dense))
+    sizes, rank = _ranks_in_blocks(experts, count) if counted else _ranks_by_sorting(experts, count)
     each = jnp.ones_like(sizes) if dense else -(-sizes // rows)
     ends = _running_sum(each) if counted else jnp.cumsum(each)
     places = jnp.where(experts < count, taken((ends - each) * rows, experts) + rank, tiles * rows).astype(jnp.int32)
-    held = _by_row(places, tiles * rows, counted=counted and entries <= COUNTED)
+    held = jnp.full(tiles * rows, entries, jnp.int32).at[places].set(jnp.arange(entries, dtype=jnp.int32), mode="drop")
     # Of the last expert are also tiles that hold nothing.
     owners = (ends[None, :-1] <= jnp.arange(tiles)[:, None]).sum(1, dtype=jnp.int32)
     return Groups(held.reshape(tiles, rows), places, None if dense else owners, ends[-1])
@@ -107,13 +110,47 @@ def _ranks_by_sorting(
     return sizes[:count], rank
 
 
-def _ranks_by_counting(
+class _Tiling(NamedTuple):
+    """Numbers of experts, of tiles and of a tile's rows, a power of two unless ``dense``: tile i is expert i's."""
+
+    count: int
+    tiles: int
+    rows: int
+    dense: bool
+
+
+def _by_comparing(experts: Int[Array, " entries"], tiling: _Tiling) -> Groups:
+    """Groups by comparing all entries with all: three kernels one after the other, where XLA sorts in several.
+
+    An entry that begins a tile stands for it: of what lies before an entry such entries are counted, not experts.
+    """
+    at, rows = jnp.arange(experts.shape[0], dtype=jnp.int32), tiling.rows
+    mine, other = experts[:, None], experts[None, :]
+    before = (other == mine) & (at[None, :] < at[:, None])
+    if tiling.dense:
+        rank = experts * rows + before.sum(1, dtype=jnp.int32)
+        occupied = jnp.int32(tiling.tiles)
+    else:
+        # A power of two: in a division's place are bits, for a kernel of its own would divide.
+        begins = (before.sum(1, dtype=jnp.int32) & (rows - 1)) == 0
+        weight = jnp.where(begins, rows, 0)
+        rank = jnp.where(other < mine, weight[None, :], before.astype(jnp.int32)).sum(1, dtype=jnp.int32)
+        occupied = (begins & (experts < tiling.count)).sum(dtype=jnp.int32)
+    # Entries without an expert come last, beyond the occupied tiles: `places` alone must say so.
+    places = jnp.where(experts < tiling.count, rank, tiling.tiles * rows)
+    here = rank[None, :] == jnp.arange(tiling.tiles * rows, dtype=jnp.int32)[:, None]
+    held = jnp.where(here, at, at.size).min(1).reshape(tiling.tiles, rows)
+    first = rank[None, :] == (jnp.arange(tiling.tiles, dtype=jnp.int32) * rows)[:, None]
+    last = tiling.count - 1  # of it are also tiles that hold nothing
+    owners = None if tiling.dense else jnp.where(first, jnp.minimum(experts, last), last).min(1)
+    return Groups(held, places, owners, occupied)
+
+
+def _ranks_in_blocks(
     experts: Int[Array, " entries"], count: int
 ) -> tuple[Int[Array, " count"], Int[Array, " entries"]]:
-    """Count by comparing all with all, many within blocks: two kernels, where XLA sorts in several."""
+    """Count by comparing all with all within blocks."""
     entries = experts.shape[0]
-    if entries <= COUNTED:
-        return _sizes(experts, count), _alike_before(experts)
     blocks = jnp.pad(experts, (0, -entries % BLOCK), constant_values=count).reshape(-1, BLOCK)
     sizes, rank = jax.vmap(functools.partial(_sizes, count=count))(blocks), jax.vmap(_alike_before)(blocks)
     ends = jax.vmap(_running_sum, in_axes=1, out_axes=1)(sizes)
@@ -136,15 +173,6 @@ def _running_sum(numbers: Int[Array, " n"]) -> Int[Array, " n"]:
     """Cumulative sum in one kernel."""
     at = jnp.arange(numbers.shape[0])
     return jnp.where(at[None, :] <= at[:, None], numbers[None, :], 0).sum(1, dtype=jnp.int32)
-
-
-def _by_row(places: Int[Array, " entries"], rows: int, *, counted: bool) -> Int[Array, " rows"]:
-    """The entry in each row; the number of entries where there is none."""
-    entries = places.shape[0]
-    at = jnp.arange(entries, dtype=jnp.int32)
-    if counted:
-        return jnp.where(places[None, :] == jnp.arange(rows)[:, None], at, entries).min(1)
-    return jnp.full(rows, entries, jnp.int32).at[places].set(at, mode="drop")
 
 
 def _tile(

@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import compat
-from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.grouped_matmul.groups import Groups, taken
 from pallas_kernels.layouts import power_of_two, row_layout
 
 __all__ = ["TILE_ROWS", "low_rank", "of_tiles", "refusal"]
@@ -59,6 +59,7 @@ class _Shape(NamedTuple):
 
     tiles: int
     rows: int
+    slots: int
     rank: int
     inputs: int
     channels: int
@@ -130,9 +131,8 @@ def low_rank(
     """
     if (why := refusal(x, a, b, groups)) is not None:
         raise ValueError(why)
-    tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
-    result = of_tiles(tiles, a, b, groups, interpret=interpret)
-    return result.reshape(-1, b.shape[1]).at[groups.places].get(mode="fill", fill_value=0)
+    result = of_tiles(taken(x, groups.entries), a, b, groups, interpret=interpret)
+    return taken(result.reshape(-1, b.shape[1]), groups.places)
 
 
 def of_tiles(
@@ -146,9 +146,9 @@ def of_tiles(
     """Multiply rows that lie in their tiles, which `refusal` has not refused; tiles of nothing have any numbers."""
     assert groups.experts is not None
     (tiles, rows, inputs), (slots, rank, _) = x.shape, a.shape
-    shape = _Shape(tiles, rows, rank, inputs, b.shape[1], jnp.dtype(x.dtype), interpret is not None)
-    owners = jnp.clip(groups.experts, 0, slots - 1).astype(jnp.int32)
-    return _launch(x, a, b, owners, groups.occupied.reshape(1).astype(jnp.int32), shape, interpret)
+    shape = _Shape(tiles, rows, slots, rank, inputs, b.shape[1], jnp.dtype(x.dtype), interpret is not None)
+    owners, occupied = groups.experts.astype(jnp.int32), groups.occupied.reshape(1).astype(jnp.int32)
+    return _launch(x, a, b, owners, occupied, shape, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
@@ -311,7 +311,11 @@ def _shrink_split(shape: _Shape, tile: Any, gmem: _Shrink, smem: _Pieces) -> Non
 
 def _read_piece(shape: _Shape, tile: Any, index: Any, gmem: _Shrink) -> _Pieces:
     inputs = pl.ds(pl.multiple_of(index * shape.piece, shape.piece), shape.piece)
-    return _Pieces(_read(gmem.x.at[tile, :, inputs]), _read(gmem.a.at[gmem.owners[tile], :, inputs]))
+    return _Pieces(_read(gmem.x.at[tile, :, inputs]), _read(gmem.a.at[_slot(shape, tile, gmem), :, inputs]))
+
+
+def _slot(shape: _Shape, tile: Any, gmem: _Shrink | _Expand) -> Any:
+    return jnp.clip(gmem.owners[tile], 0, shape.slots - 1)
 
 
 def _expand(shape: _Shape, *refs: Any, smem: _Blocks) -> None:
@@ -323,7 +327,7 @@ def _expand_part(shape: _Shape, tile: Any, gmem: _Expand, smem: _Blocks) -> None
     first = pl.multiple_of(lax.axis_index("part") * shape.block_channels, shape.block_channels)
     some = min(shape.block_channels, _fitting(shape.rank * shape.dtype.itemsize))
     for line in range(0, shape.block_channels, some):
-        _write(smem.b, _read(gmem.b.at[gmem.owners[tile], pl.ds(first + line, some), :]), line)
+        _write(smem.b, _read(gmem.b.at[_slot(shape, tile, gmem), pl.ds(first + line, some), :]), line)
     _write(smem.hidden, _hidden(shape, tile, gmem))
     if shape.filled > shape.rank:
         for ref in (smem.b, smem.hidden):

@@ -34,10 +34,9 @@ def low_rank(
 
 
 def _in_two(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, target: Target | None) -> jax.Array:
-    tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
-    hidden = grouped.matmul(tiles, a, groups, path="xla", target=target)
+    hidden = grouped.matmul(grouped.taken(x, groups.entries), a, groups, path="xla", target=target)
     delta: jax.Array = grouped.matmul(hidden, b, groups, path="xla", target=target)
-    return delta.reshape(-1, *b.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
+    return grouped.taken(delta.reshape(-1, *b.shape[1:-1]), groups.places)
 
 
 @jax.custom_vjp

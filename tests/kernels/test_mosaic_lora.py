@@ -214,8 +214,8 @@ def test_refuses_tiles_that_are_not_for_it(rows, why):
 @pytest.mark.parametrize("inputs", [64, 192, 768, 2880, 4096, 5120, 14336, 53248])
 def test_splits_are_all_inputs_once_and_depend_on_nothing_else(rank, inputs, rows):
     for dtype in (BF16, F32):
-        shape = mosaic._Shape(3, rows, rank, inputs, 64, jnp.dtype(dtype), False)
-        assert shape.split == mosaic._Shape(3, 16, 8, inputs, 64, jnp.dtype(BF16), False).split
+        shape = mosaic._Shape(3, rows, 1, rank, inputs, 64, jnp.dtype(dtype), False)
+        assert shape.split == mosaic._Shape(3, 16, 1, 8, inputs, 64, jnp.dtype(BF16), False).split
         assert shape.split * (shape.splits - 1) < inputs <= shape.split * shape.splits
         assert shape.splits <= 8
         assert shape.split % shape.piece == inputs % shape.piece == shape.piece % 16 == 0
