@@ -113,7 +113,7 @@ def _ranks_by_sorting(
 class _Tiling(NamedTuple):
     """Numbers of experts, of tiles and of a tile's rows, a power of two unless ``dense``: tile i is expert i's."""
 
-    count: int
+    experts: int
     tiles: int
     rows: int
     dense: bool
@@ -135,13 +135,13 @@ def _by_comparing(experts: Int[Array, " entries"], tiling: _Tiling) -> Groups:
         begins = (before.sum(1, dtype=jnp.int32) & (rows - 1)) == 0
         weight = jnp.where(begins, rows, 0)
         rank = jnp.where(other < mine, weight[None, :], before.astype(jnp.int32)).sum(1, dtype=jnp.int32)
-        occupied = (begins & (experts < tiling.count)).sum(dtype=jnp.int32)
+        occupied = (begins & (experts < tiling.experts)).sum(dtype=jnp.int32)
     # Entries without an expert come last, beyond the occupied tiles: `places` alone must say so.
-    places = jnp.where(experts < tiling.count, rank, tiling.tiles * rows)
+    places = jnp.where(experts < tiling.experts, rank, tiling.tiles * rows)
     here = rank[None, :] == jnp.arange(tiling.tiles * rows, dtype=jnp.int32)[:, None]
     held = jnp.where(here, at, at.size).min(1).reshape(tiling.tiles, rows)
     first = rank[None, :] == (jnp.arange(tiling.tiles, dtype=jnp.int32) * rows)[:, None]
-    last = tiling.count - 1  # of it are also tiles that hold nothing
+    last = tiling.experts - 1  # of it are also tiles that hold nothing
     owners = None if tiling.dense else jnp.where(first, jnp.minimum(experts, last), last).min(1)
     return Groups(held, places, owners, occupied)
 

@@ -309,8 +309,8 @@ def test_kernels_of_a_layer_are_limited_by_what_it_has():
     beside = make_step(states=True, both=True, convolutions=2, layers=(8, 8))
     assert int(rule(beside, "kernels a layer").limit) == 16 + OF_STATES + 6 + 5 + 4
     assert int(rule(make_step(streams=True, layers=(5,)), "kernels a layer").limit) == 16 + 10 + 1
-    assert int(rule(make_step(experts=True, layers=(9,)), "kernels a layer").limit) == 16 + 26
-    assert int(rule(make_step(experts=True, tokens=4096), "kernels a layer").limit) == 16 + 26 + 5
+    assert int(rule(make_step(experts=True, layers=(9,)), "kernels a layer").limit) == 16 + 24
+    assert int(rule(make_step(experts=True, tokens=4096), "kernels a layer").limit) == 16 + 24 + 5
 
 
 def test_all_launches_are_in_one_command_buffer():

@@ -19,7 +19,7 @@ from tools.check_programs.work import Finding
 
 BY_KERNEL = 9  # of a dense layer of a decode step whose products are the GEMM kernel's
 KERNELS_PER_LAYER = 16  # of any other dense layer; with
-OF_SUMS, OF_EXPERTS = 3, 26  # sums over devices; with experts: choosing them and gathering
+OF_SUMS, OF_EXPERTS = 3, 24  # sums over devices; with experts: choosing them and gathering
 OF_GROUPS, MANY = 5, 512  # of experts that more than so many tokens choose by groups
 OF_ROUNDING = 3  # of each weight whose inputs are rounded: the largest of each token, its scale, what they become;
 OF_ROUNDING_BY_KERNEL = 1  # in one kernel
