@@ -76,11 +76,9 @@ def of_rows(x: Float[Array, "rows k"]) -> InputStatistics:
 def of_tiles(x: Float[Array, "tiles rows k"], groups: Groups, experts: int) -> InputStatistics:
     """Statistics of each expert's rows: empty rows are zeros, and only not counted."""
     tiles, _, k = x.shape
-    occupied = jnp.arange(tiles) < groups.occupied
-    x = jnp.where(occupied[:, None, None], x.astype(jnp.float32), 0)
+    x = x.astype(jnp.float32)
     owners = jnp.arange(tiles) if groups.experts is None else groups.experts
-    rows = (groups.entries < groups.places.shape[0]).sum(axis=1)
-    held = jnp.where(occupied, rows, 0).astype(jnp.float32)
+    held = (groups.entries < groups.places.shape[0]).sum(axis=1).astype(jnp.float32)
     absolute = jnp.abs(x)
 
     def add(i: jax.Array, gram: jax.Array) -> jax.Array:

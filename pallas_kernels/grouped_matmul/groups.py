@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from pallas_kernels.choice import Target, lowering_target
 
@@ -32,8 +32,7 @@ class Groups(NamedTuple):
     """Places of entries, one for each pair of a token and an expert of it, among the tiles' rows.
 
     Attributes:
-        entries: the entry that a row holds; the number of entries where it holds none, or of a tile that holds nothing
-            perhaps an entry without an expert.
+        entries: the entry that a row holds; the number of entries where it holds none.
         places: the row of each entry, counted over all tiles; the number of rows where the entry has no expert.
         experts: the expert of each tile; None: tile i is expert i's.
         occupied: how many tiles hold something, the first ones; without ``experts`` all of them count.
@@ -125,8 +124,7 @@ def _by_comparing(experts: Int[Array, " entries"], tiling: _Tiling) -> Groups:
     An entry that begins a tile stands for it: of what lies before an entry such entries are counted, not experts.
     """
     at, rows = jnp.arange(experts.shape[0], dtype=jnp.int32), tiling.rows
-    mine, other = experts[:, None], experts[None, :]
-    before = (other == mine) & (at[None, :] < at[:, None])
+    mine, other, before = experts[:, None], experts[None, :], _alike_and_before(experts)
     if tiling.dense:
         rank = experts * rows + before.sum(1, dtype=jnp.int32)
         occupied = jnp.int32(tiling.tiles)
@@ -136,10 +134,11 @@ def _by_comparing(experts: Int[Array, " entries"], tiling: _Tiling) -> Groups:
         weight = jnp.where(begins, rows, 0)
         rank = jnp.where(other < mine, weight[None, :], before.astype(jnp.int32)).sum(1, dtype=jnp.int32)
         occupied = (begins & (experts < tiling.experts)).sum(dtype=jnp.int32)
-    # Entries without an expert come last, beyond the occupied tiles: `places` alone must say so.
+    # Entries without an expert come last, beyond the occupied tiles. They are left out where that is part of a gather.
     places = jnp.where(experts < tiling.experts, rank, tiling.tiles * rows)
     here = rank[None, :] == jnp.arange(tiling.tiles * rows, dtype=jnp.int32)[:, None]
     held = jnp.where(here, at, at.size).min(1).reshape(tiling.tiles, rows)
+    held = jnp.where(jnp.arange(tiling.tiles)[:, None] < occupied, held, at.size)
     first = rank[None, :] == (jnp.arange(tiling.tiles, dtype=jnp.int32) * rows)[:, None]
     last = tiling.experts - 1  # of it are also tiles that hold nothing
     owners = None if tiling.dense else jnp.where(first, jnp.minimum(experts, last), last).min(1)
@@ -164,9 +163,13 @@ def _sizes(experts: Int[Array, " entries"], count: int) -> Int[Array, " count"]:
 
 def _alike_before(experts: Int[Array, " entries"]) -> Int[Array, " entries"]:
     """Count for each entry the earlier ones of its expert."""
-    at = jnp.arange(experts.shape[0])
-    alike = (experts[None, :] == experts[:, None]) & (at[None, :] < at[:, None])
-    return alike.sum(1, dtype=jnp.int32)
+    return _alike_and_before(experts).sum(1, dtype=jnp.int32)
+
+
+def _alike_and_before(experts: Int[Array, " entries"]) -> Bool[Array, "entries entries"]:
+    """For each entry, which ones are earlier and of its expert."""
+    at = jnp.arange(experts.shape[0], dtype=jnp.int32)
+    return (experts[None, :] == experts[:, None]) & (at[None, :] < at[:, None])
 
 
 def _running_sum(numbers: Int[Array, " n"]) -> Int[Array, " n"]:
