@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _GIB = 1 << 30
+_Layout = Literal["in first", "in last"]  # see `pallas_kernels.matmul.Layout`
+_CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
 class Defaults(NamedTuple):
@@ -67,13 +69,21 @@ def of_platform(platform: str, memory: int = 0) -> Defaults:
     return found._replace(memory=memory)
 
 
-@functools.cache
-def outputs_first(cpuinfo: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies few rows faster by weights that lie as [out, in].
+def layout_for_cpu(rows: int, itemsize: int, cpuinfo: pathlib.Path = _CPUINFO) -> _Layout | None:
+    """How a CPU likes matrices of ``itemsize`` bytes a number to lie, for decode steps of so many rows; None: as the
+    family has them. Measurements are in docs/benchmarks.md.
 
-    With matrix registers (Intel's AMX) the products of a 125M model's decode step take a sixth less in bfloat16, up to
-    an eighth in float32; without (an AMD EPYC) steps of 8 and more rows take longer so. See docs/benchmarks.md.
+    One row of 16-bit numbers: [in, out], which `pallas_kernels.one_row` reads fastest. With matrix registers (Intel's
+    AMX) [out, in]: products of a 125M model's decode step take a sixth less in bfloat16, up to an eighth in float32;
+    without (an AMD EPYC) steps of 8 and more rows take longer so.
     """
+    if rows == 1 and itemsize == 2:
+        return "in first"
+    return "in last" if _has_amx(cpuinfo) else None
+
+
+@functools.cache
+def _has_amx(cpuinfo: pathlib.Path) -> bool:
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # no Linux

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.compilations import timed, use_compilation_cache
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.defaults import outputs_first
+from jaxinfer.defaults import layout_for_cpu
 from jaxinfer.edited import require_described, require_one_dtype, require_specified
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
@@ -25,7 +25,7 @@ from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
 from jaxinfer.engine.execution.placement import spread_model
-from jaxinfer.engine.execution.prepare import with_activations
+from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.families import find_families
 from jaxinfer.heads import describe_head, load_head
@@ -50,6 +50,7 @@ from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.source import locate
 from jaxinfer.weights.tree import Fill, Place
+from pallas_kernels.matmul import Layout
 
 _log = logging.getLogger("jaxinfer")
 
@@ -109,10 +110,10 @@ def start_engine(
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
     planned = in_memory or abstract_model(str(model), dtype, family)
-    turned = in_memory is None and platform == "cpu" and mesh.size == 1 and outputs_first()
     with timed("memory planned"):
         planned = with_draft(planned, config, abstract_draft(config, dtype))
-        plan, sized = _plan(planned.outputs_first() if turned else planned, config, mesh, group)
+        layout = _layout(planned, config, mesh) if in_memory is None else None
+        plan, sized = _plan(planned.laid_out(layout) if layout else planned, config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
@@ -120,11 +121,18 @@ def start_engine(
         loaded = in_memory or load(str(model), dtype, family=family)
         loaded = with_activations(loaded, config)  # what is served is what the caller gets
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
-        loaded = loaded.outputs_first() if turned else loaded
+        loaded = loaded.laid_out(layout) if layout else loaded
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
+
+
+def _layout(model: Model, config: EngineConfig, mesh: Mesh) -> Layout | None:
+    """Of matrices of a model that an engine has loaded itself; None: the family's."""
+    if jax.default_backend() != "cpu" or mesh.size > 1:
+        return None
+    return layout_for_cpu(resolve_for(model, config, "cpu", mesh).rows, model.dtype.itemsize)
 
 
 def _warn_of_long_texts(model: Model, length: int) -> None:

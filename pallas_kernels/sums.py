@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num
 
+from pallas_kernels import float16, one_row
 from pallas_kernels.choice import lowering_target
 
 _MULTIPROCESSORS, _TILE = 132, 192
@@ -29,6 +30,12 @@ def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype:
     Args:
         dtype: of the result; None: that of ``x``.
     """
+    if one_row.alone(x, weights):  # by the library, which does not take a single row of 16 bits
+        both = x.reshape(1, -1)
+        product = dot(jnp.concatenate([both, jnp.zeros_like(both)]), weights, along, dtype)
+        return product[0].reshape(*x.shape[:-1], *product.shape[1:])
+    if float16.slow(x, weights, along):
+        return float16.dot(x, weights, along).astype(dtype or x.dtype)
     last = x.ndim - 1
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     count = _parts_of(x, weights)

@@ -20,8 +20,9 @@ CORE = (
     *(f"models/{name}.py" for name in MODELS),
 )
 # Speculation: draft heads, paths; masks, thoughts; adapters: banks, programs, figures; a journal; states; indexers;
-# defaults by platform; drafts of states; decode rows in the place of chunks.
-CORE_LINES = 16_020
+# defaults by platform; drafts of states; decode rows in the place of chunks;
+# one row on a CPU.
+CORE_LINES = 16_040
 
 
 @functools.cache

@@ -19,11 +19,12 @@ from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.parallel.mesh import require_auto
-from jaxinfer.quant import for_gemm, for_kernels, is_stored, outputs_first, with_activations
+from jaxinfer.quant import for_gemm, for_kernels, is_stored, laid_out, with_activations
 from jaxinfer.quant.banks import adapt
 from jaxinfer.types import CacheSpec, ParamTree, walk_specs
 from jaxinfer.wrapped import text_model
 from pallas_kernels.choice import Wish
+from pallas_kernels.matmul import Layout
 
 _DECLARED: Any = None  # by the family, of the config
 
@@ -140,11 +141,11 @@ class Model:
         specs, params = for_gemm(model.specs, model.params, gemm)
         return model.replace(specs=specs, params=params)
 
-    def outputs_first(self) -> Model:
-        """The model with its weights, and its draft's, as some CPUs like them, see `jaxinfer.quant.outputs_first`: this
-        one's arrays are given up."""
-        specs, params = outputs_first(self.specs, self.params)
-        draft = None if self.draft is None else self.draft.outputs_first()
+    def laid_out(self, layout: Layout) -> Model:
+        """The model with its weights, and its draft's, as some CPUs like them, see `jaxinfer.quant.laid_out`: arrays of
+        this one are given up."""
+        specs, params = laid_out(self.specs, self.params, layout)
+        draft = None if self.draft is None else self.draft.laid_out(layout)
         return self.replace(specs=specs, params=params, draft=draft)
 
     def map_weights(self, function: Callable[[Any], Any]) -> Model:

@@ -12,7 +12,7 @@ from jaxinfer.quant.dispatch import (
     take,
 )
 from jaxinfer.quant.kernel_form import for_kernels
-from jaxinfer.quant.plain import Plain, for_gemm, gemm_refusal, outputs_first
+from jaxinfer.quant.plain import Plain, for_gemm, gemm_refusal, laid_out
 from jaxinfer.quant.storage import (
     Quantized,
     Split,
@@ -39,10 +39,10 @@ __all__ = [
     "grouped_matmul",
     "grouped_path",
     "is_stored",
+    "laid_out",
     "matmul",
     "matmul_heads",
     "matmul_transposed",
-    "outputs_first",
     "partition",
     "plus_bias",
     "rounds_activations",

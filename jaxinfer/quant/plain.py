@@ -137,28 +137,35 @@ def for_gemm(specs: Any, params: Any, path: Wish) -> tuple[Any, Any]:
     return jax.tree.map(wrapped, specs, specs), jax.tree.map(wrapped, specs, params)
 
 
-def outputs_first(specs: Any, params: Any) -> tuple[Any, Any]:
-    """Trees of specs and of parameters whose matrices ``[in, *out]`` lie as ``[*out, in]``, as checkpoints and
-    quantised weights do. The arrays that they replace are deleted one by one: the memory never holds both trees."""
+def laid_out(specs: Any, params: Any, layout: Layout) -> tuple[Any, Any]:
+    """Trees of specs and of parameters whose matrices all lie in one layout: "in last" as ``[*out, in]``, as those of
+    checkpoints and quantised ones do, "in first" as ``[in, *out]``, but for tables and experts. The arrays that they
+    replace are deleted one by one: the memory never holds both trees."""
     made: dict[int, Any] = {}  # what stands at several places is one array there, too
+    old = 0 if layout == "in last" else -1
 
     def turned(spec: ParamSpec, value: Any) -> Any:
-        if spec.inputs != 0 or len(spec.shape) < 2:
+        if spec.inputs != old or len(spec.shape) < 2 or (layout == "in first" and {"vocab", "expert"} & {*spec.axes}):
             return value
         if id(value) not in made:
-            made[id(value)] = value, Plain(_inputs_last(value), "in last", (*spec.axes[1:], spec.axes[0]), "xla")
+            axes = spec.axes if old else (*spec.axes[1:], spec.axes[0])
+            made[id(value)] = value, Plain(_moved(value, old), layout, axes, "xla")
         return made[id(value)][1]
 
     return jax.tree.map(turned, specs, specs), jax.tree.map(turned, specs, params)
 
 
-def _inputs_last(array: Any) -> Any:
-    """Move the first axis of an array, a `ParamSpec` or a `jax.ShapeDtypeStruct` to the end."""
+def _moved(array: Any, axis: int) -> Any:
+    """Move the first axis (0) or the last (-1) of an array, a `ParamSpec` or a `ShapeDtypeStruct` to the other end."""
+
+    def order(of: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (of[-1], *of[:-1]) if axis else (*of[1:], of[0])
+
     if isinstance(array, ParamSpec):
-        shape, axes = (*array.shape[1:], array.shape[0]), (*array.axes[1:], array.axes[0])
-        return dataclasses.replace(array, shape=shape, axes=axes, sources=(), inputs=-1)
+        shape, axes = order(array.shape), order(array.axes)
+        return dataclasses.replace(array, shape=shape, axes=axes, sources=(), inputs=-1 - axis)
     if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((*array.shape[1:], array.shape[0]), array.dtype)
-    moved = jax.block_until_ready(jnp.moveaxis(array, 0, -1))
+        return jax.ShapeDtypeStruct(order(array.shape), array.dtype)
+    moved = jax.block_until_ready(jnp.moveaxis(array, axis, -1 - axis))
     array.delete()
     return moved

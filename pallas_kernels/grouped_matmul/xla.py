@@ -35,7 +35,10 @@ def matmul(
     Args:
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
     """
-    return _matmul((target or lowering_target()).platform == "cpu", x, weights, groups)
+    cpu = (target or lowering_target()).platform == "cpu"
+    if cpu and x.shape[1] == 1 and x.dtype.itemsize == 2:  # a second row makes it faster, see `pallas_kernels.one_row`
+        return _matmul(cpu, jnp.pad(x, ((0, 0), (0, 1), (0, 0))), weights, groups)[:, :1]
+    return _matmul(cpu, x, weights, groups)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,12 +61,13 @@ def _occupied_tiles(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Arr
     assert groups.experts is not None
     experts = groups.experts
     size = min(n, max(1, CPU_PIECE // (k * weights.dtype.itemsize)))
+    wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # see `pallas_kernels.float16`
 
     def piece(index: Any, tile: Any, result: jax.Array) -> jax.Array:
         first = jnp.minimum(index * size, n - size)  # the last two may overlap
         own = lax.dynamic_slice(weights, (experts[tile], first, 0), (1, size, k))[0]
-        part = _dot(lax.dynamic_index_in_dim(x, tile, keepdims=False), own, _ROWS_BY_ROWS)
-        return lax.dynamic_update_slice(result, part[None], (tile, 0, first))
+        part = _dot(lax.dynamic_index_in_dim(x, tile, keepdims=False).astype(wide), own, _ROWS_BY_ROWS)
+        return lax.dynamic_update_slice(result, part[None].astype(x.dtype), (tile, 0, first))
 
     def tile(index: Any, result: jax.Array) -> jax.Array:
         return lax.fori_loop(0, math.ceil(n / size), lambda part, result: piece(part, index, result), result)

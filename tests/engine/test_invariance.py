@@ -35,14 +35,17 @@ def check_every_slot(llm: LLM, rows: int, lengths: list[int]) -> None:
         assert bits(together[place]) == alone, f"at place {place}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+HALF = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
 def test_demo_model_at_every_slot(dtype):
     llm = LLM("demo", dtype, max_num_seqs=4, max_model_len=256, prefill_sizes=(16, 64))
     check_every_slot(llm, 4, [1, 5, 100, 64, 65, 17])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_wide_model_in_a_batch_of_64(dtype):
     """Shapes at which XLA's matrix products do change bits with the number of rows."""
     llm = LLM(medium_model(dtype), max_num_seqs=64, max_model_len=128, prefill_sizes=(16, 64))

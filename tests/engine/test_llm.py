@@ -326,17 +326,33 @@ def test_a_reset_forgets_cached_pages(llm):
 
 @pytest.mark.parametrize("speculative", [None, "draft_model"])
 def test_weights_as_some_cpus_like_them_are_the_same_function(monkeypatch, speculative):
-    answers = {}
-    for first in (False, True):
-        monkeypatch.setattr(loading, "outputs_first", lambda first=first: first)
+    answers, lying = {}, {None: [], "in last": ["down"], "in first": ["gate_up"]}
+    for layout, stored in lying.items():
+        monkeypatch.setattr(loading, "layout_for_cpu", lambda *_, layout=layout: layout)
         with LLM("demo", "float32", max_num_seqs=2, max_model_len=128, speculative=speculative) as llm:
-            assert is_stored(llm.model.params["layers_0"]["mlp"]["down"]) is first
-            answers[first] = llm.generate(
+            assert [name for name, weight in llm.model.params["layers_0"]["mlp"].items() if is_stored(weight)] == stored
+            answers[layout] = llm.generate(
                 ["ROMEO:", "To be"], SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
             )
-            if first:
-                ids = [*answers[True][0].prompt_token_ids, *answers[True][0].outputs[0].token_ids]
+            if layout:
+                ids = [*answers[layout][0].prompt_token_ids, *answers[layout][0].outputs[0].token_ids]
                 assert teacher_forced(llm, ids).shape[0] == len(ids)
-    for plain, turned in zip(answers[False], answers[True], strict=True):
-        assert plain.outputs[0].token_ids == turned.outputs[0].token_ids
-        assert plain.outputs[0].cumulative_logprob == pytest.approx(turned.outputs[0].cumulative_logprob, abs=1e-4)
+    for layout in ("in last", "in first"):
+        for plain, turned in zip(answers[None], answers[layout], strict=True):
+            assert plain.outputs[0].token_ids == turned.outputs[0].token_ids
+            assert plain.outputs[0].cumulative_logprob == pytest.approx(turned.outputs[0].cumulative_logprob, abs=1e-4)
+
+
+def test_a_single_sequence_in_16_bits_is_a_row_of_its_own():
+    """Its matrices lie with their inputs first, and its logprobs are near those of two rows."""
+    prompt, params = "ROMEO:", SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
+    found = []
+    for most in (1, 2):
+        with LLM("demo", "bfloat16", max_num_seqs=most, max_model_len=128, show_progress=False) as llm:
+            assert llm.engine.config.rows == most
+            assert is_stored(llm.model.params["layers_0"]["mlp"]["gate_up"]) is (most == 1)
+            found.append(llm.generate([prompt], params)[0].outputs[0])
+    alone, beside = found
+    assert alone.token_ids[:4] == beside.token_ids[:4]
+    first = [output.logprobs[0][output.token_ids[0]].logprob for output in found]
+    assert first[0] == pytest.approx(first[1], abs=0.05)

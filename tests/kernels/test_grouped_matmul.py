@@ -53,7 +53,7 @@ def test_all_rows_may_have_one_expert_and_none(target: Target):
         np.testing.assert_allclose(got, reference.matmul(x, weights, experts), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("outputs", [129, 700])  # 4096 inputs: several pieces of an expert's weights
 def test_pieces_of_weights_fit_together(dtype: str, outputs: int):
     experts = choices(5, experts=3)
@@ -61,6 +61,16 @@ def test_pieces_of_weights_fit_together(dtype: str, outputs: int):
     got = np.asarray(jax.jit(grouped)(x, weights, experts), np.float32)
     tolerance = 1e-3 if dtype == "float32" else 0.5  # of sums with a deviation of 64
     np.testing.assert_allclose(got, reference.matmul(x, weights, experts), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 2), ("float32", 1)])
+def test_a_tile_of_one_row_has_a_second_one_in_16_bits(dtype: str, rows: int):
+    experts, x, weights = jnp.array([4, 1]), numbers(1, 2, 64, dtype=dtype), numbers(2, EXPERTS, 7, 64, dtype=dtype)
+    run = jax.jit(functools.partial(grouped, most=1))
+    tiles = re.findall(r"tensor<\d+x(\d+)x64xb?f", run.lower(x, weights, experts).as_text())
+    assert str(rows) in tiles
+    expected = reference.matmul(x, weights, experts)
+    np.testing.assert_allclose(np.asarray(run(x, weights, experts), np.float32), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("tokens", [2, 40])

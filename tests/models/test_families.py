@@ -19,6 +19,7 @@ from jaxinfer.compilations import count_compilations
 from jaxinfer.models.model import Model
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import init_params, save_params
+from pallas_kernels.matmul import Layout
 from tests.engine.test_identity import Requests, alone, run
 from tests.fakes import mixed_params
 from tests.models.parity import load_case
@@ -61,6 +62,15 @@ def requests_of(model: Model) -> Requests:
     prompts += [shared, [*shared, *prompts[1][:9]]]
     params = [mixed_params(number, max_tokens=4, logprobs=3) for number in range(len(prompts))]
     return list(zip(prompts, params, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["in first", "in last"])
+def test_weights_may_lie_otherwise(model: Model, layout: Layout):
+    tokens = jnp.asarray([[1, 2, 3, 5, 8, 13]])
+    copied = model.replace(params=jax.tree.map(jnp.copy, model.params))
+    expected = model(tokens)
+    found = copied.laid_out(layout)(tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
 def test_a_request_has_the_same_bits_alone_and_among_others(llm: LLM):

@@ -4,23 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.prepare import prepare, resolve_for
-from jaxinfer.quant import Plain, dense, matmul, matmul_transposed, outputs_first, swiglu, take
+from jaxinfer.quant import Plain, dense, laid_out, matmul, matmul_heads, matmul_transposed, swiglu, take
+from jaxinfer.quant.layouts import Grouped
 from jaxinfer.quant.plain import for_gemm, gemm_refusal
 from jaxinfer.types import ParamSpec
+from pallas_kernels import one_row
 from pallas_kernels.choice import HOPPER, Target
 from tests.fakes import random_model
 from tests.quant.examples import INPUTS
+from tests.quant.models import stored_and_plain
 
 
 def numbers(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
 
 
-def assert_near(result: jax.Array, expected: jax.Array) -> None:
-    np.testing.assert_allclose(result, expected, atol=3e-6 * float(jnp.abs(expected).max()))
+def assert_near(result: jax.Array, expected: jax.Array, off: float = 3e-6) -> None:
+    np.testing.assert_allclose(result, expected, atol=off * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.parametrize("product", [matmul, matmul_transposed])
@@ -60,7 +64,7 @@ def test_plain_weights_with_their_outputs_first():
     params = {"qkv": shared, "again": shared, "up": numbers(8, INPUTS), "scale": numbers(INPUTS)}
     x, kept = numbers(5, INPUTS), np.asarray(shared)
     expected = matmul(x, params["qkv"])
-    turned, found = outputs_first(specs, params)
+    turned, found = laid_out(specs, params, "in last")
     assert found["qkv"].shape == turned["qkv"].shape == (3, 2, 4, INPUTS)
     np.testing.assert_array_equal(dense(found["qkv"]), np.moveaxis(kept, 0, -1))
     assert turned["qkv"].weight == ParamSpec((3, 2, 4, INPUTS), ("kv", None, None, None), inputs=-1)
@@ -71,10 +75,61 @@ def test_plain_weights_with_their_outputs_first():
     assert found["scale"] is params["scale"]
 
 
-def test_abstract_weights_with_their_outputs_first():
-    spec = {"down": ParamSpec((64, 48), ("mlp", None), inputs=0)}
-    _, found = outputs_first(spec, {"down": jax.ShapeDtypeStruct((64, 48), jnp.bfloat16)})
-    assert found["down"].weight == jax.ShapeDtypeStruct((48, 64), jnp.bfloat16)
+def test_plain_weights_with_their_inputs_first():
+    specs = {
+        "gate_up": ParamSpec((2, 8, INPUTS), (None, "mlp", "embed"), inputs=-1, sources=()),
+        "again": ParamSpec((2, 8, INPUTS), (None, "mlp", "embed"), inputs=-1),
+        "down": ParamSpec((INPUTS, 8), ("mlp", None), inputs=0),
+        "table": ParamSpec((8, INPUTS), ("vocab", "embed"), inputs=-1),
+        "experts": ParamSpec((2, 8, INPUTS), ("expert", None, None), inputs=-1),
+        "taps": ParamSpec((8, INPUTS), ("mlp", None)),
+    }
+    params = {name: numbers(*spec.shape) for name, spec in specs.items()} | {"again": None}
+    params["again"] = shared = params["gate_up"]
+    x, kept = numbers(5, INPUTS), np.asarray(shared)
+    expected, gated = matmul_transposed(x, shared), swiglu(x, shared)
+    turned, found = laid_out(specs, params, "in first")
+    assert found["gate_up"].shape == turned["gate_up"].shape == (2, 8, INPUTS)
+    np.testing.assert_array_equal(dense(found["gate_up"]), kept)
+    assert turned["gate_up"].weight == ParamSpec((INPUTS, 2, 8), ("embed", None, "mlp"), inputs=0)
+    assert turned["gate_up"].axes == (None, "mlp", "embed")
+    assert_near(matmul_transposed(x, found["gate_up"]), expected)
+    assert_near(swiglu(x, found["gate_up"]), gated)
+    assert found["again"] is found["gate_up"]
+    assert shared.is_deleted()
+    assert all(found[name] is params[name] for name in ("down", "table", "experts", "taps"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "inputs", "shape", "wanted"),
+    [("in last", 0, (64, 48), (48, 64)), ("in first", -1, (2, 48, 64), (64, 2, 48))],
+)
+def test_abstract_weights_in_another_layout(layout, inputs, shape, wanted):
+    spec = {"matrix": ParamSpec(shape, (None,) * len(shape), inputs=inputs)}
+    _, found = laid_out(spec, {"matrix": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}, layout)
+    assert found["matrix"].weight == jax.ShapeDtypeStruct(wanted, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("product", [matmul, matmul_transposed])
+def test_one_row_of_16_bits_is_multiplied_by_slices(monkeypatch, product):
+    """And has the numbers that it has among others; weights of which no slices can be cut have a second row."""
+    counts = []
+    inner = one_row.dot
+    monkeypatch.setattr(one_row, "dot", lambda *arguments: counts.append(arguments[3]) or inner(*arguments))
+    for inputs in (256, 300):
+        shape = (inputs, 2, 40) if product is matmul else (2, 40, inputs)
+        x, weight = (numbers(*each).astype(jnp.bfloat16) for each in ((3, inputs), shape))
+        found = product(x[:1, None], weight)
+        assert found.shape == (1, 1, 2, 40)
+        assert_near(found[0].astype(jnp.float32), product(x, weight)[:1].astype(jnp.float32), 5e-3)
+    assert counts == [8 if product is matmul else 16]
+
+
+def test_one_row_of_heads_has_a_second_one():
+    x, weight = numbers(1, 3, 64).astype(jnp.bfloat16), numbers(3, 64, 16).astype(jnp.bfloat16)
+    two = jnp.concatenate([x, jnp.zeros_like(x)])
+    np.testing.assert_array_equal(jax.jit(matmul_heads)(x, weight), jax.jit(matmul_heads)(two, weight)[:1])
+    assert "2x3x64" in jax.jit(matmul_heads).lower(x, weight).as_text()
 
 
 def test_matrices_of_the_models_own_dtype_alone_are_for_the_kernel():
@@ -139,3 +194,29 @@ def test_the_kernel_is_where_it_is_asked_for(monkeypatch, backend, exactness, ke
     x = jax.ShapeDtypeStruct((3, weight.shape[-1] if backend != "xla" else weight.shape[0]), jnp.bfloat16)
     assert (backend != "xla" and weight.by_kernel(x)) == kernels
     assert not (backend != "xla" and weight.by_kernel(jax.ShapeDtypeStruct(x.shape, jnp.float32)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "settings", "rows"),
+    [
+        ("bfloat16", "plain", {}, 1),
+        ("float16", "plain", {}, 1),
+        ("bfloat16", "lies otherwise", {}, 1),
+        ("float32", "plain", {}, 1),
+        ("bfloat16", "stored", {}, 2),
+        ("float32", "stored", {}, 1),
+        ("bfloat16", "plain", {"enable_lora": True}, 2),
+        ("float32", "plain", {"enable_lora": True}, 1),
+        ("bfloat16", "on two devices", {}, 2),
+    ],
+)
+def test_a_single_sequence_has_one_row_where_that_is_fast(dtype, weights, settings, rows, tmp_path):
+    model = random_model(dtype)
+    if weights == "lies otherwise":
+        model = model.laid_out("in first")
+    if weights == "stored":
+        stored_as = Grouped("int4", 4)
+        model = stored_and_plain(model, tmp_path, lambda name, inputs: stored_as)[0]
+    config = EngineConfig(max_num_seqs=1, num_pages=64, max_model_len=64, **settings)
+    mesh = Mesh(np.array(jax.devices()[:1] * (1 + (weights == "on two devices"))), ("data",))
+    assert resolve_for(model, config, "cpu", mesh).rows == rows

@@ -8,7 +8,6 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
@@ -19,7 +18,7 @@ from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
-from jaxinfer.quant import KernelLost, gemm_fault, gemm_refusal, rounds_activations
+from jaxinfer.quant import KernelLost, Plain, gemm_fault, gemm_refusal, is_stored, rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
 from jaxinfer.speculative import other_vocabulary
@@ -167,20 +166,29 @@ def resolve_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         model.cache_spec,
         max_position=model.config.max_position,
         itemsize=model.dtype.itemsize,
-        defaults=defaults_for(model, platform, mesh),
+        defaults=_defaults_for(model, config, platform, mesh),
         draft=model.draft.cache_spec if model.draft is not None and config.drafts_on_device else None,
     )
 
 
-def defaults_for(model: Model, platform: str, mesh: Mesh | None) -> Defaults:
+def _defaults_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None) -> Defaults:
     """The platform's defaults, as the model and the devices' memory make them."""
     if platform != "cpu":
         own = [] if mesh is None else own_devices(mesh)
         return of_platform(platform, min(map(device_memory, own), default=0))
-    # XLA:CPU runs one-row products of bfloat16 or 8-bit numbers twenty times slower than two-row ones.
-    narrow = model.dtype != jnp.float32 or rounds_activations(model.params)
     found = of_platform(platform)
-    return found._replace(min_rows=2 if narrow else 1, max_prefill_rows=_prefill_rows(model, found.max_prefill_rows))
+    rows = 1 if _one_row_is_fast(model, config, mesh) else 2
+    return found._replace(min_rows=rows, max_prefill_rows=_prefill_rows(model, found.max_prefill_rows))
+
+
+def _one_row_is_fast(model: Model, config: EngineConfig, mesh: Mesh | None) -> bool:
+    """XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than those of two, but for those
+    of arrays on one device, see `pallas_kernels.one_row`."""
+    if model.dtype.itemsize > 2:
+        return not rounds_activations(model.params)
+    weights = jax.tree.leaves(model.params, is_leaf=is_stored)
+    plain = all(isinstance(weight, Plain) or not is_stored(weight) for weight in weights)
+    return plain and not config.enable_lora and (mesh is None or mesh.size == 1)
 
 
 def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
