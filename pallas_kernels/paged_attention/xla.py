@@ -20,11 +20,12 @@ from pallas_kernels import bits
 from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.softmax import Softmax
 
-# Measured on a 2-core CPU at 32 rows, 500 keys, head_dim 64: 64 keys per block keep the gathered block in cache and
-# are twice as fast as 128 or 256. A prefill chunk has enough queries to amortise larger blocks; all chunks have one
-# block size, or a key's place in the sums would depend on the chunk that reads it.
-DECODE_BLOCK = 64
+# Keys of a block. Measured on a 2-core CPU, see docs/benchmarks.md: decode reads 256 in a third to half less time than
+# four times 64, as long as what it has gathered of them stays in the cache; else it is a fifth slower. All chunks have
+# one size, whatever is in them, or a key's place in the sums would depend on the chunk that reads it.
 PREFILL_BLOCK = 128
+_DECODE_BLOCK, _CACHED_BLOCK = 64, 256
+_CACHED = 4096  # numbers that rows which run together have of a key: 4 MiB of keys, and as much of values
 # Rows of like length that decode takes together. On the same machine, against all 32 at once: 2 to 5 times as fast if
 # lengths differ; if all are equal, the smaller products cost 0 to 40 % (head_dim 128 and 32).
 ROWS_TOGETHER = 8
@@ -117,6 +118,11 @@ def _ceil_div(a: jax.Array, b: int) -> jax.Array:
     return (a + b - 1) // b
 
 
+def decode_block(numbers: int) -> int:
+    """Keys of a block of rows that have together so many ``numbers`` of a key."""
+    return _CACHED_BLOCK if numbers <= _CACHED else _DECODE_BLOCK
+
+
 def decode(
     q: Float[Array, "rows heads head_dim"],
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
@@ -133,7 +139,8 @@ def decode(
     """
     rows, heads, head_dim = q.shape
     kv_heads, together = pool.shape[2], min(together, rows)
-    equation, pages = _Equation(options), _pages(pool, options.scales, tables, lengths, DECODE_BLOCK)
+    block = decode_block(together * kv_heads * head_dim)
+    equation, pages = _Equation(options), _pages(pool, options.scales, tables, lengths, block)
     grouped = equation.scaled(q.reshape(rows, kv_heads, heads // kv_heads, head_dim))
     sinks = None if options.sinks is None else options.sinks.reshape(kv_heads, heads // kv_heads)
     if together == rows:

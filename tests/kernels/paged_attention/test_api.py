@@ -59,12 +59,21 @@ def test_a_chunk_does_not_depend_on_other_sequences():
 
 
 def test_a_row_does_not_depend_on_table_width_or_neighbours():
-    pool, q = _pool(5, 64, 2, 16, 8), _queries(6, 3, 4, 8)
-    tables = jnp.asarray(np.random.default_rng(7).permutation(64)[:48].reshape(3, 16), jnp.int32)
+    pool, q = _pool(5, 96, 2, 16, 8), _queries(6, 3, 4, 8)
+    tables = jnp.asarray(np.random.default_rng(7).permutation(96).reshape(3, 32), jnp.int32)
     decode = jax.jit(lambda *a: paged_attention.decode(*a, AttentionOptions(SCALE, 40)))
-    together = decode(q, pool, tables, jnp.array([50, 250, 3]))
-    alone = decode(q, pool, tables[:, :5], jnp.array([50, 0, 0]))
+    together = decode(q, pool, tables, jnp.array([270, 500, 3]))
+    alone = decode(q, pool, tables[:, :17], jnp.array([270, 0, 0]))
     np.testing.assert_array_equal(together[0], alone[0])
+
+
+@pytest.mark.parametrize(("rows", "heads", "head_dim", "keys"), [(1, 8, 128, 256), (8, 8, 128, 64), (40, 4, 64, 256)])
+def test_blocks_stay_in_the_cache(rows, heads, head_dim, keys):
+    """What one holds of keys is read off the program: [rows, heads, keys, head_dim] in float32."""
+    pool, q = jnp.zeros((600, 2, heads, 64, head_dim)), jnp.zeros((rows, heads, head_dim))
+    decode = jax.jit(lambda *a: paged_attention.decode(*a, AttentionOptions(SCALE)))
+    text = decode.lower(q, pool, jnp.zeros((rows, 8), jnp.int32), jnp.ones(rows, jnp.int32)).as_text()
+    assert f"tensor<{min(rows, 8)}x{heads}x{keys}x{head_dim}xf32>" in text
 
 
 def test_foreign_pages_do_not_matter():
