@@ -68,6 +68,7 @@ def test_plain_weights_with_their_outputs_first():
     assert found["qkv"].shape == turned["qkv"].shape == (3, 2, 4, INPUTS)
     np.testing.assert_array_equal(dense(found["qkv"]), np.moveaxis(kept, 0, -1))
     assert turned["qkv"].weight == ParamSpec((3, 2, 4, INPUTS), ("kv", None, None, None), inputs=-1)
+    assert turned["qkv"].axes == ("kv", None, None, None)
     assert_near(matmul(x, found["qkv"]), expected)
     assert found["again"] is found["qkv"]
     assert shared.is_deleted()
