@@ -50,10 +50,8 @@ def _failure(kernels: Sequence[Kernel], target: Target, donated: int, aliased: i
     if not kernels:
         return "no Mosaic kernel was compiled, or one of them twice"
     for kernel in kernels:
-        if kernel.spills:
-            return f"{kernel.name} spills: {kernel.spill_stores} bytes stored, {kernel.spill_loads} loaded"
-        if (used := kernel.dynamic_smem + kernel.static_smem) > target.shared_memory:
-            return f"{kernel.name} needs {used} bytes of shared memory, {target.name} has {target.shared_memory}"
+        for fault in kernel.faults(target.shared_memory):
+            return f"{kernel.name}: {fault}"
     if aliased < donated:
         return f"{donated} bytes are donated, {aliased} of them are updated in place"
     return ""
@@ -62,7 +60,7 @@ def _failure(kernels: Sequence[Kernel], target: Target, donated: int, aliased: i
 def _clear(dumps: pathlib.Path, keep: pathlib.Path | None) -> None:
     """Empty the folder (some 20 MB a kernel); machine code and reports go to ``keep``."""
     for path in dumps.iterdir():
-        if keep is not None and path.suffix in (".ptx", ".ptxas", ".sass_ctrl"):
+        if keep is not None and path.suffix in (".ptx", ".ptxas", ".sass_ctrl", ".txt"):
             keep.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, keep)
         path.unlink()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from pallas_kernels import registers
 
 # Instructions of interest in Hopper's and Ampere's machine code.
 _TENSOR_CORES = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA")
@@ -15,13 +18,24 @@ _COPIES = ("UTMALDG", "UTMASTG", "LDGSTS", "LDG", "STG")  # the first three are 
 _LOCAL_MEMORY = ("LDL", "STL")
 INSTRUCTIONS = (*_TENSOR_CORES, *_COPIES, "USETMAXREG", "BAR", "SYNCS", *_LOCAL_MEMORY)
 _BARRIER_BYTES = 8
+# What CUDA's programming guide and the PTX ISA allow a thread block of compute capability 8.0 to 9.0.
+_MOST_THREADS, _MOST_NAMED_BARRIERS, _MOST_ARRIVALS = 1024, 16, 2**20 - 1
+_MOST_CLUSTER = 8  # that every such GPU can launch
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One kernel in one machine code. Sizes in bytes; shared memory a thread block, the rest a thread.
 
-    ``instructions`` counts those of `INSTRUCTIONS` that occur, and all of them as "total"; None without disassembler.
+    Attributes:
+        registers: of a thread at launch.
+        threads: of a thread block.
+        cluster: thread blocks of a cluster; 1: there is none.
+        named_barriers: that a block synchronises its threads with.
+        arrivals: the most that one barrier in shared memory waits for.
+        decrease, increase: registers that a thread of a producer keeps, and that one of a consumer asks for, with
+            ``setmaxnreg``; 0: the kernel does not change them.
+        instructions: counts of those of `INSTRUCTIONS` that occur, and of all as "total"; None without disassembler.
     """
 
     name: str
@@ -31,11 +45,56 @@ class Kernel:
     stack: int
     static_smem: int
     dynamic_smem: int
+    threads: int = registers.WARPGROUP
+    cluster: int = 1
+    named_barriers: int = 0
+    arrivals: int = 1
+    decrease: int = 0
+    increase: int = 0
     instructions: dict[str, int] | None = None
 
     @property
     def spills(self) -> bool:
         return self.spill_stores + self.spill_loads > 0
+
+    def faults(self, shared_memory: int) -> Iterator[str]:
+        """Why a GPU would not launch the kernel, or it would hang or be slow there, in one sentence each.
+
+        Args:
+            shared_memory: bytes that one thread block may have.
+        """
+        if self.spills:
+            yield f"it spills: {self.spill_stores} bytes stored, {self.spill_loads} loaded"
+        if (used := self.dynamic_smem + self.static_smem) > shared_memory:
+            yield f"it needs {used} bytes of shared memory, a thread block may have {shared_memory}"
+        if self.threads > _MOST_THREADS or self._launched * self.threads > registers.FILE:
+            yield f"a block of {self.threads} threads with {self.registers} registers each cannot be launched"
+        if self.named_barriers > _MOST_NAMED_BARRIERS or not 1 <= self.arrivals <= _MOST_ARRIVALS:
+            yield f"{self.named_barriers} named barriers, one barrier in memory with {self.arrivals} arrivals"
+        if not 1 <= self.cluster <= _MOST_CLUSTER:
+            yield f"a cluster of {self.cluster} blocks: at most {_MOST_CLUSTER} can be launched everywhere"
+        if self._asked > self._owned:
+            yield (
+                f"it hangs: its warpgroups ask for {self._asked} registers (setmaxnreg {self.decrease}, "
+                f"{self.increase}) and were launched with {self._owned}"
+            )
+
+    @property
+    def _launched(self) -> int:
+        """Registers of a thread as a multiprocessor hands them out."""
+        return -(-self.registers // registers.STEP) * registers.STEP
+
+    @property
+    def _owned(self) -> int:
+        """Registers of the block, of a thread of each of its warpgroups."""
+        return self._launched * self.threads // registers.WARPGROUP
+
+    @property
+    def _asked(self) -> int:
+        """The same that its warpgroups ask for: one is a producer, all others ask for the most."""
+        if not self.increase:
+            return 0
+        return self.decrease + self.increase * (self.threads // registers.WARPGROUP - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +116,7 @@ class Outcome:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Mosaic GPU's dumps of one kernel: NAME.ptxas, NAME.resources.txt and, with a disassembler, NAME.sass_ctrl.
+# Mosaic GPU's dumps of one kernel: NAME.ptx, NAME.ptxas, NAME.resources.txt and, with a disassembler, NAME.sass_ctrl.
 
 
 def read_dumps(folder: pathlib.Path) -> tuple[Kernel, ...]:
@@ -70,42 +129,70 @@ def _read_kernel(ptxas: pathlib.Path) -> Kernel:
     code = sass.read_text(encoding="utf-8") if sass.exists() else ""
     return Kernel(
         **read_ptxas(ptxas.read_text(encoding="utf-8")),
-        dynamic_smem=read_resources(ptxas.with_suffix(".resources.txt").read_text(encoding="utf-8")),
+        **read_ptx(ptxas.with_suffix(".ptx").read_text(encoding="utf-8")),
+        **read_resources(ptxas.with_suffix(".resources.txt").read_text(encoding="utf-8")),
         instructions=count_instructions(code) if code else None,
     )
 
 
 def read_ptxas(text: str) -> dict[str, Any]:
-    """Name, registers, spills, stack and static shared memory. Of functions that were not inlined, too.
+    """Name, registers, spills, stack, static shared memory and named barriers. Of functions that were not inlined, too.
 
     Raises:
-        ValueError: it is no report of ptxas' with ``--verbose``.
+        ValueError: it is no report of ptxas' with ``--verbose``, or ptxas did not take the kernel's ``setmaxnreg``.
     """
     entry = re.search(r"Compiling entry function '(\S+)'", text)
-    registers = re.findall(r"Used (\d+) registers", text)
-    if entry is None or not registers:
-        raise ValueError(f"no report of ptxas: {text[:200]!r}")
+    used = re.findall(r"Used (\d+) registers", text)
+    if entry is None or not used or "setmaxnreg" in text:
+        raise ValueError(f"no report of ptxas, or one of setmaxnreg: {text[:400]!r}")
 
     def largest(pattern: str) -> int:
         return max(map(int, re.findall(pattern, text)), default=0)
 
     return {
         "name": entry[1].removesuffix("_mosaic_gpu_kernel"),
-        "registers": max(map(int, registers)),
+        "registers": max(map(int, used)),
         "stack": largest(r"(\d+) bytes stack frame"),
         "spill_stores": largest(r"(\d+) bytes spill stores"),
         "spill_loads": largest(r"(\d+) bytes spill loads"),
         "static_smem": largest(r"(\d+) bytes smem"),
+        "named_barriers": largest(r"used (\d+) barriers"),
     }
 
 
-def read_resources(text: str) -> int:
-    """Bytes of shared memory that a launch asks for: buffers, and the barriers behind them."""
+def read_ptx(text: str) -> dict[str, int]:
+    """Threads, cluster and ``setmaxnreg`` of a kernel in PTX.
+
+    Raises:
+        ValueError: its block has no fixed size.
+    """
+    block = re.search(r"\.(?:maxntid|reqntid)\s+(\d+), (\d+), (\d+)", text)
+    cluster = re.search(r"\.reqnctapercluster\s+(\d+), (\d+), (\d+)", text)
+    if block is None:
+        raise ValueError(f"no size of a thread block in {text[:200]!r}")
+
+    def asked(way: str) -> list[int]:
+        return [int(count) for count in re.findall(rf"setmaxnreg\.{way}\.\S+\s+(\d+)", text)]
+
+    return {
+        "threads": math.prod(map(int, block.groups())),
+        "cluster": math.prod(map(int, cluster.groups())) if cluster else 1,
+        "decrease": max(asked("dec"), default=0),
+        "increase": max(asked("inc"), default=0),
+    }
+
+
+def read_resources(text: str) -> dict[str, int]:
+    """Bytes of shared memory that a launch asks for (buffers, and the barriers behind them), and the most arrivals."""
     buffers = re.search(r"smem_scratch_bytes=(\d+)", text)
     if buffers is None:
         raise ValueError(f"no report of Mosaic GPU's resources: {text[:200]!r}")
     kinds = re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", text)
-    return int(buffers[1]) + _BARRIER_BYTES * sum(int(barriers) * int(times) for barriers, times in kinds)
+    barriers = sum(int(count) * int(times) for count, times in kinds)
+    return {
+        "dynamic_smem": int(buffers[1]) + _BARRIER_BYTES * barriers,
+        "arrivals": max(map(int, re.findall(r"arrival_count=(\d+)", text)), default=1),
+    }
 
 
 def count_instructions(sass: str) -> dict[str, int]:

@@ -41,7 +41,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import compat
+from pallas_kernels import compat, registers
 from pallas_kernels.grouped_matmul.groups import KERNEL_ROWS, Groups
 from pallas_kernels.grouped_matmul.tile_keys import MATMUL, matmul_key
 from pallas_kernels.tiles import pick
@@ -56,8 +56,6 @@ _SPAN = 64  # numbers of 16 bits in a swizzled line
 _RESULT_ROWS = 64  # that a consumer copies out at a time
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _BARRIER_BYTES = 1024
-# Four consumers start with 96 registers a thread: the producer gives away what they need.
-_REGISTERS = {4: (24, 120)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,14 +319,19 @@ def _unit_at(shape: _Shape, occupied: Any, number: Any) -> _Unit:
     return _Unit(tile, part * shape.block_channels, jnp.where(empty, 0, shape.steps))
 
 
+def _registers(shape: _Shape) -> registers.Split | None:
+    """How warpgroups share registers where those of the launch are too few for a consumer: of four, 96."""
+    return registers.split(4) if shape.tiles.consumers == 4 else None
+
+
 def _slot(shape: _Shape, step: Any) -> Any:
     return lax.rem(step, jnp.int32(shape.tiles.stages))
 
 
 def _produce(shape: _Shape, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
     stages = shape.tiles.stages
-    if registers := _REGISTERS.get(shape.tiles.consumers):
-        plgpu.set_max_registers(registers[0], action="decrease")
+    if shares := _registers(shape):
+        plgpu.set_max_registers(shares.producer, action="decrease")
 
     def await_free(step: Any, _: Any = None) -> None:
         plgpu.barrier_wait(barriers.free.at[_slot(shape, step)])
@@ -357,8 +360,8 @@ def _copy_step(
 
 
 def _consume(shape: _Shape, warpgroup: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
-    if registers := _REGISTERS.get(shape.tiles.consumers):
-        plgpu.set_max_registers(registers[1], action="increase")
+    if shares := _registers(shape):
+        plgpu.set_max_registers(shares.consumer, action="increase")
 
     def multiply(unit: _Unit, done: Any) -> None:
         sums = _sums(shape, unit, done, warpgroup, smem, barriers)

@@ -15,7 +15,8 @@ from pallas_kernels.quant_matmul.tile_keys import MATMUL, matmul_key
 from pallas_kernels.quant_matmul.types import CHANNELS, CONSUMERS, DEPTHS, MOST_SPLITS, Shape, Tiles, bits_of
 from pallas_kernels.tiles import pick
 
-FEW_ROWS = 64  # a tile of them leaves registers for four consumers
+FEW_ROWS = 64  # a tile of them leaves registers for three consumers, and with 8-bit weights for four
+_ROWS_OF_FOUR = {4: 56, 8: FEW_ROWS}  # by bits of a weight
 MOST_ROWS = 128  # of a tile: twice as many float32 sums, a span's and all, fill the registers of two consumers
 SPAN = 32  # inputs that x's swizzled tiles hold: the least of a group
 TILE_ROWS = 8
@@ -116,12 +117,19 @@ def _tiles_refusal(given: Operands, tiles: Tiles) -> str | None:
         return f"{tiles} and a scale for {given.group} inputs: neither of depth and group divides the other"
     if shape.zeros and shape.groups * shape.block_channels % LINE:
         return f"{tiles} has {shape.groups * shape.block_channels} zeros of a step: multiples of {LINE} can be copied"
-    crowded = shape.rows > FEW_ROWS or (given.group < 64 and bits_of(given.weights.dtype) > 4)
-    if tiles.consumers > 2 and crowded:
-        return f"{tiles}: two consumers have registers for more than {FEW_ROWS} rows, or for 8 bits with a scale for 32"
+    if tiles.consumers > (most := _most_consumers(given)):
+        return f"{tiles}: {most} consumers have the registers for {shape.rows} rows of {given.weights.dtype}"
     if shape.smem_bytes > _BLOCK_BYTES:
         return f"{tiles} needs {shape.smem_bytes} bytes of shared memory: there are {_BLOCK_BYTES}"
     return None
+
+
+def _most_consumers(given: Operands) -> int:
+    """Consumers whose registers suffice, compiled for sm_90a: the more there are, the fewer each has."""
+    rows, bits = given.x.shape[1], bits_of(given.weights.dtype)
+    if rows > FEW_ROWS or (given.group < 64 and bits > 4):
+        return 2
+    return 3 if rows > _ROWS_OF_FOUR[bits] else 4
 
 
 def best_tiles(given: Operands) -> Tiles:
@@ -139,7 +147,7 @@ def heuristic_tiles(given: Operands, *, multiprocessors: int = 132) -> Tiles:
         few = dataclasses.replace(few, splits=1)
     if given.grouped or given.x.shape[0] > 1 or given.x.shape[1] > FEW_ROWS:
         few = dataclasses.replace(few, consumers=_consumers(given, multiprocessors))
-    others = (dataclasses.replace(few, consumers=consumers) for consumers in (few.consumers, 2, 1))
+    others = (dataclasses.replace(few, consumers=consumers) for consumers in range(few.consumers, 0, -1))
     choices = next(filter(None, (_of_all_depths(given, tiles) for tiles in others)))
     return next((tiles for tiles in choices if tiles.stages >= 3), choices[0])
 
@@ -186,7 +194,7 @@ def _traffic(consumers: int, splits: int, inputs: int, dtype: Any, rows: int = 1
 def _consumers(given: Operands, multiprocessors: int) -> int:
     """Consumers for few waves of units with little traffic each, where tiles are many."""
     (tiles, rows, _), channels = given.x.shape, given.weights.shape[1]
-    most = 2 if rows > FEW_ROWS else 4
+    most = _most_consumers(given)
     fitting = [one for one in CONSUMERS if one <= most and channels % (one * CHANNELS) == 0]
 
     def cost(consumers: int) -> tuple[int, int]:

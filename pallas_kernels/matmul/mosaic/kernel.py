@@ -28,10 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Num
 
+from pallas_kernels import registers
 from pallas_kernels.matmul.types import GROUP, Extras, Shape
 
-# With three warpgroups a thread has 168 registers at launch, with five 96: the producer gives away what others need.
-_REGISTERS = {2: (24, 240), 4: (24, 120)}
 _MATRIX = plgpu.Layout.WGMMA
 _PER_ROW = _MATRIX.reduce(1)
 _PER_COLUMN = _MATRIX.reduce(0)
@@ -102,6 +101,11 @@ def unit_at(shape: Shape, number: Any, member: Any) -> _Unit:
     return _Unit(row * tiles.rows, column * tiles.columns)
 
 
+def _registers(shape: Shape) -> registers.Split | None:
+    """How warpgroups share registers where those of the launch are too few for a consumer: of two 168, of four 96."""
+    return registers.split(shape.tiles.consumers) if shape.tiles.consumers > 1 else None
+
+
 def _slot(shape: Shape, step: Any) -> Any:
     return lax.rem(step, jnp.int32(shape.tiles.stages))
 
@@ -112,8 +116,8 @@ def _slot(shape: Shape, step: Any) -> Any:
 
 def _produce(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
     stages = shape.tiles.stages
-    if registers := _REGISTERS.get(shape.tiles.consumers):
-        plgpu.set_max_registers(registers[0], action="decrease")
+    if shares := _registers(shape):
+        plgpu.set_max_registers(shares.producer, action="decrease")
 
     def await_free(step: Any, _: Any = None) -> None:
         plgpu.barrier_wait(barriers.free.at[_slot(shape, step)])
@@ -148,8 +152,8 @@ def _copy_step(shape: Shape, unit: _Unit, index: Any, slot: Any, gmem: Gmem, sme
 
 
 def _consume(shape: Shape, warpgroup: Any, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
-    if registers := _REGISTERS.get(shape.tiles.consumers):
-        plgpu.set_max_registers(registers[1], action="increase")
+    if shares := _registers(shape):
+        plgpu.set_max_registers(shares.consumer, action="increase")
 
     def multiply(unit: _Unit, done: Any) -> None:
         own = unit._replace(row=pl.multiple_of(unit.row + warpgroup * GROUP, GROUP))

@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import compat
+from pallas_kernels import compat, registers
 from pallas_kernels.mla_attention.mosaic import operands, schedule
 from pallas_kernels.mla_attention.mosaic.consumer import Consumer, consume
 from pallas_kernels.mla_attention.mosaic.merge import merge
@@ -251,14 +251,15 @@ def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Any, barriers:
     gmem = Gmem(**(dict.fromkeys(Gmem._fields) | dict(zip(names, refs, strict=True))))
     warpgroup = lax.axis_index("warpgroup")
 
-    # 504 of the 512 registers that four threads of the three warpgroups share.
+    shares = registers.split(PRODUCER)
+
     def compute(me: int) -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(shares.consumer, action="increase")
         consume(Consumer(me, shape, gmem, smem, barriers))
 
     @pl.when(warpgroup == PRODUCER)
     def _load() -> None:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(shares.producer, action="decrease")
         produce(shape, gmem, smem, barriers)
 
     for me in range(2):

@@ -47,13 +47,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Num, UInt
 
-from pallas_kernels import compat
+from pallas_kernels import compat, registers
 from pallas_kernels.quant_matmul.fit import FEW_ROWS, TILE_ROWS
 from pallas_kernels.quant_matmul.types import CHANNELS, Shape, bits_of
 
 PANEL = 16  # tiles whose rows are together in the L2 cache
-# What a thread block's warpgroups start with is too little for these consumers: the producer gives away the rest.
-_REGISTERS = {2: (24, 240), 3: (24, 152), 4: (24, 120)}
 _MATRIX = plgpu.Layout.WGMMA
 _PER_CHANNEL = plgpu.Layout.WGMMA.reduce(1)
 
@@ -226,9 +224,11 @@ def _slot(shape: Shape, step: Any) -> Any:
     return lax.rem(step, jnp.int32(shape.tiles.stages))
 
 
-def _registers(shape: Shape) -> tuple[int, int] | None:
-    crowded = shape.tiles.consumers > 2 or shape.rows > FEW_ROWS
-    return _REGISTERS.get(shape.tiles.consumers) if crowded else None
+def _registers(shape: Shape) -> registers.Split | None:
+    """How warpgroups share registers where those of the launch are too few for a consumer."""
+    consumers = shape.tiles.consumers
+    crowded = consumers > 2 or (consumers == 2 and shape.rows > FEW_ROWS)
+    return registers.split(consumers) if crowded else None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ def _registers(shape: Shape) -> tuple[int, int] | None:
 
 def _produce(shape: Shape, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
     stages = shape.tiles.stages
-    if registers := _registers(shape):
-        plgpu.set_max_registers(registers[0], action="decrease")
+    if shares := _registers(shape):
+        plgpu.set_max_registers(shares.producer, action="decrease")
 
     def await_free(step: Any, _: Any = None) -> None:
         plgpu.barrier_wait(barriers.free.at[_slot(shape, step)])
@@ -277,8 +277,8 @@ def _copy_step(
 
 
 def _consume(shape: Shape, warpgroup: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
-    if registers := _registers(shape):
-        plgpu.set_max_registers(registers[1], action="increase")
+    if shares := _registers(shape):
+        plgpu.set_max_registers(shares.consumer, action="increase")
 
     def multiply(unit: _Unit, done: Any) -> None:
         if shape.serial:

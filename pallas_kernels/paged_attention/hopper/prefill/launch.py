@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels import compat
+from pallas_kernels import compat, registers
 from pallas_kernels.paged_attention.hopper.prefill.consumer import Rows, consume, write_zeros
 from pallas_kernels.paged_attention.hopper.prefill.producer import produce
 from pallas_kernels.paged_attention.hopper.prefill.types import (
@@ -292,11 +292,11 @@ def _cost(shape: Shape) -> pl.CostEstimate:
 def _body(shape: Shape, *refs: Any, smem: Smem, barriers: Barriers) -> None:
     gmem = Gmem(*refs)
     warpgroup = lax.axis_index("warpgroup")
-    consumer_registers, producer_registers = _registers(shape)
+    shares = _registers(shape)
 
     @pl.when(warpgroup < PRODUCER)
     def _compute() -> None:
-        plgpu.set_max_registers(consumer_registers, action="increase")
+        plgpu.set_max_registers(shares.consumer, action="increase")
         tile = this_tile(shape, gmem)
         rows = Rows(shape, tile, warpgroup, gmem)
         pl.when(tile.steps > 0)(lambda: consume(rows, smem, barriers))
@@ -304,16 +304,16 @@ def _body(shape: Shape, *refs: Any, smem: Smem, barriers: Barriers) -> None:
 
     @pl.when(warpgroup == PRODUCER)
     def _load() -> None:
-        plgpu.set_max_registers(producer_registers, action="decrease")
+        plgpu.set_max_registers(shares.producer, action="decrease")
         own = this_tile(shape, gmem)
         pl.when(own.steps > 0)(lambda: produce(shape, own, gmem, smem, barriers))
 
 
-def _registers(shape: Shape) -> tuple[int, int]:
-    """A consumer's and the producer's: 504 of the 512 that four threads of the three warpgroups share."""
+def _registers(shape: Shape) -> registers.Split:
+    """How warpgroups share registers: a producer that converts an 8-bit pool keeps some."""
     if not shape.quantized:
-        return 240, 24
-    return (232, 40) if shape.wide else (216, 72)
+        return registers.split(PRODUCER)
+    return registers.split(PRODUCER, 40 if shape.wide else 72)
 
 
 # --------------------------------------------------------------------------------------------------------------
