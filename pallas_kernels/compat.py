@@ -7,6 +7,7 @@ from ``jax.experimental.pallas.mosaic_gpu``.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.thread_block import block_of
 
 _KERNEL_KEYWORDS = frozenset(inspect.signature(plgpu.kernel).parameters)
 # 0.11.2 finds no layout for a tile of shared memory that the copy out clips at the array's end.
@@ -36,7 +39,14 @@ def kernel(
     cluster_names: tuple[str, ...] = (),
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Callable[..., Any]:
-    """``plgpu.kernel``; the cost estimate is passed on where the release takes one (from 0.12)."""
+    """``plgpu.kernel``; the cost estimate is passed on where the release takes one (from 0.12).
+
+    Raises:
+        ValueError: no GPU could launch such a thread block.
+    """
+    block = block_of(num_threads, math.prod(cluster), scratch_types)
+    for fault in () if interpret is not None else block.faults():
+        raise ValueError(f"{kernel_name}: {fault}")
     cost: dict[str, Any] = {"cost_estimate": cost_estimate} if "cost_estimate" in _KERNEL_KEYWORDS else {}
     launch: Callable[..., Any] = plgpu.kernel(
         body,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pallas_kernels import registers
+from pallas_kernels.thread_block import MOST_NAMED_BARRIERS, REGISTER_STEP, REGISTERS, WARPGROUP, Block
 
 # Instructions of interest in Hopper's and Ampere's machine code.
 _TENSOR_CORES = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA")
@@ -18,9 +18,6 @@ _COPIES = ("UTMALDG", "UTMASTG", "LDGSTS", "LDG", "STG")  # the first three are 
 _LOCAL_MEMORY = ("LDL", "STL")
 INSTRUCTIONS = (*_TENSOR_CORES, *_COPIES, "USETMAXREG", "BAR", "SYNCS", *_LOCAL_MEMORY)
 _BARRIER_BYTES = 8
-# What CUDA's programming guide and the PTX ISA allow a thread block of compute capability 8.0 to 9.0.
-_MOST_THREADS, _MOST_NAMED_BARRIERS, _MOST_ARRIVALS = 1024, 16, 2**20 - 1
-_MOST_CLUSTER = 8  # that every such GPU can launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Kernel:
     stack: int
     static_smem: int
     dynamic_smem: int
-    threads: int = registers.WARPGROUP
+    threads: int = WARPGROUP
     cluster: int = 1
     named_barriers: int = 0
     arrivals: int = 1
@@ -65,14 +62,13 @@ class Kernel:
         """
         if self.spills:
             yield f"it spills: {self.spill_stores} bytes stored, {self.spill_loads} loaded"
-        if (used := self.dynamic_smem + self.static_smem) > shared_memory:
-            yield f"it needs {used} bytes of shared memory, a thread block may have {shared_memory}"
-        if self.threads > _MOST_THREADS or self._launched * self.threads > registers.FILE:
+        yield from Block(self.threads, self.dynamic_smem + self.static_smem, self.cluster, self.arrivals).faults(
+            shared_memory
+        )
+        if self._launched * self.threads > REGISTERS:
             yield f"a block of {self.threads} threads with {self.registers} registers each cannot be launched"
-        if self.named_barriers > _MOST_NAMED_BARRIERS or not 1 <= self.arrivals <= _MOST_ARRIVALS:
-            yield f"{self.named_barriers} named barriers, one barrier in memory with {self.arrivals} arrivals"
-        if not 1 <= self.cluster <= _MOST_CLUSTER:
-            yield f"a cluster of {self.cluster} blocks: at most {_MOST_CLUSTER} can be launched everywhere"
+        if self.named_barriers > MOST_NAMED_BARRIERS:
+            yield f"it has {self.named_barriers} named barriers: there are {MOST_NAMED_BARRIERS}"
         if self._asked > self._owned:
             yield (
                 f"it hangs: its warpgroups ask for {self._asked} registers (setmaxnreg {self.decrease}, "
@@ -82,19 +78,19 @@ class Kernel:
     @property
     def _launched(self) -> int:
         """Registers of a thread as a multiprocessor hands them out."""
-        return -(-self.registers // registers.STEP) * registers.STEP
+        return -(-self.registers // REGISTER_STEP) * REGISTER_STEP
 
     @property
     def _owned(self) -> int:
         """Registers of the block, of a thread of each of its warpgroups."""
-        return self._launched * self.threads // registers.WARPGROUP
+        return self._launched * self.threads // WARPGROUP
 
     @property
     def _asked(self) -> int:
         """The same that its warpgroups ask for: one is a producer, all others ask for the most."""
         if not self.increase:
             return 0
-        return self.decrease + self.increase * (self.threads // registers.WARPGROUP - 1)
+        return self.decrease + self.increase * (self.threads // WARPGROUP - 1)
 
 
 @dataclasses.dataclass(frozen=True)

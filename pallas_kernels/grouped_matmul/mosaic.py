@@ -41,9 +41,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import compat, registers
+from pallas_kernels import compat
 from pallas_kernels.grouped_matmul.groups import KERNEL_ROWS, Groups
 from pallas_kernels.grouped_matmul.tile_keys import MATMUL, matmul_key
+from pallas_kernels.thread_block import SHARED_BYTES, Split, split
 from pallas_kernels.tiles import pick
 
 __all__ = ["MOST_ROWS", "TILE_ROWS", "Tiles", "heuristic_tiles", "matmul", "refusal"]
@@ -54,7 +55,6 @@ CONSUMERS = (1, 2, 3, 4)
 PANEL = 16  # tiles whose rows are together in the L2 cache: 17 MB at 4096 inputs
 _SPAN = 64  # numbers of 16 bits in a swizzled line
 _RESULT_ROWS = 64  # that a consumer copies out at a time
-_BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _BARRIER_BYTES = 1024
 
 
@@ -187,8 +187,8 @@ def _tiles_refusal(x: Any, weights: Any, tiles: Tiles) -> str | None:
     shape = _shape_of(x, weights, tiles)
     if shape.channels % shape.block_channels or shape.inputs % tiles.depth:
         return f"{tiles} does not divide weights {weights.shape} of [experts, outputs, inputs]"
-    if shape.smem_bytes > _BLOCK_BYTES:
-        return f"{tiles} needs {shape.smem_bytes} bytes of shared memory: there are {_BLOCK_BYTES}"
+    if shape.smem_bytes > SHARED_BYTES:
+        return f"{tiles} needs {shape.smem_bytes} bytes of shared memory: there are {SHARED_BYTES}"
     return None
 
 
@@ -216,7 +216,7 @@ def heuristic_tiles(x: Any, weights: Any, *, multiprocessors: int = 132) -> Tile
 def _fullest(x: Any, weights: Any, tiles: Tiles) -> Tiles:
     """Tiles with as many stages as shared memory has room for, up to 8."""
     each = [dataclasses.replace(tiles, stages=stages) for stages in range(8, 2, -1)]
-    return next((one for one in each if _shape_of(x, weights, one).smem_bytes <= _BLOCK_BYTES), tiles)
+    return next((one for one in each if _shape_of(x, weights, one).smem_bytes <= SHARED_BYTES), tiles)
 
 
 def _shape_of(x: Any, weights: Any, tiles: Tiles) -> _Shape:
@@ -319,9 +319,9 @@ def _unit_at(shape: _Shape, occupied: Any, number: Any) -> _Unit:
     return _Unit(tile, part * shape.block_channels, jnp.where(empty, 0, shape.steps))
 
 
-def _registers(shape: _Shape) -> registers.Split | None:
+def _registers(shape: _Shape) -> Split | None:
     """How warpgroups share registers where those of the launch are too few for a consumer: of four, 96."""
-    return registers.split(4) if shape.tiles.consumers == 4 else None
+    return split(4) if shape.tiles.consumers == 4 else None
 
 
 def _slot(shape: _Shape, step: Any) -> Any:

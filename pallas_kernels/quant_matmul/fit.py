@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.quant_matmul.reference import DTYPES
 from pallas_kernels.quant_matmul.tile_keys import MATMUL, matmul_key
 from pallas_kernels.quant_matmul.types import CHANNELS, CONSUMERS, DEPTHS, MOST_SPLITS, Shape, Tiles, bits_of
+from pallas_kernels.thread_block import SHARED_BYTES
 from pallas_kernels.tiles import pick
 
 FEW_ROWS = 64  # a tile of them leaves registers for three consumers, and with 8-bit weights for four
@@ -21,7 +22,6 @@ MOST_ROWS = 128  # of a tile: twice as many float32 sums, a span's and all, fill
 SPAN = 32  # inputs that x's swizzled tiles hold: the least of a group
 TILE_ROWS = 8
 LINE = 128  # bytes of which a copy to shared memory is a multiple
-_BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _WAVE_BYTES = 24_000  # that a multiprocessor could have read while a new block's pipeline fills
 _WAVE_LINES = 64  # the same in rows or channels of a step, where tiles are many
 _SCALES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -119,8 +119,8 @@ def _tiles_refusal(given: Operands, tiles: Tiles) -> str | None:
         return f"{tiles} has {shape.groups * shape.block_channels} zeros of a step: multiples of {LINE} can be copied"
     if tiles.consumers > (most := _most_consumers(given)):
         return f"{tiles}: {most} consumers have the registers for {shape.rows} rows of {given.weights.dtype}"
-    if shape.smem_bytes > _BLOCK_BYTES:
-        return f"{tiles} needs {shape.smem_bytes} bytes of shared memory: there are {_BLOCK_BYTES}"
+    if shape.smem_bytes > SHARED_BYTES:
+        return f"{tiles} needs {shape.smem_bytes} bytes of shared memory: there are {SHARED_BYTES}"
     return None
 
 

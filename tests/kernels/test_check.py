@@ -19,6 +19,7 @@ from pallas_kernels.check.report import (
     as_markdown,
     as_table,
     count_instructions,
+    read_ptx,
     read_ptxas,
     read_resources,
 )
@@ -36,6 +37,17 @@ RESOURCES = (
     "Barrier(arrival_count=1, num_barriers=2, orders_tensor_core=False): 3, "
     "Barrier(arrival_count=1, num_barriers=1, orders_tensor_core=False): 1}), scoped_gmem_semaphores={})"
 )
+# Of a kernel with four consumers that asked for more than its block had, and hung on an H100.
+HANGING_PTX = """\
+.visible .entry quant_matmul_mosaic_gpu_kernel(
+	.param .align 64 .b8 quant_matmul_mosaic_gpu_kernel_param_0[512]
+)
+.maxntid 640, 1, 1
+.minnctapersm 1
+{
+	setmaxnreg.inc.sync.aligned.u32 120;
+	setmaxnreg.dec.sync.aligned.u32 24;
+"""
 SASS = """\
    -:-:-:Y:01        /*0000*/                   LDC R1, c[0x0][0x28]
    -:-:-:Y:01        /*1080*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT
@@ -55,15 +67,52 @@ def test_reads_the_compilers_report():
         "spill_stores": 8,
         "spill_loads": 12,
         "static_smem": 1,
+        "named_barriers": 16,
     }
-    assert read_resources(RESOURCES) == 118784 + 8 * (2 * 3 + 1)
+    assert read_resources(RESOURCES) == {"dynamic_smem": 118784 + 8 * (2 * 3 + 1), "arrivals": 1}
+    assert read_ptx(HANGING_PTX) == {"threads": 640, "cluster": 1, "decrease": 24, "increase": 120}
+    clustered = HANGING_PTX.replace("{", ".explicitcluster\n.reqnctapercluster 2, 1, 1\n{")
+    assert read_ptx(clustered)["cluster"] == 2
 
 
 def test_a_report_of_something_else_is_refused():
     with pytest.raises(ValueError, match="no report of ptxas"):
         read_ptxas("ptxas fatal : out of memory")
+    with pytest.raises(ValueError, match="setmaxnreg"):
+        read_ptxas(f"{PTXAS}ptxas info : (C7508) Potential Performance Loss: 'setmaxnreg' ignored")
     with pytest.raises(ValueError, match="resources"):
         read_resources("")
+    with pytest.raises(ValueError, match="thread block"):
+        read_ptx(".visible .entry kernel()")
+
+
+def _faults(**fields):
+    return [*dataclasses.replace(KERNEL, **fields).faults(TARGETS[HOPPER].shared_memory)]
+
+
+def test_a_kernel_that_asks_for_what_the_hardware_has_is_well():
+    assert not _faults()
+    assert not _faults(threads=640, registers=96, decrease=24, increase=112)
+    assert not _faults(threads=384, registers=168, decrease=24, increase=240)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {**read_ptx(HANGING_PTX), "registers": 96},
+        {"threads": 384, "registers": 160, "decrease": 24, "increase": 240},
+        {"threads": 384, "registers": 176},
+        {"threads": 1152, "registers": 32},
+        {"dynamic_smem": 232_448},
+        {"cluster": 16},
+        {"named_barriers": 17},
+        {"arrivals": 2**20},
+        {"spill_loads": 4},
+    ],
+)
+def test_a_kernel_that_asks_for_more_fails(planted):
+    (fault,) = _faults(**planted)
+    assert ("hang" in fault) == ("increase" in planted)
 
 
 def test_counts_instructions_whatever_their_modifiers_and_predicates():

@@ -43,13 +43,13 @@ class _Write:
         angles = shaped(*tokens, self.rotary // 2, dtype=jnp.float32) if self.rotary else None
         places = shaped(self.sequences, written, dtype=jnp.int32), shaped(self.sequences, dtype=jnp.int32)
 
-        def write(pool: jax.Array, scales: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> Written:
+        def write(pool: jax.Array, scales: jax.Array | None, k: jax.Array, v: jax.Array, *rest: Any) -> Written:
             pages, offsets, angles, q = rest
             rope = None if angles is None else (angles, angles)
             options: dict[str, Any] = {"scales": scales, "rope": rope, "interleaved": self.interleaved, "q": q}
             return mosaic.write(pool, k, v, pages, offsets, **options)
 
-        def write_projected(pool: jax.Array, scales: jax.Array, qkv: jax.Array, *rest: Any) -> Written:
+        def write_projected(pool: jax.Array, scales: jax.Array | None, qkv: jax.Array, *rest: Any) -> Written:
             pages, offsets, angles = rest
             options: dict[str, Any] = {"scales": scales, "rope": (angles, angles), "interleaved": self.interleaved}
             return mosaic.write_projected(pool, qkv, pages, offsets, **options)

@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels import registers
 from pallas_kernels.matmul.types import GROUP, Extras, Shape
+from pallas_kernels.thread_block import Split, split
 
 _MATRIX = plgpu.Layout.WGMMA
 _PER_ROW = _MATRIX.reduce(1)
@@ -101,9 +101,9 @@ def unit_at(shape: Shape, number: Any, member: Any) -> _Unit:
     return _Unit(row * tiles.rows, column * tiles.columns)
 
 
-def _registers(shape: Shape) -> registers.Split | None:
+def _registers(shape: Shape) -> Split | None:
     """How warpgroups share registers where those of the launch are too few for a consumer: of two 168, of four 96."""
-    return registers.split(shape.tiles.consumers) if shape.tiles.consumers > 1 else None
+    return split(shape.tiles.consumers) if shape.tiles.consumers > 1 else None
 
 
 def _slot(shape: Shape, step: Any) -> Any:

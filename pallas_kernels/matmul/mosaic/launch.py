@@ -48,13 +48,13 @@ from pallas_kernels.matmul.types import (
     outputs_of,
 )
 from pallas_kernels.matmul.xla import result_dtype
+from pallas_kernels.thread_block import SHARED_BYTES
 from pallas_kernels.tiles import pick
 
 __all__ = ["Extras", "Tiles", "heuristic_tiles", "matmul", "refusal", "tiles_of"]
 
 WIDE, NARROW = (jnp.bfloat16, jnp.float16), (jnp.float8_e4m3fn, jnp.int8)
 RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
-_BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _BARRIER_BYTES = 1024
 _TILE_ROWS = 8  # of shared memory: operands of more rows have a multiple of them
 _MOST_STAGES = 16
@@ -184,8 +184,8 @@ def _tiles_refusal(shape: Shape) -> str | None:
         return f"{tiles} and {shape.columns} outputs that lie as [in, out]: lines of {shape.line} do not divide both"
     if tiles.depth * jnp.dtype(shape.dtype).itemsize % LINE or (shape.promoted and tiles.depth != PROMOTED):
         return f"{tiles} of {shape.dtype}: a slot has whole lines of {LINE} bytes"
-    if (need := _bytes_of(shape)) > _BLOCK_BYTES:
-        return f"{tiles} needs {need} bytes of shared memory: there are {_BLOCK_BYTES}"
+    if (need := _bytes_of(shape)) > SHARED_BYTES:
+        return f"{tiles} needs {need} bytes of shared memory: there are {SHARED_BYTES}"
     return None
 
 

@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import compat, registers
+from pallas_kernels import compat
 from pallas_kernels.mla_attention.mosaic import operands, schedule
 from pallas_kernels.mla_attention.mosaic.consumer import Consumer, consume
 from pallas_kernels.mla_attention.mosaic.merge import merge
@@ -55,6 +55,7 @@ from pallas_kernels.mla_attention.mosaic.operands import ROPE, TILE, Gmem, Shape
 from pallas_kernels.mla_attention.mosaic.producer import produce
 from pallas_kernels.mla_attention.options import LatentOptions
 from pallas_kernels.mla_attention.tile_keys import DECODE, decode_key
+from pallas_kernels.thread_block import split
 from pallas_kernels.tiles import pick
 
 __all__ = ["Tiles", "decode", "extend", "heuristic_tiles", "prefill", "refusal"]
@@ -251,7 +252,7 @@ def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Any, barriers:
     gmem = Gmem(**(dict.fromkeys(Gmem._fields) | dict(zip(names, refs, strict=True))))
     warpgroup = lax.axis_index("warpgroup")
 
-    shares = registers.split(PRODUCER)
+    shares = split(PRODUCER)
 
     def compute(me: int) -> None:
         plgpu.set_max_registers(shares.consumer, action="increase")

@@ -47,9 +47,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Num, UInt
 
-from pallas_kernels import compat, registers
+from pallas_kernels import compat
 from pallas_kernels.quant_matmul.fit import FEW_ROWS, TILE_ROWS
 from pallas_kernels.quant_matmul.types import CHANNELS, Shape, bits_of
+from pallas_kernels.thread_block import Split, split
 
 PANEL = 16  # tiles whose rows are together in the L2 cache
 _MATRIX = plgpu.Layout.WGMMA
@@ -224,11 +225,11 @@ def _slot(shape: Shape, step: Any) -> Any:
     return lax.rem(step, jnp.int32(shape.tiles.stages))
 
 
-def _registers(shape: Shape) -> registers.Split | None:
+def _registers(shape: Shape) -> Split | None:
     """How warpgroups share registers where those of the launch are too few for a consumer."""
     consumers = shape.tiles.consumers
     crowded = consumers > 2 or (consumers == 2 and shape.rows > FEW_ROWS)
-    return registers.split(consumers) if crowded else None
+    return split(consumers) if crowded else None
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.spans import span
 from pallas_kernels.paged_attention.tile_keys import DECODE, decode_key
 from pallas_kernels.paged_attention.trees import MOST_IN_TREE, tree_words
+from pallas_kernels.thread_block import SHARED_BYTES
 from pallas_kernels.tiles import pick
 
 __all__ = ["Tiles", "decode", "extend", "heuristic_tiles", "refusal"]
@@ -59,7 +60,6 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
 MOST_QUERIES = 64  # of one row and KV head
 CONSUMER, PRODUCER = 0, 1
-_BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 233_472, 1024  # what several share, and what each costs beyond its own
 _MOST_SUMS = 8192  # 64 registers of each thread
 _COLUMNS_OF_TWO = 16  # more queries need more than 128 registers a thread, and two blocks do not fit any longer
@@ -196,8 +196,8 @@ def _tiles_refusal(q: Any, pool: Any, options: AttentionOptions, tiles: Tiles | 
     if tiles is None:
         return None
     need = types.smem_bytes(_shape_of(q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), options, tiles, False))
-    if need > _BLOCK_BYTES:
-        return f"{tiles} with head_dim {pool.shape[4]} need {need} bytes of shared memory: there are {_BLOCK_BYTES}"
+    if need > SHARED_BYTES:
+        return f"{tiles} with head_dim {pool.shape[4]} need {need} bytes of shared memory: there are {SHARED_BYTES}"
     return None
 
 
@@ -216,7 +216,7 @@ def heuristic_tiles(
     Where two would have fewer than two stages, or too few registers, one gets all. Not measured on a GPU yet.
     """
     for resident in (2, 1):
-        room = min(_BLOCK_BYTES, _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES)
+        room = min(SHARED_BYTES, _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES)
         stages = _stages(head_dim, page, dtype, pool_dtype, queries, room)
         if stages >= 2 and (resident == 1 or types.columns(queries) <= _COLUMNS_OF_TWO):
             break

@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels import compat, registers
+from pallas_kernels import compat
 from pallas_kernels.paged_attention.hopper.prefill.consumer import Rows, consume, write_zeros
 from pallas_kernels.paged_attention.hopper.prefill.producer import produce
 from pallas_kernels.paged_attention.hopper.prefill.types import (
@@ -65,6 +65,7 @@ from pallas_kernels.paged_attention.hopper.softmax import sink_levels
 from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.spans import KEYS_PER_SPLIT
 from pallas_kernels.paged_attention.tile_keys import PREFILL, prefill_key
+from pallas_kernels.thread_block import SHARED_BYTES, Split, split
 from pallas_kernels.tiles import pick
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -72,7 +73,7 @@ PAGES = (16, 32, 64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
 QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
 LARGEST_TREE = 512  # its mask is a byte per query, key and head of a tile
-SHARED_BYTES = 232_448 - 1024  # what a block may have on Hopper, less barriers
+_SHARED_BYTES = SHARED_BYTES - 1024  # less barriers
 PRODUCER = 2
 
 
@@ -167,9 +168,9 @@ def _tiles_refusal(shape: Shape) -> str | None:
         return f"{shape.block_heads} heads a tile do not divide the {shape.heads // shape.kv_heads} of a KV head"
     if shape.quantized and shape.head_dim > 128 and shape.block_heads > 1:
         return f"{shape.block_heads} heads a tile, an 8-bit pool and head_dim {shape.head_dim}: registers would spill"
-    if shape.shared_bytes > SHARED_BYTES:
+    if shape.shared_bytes > _SHARED_BYTES:
         slots = f"{shape.stages} stages of {shape.block_keys} keys"
-        return f"{shape.shared_bytes} bytes of shared memory for {slots}: a block has {SHARED_BYTES}"
+        return f"{shape.shared_bytes} bytes of shared memory for {slots}: a block has {_SHARED_BYTES}"
     return None
 
 
@@ -309,11 +310,11 @@ def _body(shape: Shape, *refs: Any, smem: Smem, barriers: Barriers) -> None:
         pl.when(own.steps > 0)(lambda: produce(shape, own, gmem, smem, barriers))
 
 
-def _registers(shape: Shape) -> registers.Split:
+def _registers(shape: Shape) -> Split:
     """How warpgroups share registers: a producer that converts an 8-bit pool keeps some."""
     if not shape.quantized:
-        return registers.split(PRODUCER)
-    return registers.split(PRODUCER, 40 if shape.wide else 72)
+        return split(PRODUCER)
+    return split(PRODUCER, 40 if shape.wide else 72)
 
 
 # --------------------------------------------------------------------------------------------------------------
