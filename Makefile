@@ -30,12 +30,14 @@ GENERATOR := grpcio-tools==1.71.2 setuptools<81
 
 GPU_PLUGINS := build/gpu_plugins
 DISASSEMBLER := nvidia-cuda-nvdisasm>=13,<14
+OLDEST := build/oldest
+OLDEST_JAX := $(shell sed -n 's/.*"jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 # Images for containers often ask for no bytecode: then each of some hundred processes compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-fleet test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-programs check-gpu clean
+.PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-fleet test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-oldest check-programs check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -154,6 +156,20 @@ $(GPU_PLUGINS)/.installed: $(BASE)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(GPU_PLUGINS) \
 	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "$(DISASSEMBLER)"
 	@touch $@
+
+# The oldest JAX that pyproject.toml admits, with its plugin for GPUs; all else lies behind it, in .venv.
+$(OLDEST)/.installed: $(DEV)
+	@$(RUN) -m venv --clear $(OLDEST)
+	@$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    >"$$($(OLDEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    "jax==$(OLDEST_JAX)" "jaxlib==$(OLDEST_JAX)"
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST)/plugins \
+	    "jax-cuda13-plugin==$(OLDEST_JAX)" "jax-cuda13-pjrt==$(OLDEST_JAX)" "$(DISASSEMBLER)"
+	@touch $@
+
+check-oldest: $(OLDEST)/.installed ## the same with the oldest JAX that jaxinfer takes (ARGS="--every 4")
+	@$(OLDEST)/bin/python -m pallas_kernels.check --plugins $(OLDEST)/plugins --target sm_90a sm_80 $(ARGS)
 
 check-kernels: $(GPU_PLUGINS)/.installed ## compile every kernel for GPUs, without one: registers, spills (docs/kernels.md)
 	@$(RUN) -m pallas_kernels.check --target sm_90a sm_80 $(ARGS)

@@ -25,6 +25,7 @@ from jaxinfer.gpu_check.report import Report
 from jaxinfer.kv.pool import LayerPool, new_pools, pages_of
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, replicated
+from jaxinfer.quant import refused_products
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
 
 PAGE = 64
@@ -93,6 +94,8 @@ def run(report: Report) -> None:
         if not report.time_for(str(work), _RESERVE_S):
             return
         with report.attempt(str(work)):
+            if work.gemm == "mosaic" and jax.default_backend() == "gpu":
+                _require_kernel(model)
             served = model.for_kernels(work.gemm)
             if isinstance(work, Decode):
                 _measure_decode(report, served, work)
@@ -101,6 +104,16 @@ def run(report: Report) -> None:
     if report.time_for("swap", _RESERVE_S):
         with report.attempt("swap"):
             swap.measure(report, model, PAGE)
+
+
+def _require_kernel(model: Model) -> None:
+    """No figure of XLA's products is to stand under the kernel's name.
+
+    Raises:
+        ValueError: the kernel does not multiply by some weight.
+    """
+    if refused := refused_products(model.specs, make_mesh(), model.dtype):
+        raise ValueError(f"the kernel was asked for and does not do {next(iter(refused.items()))}")
 
 
 def _measure_decode(report: Report, model: Model, work: Decode) -> None:

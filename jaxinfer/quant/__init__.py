@@ -23,7 +23,7 @@ from jaxinfer.quant.storage import (
     with_activations,
     with_values,
 )
-from jaxinfer.quant.trial import KernelLost, gemm_fault
+from jaxinfer.quant.trial import KernelLost, gemm_fault, refused_products
 
 __all__ = [
     "Adapted",
@@ -45,6 +45,7 @@ __all__ = [
     "matmul_transposed",
     "partition",
     "plus_bias",
+    "refused_products",
     "rounds_activations",
     "swiglu",
     "take",

@@ -76,6 +76,14 @@ class Product:
     def outputs(self) -> int:
         return math.prod(self.outer)
 
+    def refusal(self, rows: int, dtype: Any) -> str | None:
+        """Why the kernel cannot multiply so many rows with it, for a result of this dtype; None: it can."""
+        return dense_matmul.refusal(*self.operands(rows), layout=self.layout, gated=self.gated, dtype=dtype)
+
+    def operands(self, rows: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of that many rows and of the weight."""
+        return jax.ShapeDtypeStruct((rows, self.inputs), self.dtype), jax.ShapeDtypeStruct(self.shape, self.dtype)
+
     def __str__(self) -> str:
         return f"{self.dtype} weights {self.shape} ({self.layout}{', gated' * self.gated})"
 
@@ -119,6 +127,13 @@ def products_of(specs: Any, mesh: Mesh, dtype: Any) -> collections.Counter[Produ
     weights = jax.tree.leaves(plain, is_leaf=lambda node: isinstance(node, Plain | Quantized))
     products = (_product(weight, mesh, jnp.dtype(dtype).name) for weight in weights)
     return collections.Counter(product for product in products if product is not None)
+
+
+def refused_products(specs: Any, mesh: Mesh, dtype: Any) -> dict[Product, str]:
+    """Those of `products_of` that the kernel cannot do, so that XLA multiplies them whatever `Plain.path` says, and
+    why."""
+    found = {product: product.refusal(1, dtype) for product in products_of(specs, mesh, dtype)}
+    return {product: why for product, why in found.items() if why is not None}
 
 
 def _product(weight: Any, mesh: Mesh, dtype: str) -> Product | None:
@@ -198,15 +213,13 @@ class Trial:
 
     def _counts(self, product: Product) -> list[int]:
         """Numbers of rows that show all tiles of the kernel for a product, ascending; none, where it refuses."""
-        weights = jax.ShapeDtypeStruct(product.shape, product.dtype)
         options: dict[str, Any] = {"layout": product.layout, "gated": product.gated, "dtype": self.dtype}
         found: dict[Any, int] = {}
         for rows in sorted({1, *self.rows}):
-            x = jax.ShapeDtypeStruct((rows, product.inputs), product.dtype)
-            if dense_matmul.refusal(x, weights, **options) is not None:
+            if product.refusal(rows, self.dtype) is not None:
                 return []
             if rows * product.outputs <= _RESULTS:
-                found[dense_matmul.tiles_of(x, weights, **options)] = rows
+                found[dense_matmul.tiles_of(*product.operands(rows), **options)] = rows
         return sorted(found.values())
 
     def _operands(self, product: Product, rows: int) -> Operands:

@@ -18,7 +18,7 @@ from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
-from jaxinfer.quant import KernelLost, Plain, gemm_fault, gemm_refusal, is_stored, rounds_activations
+from jaxinfer.quant import KernelLost, Plain, gemm_fault, gemm_refusal, is_stored, refused_products, rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
 from jaxinfer.speculative import other_vocabulary
@@ -52,6 +52,8 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     draft = _draft_of(model, config, mesh)
     model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
     resolved = _with_gemm(resolve_for(model, config, platform, mesh), model, platform, mesh)
+    if platform == "gpu" and resolved.gemm_backend == "mosaic":
+        _log_refused_products(model, mesh)
     model = model.for_kernels(resolved.gemm_backend) if platform == "gpu" else model
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     model = model.replace(cache_spec=dataclasses.replace(model.cache_spec, page_size=resolved.page_size))
@@ -221,6 +223,12 @@ def _with_gemm(engine: ResolvedEngine, model: Model, platform: str, mesh: Mesh) 
     if fault is not None:
         _log.warning("gemm_backend = auto is xla here: the kernel was tried, and %s", fault)
     return dataclasses.replace(engine, gemm_backend="mosaic" if fault is None else "xla")
+
+
+def _log_refused_products(model: Model, mesh: Mesh) -> None:
+    for each in (model, model.draft):
+        for product, why in (refused_products(each.specs, mesh, each.dtype) if each is not None else {}).items():
+            _log.warning("gemm_backend = mosaic: XLA multiplies %s, which the kernel does not: %s", product, why)
 
 
 def _gemm_fault(engine: ResolvedEngine, model: Model, mesh: Mesh) -> str | None:

@@ -154,8 +154,6 @@ def refusal(
 
 
 def _numbers_refusal(x: Any, weights: Any, extras: Extras, layout: Layout, dtype: Any) -> str | None:
-    if not compat.CLIPPED_STORES:
-        return "this release of JAX copies no tile that ends beyond an array's end: from 0.12 on"
     if x.dtype not in (*WIDE, *NARROW) or weights.dtype != x.dtype:
         return f"{weights.dtype} weights times {x.dtype}: both must be bfloat16, float16, float8_e4m3fn or int8"
     if x.dtype in NARROW and layout == "in first":
