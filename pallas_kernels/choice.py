@@ -17,6 +17,8 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.launches import excluded
+
 Wish = Literal["auto", "mosaic", "xla"]
 Capability = tuple[int, int]
 
@@ -70,6 +72,7 @@ def _capability(text: str) -> Capability | None:
 
 
 def choose(
+    op: str,
     wish: Wish,
     refusal: str | None,
     *,
@@ -80,14 +83,16 @@ def choose(
     """Choose the path for a kernel that refuses an op's operands for the reason ``refusal`` (None: it does them).
 
     Args:
+        op: its name among launches, see `pallas_kernels.launches`.
         wish: "mosaic" and "xla" force a path whatever the platform.
         least: the lowest compute capability that the kernel was written for.
         most: the highest one.
         target: what the program is lowered for; None: `lowering_target`.
 
     Raises:
-        ValueError: "mosaic" is wished, and the kernel refuses.
+        ValueError: "mosaic" is wished, and the kernel refuses, or failed its trial on this GPU.
     """
+    refusal = refusal or excluded(op)
     if wish == "xla":
         return Choice("xla", "The XLA path was asked for.")
     if wish == "mosaic":

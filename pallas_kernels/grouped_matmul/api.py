@@ -13,6 +13,9 @@ from pallas_kernels.choice import HOPPER, Choice, Target, Wish, choose
 from pallas_kernels.grouped_matmul import mosaic, xla
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.grouped_matmul.reference import check
+from pallas_kernels.launches import note
+
+_OP = "grouped_matmul"
 
 
 def explain(
@@ -32,7 +35,7 @@ def explain(
     check(x, weights)
     if groups is None:
         x = jax.ShapeDtypeStruct((1, mosaic.TILE_ROWS, x.shape[-1]), x.dtype)
-    return choose(path, mosaic.refusal(x, _flat(weights), groups), least=HOPPER, most=HOPPER, target=target)
+    return choose(_OP, path, mosaic.refusal(x, _flat(weights), groups), least=HOPPER, most=HOPPER, target=target)
 
 
 def matmul(
@@ -61,6 +64,7 @@ def matmul(
     chosen = explain(x, weights, groups, path=path, target=target)
     flat = weights.reshape(_flat(weights).shape)
     if chosen.path == "mosaic":
+        note(_OP, mosaic.matmul, xla.matmul, x, flat, groups)
         result = _by_kernel(x, flat, groups)
     else:
         result = xla.matmul(x, flat, groups, target=target)

@@ -9,8 +9,11 @@ from jaxtyping import Array, Int
 from pallas_kernels.choice import AMPERE, HOPPER, Choice, Target, Wish, choose
 from pallas_kernels.kv_copy import mosaic, xla
 from pallas_kernels.kv_copy.xla import gather_pages, scatter_pages
+from pallas_kernels.launches import noted
 
 __all__ = ["copy_pages", "explain", "gather_pages", "move_rows", "scatter_pages"]
+
+_OP = "kv_copy"
 
 
 def explain(pool: Any, source: Any, *, path: Wish = "auto", target: Target | None = None) -> Choice:
@@ -25,7 +28,7 @@ def explain(pool: Any, source: Any, *, path: Wish = "auto", target: Target | Non
     Raises:
         ValueError: the Mosaic kernel is forced and cannot do these operands.
     """
-    return choose(path, mosaic.refusal(pool, source), least=AMPERE, most=HOPPER, target=target)
+    return choose(_OP, path, mosaic.refusal(pool, source), least=AMPERE, most=HOPPER, target=target)
 
 
 def copy_pages[Pool](
@@ -36,7 +39,7 @@ def copy_pages[Pool](
     All sources are read before anything is written; a copy to a page out of range is dropped; see `reference`.
     """
     chosen = explain(pool, source, path=path)
-    return (mosaic if chosen.path == "mosaic" else xla).copy_pages(pool, source, target)
+    return noted(_OP, chosen.path, mosaic.copy_pages, xla.copy_pages)(pool, source, target)
 
 
 def move_rows[Pool](
@@ -54,4 +57,4 @@ def move_rows[Pool](
     """
     chosen = explain(pool, source_pages, path=path)
     rows = (source_pages, source_slots, target_pages, target_slots)
-    return (mosaic if chosen.path == "mosaic" else xla).move_rows(pool, *rows)
+    return noted(_OP, chosen.path, mosaic.move_rows, xla.move_rows)(pool, *rows)

@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.choice import ADA, AMPERE, HOPPER, Choice, Target, Wish, choose
 from pallas_kernels.kv_write import mosaic, xla
 from pallas_kernels.kv_write.reference import Rope, Written, projected
+from pallas_kernels.launches import noted
+
+_OP = "kv_write"
 
 
 def explain(
@@ -54,7 +57,7 @@ def explain_projected(
 
 def _choice(pool: Any, refusal: str | None, path: Wish, target: Target | None) -> Choice:
     least = ADA if pool.dtype == jnp.float8_e4m3fn else AMPERE
-    return choose(path, refusal, least=least, most=HOPPER, target=target)
+    return choose(_OP, path, refusal, least=least, most=HOPPER, target=target)
 
 
 def write(
@@ -76,7 +79,7 @@ def write(
     """
     options: dict[str, Any] = {"scales": scales, "rope": rope, "interleaved": interleaved, "q": q}
     chosen = explain(pool, k, v, **options, path=path)
-    return (mosaic if chosen.path == "mosaic" else xla).write(pool, k, v, pages, offsets, **options)
+    return noted(_OP, chosen.path, mosaic.write, xla.write)(pool, k, v, pages, offsets, **options)
 
 
 def write_projected(
@@ -95,8 +98,11 @@ def write_projected(
     In place where the pool and the scales are donated. Raises ValueError where a forced path cannot do it.
     """
     options: dict[str, Any] = {"rope": rope, "scales": scales, "interleaved": interleaved}
-    if explain_projected(pool, qkv, **options, path=path).path == "mosaic":
-        return mosaic.write_projected(pool, qkv, pages, offsets, **options)
+    chosen = explain_projected(pool, qkv, **options, path=path)
+    return noted(_OP, chosen.path, mosaic.write_projected, _projected)(pool, qkv, pages, offsets, **options)
+
+
+def _projected(pool: Any, qkv: Any, pages: Any, offsets: Any, **options: Any) -> Written:
     q, k, v = projected(qkv)
     return xla.write(pool, k, v, pages, offsets, **options, q=q)
 

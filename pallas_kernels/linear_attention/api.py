@@ -11,12 +11,14 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import AMPERE, HOPPER, Choice, Target, Wish, choose
+from pallas_kernels.launches import noted
 from pallas_kernels.linear_attention import xla
 from pallas_kernels.linear_attention.mosaic import decode as decode_kernel
 from pallas_kernels.linear_attention.mosaic import prefill as prefill_kernel
 
 __all__ = ["SIZE", "chunks", "decode", "explain", "prefill", "step"]
 
+_OP = "linear_attention"
 SIZE = 64  # tokens of a chunk, if no other number is asked for
 
 
@@ -79,7 +81,7 @@ def explain(
     """
     kernel = decode_kernel if v.ndim == 3 else prefill_kernel
     why = kernel.refusal(q, k, v, decay, beta, pool, read, write)
-    return choose(path, why, least=AMPERE, most=HOPPER, target=target)
+    return choose(_OP, path, why, least=AMPERE, most=HOPPER, target=target)
 
 
 def decode(
@@ -104,7 +106,9 @@ def decode(
         ValueError: a forced ``path`` cannot do it.
     """
     chosen = explain(q, k, v, decay, beta, pool, read, write, path=path)
-    return (decode_kernel if chosen.path == "mosaic" else xla).decode(q, k, v, decay, beta, pool, read, write)
+    run = noted(_OP, chosen.path, decode_kernel.decode, xla.decode)
+    outs, states = run(q, k, v, decay, beta, pool, read, write)
+    return outs, states
 
 
 def prefill(
@@ -133,4 +137,6 @@ def prefill(
     if size < 16 or size & (size - 1) or write.shape != (v.shape[0], v.shape[1] // size) or v.shape[1] % size:
         raise ValueError(f"size {size}: {v.shape[1]} tokens in chunks of a power of two from 16, states {write.shape}")
     chosen = explain(q, k, v, decay, beta, pool, read, write, path=path)
-    return (prefill_kernel if chosen.path == "mosaic" else xla).prefill(q, k, v, decay, beta, pool, read, write)
+    run = noted(_OP, chosen.path, prefill_kernel.prefill, xla.prefill)
+    outs, states = run(q, k, v, decay, beta, pool, read, write)
+    return outs, states

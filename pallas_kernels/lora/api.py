@@ -16,8 +16,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels.choice import AMPERE, HOPPER, Choice, Target, Wish, choose, lowering_target
 from pallas_kernels.grouped_matmul import Groups
+from pallas_kernels.launches import note
 from pallas_kernels.lora import cpu, mosaic, xla
 from pallas_kernels.lora.reference import check
+
+_OP = "lora"
 
 
 def group(
@@ -99,13 +102,15 @@ def low_rank(
     """
     if explain(x, a, b, groups, path=path, target=target).path == "xla":
         return xla.low_rank(x, a, b, groups, slots, target=target)
-    return _by_kernels(x, a, b.reshape(_flat(b).shape), groups).reshape(-1, *b.shape[1:-1])
+    flat = b.reshape(_flat(b).shape)
+    note(_OP, mosaic.low_rank, xla.low_rank, x, a, flat, groups)
+    return _by_kernels(x, a, flat, groups).reshape(-1, *b.shape[1:-1])
 
 
 def _choose(refusal: str | None, path: Wish, target: Target | None) -> Choice:
     if _spread():
         refusal = "The weights are spread over devices: the Mosaic kernels know of one."
-    return choose(path, refusal, least=AMPERE, most=HOPPER, target=target)
+    return choose(_OP, path, refusal, least=AMPERE, most=HOPPER, target=target)
 
 
 def _spread() -> bool:

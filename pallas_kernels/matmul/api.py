@@ -10,11 +10,14 @@ import jax
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.choice import HOPPER, Choice, Target, Wish, choose, lowering_target
+from pallas_kernels.launches import note
 from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.mosaic import launch
 from pallas_kernels.matmul.tile_keys import MATMUL, matmul_key
 from pallas_kernels.matmul.types import NOTHING, Extras, Layout
 from pallas_kernels.tiles import tuned
+
+_OP = "matmul"
 
 
 def explain(
@@ -46,7 +49,7 @@ def explain(
     flat, flat_extras = _shapes(x, extras)
     refusal = launch.refusal(flat, weights, flat_extras, layout=layout, gated=gated, dtype=dtype)
     target = target or lowering_target()
-    chosen = choose(path, refusal, least=HOPPER, most=HOPPER, target=target)
+    chosen = choose(_OP, path, refusal, least=HOPPER, most=HOPPER, target=target)
     if path != "auto" or chosen.path == "xla" or not measured:
         return chosen
     if tuned(MATMUL, target.device_kind, matmul_key(flat, weights, layout=layout, gated=gated)) is None:
@@ -84,6 +87,8 @@ def matmul(
     chosen = explain(x, weights, extras, layout=layout, gated=gated, dtype=dtype, path=path, target=target)
     call, rows = _Call(layout, gated, dtype), x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
+    if chosen.path == "mosaic":
+        note(_OP, launch.matmul, xla.matmul, flat, weights, _flat(extras, rows), **call._asdict())
     result = (_by_kernel if chosen.path == "mosaic" else _by_xla)(call, flat, weights, _flat(extras, rows))
     return result.reshape(*rows, *result.shape[1:])
 

@@ -7,9 +7,12 @@ from typing import Any
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.choice import Choice, Target, Wish, choose, lowering_target
+from pallas_kernels.launches import note, noted
 from pallas_kernels.mla_attention import xla
 from pallas_kernels.mla_attention.mosaic import attention
 from pallas_kernels.mla_attention.options import LatentOptions
+
+_OP = "mla_attention"
 
 
 def explain(
@@ -31,7 +34,7 @@ def explain(
     Raises:
         ValueError: the kernel is forced and cannot do these operands.
     """
-    return choose(path, attention.refusal((q, pool, tables, lengths), options), target=target)
+    return choose(_OP, path, attention.refusal((q, pool, tables, lengths), options), target=target)
 
 
 def decode(
@@ -45,6 +48,7 @@ def decode(
 ) -> Float[Array, "rows heads rank"]:
     """See `reference.decode`. Raises ValueError where a forced ``path`` cannot do it."""
     if explain(q, pool, tables, lengths, options, path=path).path == "mosaic":
+        note(_OP, attention.decode, xla.decode, q, pool, tables, lengths, options)
         return attention.decode(q, pool, tables, lengths, options)
     # A GPU has room for all rows at once, and waits for every step of a loop.
     together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
@@ -63,8 +67,8 @@ def extend(
 ) -> Float[Array, "sequences chunk heads rank"]:
     """`prefill` of a few queries a sequence (decode of several tokens): where a kernel does it, it splits the keys."""
     chosen = explain(q, pool, tables, lengths, options, path=path)
-    kernel = attention.extend if chosen.path == "mosaic" else xla.prefill
-    return kernel(q, pool, tables, starts, lengths, options)
+    run = noted(_OP, chosen.path, attention.extend, xla.prefill)
+    return run(q, pool, tables, starts, lengths, options)
 
 
 def prefill(
@@ -82,5 +86,5 @@ def prefill(
     Raises ValueError where a forced ``path`` cannot do it.
     """
     chosen = explain(q, pool, tables, lengths, options, path=path)
-    kernel = attention.prefill if chosen.path == "mosaic" else xla.prefill
-    return kernel(q, pool, tables, starts, lengths, options)
+    run = noted(_OP, chosen.path, attention.prefill, xla.prefill)
+    return run(q, pool, tables, starts, lengths, options)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.choice import ADA, AMPERE, HOPPER, Capability, Choice, Target, Wish, choose, lowering_target
+from pallas_kernels.launches import note
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.ampere import launch as ampere
 from pallas_kernels.paged_attention.hopper.decode import launch as hopper_decode
@@ -33,6 +34,7 @@ class Kernel(NamedTuple):
     most: Capability = HOPPER
 
 
+_OP = "paged_attention."
 # By operation, in order: the first that does not refuse runs. XLA does what none of them
 # does. Few queries to a KV head are the decode kernel's in a prefill, too.
 IMPLEMENTATIONS: dict[str, tuple[Kernel, ...]] = {
@@ -90,7 +92,8 @@ def _chosen(
 ) -> tuple[Choice, Callable[..., Array] | None]:
     """The path, and the kernel that runs on it; None: XLA does."""
     kernels, refusals = _kernels(operation, target or lowering_target()), list[str]()
-    choice = functools.partial(choose, path, least=kernels[0].least, most=kernels[0].most, target=target)
+    best = kernels[0]
+    choice = functools.partial(choose, _OP + operation, path, least=best.least, most=best.most, target=target)
     for kernel in kernels:
         if (why := kernel.refusal(operands, options)) is None:
             done = choice(None)
@@ -119,6 +122,7 @@ def decode(
     operands = (q, pool, tables, lengths)
     _, kernel = _chosen("decode", operands, options, path)
     if kernel is not None:
+        note(_OP + "decode", kernel, xla.decode, *operands, options)
         return kernel(*operands, options)
     # A GPU has room for all rows at once, and waits for every step of a loop.
     together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
@@ -141,4 +145,6 @@ def prefill(
     """
     operands = (q, pool, tables, starts, lengths)
     _, kernel = _chosen("prefill", operands, options, path)
+    if kernel is not None:
+        note(_OP + "prefill", kernel, xla.prefill, *operands, options)
     return (kernel or xla.prefill)(*operands, options)

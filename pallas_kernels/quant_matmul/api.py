@@ -11,10 +11,13 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.choice import HOPPER, Choice, Target, Wish, choose
 from pallas_kernels.grouped_matmul.groups import KERNEL_ROWS, Groups
+from pallas_kernels.launches import note, noted
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.fit import Operands, of_rows, refusal
 from pallas_kernels.quant_matmul.mosaic import launch
 from pallas_kernels.quant_matmul.reference import group_size
+
+_OP = "quant_matmul"
 
 
 def explain(
@@ -41,7 +44,7 @@ def explain(
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
     whole = group_size(weights, scales, zeros) == weights.shape[1]
     why = refusal(of_rows(flat, weights, scales, zeros, e2m1=e2m1))
-    chosen = choose(path, why, least=HOPPER, most=HOPPER, target=target)
+    chosen = choose(_OP, path, why, least=HOPPER, most=HOPPER, target=target)
     if path == "auto" and chosen.path == "mosaic" and whole and zeros is None:
         return Choice("xla", "A channel has one scale: XLA fuses the weights' conversion into its own matrix product.")
     return chosen
@@ -66,7 +69,8 @@ def matmul(
     """
     flat = x.reshape(-1, x.shape[-1])
     chosen = explain(flat, weights, scales, zeros, e2m1=e2m1, path=path)
-    result = (launch if chosen.path == "mosaic" else xla).matmul(flat, weights, scales, zeros, e2m1=e2m1)
+    run = noted(_OP, chosen.path, launch.matmul, xla.matmul)
+    result: jax.Array = run(flat, weights, scales, zeros, e2m1=e2m1)
     return result.reshape(*x.shape[:-1], weights.shape[0])
 
 
@@ -90,7 +94,7 @@ def explain_tiles(
     """
     tiles = jax.ShapeDtypeStruct((1, KERNEL_ROWS[0], x.shape[-1]), x.dtype)
     why = refusal(Operands(tiles, weights, scales, zeros, e2m1, grouped=True))
-    return choose(path, why, least=HOPPER, most=HOPPER, target=target)
+    return choose(_OP, path, why, least=HOPPER, most=HOPPER, target=target)
 
 
 def matmul_tiles(
@@ -113,6 +117,7 @@ def matmul_tiles(
     """
     chosen = explain_tiles(x, weights, scales, zeros, e2m1=e2m1, path=path, target=target)
     if chosen.path == "mosaic" and groups.experts is not None:
+        note(_OP, launch.matmul_tiles, xla.matmul_tiles, x, weights, scales, zeros, groups, e2m1=e2m1)
         result: jax.Array = _kernel(e2m1)(x, weights, scales, zeros, groups)
         return result
     return xla.matmul_tiles(x, weights, scales, zeros, groups, e2m1=e2m1, target=target)

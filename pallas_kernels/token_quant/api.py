@@ -9,8 +9,11 @@ import jax
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.choice import ADA, AMPERE, HOPPER, Choice, Target, Wish, choose
+from pallas_kernels.launches import note
 from pallas_kernels.token_quant import mosaic, xla
 from pallas_kernels.token_quant.reference import Rule
+
+_OP = "token_quant"
 
 
 def explain(x: Any, rule: Rule, *, path: Wish = "auto", target: Target | None = None) -> Choice:
@@ -24,7 +27,7 @@ def explain(x: Any, rule: Rule, *, path: Wish = "auto", target: Target | None = 
         ValueError: the Mosaic kernel is forced and cannot do these.
     """
     least = AMPERE if rule.dtype == "int8" else ADA
-    return choose(path, mosaic.refusal(x, rule), least=least, most=HOPPER, target=target)
+    return choose(_OP, path, mosaic.refusal(x, rule), least=least, most=HOPPER, target=target)
 
 
 def quantize(
@@ -40,6 +43,7 @@ def quantize(
     """
     if explain(x, rule, path=path).path == "xla":
         return xla.quantize(x, rule)
+    note(_OP, mosaic.quantize, xla.quantize, x, rule=rule)
     codes, scales = _kernel(rule)(x)
     return codes, scales
 

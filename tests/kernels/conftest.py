@@ -16,6 +16,7 @@ INTERPRETED = (
     "kernels/paged_attention/test_hopper_",
     "kernels/paged_attention/test_ampere",
     "kernels/test_mla_attention",
+    "kernels/trial/test_mosaic_",
     "kernels/test_tune",
     "gpu_check/test_gpu_check",
 )

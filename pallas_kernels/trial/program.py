@@ -1,0 +1,55 @@
+"""One launch as a program without arguments but a seed: it makes operands, runs kernel and XLA path, and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.export import DisabledSafetyCheck, export
+from jaxtyping import Array, Float32
+
+from pallas_kernels import bits
+from pallas_kernels.launches import Launch
+from pallas_kernels.trial.cases import case_of
+
+# Of a vector's norm (the last dimension), and of the mean norm of all vectors. Two results in 16 bits with their own
+# roundings, and what the kernel rounds on its way (probabilities, 8-bit numbers of a pool), stay a third below it; a
+# key, a page or an expert that is another one does not.
+TOLERANCE, FLOOR = 3e-2, 1e-2
+_KERNELS = tuple(map(DisabledSafetyCheck.custom_call, ("mosaic_gpu", "mosaic_gpu_v2")))
+
+
+def checking(launch: Launch) -> Callable[[Any], Float32[Array, ""]]:
+    """The program: its result is the largest error of a vector over what is allowed; infinite: one is no number."""
+
+    def check(seed: Any) -> Float32[Array, ""]:
+        case = case_of(launch, seed)
+        operands, plain = jax.lax.optimization_barrier((case.operands, case.plain))
+        got = case.select(launch.kernel(*operands, **case.options))
+        want = launch.plain(*plain, **case.options)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        return jnp.stack([_error(one, other) for one, other in pairs]).max()
+
+    return check
+
+
+def _error(one: Any, other: Any) -> Float32[Array, ""]:
+    one, other = (bits.numbers(each).astype(jnp.float32) for each in (one, other))
+    norms = jnp.linalg.norm(other, axis=-1)
+    excess = jnp.linalg.norm(one - other, axis=-1) / (TOLERANCE * norms + FLOOR * norms.mean() + 1e-20)
+    return jnp.where(jnp.isfinite(excess), excess, jnp.inf).max()
+
+
+def exported(launch: Launch, platform: str) -> bytes:
+    """The program in StableHLO, for another process of this machine.
+
+    Args:
+        platform: JAX's name of it: "cuda" or "cpu".
+
+    Raises:
+        ValueError, NotImplementedError: Mosaic GPU does not take the kernel.
+    """
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
+    return bytes(export(jax.jit(checking(launch)), platforms=[platform], disabled_checks=_KERNELS)(seed).serialize())

@@ -1,0 +1,138 @@
+"""Programs of launches run in processes of their own: one that hangs or dies is named, and the rest goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_JOBS = 8  # threads that compile ahead of what runs
+_ROOT = pathlib.Path(__file__).parents[2]
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
+# Beside a process that has taken most of the GPU's memory already.
+_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+
+
+class Patience(NamedTuple):
+    """Seconds that a process may take to start, and a program to be compiled and to run."""
+
+    start: float = 180.0
+    compile: float = 300.0
+    run: float = 60.0
+
+    def of(self, state: str) -> float:
+        return {"": self.start, "compiling": self.compile}.get(state, self.run)
+
+
+class Verdict(NamedTuple):
+    """What came of a program: ``fault`` says in one sentence what its kernel did wrong, None: nothing. ``untried``:
+    why it could not be run, where that is nothing that the kernel did."""
+
+    fault: str | None = None
+    untried: str | None = None
+
+
+class _End(NamedTuple):
+    """The last that a process said before it ended or was killed."""
+
+    state: str
+    name: str
+    why: str
+
+
+def run(programs: Mapping[str, bytes], platform: str, patience: Patience | None = None) -> dict[str, Verdict]:
+    """Run all programs of `program.exported`, by name, on a platform as `jax.default_backend` names it, and say what
+    came of each.
+
+    A process that hangs or dies costs the program at which it was: the next process begins behind it. One that dies
+    while several threads compile is followed by one that compiles one program at a time, so that the right one is
+    named. Where no process can start, nothing is tried.
+    """
+    verdicts: dict[str, Verdict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, program in programs.items():
+            pathlib.Path(folder, name).write_bytes(program)
+        jobs = _JOBS
+        while waiting := [name for name in programs if name not in verdicts]:
+            end = _process([platform, folder, str(jobs), *waiting], patience or Patience(), verdicts)
+            if end is None:
+                break
+            if end.state == "":
+                return verdicts | dict.fromkeys(waiting, Verdict(untried=end.why))
+            if end.state == "compiling" and jobs > 1:
+                jobs = 1
+            elif end.name not in verdicts:
+                verdicts[end.name] = Verdict(fault=end.why)
+    return verdicts
+
+
+def _process(arguments: Sequence[str], patience: Patience, verdicts: dict[str, Verdict]) -> _End | None:
+    """Run one process, whose results go to ``verdicts``. None: it came to its end; else how it did not."""
+    command = [sys.executable, "-m", "pallas_kernels.trial", *arguments]
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            return _followed(process, patience, verdicts, said)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _followed(process: Any, patience: Patience, verdicts: dict[str, Verdict], said: Any) -> _End | None:
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(process.stdout, lines), name="kernel-trial", daemon=True).start()
+    state, name = "", ""
+    while True:
+        try:
+            line = lines.get(timeout=patience.of(state))
+        except queue.Empty:
+            return _End(state, name, f"did not come back within {patience.of(state):.0f} s")
+        if line is None:
+            code = process.wait()
+            if code == 0 and state in ("done", "refused", "started"):
+                return None
+            said.seek(0)
+            last = " ".join(said.read().strip().splitlines()[-3:])[-500:]
+            return _End(state, name, f"ended its process with exit code {code}: {last}")
+        given = json.loads(line)
+        state, name = given["state"], given["name"]
+        if (verdict := _verdict(given)) is not None:
+            verdicts[name] = verdict
+
+
+def _read(stream: Iterable[str], lines: queue.SimpleQueue[str | None]) -> None:
+    for line in stream:
+        if line.startswith('{"state"'):  # libraries write to standard output, too
+            lines.put(line)
+    lines.put(None)
+
+
+def _verdict(given: Mapping[str, Any]) -> Verdict | None:
+    why = (str(given.get("why", "")).strip().splitlines() or [""])[0]
+    match given["state"]:
+        case "done":
+            error = given["error"]
+            return Verdict() if error <= 1 else Verdict(fault=f"is wrong: {error:.3g} times the error that is allowed")
+        case "refused" | "failed" if _NO_MEMORY in why:
+            return Verdict(untried=why)
+        case "refused":
+            return Verdict(fault=f"does not compile: {why}")
+        case "failed":
+            return Verdict(fault=f"failed on the device: {why}")
+    return None
