@@ -44,6 +44,9 @@ class ExecutionConfig:
             of a row depends on the number of rows, wherever it can; "auto": the same in exact mode, unless a trial of
             it at the first start on a GPU finds a fault, or in relaxed mode where tiles tuned on this GPU say that it
             is worth it (none do yet).
+        kernel_trial: every Mosaic kernel of the programs runs once beside XLA on this GPU before READY, in a process of
+            its own; the result is kept with the compiled programs. "fallback": where one hangs or is wrong, XLA runs
+            in its place and a warning names it; "error": the engine does not start; "off": nothing is tried.
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -54,6 +57,7 @@ class ExecutionConfig:
     structured_output_helpers: int = 2
     attention_backend: str = "auto"
     gemm_backend: str = "auto"
+    kernel_trial: str = "fallback"
     seed: int | None = None
 
 
@@ -62,8 +66,10 @@ class SchedulerConfig:
     """Steps, and the queue.
 
     Attributes:
-        max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled (default: 8
-            on a CPU, 256 on a GPU of 48 GB and more).
+        max_num_seqs: sequences decoded together (default: 8 on a CPU, 256 on a GPU of 48 GB and more).
+        decode_sizes: rows of the decode programs, ascending; a step takes the smallest that holds its slots. One for
+            ``max_num_seqs`` is always there. In exact mode a size is used where the start has proved that it changes no
+            bit (default: none but that on a CPU, also 2, 8, 16, 32, 64 and 128 on a GPU).
         max_num_batched_tokens: prompt and decode tokens per step (default: 2048 on a CPU, 4096 on such a GPU, or a full
             chunk and all rows if more).
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each
@@ -81,6 +87,7 @@ class SchedulerConfig:
     """
 
     max_num_seqs: int | None = None
+    decode_sizes: tuple[int, ...] | None = None
     max_num_batched_tokens: int | None = None
     prefill_sizes: tuple[int, ...] | None = None
     max_prefill_rows: int | None = None
@@ -103,6 +110,7 @@ class _Chosen(EngineConfig):
     """The settings with what the platform has defaults for."""
 
     max_num_seqs: int
+    decode_sizes: tuple[int, ...]
     max_num_batched_tokens: int
     prefill_sizes: tuple[int, ...]
     max_prefill_rows: int
@@ -114,6 +122,7 @@ class ResolvedEngine(_Chosen):
 
     Attributes:
         rows: slots; each decode program has an equal share of them, one for each of ``microbatches`` (see `Scheduler`).
+        decode_sizes: of one microbatch; the last is its share of ``rows``.
         table_width: pages of one sequence.
         prefill_batch_sizes: chunks in the wide program of each of ``prefill_sizes`` (1: there is none).
         num_states: 0 where the model has none.
@@ -202,7 +211,9 @@ def resolve(
     caches = [spec.stored_as(config.kv_cache_dtype) for spec in (cache, draft) if spec is not None]
     pages, states = _num_pages(chosen, caches, width, itemsize), _num_states(chosen, cache)
     batches = _prefill_batch_sizes(chosen, width, pages)
+    share = rows // microbatches
     found = {
+        "decode_sizes": (*(size for size in chosen.decode_sizes if defaults.min_rows <= size < share), share),
         "max_model_len": length,
         "num_pages": pages,
         "num_states": states,
@@ -228,6 +239,7 @@ def _choose(config: EngineConfig, cache: CacheSpec, length: int, itemsize: int, 
         sizes = defaults.sizes(length, config.page_size, devices, most)
     found = {
         "max_num_seqs": sequences,
+        "decode_sizes": defaults.decode_sizes if config.decode_sizes is None else config.decode_sizes,
         "prefill_sizes": sizes,
         "max_num_batched_tokens": budget or max(defaults.max_num_batched_tokens, sizes[-1] + sequences),
         "max_prefill_rows": config.max_prefill_rows or defaults.max_prefill_rows,
@@ -244,6 +256,9 @@ def check(config: EngineConfig) -> None:
     _require_power_of_two("page_size", config.page_size)
     if config.prefill_sizes is not None:
         _require_prefill_sizes(config.prefill_sizes, config.page_size)
+    rows = config.decode_sizes or ()
+    ascending = list(rows) == sorted(set(rows)) and min(rows, default=1) >= 1
+    _require(ascending, "decode_sizes", rows, "must be ascending, and at least 1")
     _require_simple(config)
     _require_dp_attention(config)
     _require_even_tokens(config)
@@ -264,6 +279,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "exactness": ("exact", "relaxed"),
     "attention_backend": ("auto", "mosaic", "xla"),
     "gemm_backend": ("auto", "mosaic", "xla"),
+    "kernel_trial": ("fallback", "error", "off"),
 }
 _AT_LEAST_ONE = (
     "max_loras",

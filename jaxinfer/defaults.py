@@ -18,6 +18,7 @@ class Defaults(NamedTuple):
         max_num_seqs, prefill_sizes, max_prefill_rows: see `jaxinfer.config.SchedulerConfig`.
         max_num_batched_tokens: the same, as far as rows and the largest chunk leave it.
         min_rows: fewest rows of a decode program that the platform runs well.
+        decode_sizes: rows of smaller decode programs than that for all sequences.
         memory: bytes of a device; 0: nobody knows.
     """
 
@@ -27,6 +28,7 @@ class Defaults(NamedTuple):
     max_num_batched_tokens: int
     min_rows: int = 1
     memory: int = 0
+    decode_sizes: tuple[int, ...] = ()
 
     def sequences(self, state_bytes: int) -> int:
         """``max_num_seqs``, where one takes ``state_bytes`` however short it is: a power of two that leaves three
@@ -49,15 +51,18 @@ class Defaults(NamedTuple):
 # A CPU pays for each row of the one decode program. Its products reach their rate at 256 rows, and in a step of 2,048
 # tokens decode rows cost a long prefill a few percent only, while the pause between two tokens stays bearable.
 CPU = Defaults(max_num_seqs=8, prefill_sizes=(32, 128, 256), max_prefill_rows=512, max_num_batched_tokens=2048)
-# A GPU reads all weights for one token as for two hundred: rows of a decode step are nearly free, and a chunk below 128
-# saves nothing. Its products reach their rate at some 2,000 rows (an H100: 23 us a token of an 8B model in chunks of
+# A GPU reads all weights for one token as for two hundred, but pays for the other rows of a step: their products read x
+# and write results, and the sampler reads a row of logits each (some 8.6 ms for a step of 256 rows of an 8B model where
+# 6.1 suffice for one, by a model of an H100). So there are decode programs of several sizes. A chunk below 128 saves
+# nothing. Products reach their rate at some 2,000 rows (an H100: 23 us a token of an 8B model in chunks of
 # 2,048, 35 in chunks of 256); short prompts have that in wide programs. What limits it is memory: activations of 4,096
 # rows of an 8B model take 0.6 GB, which a device of 24 GB wants for pages. Memory is what JAX may take, three quarters
 # of all if nothing else is said. XLA norms a single row in two kernels, several in one.
+_ROWS = (2, 8, 16, 32, 64, 128, 256)
 _GPU = (
-    (36 * _GIB, Defaults(256, (128, 256, 512, 1024, 2048), 4096, 4096, min_rows=2)),
-    (15 * _GIB, Defaults(128, (128, 256, 512, 1024), 2048, 2048, min_rows=2)),
-    (0, Defaults(64, (128, 256, 512), 1024, 2048, min_rows=2)),
+    (36 * _GIB, Defaults(256, (128, 256, 512, 1024, 2048), 4096, 4096, min_rows=2, decode_sizes=_ROWS)),
+    (15 * _GIB, Defaults(128, (128, 256, 512, 1024), 2048, 2048, min_rows=2, decode_sizes=_ROWS)),
+    (0, Defaults(64, (128, 256, 512), 1024, 2048, min_rows=2, decode_sizes=_ROWS)),
 )
 
 

@@ -58,7 +58,8 @@ class Engine(EngineLoop):
         if not found.exact_resume:
             kv.stop_caching()  # a prompt that goes on within a piece would have other bits
         vocab = model.config.vocab_size
-        runner = Runner(self._executor, engine, limits, kv.tables, vocab, found.prefill_batches)
+        batches, sizes = found.prefill_batches, found.decode_sizes
+        runner = Runner(self._executor, engine, limits, kv.tables, vocab, batches, sizes)
         engine = dataclasses.replace(engine, multi_step=found.multi_step)
         super().__init__(
             engine,

@@ -29,7 +29,9 @@ from jaxinfer.quant.plain import Plain, for_gemm
 from jaxinfer.quant.storage import Quantized, rounds_tokens
 from pallas_kernels import matmul as dense_matmul
 from pallas_kernels.choice import Wish
+from pallas_kernels.launches import recording
 from pallas_kernels.matmul import Extras, Layout
+from pallas_kernels.trial.run import faults_of
 
 # Of XLA's time for all products. Beyond it, XLA's programs are the cheaper way to equal bits, few as they are that have
 # them: an exact prefill by XLA took an H100 1.5 times as long as one that did not ask.
@@ -84,6 +86,14 @@ class Product:
         """Shapes of that many rows and of the weight."""
         return jax.ShapeDtypeStruct((rows, self.inputs), self.dtype), jax.ShapeDtypeStruct(self.shape, self.dtype)
 
+    def shapes(self, rows: int) -> Operands:
+        """Shapes of all operands, with the scales of 8-bit ones."""
+        x, weights = self.operands(rows)
+        if jnp.dtype(self.dtype).itemsize > 1:
+            return Operands(x, weights)
+        scales = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows,), self.outer))
+        return Operands(x, weights, *scales)
+
     def __str__(self) -> str:
         return f"{self.dtype} weights {self.shape} ({self.layout}{', gated' * self.gated})"
 
@@ -91,10 +101,10 @@ class Product:
 class Operands(NamedTuple):
     """``scales`` and ``x_scales``: None with 16 bits."""
 
-    x: jax.Array
-    weights: jax.Array
-    x_scales: jax.Array | None = None
-    scales: jax.Array | None = None
+    x: Any
+    weights: Any
+    x_scales: Any = None
+    scales: Any = None
 
     def rows(self, count: int) -> Operands:
         """The first rows."""
@@ -190,6 +200,16 @@ class Trial:
         if kernel > _SLOWER * plain:
             return f"it takes {kernel / plain:.2f} of XLA's time"
         return None
+
+    def fault_elsewhere(self) -> str | None:
+        """Why the kernel is not to be used, as far as another process finds out, which may hang; None: nothing."""
+        if self.device.platform not in ("gpu", "cuda"):
+            return None
+        with recording() as launches:
+            for product in self.products:
+                for rows in self._counts(product):
+                    jax.eval_shape(functools.partial(self.kernel, product, dtype=self.dtype), product.shapes(rows))
+        return next(iter(faults_of(launches).values()), None)
 
     def _fault_of(self, product: Product) -> tuple[str | None, tuple[float, float]]:
         """What is wrong with a product; and the seconds of kernel and XLA, of the fewest and the most rows together."""
@@ -335,7 +355,7 @@ def _kept(products: tuple[tuple[Product, int], ...], rows: tuple[int, ...], dtyp
 
     def find_out() -> dict[str, Any]:
         try:
-            return {"fault": trial.fault()}
+            return {"fault": trial.fault_elsewhere() or trial.fault()}
         except KernelLost as error:
             lost.append(error)
             return {"fault": str(error)}

@@ -72,7 +72,7 @@ def params_of_rows(slots: SlotParams, rows: DraftRows) -> SlotParams:
 def state_of_rows(state: SlotState, rows: DraftRows) -> SlotState:
     """The state that each row sees: its slot's, with the drafts up to the row's own as if they were accepted."""
     drafts = rows.behind() & ~rows.known
-    count, vocab = state.counts.shape
+    count, vocab = rows.owners.shape[0], state.counts.shape[1]
     columns = jnp.where(drafts, rows.fed, vocab)
     counts, prompt, bias, recent = (jnp.take(x, rows.owners, axis=0, mode="clip") for x in state)
     return SlotState(
@@ -95,7 +95,7 @@ def accepted(rows: DraftRows, sampled: Int[Array, " rows"]) -> Bool[Array, " row
 
 
 def advance(state: SlotState, rows: DraftRows, sampled: Int[Array, " rows"]) -> SlotState:
-    """The state after the accepted tokens of a step."""
+    """The state of all slots after the accepted tokens of a step."""
     count = state.counts.shape[0]
     taken = rows.first_of(accepted(rows, sampled))
     owners = jnp.where(taken, rows.owners, count)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxinfer.sampling.drafts import DraftRows, advance, params_of_rows, state_of_rows
 from jaxinfer.sampling.logprobs import Logprobs, wanted_logprobs
 from jaxinfer.sampling.processors import process
 from jaxinfer.sampling.select import select
-from jaxinfer.sampling.slots import SlotParams, SlotState
+from jaxinfer.sampling.slots import SlotParams, SlotState, first_rows
 from jaxinfer.sampling.typical import take_typical
 
 
@@ -37,7 +38,8 @@ def sample(
 
     Args:
         logits: any float type; all arithmetic is float32.
-        slots: the parameters of each slot; slot ``i`` is row ``i`` but for rows of drafts.
+        slots: the parameters of each slot; slot ``i`` is row ``i`` but for rows of drafts. There may be fewer rows than
+            slots: the others' state stays as it is.
         state: of each slot.
         positions: absolute position of the token that is chosen.
         generated: how many tokens the slot has generated before this one.
@@ -48,10 +50,10 @@ def sample(
             token i; None: no slot is.
     """
     raw = logits.astype(jnp.float32)
-    rows = slots if drafts is None else params_of_rows(slots, drafts)
+    rows = first_rows(slots, len(raw)) if drafts is None else params_of_rows(slots, drafts)
 
     def seen() -> SlotState:
-        return state if drafts is None else state_of_rows(state, drafts)
+        return first_rows(state, len(raw)) if drafts is None else state_of_rows(state, drafts)
 
     processed = process(raw, rows, seen, generated, active, masks)
     tokens = select(processed, rows, positions, active)
@@ -78,10 +80,11 @@ def guess(
 
 
 def _advance(state: SlotState, tokens: Int32[Array, " rows"], active: Bool[Array, " rows"]) -> SlotState:
-    rows = tokens.shape[0]
-    where = jnp.where(active, jnp.arange(rows), rows)
-    shifted = jnp.concatenate([state.recent, tokens[:, None]], axis=1)[:, 1:]
+    rows, slots = tokens.shape[0], state.counts.shape[0]
+    where, before = jnp.where(active, jnp.arange(rows), slots), state.recent[:rows]
+    shifted = jnp.concatenate([before, tokens[:, None]], axis=1)[:, 1:]
+    recent = jnp.where(active[:, None], shifted, before)
     return state._replace(
         counts=state.counts.at[where, tokens].add(1, mode="drop"),
-        recent=jnp.where(active[:, None], shifted, state.recent),
+        recent=lax.dynamic_update_slice(state.recent, recent.astype(state.recent.dtype), (0, 0)),
     )

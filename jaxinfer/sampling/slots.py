@@ -71,6 +71,11 @@ class SlotState(NamedTuple):
     recent: Int32[Array, "rows tail"]
 
 
+def first_rows[Rows: (SlotParams, SlotState)](slots: Rows, count: int) -> Rows:
+    """The first ``count`` of what there is for each slot."""
+    return type(slots)(*(array[:count] for array in slots))
+
+
 def neutral_slots(rows: int, limits: SamplingLimits) -> SlotParams:
     """Numpy parameters of ``rows`` greedy slots with every feature off."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 import queue
@@ -13,6 +14,12 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
+from pallas_kernels.launches import Launch
+from pallas_kernels.trial.program import exported
+
+_log = logging.getLogger("jaxinfer.start")
 _JOBS = 8  # threads that compile ahead of what runs
 _ROOT = pathlib.Path(__file__).parents[2]
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
@@ -37,6 +44,34 @@ class Verdict(NamedTuple):
 
     fault: str | None = None
     untried: str | None = None
+
+
+_KNOWN: dict[str, Verdict] = {}  # of launches that this process has had tried, by their keys
+
+
+def verdicts_of(launches: Mapping[str, Launch], patience: Patience | None = None) -> dict[str, Verdict]:
+    """Try launches on JAX's default device; a launch is tried once in the life of a process."""
+    programs, backend = dict[str, bytes](), jax.default_backend()
+    names = {key: f"{number}" for number, key in enumerate(key for key in launches if key not in _KNOWN)}
+    for key, name in names.items():
+        try:
+            programs[name] = exported(launches[key], {"gpu": "cuda"}.get(backend, backend))
+        except (ValueError, NotImplementedError) as error:
+            _KNOWN[key] = Verdict(fault=f"does not compile: {(str(error).splitlines() or [''])[0]}")
+    found = run(programs, backend, patience) if programs else {}
+    _KNOWN.update({key: found[name] for key, name in names.items() if name in found})
+    return {key: _KNOWN[key] for key in launches}
+
+
+def faults_of(launches: Mapping[str, Launch], patience: Patience | None = None) -> dict[str, str]:
+    """What is wrong with the kernels of these launches on JAX's default device, by op, the first fault of each."""
+    faults = dict[str, str]()
+    for key, verdict in verdicts_of(launches, patience).items():
+        if verdict.fault is not None:
+            faults.setdefault(launches[key].op, f"{launches[key]}: it {verdict.fault}")
+        elif verdict.untried is not None:
+            _log.warning("kernel %s was not tried on this GPU: %s", launches[key], verdict.untried)
+    return faults
 
 
 class _End(NamedTuple):

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, PrefillBatch, idle_batch
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, PrefillBatch, idle_batch, with_rows
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import abstract_arrays, new_banks, place_params, put_part, targets_of
 from jaxinfer.engine.execution.stages import Stage
@@ -126,7 +126,6 @@ class RankExecutor:
 class _IdleOperands(NamedTuple):
     """Operands of a call for a rank that did not ask for it."""
 
-    decode: DecodeBatch
     pages: np.ndarray
     hosted: list[Array]
     vocab: tuple[np.ndarray, np.ndarray]
@@ -193,7 +192,7 @@ class Lockstep:
         page = moved_pages(self._model.cache_spec, len(self.ranks), engine.page_size, self._model.dtype)
         hosted = self._parts(jax.device_put(np.zeros(page.shape, page.dtype), self._hosted))
         rows = np.zeros(vocab, np.bool_), np.zeros(vocab, np.float32)
-        return _IdleOperands(idle_batch(engine, groups), pages, hosted, rows, np.int32(engine.rows))
+        return _IdleOperands(pages, hosted, rows, np.int32(engine.rows))
 
     def run(self) -> None:
         """Make the calls that the ranks have asked for, in the order in which a step asks for them."""
@@ -359,11 +358,15 @@ class Lockstep:
         self._deal(logprobs, pending, size)
 
     def _decode(self, pending: list[tuple[commands.Decode, Sampled] | None]) -> None:
-        programs, params, packed = self._programs([one[0].batch if one else self._idle.decode for one in pending])
+        """Run as many rows of each rank as the one with the most asks for."""
+        rows = max(one[0].batch.positions.shape[0] for one in pending if one is not None)
+        idle = idle_batch(self._engine, self._idle.pages.shape[0], rows)
+        batches = [idle if one is None else with_rows(one[0].batch, like=idle) for one in pending]
+        programs, params, packed = self._programs(batches)
         state = StepState(list(self.pools), self.last_tokens, self.sampler)
-        state, sampled = programs.decode(params, self._slots, state, joined(packed), None, None, None)
+        state, sampled = programs.decode[rows](params, self._slots, state, joined(packed), None, None, None)
         self.pools, self.last_tokens, self.sampler, _ = state
-        self._deal(sampled, pending, self._engine.rows)
+        self._deal(sampled, pending, rows)
 
     def _deal(self, results: Any, pending: Sequence[Any], rows: int) -> None:
         """Hand each rank that awaits results its rows of them."""

@@ -33,6 +33,7 @@ class Calibration:
             for granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
         decode_agrees: whether decode rows leave the bits that chunks of all sizes leave: what was generated may be
             found by a prompt, and be computed again in chunks.
+        decode_sizes: rows of the decode programs that may stand in for one another, ascending.
         multi_step: most decode steps of one plan.
         costs: of swapping and of computing again, measured.
     """
@@ -41,6 +42,7 @@ class Calibration:
     size_classes: Mapping[int, int]
     exact_resume: bool
     decode_agrees: bool
+    decode_sizes: list[int]
     multi_step: int
     costs: Costs
 
@@ -81,12 +83,17 @@ def _try_out(executor: Executor, prepared: Prepared, platform: str) -> dict[str,
         resume = all(probe.exact_resume(classes) for probe in probes)
         if resume and tokens + probes[0].decode_tokens() <= most:
             agrees = all(probe.decode_agrees(classes) for probe in probes)
-    several = engine.multi_step > 1 and (not exact or all(probe.multi_step(limits) for probe in probes))
+    sizes = [*engine.decode_sizes]
+    if exact:
+        proven = [probe.decode_sizes(limits) for probe in probes]
+        sizes = [size for size in sizes if all(size in each for each in proven)]
+    several = engine.multi_step > 1 and (not exact or all(probe.multi_step(limits, sizes) for probe in probes))
     return {
         "prefill_batches": batches,
         "size_classes": classes,
         "exact_resume": resume,
         "decode_agrees": agrees,
+        "decode_sizes": sizes,
         "multi_step": engine.multi_step if several else 1,
     }
 

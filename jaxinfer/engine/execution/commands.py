@@ -91,13 +91,25 @@ class PrefillBatch(NamedTuple):
     loras: Int[Any, " batch"] | None = None
 
 
-def idle_batch(engine: ResolvedEngine, groups: int) -> DecodeBatch:
-    """The rows of a microbatch, of which none decodes. ``groups`` of the cache."""
-    rows = engine.rows // engine.microbatches
+def idle_batch(engine: ResolvedEngine, groups: int, rows: int | None = None) -> DecodeBatch:
+    """So many rows (None: all of a microbatch), of which none decodes. ``groups`` of the cache."""
+    rows = rows or engine.decode_sizes[-1]
     none, tables = np.full(rows, -1, np.int32), np.zeros((groups, rows, engine.table_width), np.int32)
     owners = None if engine.speculative is None else np.arange(rows, dtype=np.int32)
     branches = np.zeros(rows, np.int32) if engine.drafts_trees else None
     return DecodeBatch(none, none, none, tables, owners, branches, none if engine.lora_slots else None)
+
+
+def with_rows(batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
+    """The batch with as many rows as ``like``, whose own fill it up."""
+    count, rows = batch.positions.shape[0], like.positions.shape[0]
+    tables = np.concatenate([batch.tables[:, :rows], like.tables[:, count:]], axis=1)
+    pairs = {name: (getattr(batch, name), getattr(like, name)) for name in batch._fields if name != "tables"}
+    filled = {
+        name: None if own is None else np.concatenate([own[:rows], other[count:]])
+        for name, (own, other) in pairs.items()
+    }
+    return DecodeBatch(tables=tables, **filled)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)

@@ -19,6 +19,7 @@ from jaxinfer.compilations import Fingerprints, compiler_options, lower, timed
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
+from jaxinfer.engine.execution.kernel_trial import try_kernels
 from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
 from jaxinfer.engine.execution.step import (
@@ -42,8 +43,9 @@ ADAPTED = "_adapted"  # ends the names of programs with adapters
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStage:
-    """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and how many chunks,
-    ``export`` and ``restore`` by how many pages. They take a batch as `pack` makes it.
+    """Executables of a pipeline stage, named as in `engine.step`; ``decode`` and ``decode_many`` by rows (none where
+    the stage does not), ``prefill`` by chunk size and how many chunks, ``export`` and ``restore`` by how many pages.
+    They take a batch as `pack` makes it.
 
     Where other stages follow, ``decode`` and ``prefill`` are those of `PassPrograms`, and what needs the head or the
     sampler is None, as is ``decode_many`` where one step is the most. A draft model or head has ``draft`` in place of
@@ -57,9 +59,9 @@ class CompiledStage:
     copy: Any = None
     export: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     restore: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    decode: Any = None
+    decode: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     draft: Any = None
-    decode_many: Any = None
+    decode_many: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     prefill_logprobs: Any = None
     admit: Any = None
     save_slot: Any = None
@@ -70,7 +72,7 @@ class CompiledStage:
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
         widest = self.prefill[max(self.prefill, key=math.prod)] if self.prefill else None
-        programs = (self.decode, self.draft, widest, self.prefill_logprobs)
+        programs = (*self.decode.values(), self.draft, widest, self.prefill_logprobs)
         own = max(temporary_bytes(program) for program in programs if program is not None)
         return own if self.adapted is None else max(own, self.adapted.temporaries())
 
@@ -102,28 +104,32 @@ def compile_stages(
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
     works = [_work(stage, stage_arrays, engine) for stage, stage_arrays in zip(stages, arrays, strict=True)]
-    done = _compile([(work.mesh, work.jobs()) for work in works], progress)
+    done = _compile(_tried([(work.mesh, work.jobs()) for work in works], engine), progress)
     return [work.named(programs) for work, programs in zip(works, done, strict=True)]
 
 
-def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *, several: bool = False) -> list[Any]:
+def compile_largest(
+    stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *, several: bool = False, every_size: bool = False
+) -> list[Any]:
     """The executables that use most memory while they run: the widest decode and prefill programs of a stage, and the
     one that drafts.
 
-    All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one.
+    All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one;
+    ``every_size``: also the decode programs of fewer rows.
     """
     work = _work(stage, arrays, engine)
     size, count = max(work.prefills, key=math.prod, default=(0, 0))
     wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
+    wanted += [work.sized("decode", rows) for rows in work.decode_sizes] if every_size else []
     wanted += [name + ADAPTED for name in wanted]
     jobs = {name: job for name, job in work.computing().items() if name in wanted}
-    return list(_compile([(work.mesh, jobs)])[0].values())
+    return list(_compile(_tried([(work.mesh, jobs)], engine))[0].values())
 
 
 def compile_moving(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> dict[str, Any]:
     """The executables that move pages and compute nothing, by name. All arguments may be abstract."""
     work = _work(stage, arrays, engine)
-    return _compile([(work.mesh, work.moving())])[0]
+    return _compile(_tried([(work.mesh, work.moving())], engine))[0]
 
 
 def _work(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> _Work:
@@ -158,6 +164,14 @@ class _Work:
     def prefills(self) -> list[tuple[int, int]]:
         return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
 
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        return self.engine.decode_sizes
+
+    def sized(self, name: str, rows: int) -> str:
+        """The name of a decode program of so many rows; the largest has none of its own."""
+        return name if rows == self.decode_sizes[-1] else f"{name}_{rows}"
+
     def named(self, done: dict[str, Any]) -> CompiledStage:
         if self.arrays.banks is None:
             return self._named(done)
@@ -168,11 +182,21 @@ class _Work:
 
     def _named(self, done: dict[str, Any]) -> CompiledStage:
         prefill = {(size, count): done.pop(f"prefill_{size}x{count}") for size, count in self.prefills}
+        decode = {
+            rows: done.pop(self.sized("decode", rows))
+            for rows in self.decode_sizes
+            if self.sized("decode", rows) in done
+        }
+        many = {
+            rows: done.pop(self.sized("decode_many", rows))
+            for rows in self.decode_sizes
+            if self.sized("decode_many", rows) in done
+        }
         moving: dict[str, Any] = {
             kind: {size: done.pop(f"{kind}_{size}") for size in TRANSFERS if f"{kind}_{size}" in done}
             for kind in ("export", "restore")
         }
-        return CompiledStage(prefill, **moving, **done)
+        return CompiledStage(prefill, decode=decode, decode_many=many, **moving, **done)
 
     # ---- programs
 
@@ -194,27 +218,32 @@ class _Work:
         backend, spread = self.engine.attention_backend, self.engine.sequence_parallel_norms
         programs = make_pass_programs(self.stage, backend, spread_tokens=spread)
         (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.replicated)
-        batch = self._decode_batch()
         drafted = [self._drafted()] if self.engine.drafts_on_device and self.stage.first else []
-        rows = (params, pools, batch, self._arriving(batch.positions.shape[0]), *drafted)
-        decode = _Job(programs.decode, rows, 1, results, self.stage.loops, batch=2)
-        return {"decode": decode, **self._prefill_jobs(programs.prefill, results)}
+        jobs = {}
+        for rows in self.decode_sizes:
+            # The tokens that slots sampled last are those of all slots; hidden states those of the step's rows.
+            arriving = self._arriving(self.decode_sizes[-1] if self.stage.first else rows)
+            given = (params, pools, self._decode_batch(rows), arriving, *drafted)
+            jobs[self.sized("decode", rows)] = _Job(programs.decode, given, 1, results, self.stage.loops, batch=2)
+        return jobs | self._prefill_jobs(programs.prefill, results)
 
     def _whole(self) -> dict[str, _Job]:
         engine, (params, pools, slots, last_tokens, sampler, features, _) = self.engine, self.arrays
-        batch, most = self._decode_batch(), (engine.max_logprobs, engine.multi_step, engine.num_speculative_tokens)
+        most = (engine.max_logprobs, engine.multi_step, engine.num_speculative_tokens)
         state = StepState(pools, last_tokens, sampler, features)
         backend, spread, loops = engine.attention_backend, engine.sequence_parallel_norms, self.stage.loops
         programs = make_programs(self.stage, *most, backend, spread_tokens=spread)
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
-        arriving = self._arriving(batch.positions.shape[0])
-        drafted = self._drafted() if engine.drafts_on_device else None
-        masks = self._ints(batch.positions.shape[0], mask_words(sampler)) if engine.grammars else None
-        given = (params, slots, state, batch, arriving, drafted, masks)
-        jobs = {"decode": _Job(programs.decode, given, 2, (carried, out), loops | engine.drafts_leave_states, batch=3)}
-        if engine.multi_step > 1 and batch.owners is None:
-            several = (params, slots, state, batch, self._ints())
-            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (carried, out, out), loops=True, batch=3)
+        drafted, jobs = self._drafted() if engine.drafts_on_device else None, {}
+        for rows in self.decode_sizes:
+            batch, masks = self._decode_batch(rows), self._ints(rows, mask_words(sampler)) if engine.grammars else None
+            given = (params, slots, state, batch, self._arriving(rows), drafted, masks)
+            looped = loops | engine.drafts_leave_states
+            jobs[self.sized("decode", rows)] = _Job(programs.decode, given, 2, (carried, out), looped, batch=3)
+            if engine.multi_step > 1 and batch.owners is None:
+                several = (params, slots, state, batch, self._ints())
+                many = _Job(programs.decode_many, several, 2, (carried, out, out), loops=True, batch=3)
+                jobs[self.sized("decode_many", rows)] = many
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), loops, batch=2)
@@ -311,8 +340,7 @@ class _Work:
             return None if self.stage.last else self._ints(rows)
         return self._array((rows, self.stage.taken), self.stage.model.dtype)
 
-    def _decode_batch(self) -> DecodeBatch:
-        count = self.engine.rows // self.engine.microbatches
+    def _decode_batch(self, count: int) -> DecodeBatch:
         rows, tables = self._ints(count), self._ints(self.groups, count, self.engine.table_width)
         owners, branches = self.engine.speculative is not None, self.engine.drafts_trees
         return DecodeBatch(rows, rows, rows, tables, rows if owners else None, rows if branches else None)
@@ -429,6 +457,14 @@ def _compile(
             for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
                 on_progress(done, total)
         return [{name: running[place, name].result() for name in named} for place, (_, named) in enumerate(work)]
+
+
+def _tried(
+    work: Sequence[tuple[Mesh, Mapping[str, _Job]]], engine: ResolvedEngine
+) -> Sequence[tuple[Mesh, Mapping[str, _Job]]]:
+    """The same work, whose kernels were tried on the GPU at hand."""
+    try_kernels([(mesh, job.function, job.arguments) for mesh, named in work for job in named.values()], engine)
+    return work
 
 
 def _lowered(mesh: Mesh, job: _Job, fingerprints: Fingerprints) -> Any:

@@ -85,7 +85,7 @@ class StageRuntime:
     def pass_decode(self, batch: DecodeBatch, arriving: Array | None, drafted: Array | None = None) -> Array:
         given = (drafted,) if self.stage.first and drafted is not None else ()
         run, params, packed = self.programs(batch)
-        self.pools, hidden = run.decode(params, self.pools, packed, arriving, *given)
+        self.pools, hidden = run.decode[batch.positions.shape[0]](params, self.pools, packed, arriving, *given)
         return hidden
 
     def pass_prefill(self, batch: PrefillBatch, arriving: Array | None) -> Array:
@@ -169,7 +169,7 @@ class LocalExecutor:
         ]
         self.runtimes, last = [runtime for runtime in places if runtime is not None], places[-1]
         rows = engine.rows // engine.microbatches
-        self._passing = list(zip(places[:-1], _links(cuts, meshes, engine, rows), strict=True))
+        self._passing = list(zip(places[:-1], _links(cuts, meshes, engine), strict=True))
         self._first = places[0] if self._passing else None
         # Where all stages are one process's, tokens go back to the first one from device to device.
         self._loops = self._first is not None and len(processes_of(mesh)) == 1
@@ -177,7 +177,7 @@ class LocalExecutor:
         self.handed: Array | None = None
         self._snapshots: dict[int, SlotState] = {}
         self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
-        self._open_masks = self._masks_of_nobody(last, rows)
+        self._open_masks = {} if last is None else self._masks_of_nobody(last)
         self.drafting = self._drafting(model, meshes[-1])
         computing = [*self.runtimes, *self.drafting]
         arrays = [self._arrays(runtime) for runtime in computing]
@@ -216,12 +216,13 @@ class LocalExecutor:
             return None
         return self._first.arrive(tokens)
 
-    def _masks_of_nobody(self, last: StageRuntime | None, rows: int) -> Array | None:
-        """All tokens for all rows, on the device: what steps are given in which nobody has a grammar."""
-        if last is None or not self._engine.grammars:
-            return None
+    def _masks_of_nobody(self, last: StageRuntime) -> dict[int, Array]:
+        """All tokens for all rows, on the device, by rows: what steps are given in which nobody has a grammar."""
+        if not self._engine.grammars:
+            return {}
         words = mask_words(self.microbatches[0].sampler)
-        return put_whole(np.full((rows, words), -1, np.int32), last.replicated)
+        sizes = self._engine.decode_sizes
+        return {rows: put_whole(np.full((rows, words), -1, np.int32), last.replicated) for rows in sizes}
 
     def _arrays(self, runtime: StageRuntime) -> StageArrays:
         if not runtime.stage.last:
@@ -317,8 +318,8 @@ class LocalExecutor:
             return _ELSEWHERE
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
         run, params, packed = last.programs(batch)
-        operands = packed, arriving, chosen.drafted, self._open_masks if masks is None else masks
-        state, sampled = run.decode(params, chosen.slots, self._state(chosen), *operands)
+        operands = packed, arriving, chosen.drafted, self._open_masks.get(rows) if masks is None else masks
+        state, sampled = run.decode[rows](params, chosen.slots, self._state(chosen), *operands)
         self._update(chosen, state)
         return sampled
 
@@ -327,7 +328,8 @@ class LocalExecutor:
             return _ELSEWHERE, _NONE
         chosen, last = self.microbatches[0], self.runtimes[-1]
         run, params, packed = last.programs(batch)
-        state, sampled, ran = run.decode_many(params, chosen.slots, self._state(chosen), packed, np.int32(steps))
+        program = run.decode_many[batch.positions.shape[0]]
+        state, sampled, ran = program(params, chosen.slots, self._state(chosen), packed, np.int32(steps))
         self._update(chosen, state)
         return sampled, ran
 
@@ -415,11 +417,11 @@ class LocalExecutor:
         return digest_of(runtime.run for runtime in (*self.runtimes, *self.drafting))
 
 
-def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine, rows: int) -> list[Link]:
+def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine) -> list[Link]:
     """Links from each stage but the last to the next one, for all numbers of rows that a step may have."""
     chunks = [*engine.prefill_sizes, *(size * count for size, count in engine.wide_prefills)]
     return [
-        Link(source, target, stage.given, stage.model.dtype, (rows, *chunks))
+        Link(source, target, stage.given, stage.model.dtype, (*engine.decode_sizes, *chunks))
         for stage, source, target in zip(cuts, meshes, meshes[1:], strict=False)
     ]
 

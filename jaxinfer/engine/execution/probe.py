@@ -18,7 +18,7 @@ from jaxtyping import Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch, idle_batch
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch, idle_batch, with_rows
 from jaxinfer.kv.transfer import TRANSFERS
 from jaxinfer.lora.parts import random_parts
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
@@ -37,6 +37,8 @@ _FIRST = 3
 # up in further blocks and splits.
 _CONTEXTS = (64, 512, 1024, 2048)
 _SNAPSHOT = -1  # the probe's own number of a snapshot
+# Of a decode step: it is cheaper than a chunk, and has fewer tokens. As many rows of one are looked at.
+_DECODE_ROUNDS, _SEEN_ROWS = 400, 16
 _ADAPTERS = 2  # that are probed with
 
 
@@ -253,38 +255,95 @@ class Probe:
         tables = np.broadcast_to(table, batch.tables.shape).copy()
         return batch._replace(tokens=fed, positions=places, generated=np.zeros_like(fed), tables=tables)
 
+    # ---- decode programs of fewer rows
+
+    def decode_sizes(self, limits: SamplingLimits) -> list[int]:
+        """Rows of those decode programs that give what the largest gives, and of that one: tokens, log probabilities,
+        and all bits of keys and values, at the first and the last rows and behind contexts of several lengths."""
+        *smaller, largest = self._engine.decode_sizes
+        if not smaller:
+            return [largest]
+        everything = _every_feature(self._engine.rows, limits, self._vocab)
+        self._executor.run(commands.SetSlots(0, everything._asdict()))
+        found = [size for size in smaller if self._fewer_rows_agree(size)]
+        self._executor.run(commands.SetSlots(0, HostSlots(self._engine.rows, limits).snapshot()._asdict()))
+        return [*found, largest]
+
+    def _fewer_rows_agree(self, size: int) -> bool:
+        rows = np.unique(np.linspace(0, size - 1, min(size, self._most_seen())).round().astype(np.int32))
+        rounds = self._rounds(len(rows))
+        return rounds <= _DECODE_ROUNDS and all(self._steps_agree(rows, size, number) for number in range(rounds))
+
+    def _most_seen(self) -> int:
+        """Rows that may be looked at: each has a page, and a state, of its own beside those that it reads."""
+        places = self._engine.num_pages if self._state is None else min(self._engine.num_pages, self._engine.num_states)
+        return max(1, min(_SEEN_ROWS, places // 2))
+
+    def _steps_agree(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> bool:
+        """One step by both programs; between them another one changes what was written."""
+        batch, own = self._step_probe(rows, size, number)
+        whole = idle_batch(self._engine, self._groups)
+        for row in rows:
+            self._executor.run(commands.SaveSlot(self._slot(row), _SNAPSHOT - int(row)))
+        bits = []
+        for step in (with_rows(batch, like=whole), batch):
+            sampled = self._executor.run(commands.Decode(0, step))
+            written = self._page_bytes(own)
+            bits.append([written, *(np.asarray(leaf)[rows] for leaf in jax.tree.leaves(sampled))])
+            others = with_rows(batch, like=whole)._replace(tokens=(whole.tokens + 2).clip(0))
+            self._executor.run(commands.Decode(0, others))
+            for row in rows:
+                self._executor.run(commands.RestoreSlot(self._slot(row), _SNAPSHOT - int(row)))
+        self._executor.run(commands.DropSnapshots([_SNAPSHOT - int(row) for row in rows]))
+        return _equal(*bits)
+
+    def _slot(self, row: np.int32) -> int:
+        return int(row) * self._engine.microbatches
+
+    def _step_probe(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> tuple[DecodeBatch, np.ndarray]:
+        """A step of these rows, each at a place of its own page behind pages that all read; and their own pages. Where
+        layers have states, each reads a state of its own."""
+        page, count = self._engine.page_size, len(rows)
+        batch, own = idle_batch(self._engine, self._groups, size), np.arange(count, dtype=np.int32)
+        free = min(self._engine.num_pages - count, self._engine.table_width - 1)
+        before = 1 if self._state is not None else min(free, _CONTEXTS[number % len(_CONTEXTS)] // page)
+        shared = np.broadcast_to(np.arange(count, count + before, dtype=np.int32), (count, before))
+        earlier = own[:, None] + count if self._state is not None else shared
+        offsets = np.zeros(count, np.int32) if self._state is not None else self._rng.integers(page, size=count)
+        tables, positions, tokens = batch.tables.copy(), batch.positions.copy(), batch.tokens.copy()
+        tables[:, rows, : before + 1] = np.concatenate([earlier, own[:, None]], axis=1)
+        positions[rows], tokens[rows] = before * page + offsets, self._tokens(count)
+        return batch._replace(tokens=tokens, positions=positions, generated=np.zeros_like(tokens), tables=tables), own
+
     # ---- several decode steps at once
 
-    def multi_step(self, limits: SamplingLimits) -> bool:
-        """Whether ``decode_many`` gives what as many calls of ``decode`` give: tokens, log probabilities, and all bits
-        of keys and values. Rows use every feature of the sampler."""
+    def multi_step(self, limits: SamplingLimits, sizes: Sequence[int]) -> bool:
+        """Whether ``decode_many`` of all these ``sizes`` gives what as many calls of the largest ``decode`` give:
+        tokens, log probabilities, and all bits of keys and values. Rows use every feature of the sampler."""
         if self._engine.multi_step == 1 or self._engine.speculative is not None:
             return False
         self._executor.run(commands.SetSlots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict()))
         self._executor.run(commands.SaveSampler(0, _SNAPSHOT))
-        equal = self._multi_step_agrees()
+        equal = all(map(self._multi_step_agrees, sizes))
         self._executor.run(commands.DropSnapshots((_SNAPSHOT,)))
         self._executor.run(commands.SetSlots(0, HostSlots(self._engine.rows, limits).snapshot()._asdict()))
         return equal
 
-    def _multi_step_agrees(self) -> bool:
-        batch = self._decode_probe()
+    def _multi_step_agrees(self, size: int) -> bool:
+        batch, whole = self._decode_probe(size), idle_batch(self._engine, self._groups)
         tokens = self._engine.multi_step * int((batch.positions >= 0).sum())
         for _ in range(min(_ROUNDS, self._rounds(tokens))):
-            batch, probes = self._decode_probe(), list[list[np.ndarray]]()
-            for run in (self._at_once, self._one_by_one):
+            batch, probes = self._decode_probe(size), list[list[np.ndarray]]()
+            for run, given in ((self._at_once, batch), (self._one_by_one, with_rows(batch, like=whole))):
                 self._executor.run(commands.RestoreSampler(0, _SNAPSHOT))
-                probes.append([*run(batch), *self._rows_bits(batch)])
+                probes.append([*_of_rows(run(given), size), *self._rows_bits(batch)])
             if not _equal(*probes):
                 return False
         return True
 
     def _at_once(self, batch: DecodeBatch) -> list[np.ndarray]:
         sampled, ran = self._executor.run(commands.DecodeMany(batch, self._engine.multi_step))
-        return [
-            *(np.asarray(x) for x in (*jax.tree.leaves(sampled), ran)),
-            self._executor.run(commands.ReadLastTokens(0)),
-        ]
+        return [*map(np.asarray, jax.tree.leaves(sampled)), np.asarray(ran), self._last_tokens()]
 
     def _one_by_one(self, batch: DecodeBatch) -> list[np.ndarray]:
         each, steps = list[list[np.ndarray]](), self._engine.multi_step
@@ -296,20 +355,23 @@ class Probe:
             )
             each.append([np.asarray(x) for x in jax.tree.leaves(self._executor.run(commands.Decode(0, now)))])
         sampled = [np.stack(of_steps) for of_steps in zip(*each, strict=True)]
-        return [*sampled, np.asarray(steps, np.int32), self._executor.run(commands.ReadLastTokens(0))]
+        return [*sampled, np.asarray(steps, np.int32), self._last_tokens()]
 
-    def _decode_probe(self) -> DecodeBatch:
-        """Rows with pages of their own, as many as there are pages for, that cross the border of a page."""
+    def _last_tokens(self) -> np.ndarray:
+        """Tokens that slots sampled last, as one step of them."""
+        return self._executor.run(commands.ReadLastTokens(0))[None]
+
+    def _decode_probe(self, rows: int) -> DecodeBatch:
+        """So many rows with pages of their own, as many as there are pages for, that cross the border of a page."""
         engine = self._engine
         start = max(0, min(engine.page_size, self._room - engine.multi_step) - engine.multi_step // 2)
         need = -(-(start + engine.multi_step) // engine.page_size)
         most = engine.num_pages if self._state is None else min(engine.num_pages, engine.num_states)
-        active = np.arange(engine.rows) < most // need
-        tables = np.zeros((engine.rows, engine.table_width), np.int32)
-        tables[:, :need] = np.arange(engine.rows * need).reshape(-1, need) * active[:, None]
+        active = np.arange(rows) < most // need
+        tables = np.zeros((rows, engine.table_width), np.int32)
+        tables[:, :need] = np.arange(rows * need).reshape(-1, need) * active[:, None]
         positions = np.where(active, start, -1).astype(np.int32)
-        generated = np.zeros(engine.rows, np.int32)
-        return DecodeBatch(self._tokens(engine.rows), positions, generated, self._for_groups(tables))
+        return DecodeBatch(self._tokens(rows), positions, np.zeros(rows, np.int32), self._for_groups(tables))
 
     def _rows_bits(self, batch: DecodeBatch) -> list[np.ndarray]:
         end = int(batch.positions.max()) + self._engine.multi_step
@@ -393,6 +455,11 @@ def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:
     return {
         size: firsts.setdefault(tuple(each[size] for each in classes), number) for number, size in enumerate(classes[0])
     }
+
+
+def _of_rows(steps: list[np.ndarray], rows: int) -> list[np.ndarray]:
+    """The first rows of what steps gave, ``[steps, rows, ...]``; numbers stay."""
+    return [array if array.ndim == 0 else array[:, :rows] for array in steps]
 
 
 def _chunk_of(batch: PrefillBatch, index: int) -> PrefillBatch:

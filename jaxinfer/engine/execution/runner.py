@@ -58,6 +58,7 @@ class Runner:
         tables: the KV manager's, read at each launch.
         vocab: size of the vocabulary.
         prefill_batches: chunks that run together, by prefill size (`Calibration`).
+        decode_sizes: rows of the decode programs, ascending (`Calibration`).
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class Runner:
         tables: Int32[np.ndarray, "groups slots width"],
         vocab: int,
         prefill_batches: Mapping[int, int],
+        decode_sizes: Sequence[int],
     ) -> None:
         self._executor, self._engine, self._tables, self._vocab = executor, engine, tables, vocab
         self._groups, self._rows = tables.shape[0], engine.rows // engine.microbatches
-        self._prefill_batches = prefill_batches
+        self._prefill_batches, self._decode_sizes = prefill_batches, decode_sizes
         self._slots = [HostSlots(self._rows, limits) for _ in range(engine.microbatches)]
         self._device_slots = [slots.snapshot() for slots in self._slots]  # what is on the device
         self._snapshots = SnapshotNumbers()
@@ -295,37 +297,43 @@ class Runner:
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
         if self._catch_up:
             self._restore_caught_up(plan.decodes)
-        batch, ran = self._decode_batch(plan.microbatch, plan.decodes), None
+        count = self._fewest_rows(plan)
+        batch, ran = self._decode_batch(plan.microbatch, plan.decodes, count), None
         if plan.steps > 1:
             sampled, ran = self._executor.run(commands.DecodeMany(batch, plan.steps))
         else:
-            sampled = self._executor.run(commands.Decode(plan.microbatch, batch, self._masks(plan)))
+            sampled = self._executor.run(commands.Decode(plan.microbatch, batch, self._masks(plan, count)))
         for array in jax.tree.leaves((ran, sampled if wants_logprobs(plan.decodes) else sampled.tokens)):
             array.copy_to_host_async()
         return sampled, ran
 
-    def _masks(self, plan: StepPlan) -> Int32[np.ndarray, "rows words"] | None:
+    def _fewest_rows(self, plan: StepPlan) -> int:
+        """Rows of the smallest decode program that has all rows of the plan, and the slots of their sequences."""
+        last = max(max(row.row, row.sequence.slot // self._engine.microbatches) for row in plan.decodes)
+        return next(size for size in self._decode_sizes if size > last)
+
+    def _masks(self, plan: StepPlan, count: int) -> Int32[np.ndarray, "rows words"] | None:
         """Masks of all rows; all tokens where there is none. None where none has one: nothing goes to the device."""
         if not plan.masks:
             return None
-        masks = np.full((self._rows, -(-self._vocab // 32)), -1, np.int32)
+        masks = np.full((count, -(-self._vocab // 32)), -1, np.int32)
         for row, mask in plan.masks.items():
             masks[row] = 0
             masks[row, : mask.size] = mask
         return masks
 
-    def _decode_batch(self, microbatch: int, plans: Sequence[DecodePlan]) -> DecodeBatch:
-        """The rows of a microbatch; those without a plan are idle."""
-        batch = self._rows_batch(microbatch, plans)
+    def _decode_batch(self, microbatch: int, plans: Sequence[DecodePlan], count: int) -> DecodeBatch:
+        """The first ``count`` rows of a microbatch; those without a plan are idle."""
+        batch = self._rows_batch(microbatch, plans, count)
         if not self._engine.lora_slots:
             return batch
-        loras = np.full(self._rows, -1, np.int32)
+        loras = np.full(count, -1, np.int32)
         loras[[plan.row for plan in plans]] = [plan.sequence.lora_slot for plan in plans]
         return batch._replace(loras=loras)
 
-    def _rows_batch(self, microbatch: int, plans: Sequence[DecodePlan]) -> DecodeBatch:
+    def _rows_batch(self, microbatch: int, plans: Sequence[DecodePlan], count: int) -> DecodeBatch:
         microbatches = self._engine.microbatches
-        tokens, positions, generated = np.full((3, self._rows), -1, np.int32)
+        tokens, positions, generated = np.full((3, count), -1, np.int32)
         sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), (), ())
         rows, fed, inputs, of_branch = np.array(columns, np.int32)
         positions[rows], tokens[rows] = fed, inputs
@@ -335,14 +343,15 @@ class Runner:
         slots = [sequence.slot // microbatches for sequence in sequences]
         if slots == list(columns[0]):  # nobody drafts
             self._note(microbatch, rows, arrivals, fed, inputs)
-            return DecodeBatch(tokens, positions, generated, tables[:, : self._rows].copy(), *self._own_rows)
-        owners = np.arange(self._rows, dtype=np.int32)
+            own = (each[:count] for each in self._own_rows)
+            return DecodeBatch(tokens, positions, generated, tables[:, :count].copy(), *own)
+        owners = np.arange(count, dtype=np.int32)
         owners[rows] = slots
         slot_rows = owners[rows] == rows
         self._note(microbatch, rows[slot_rows], arrivals[slot_rows], fed[slot_rows], inputs[slot_rows])
         if not self._engine.drafts_trees:
             return DecodeBatch(tokens, positions, generated, tables[:, owners], owners)
-        kv_slots, branches = owners * microbatches + microbatch, np.zeros(self._rows, np.int32)
+        kv_slots, branches = owners * microbatches + microbatch, np.zeros(count, np.int32)
         branches[rows] = of_branch
         tables = self._tables[:, np.where(branches > 0, branches, kv_slots)]
         return DecodeBatch(tokens, positions, generated, tables, owners, branches)

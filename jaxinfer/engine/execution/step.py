@@ -70,6 +70,9 @@ def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
 class Programs(NamedTuple):
     """The functions to compile, of a whole model or of its last pipeline stage. All are pure; what changes is donated.
 
+    A decode step may have fewer rows than there are slots: they are the first slots' (and their drafts'), and the state
+    of all others stays as it is.
+
     ``arriving`` are the hidden states that the stage before gave; None where there is none. Behind them ``decode`` is
     given what was drafted on the device for the slots, if anything is, and the masks of grammars, if there may be any.
     The pools that the prefill programs give have
@@ -135,7 +138,7 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
         drafted: Int[Array, "rows drafts"] | None = None,
     ) -> Any:
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
-        x = jnp.where(fed >= 0, fed, arriving) if stage.first else arriving
+        x = jnp.where(fed >= 0, fed, arriving[: fed.shape[0]]) if stage.first else arriving
         attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
         hidden, features, pools = stage.tapped(params, x, batch.positions, attend, pools)
         return pools, stage.handed(hidden, features)
@@ -176,9 +179,9 @@ def _decode(
         drafted: Int[Array, "rows drafts"] | None = None,
         masks: Int32[Array, "rows words"] | None = None,
     ) -> tuple[StepState, Sampled]:
-        active = batch.positions >= 0
+        active, rows = batch.positions >= 0, batch.positions.shape[0]
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
-        x = jnp.where(fed >= 0, fed, state.last_tokens) if stage.first else arriving
+        x = jnp.where(fed >= 0, fed, state.last_tokens[:rows]) if stage.first else arriving
         owners = batch.owners if spec.stateful else None
         turns = None if traced_size("kv_heads") == 1 else 1 + most_drafts
         attend = DecodeAttend(spec, batch.tables, batch.positions, backend, owners, turns)
@@ -191,7 +194,8 @@ def _decode(
         if drafts is not None:
             pools = attend.accept(pools, accepted(drafts, sampled.tokens))
         own = active if drafts is None else drafts.slot_rows
-        last_tokens, kept = jnp.where(own, sampled.tokens, state.last_tokens), state.features
+        newest = jnp.where(own, sampled.tokens, state.last_tokens[:rows])
+        last_tokens, kept = lax.dynamic_update_slice(state.last_tokens, newest, (0,)), state.features
         if kept is not None and drafts is not None:
             kept = keep_features(kept, drafts, sampled.tokens, features)
         return StepState(pools, last_tokens, slot_state, kept), sampled
@@ -241,9 +245,9 @@ def _decode_many(
 
 def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]) -> Bool[Array, ""]:
     """Whether a row sampled a token that ends its sequence (those that a length ends are the scheduler's business)."""
-    active = batch.positions >= 0
-    stops = jnp.any(tokens[:, None] == slots.stop_ids, axis=1)
-    return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens))
+    active, rows = batch.positions >= 0, tokens.shape[0]
+    stops = jnp.any(tokens[:, None] == slots.stop_ids[:rows], axis=1)
+    return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens[:rows]))
 
 
 def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[Pool], Any, Any]]:

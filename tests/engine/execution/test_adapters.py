@@ -185,7 +185,7 @@ def test_a_plan_loads_before_its_programs():
             return None
 
     limits, tables = prepare(random_model(), CONFIG, "cpu").limits, np.zeros((1, ROWS, WIDTH), np.int32)
-    runner = Runner(Listening(), one.engine, limits, tables, 97, {})
+    runner = Runner(Listening(), one.engine, limits, tables, 97, {}, one.engine.decode_sizes)
     arrays = parts(one.adapters[0], one.targets)[0]
     runner.launch(StepPlan(loads=[LoraLoad(1, 0, arrays)]))
     (command,) = seen

@@ -60,7 +60,9 @@ class Bench:
         self.executor = LocalExecutor(model, engine, LIMITS, make_mesh())
         self.calibration = calibrate(self.executor, Prepared(model, engine, LIMITS), "cpu")
         batches = self.calibration.prefill_batches
-        self.runner = Runner(self.executor, engine, LIMITS, self.tables, model.config.vocab_size, batches)
+        self.runner = Runner(
+            self.executor, engine, LIMITS, self.tables, model.config.vocab_size, batches, engine.decode_sizes
+        )
 
     def sampler(self) -> SlotState:
         """A copy of what the sampler keeps of all slots."""
