@@ -98,7 +98,8 @@ def _all_stages(executor: LocalExecutor, microbatch: int, batch: DecodeBatch, ar
     for part, arriving in zip(executor.runtimes[:-1], arrivals, strict=False):
         part.pass_decode(batch, arriving)
     last, chosen = executor.runtimes[-1], executor.microbatches[microbatch]
-    state, _ = last.run.decode(
-        last.params, chosen.slots, executor._state(chosen), batch, arrivals[-1], None, executor._open_masks
+    rows = batch.positions.shape[0]
+    state, _ = last.run.decode[rows](
+        last.params, chosen.slots, executor._state(chosen), batch, arrivals[-1], None, executor._open_masks.get(rows)
     )
     last.pools, chosen.last_tokens, chosen.sampler = state

@@ -290,6 +290,14 @@ def test_nothing_is_tried_where_it_decides_nothing(monkeypatch, setting, dtype) 
     assert prepare(random_model(dtype), config, "gpu").config.gemm_backend == config.gemm_backend
 
 
+def test_products_that_a_named_backend_does_not_do_are_logged(caplog) -> None:
+    """Its weights are too small for the kernel: no figure is to stand under the kernel's name."""
+    prepare(random_model("bfloat16"), EngineConfig(max_model_len=64, gemm_backend="mosaic"), "gpu")
+    told = [record.args for record in caplog.records if "which the kernel does not" in record.msg]
+    assert {type(product) for product, _ in told} == {Product}
+    assert all("multiples of 64" in why for _, why in told)
+
+
 def test_a_lost_kernel_ends_the_start(monkeypatch) -> None:
     def lose(*_: object) -> str | None:
         raise KernelLost("it did not come back within 60 s")

@@ -133,7 +133,7 @@ class Planned:
     def tokens(self, program: str) -> int:
         """Tokens that one call computes."""
         if program.startswith(("decode", "draft")):
-            return self.engine.rows // self.engine.microbatches
+            return _rows(program) or self.engine.decode_sizes[-1]
         chunk = self.engine.prefill_sizes[-1]
         wide = [] if program == "prefill_logprobs" else map(math.prod, self.engine.wide_prefills)
         return max([chunk, *wide])
@@ -173,7 +173,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     """A stage compiled, and what was found. ``dumps``: the folder that XLA was told to dump to."""
     planned, start = plan(work, number), time.perf_counter()
     with target_of(work).current():
-        compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True)
+        compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True, every_size=True)
         moving = compile_moving(planned.stage, planned.arrays, planned.engine)
     seconds = time.perf_counter() - start
     steps = [*_steps(planned, compiled, dumps, work.weights), *_draft_steps(work, dumps)]
@@ -227,23 +227,24 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             for what in ("thunk_sequence_after_thunk_passes", "thunk_metadata")
         )
         program, sampler = name.removesuffix(ADAPTED), planned.microbatch * name.startswith(("decode", "draft"))
-        (layers, tail), adapters = should.gemms(program), needs.adapters * (program != name)
+        kind, adapters = program.removesuffix(f"_{_rows(program)}"), needs.adapters * (program != name)
+        layers, tail = should.gemms(kind)
         yield Step(
             name=name,
             module=read_module(text),
             launches=read_launches(dump, metadata),
             waits=tuple(read_waits(dump)),
-            repeats=program == "decode_many" or (program == "draft" and bool(should.layers)),
+            repeats=kind == "decode_many" or (kind == "draft" and bool(should.layers)),
             pool=math.prod(pool),
             tokens=planned.tokens(program),
             widest=should.widest,
-            logits=should.logits(program),
+            logits=should.logits(kind),
             layers=layers,
             tail=tail,
-            sums=_sums(should.sums(program), rounded=rounded),
-            gathers=should.gathers(program),
-            scatters=should.scatters(program),
-            gathered=should.width if should.scattered(program) else 0,
+            sums=_sums(should.sums(kind), rounded=rounded),
+            gathers=should.gathers(kind),
+            scatters=should.scatters(kind),
+            gathered=should.width if should.scattered(kind) else 0,
             donated=planned.donated(program),
             aliased=memory.alias_size_in_bytes,
             temporaries=temporary_bytes(executable),
@@ -261,7 +262,10 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             adapters=planned.engine.lora_slots if program != name else 0,
             dequantized=dequantized(weights),
             rounded=rounded,
-            by_kernel=name == "decode" and planned.decodes_by_kernel and _by_gemm(weights, should.devices),
+            by_kernel=kind == "decode"
+            and program == name
+            and planned.decodes_by_kernel
+            and _by_gemm(weights, should.devices),
         )
 
 
@@ -273,6 +277,12 @@ def _by_gemm(weights: str, devices: int) -> bool:
 def _sums(sums: int, *, rounded: bool) -> int:
     """With each sum of products, that of tokens over all devices, comes one for the largest number of each token."""
     return 2 * sums - 1 if rounded and sums else sums
+
+
+def _rows(program: str) -> int | None:
+    """Rows of a smaller decode program, by its name; None: it is none."""
+    found = re.fullmatch(r"decode(?:_many)?_(\d+)", program)
+    return int(found[1]) if found else None
 
 
 def _name(text: str) -> str:

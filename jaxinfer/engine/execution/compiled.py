@@ -224,7 +224,8 @@ class _Work:
             # The tokens that slots sampled last are those of all slots; hidden states those of the step's rows.
             arriving = self._arriving(self.decode_sizes[-1] if self.stage.first else rows)
             given = (params, pools, self._decode_batch(rows), arriving, *drafted)
-            jobs[self.sized("decode", rows)] = _Job(programs.decode, given, 1, results, self.stage.loops, batch=2)
+            name = self.sized("decode", rows)
+            jobs[name] = _Job(_renamed(programs.decode, name), given, 1, results, self.stage.loops, batch=2)
         return jobs | self._prefill_jobs(programs.prefill, results)
 
     def _whole(self) -> dict[str, _Job]:
@@ -238,12 +239,12 @@ class _Work:
         for rows in self.decode_sizes:
             batch, masks = self._decode_batch(rows), self._ints(rows, mask_words(sampler)) if engine.grammars else None
             given = (params, slots, state, batch, self._arriving(rows), drafted, masks)
-            looped = loops | engine.drafts_leave_states
-            jobs[self.sized("decode", rows)] = _Job(programs.decode, given, 2, (carried, out), looped, batch=3)
+            decode = _renamed(programs.decode, name := self.sized("decode", rows))
+            jobs[name] = _Job(decode, given, 2, (carried, out), loops | engine.drafts_leave_states, batch=3)
             if engine.multi_step > 1 and batch.owners is None:
                 several = (params, slots, state, batch, self._ints())
-                many = _Job(programs.decode_many, several, 2, (carried, out, out), loops=True, batch=3)
-                jobs[self.sized("decode_many", rows)] = many
+                decode_many = _renamed(programs.decode_many, name := self.sized("decode_many", rows))
+                jobs[name] = _Job(decode_many, several, 2, (carried, out, out), loops=True, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), loops, batch=2)
@@ -406,6 +407,17 @@ class _HeadWork(_Work):
         groups, paths = self.groups if self.arrays.pools else 0, self.engine.speculative_tree
         tables = self._ints(groups, paths, count, self.engine.table_width)
         return HeadBatch(*(self._ints(count),) * 6, self._ints(count, paths), tables)
+
+
+def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function under another name, by which its program is known in profiles and dumps."""
+
+    @functools.wraps(function)
+    def renamed(*operands: Any) -> Any:
+        return function(*operands)
+
+    renamed.__name__ = name
+    return renamed
 
 
 def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:

@@ -52,7 +52,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     draft = _draft_of(model, config, mesh)
     model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
     resolved = _with_gemm(resolve_for(model, config, platform, mesh), model, platform, mesh)
-    if platform == "gpu" and resolved.gemm_backend == "mosaic":
+    if platform == "gpu" and config.gemm_backend == "mosaic":
         _log_refused_products(model, mesh)
     model = model.for_kernels(resolved.gemm_backend) if platform == "gpu" else model
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)

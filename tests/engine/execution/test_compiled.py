@@ -27,8 +27,8 @@ def engine(request) -> Engine:
 def programs(engine: Engine) -> dict[str, jax.stages.Compiled]:
     run = engine._executor.runtimes[-1].run
     return {
-        "decode": run.decode,
-        "decode_many": run.decode_many,
+        **{f"decode {n}": p for n, p in run.decode.items()},
+        **{f"decode_many {n}": p for n, p in run.decode_many.items()},
         "logprobs": run.prefill_logprobs,
         "copy": run.copy,
         **{f"restore {n}": p for n, p in run.restore.items()},

@@ -163,7 +163,8 @@ def alike() -> Iterator[Engine]:
 
 def decode_with(engine: Engine, wrong_from: int) -> Any:
     """``decode`` with a bit wrong of the row at the last position, if that is not before ``wrong_from``."""
-    decode, rows = engine._executor.runtimes[-1].run.decode, np.zeros(engine.config.rows, np.int32)
+    count = engine.config.rows
+    decode, rows = engine._executor.runtimes[-1].run.decode[count], np.zeros(count, np.int32)
     like = DecodeBatch(rows, rows, rows, np.zeros((1, *rows.shape, engine.config.table_width), np.int32))
 
     def wrong(params, slots, state, packed, *operands):
@@ -181,7 +182,7 @@ def decode_with(engine: Engine, wrong_from: int) -> Any:
 @pytest.mark.parametrize(("wrong_from", "agrees"), [(128, True), (64, False), (0, False)])
 def test_decode_rows_stand_in_for_chunks_where_they_leave_the_same_bits(alike, wrong_from, agrees):
     assert alike.calibration.decode_agrees
-    with probe_with(alike, decode=decode_with(alike, wrong_from)) as probe:
+    with probe_with(alike, decode={alike.config.rows: decode_with(alike, wrong_from)}) as probe:
         assert probe.decode_agrees({16: 0}) is agrees
 
 
@@ -211,9 +212,8 @@ def several(engine: Engine, change: str) -> Any:
     like = DecodeBatch(rows, rows, rows, np.zeros((1, *rows.shape, engine.config.table_width), np.int32))
 
     def wrong(params, slots, state, packed, steps):
-        assert run.decode_many is not None
         batch = unpack(packed, like)
-        state, sampled, ran = run.decode_many(params, slots, state, packed, steps)
+        state, sampled, ran = run.decode_many[engine.config.rows](params, slots, state, packed, steps)
         if change == "pages":
             page, slot = divmod(int(batch.positions[1]), 16)
             state = state._replace(pools=nudged(state.pools, int(batch.tables[0, 1, page]), slot))
@@ -233,8 +233,8 @@ def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
     engine = llm.engine
     assert engine.calibration.multi_step == 5
     for change in ("nothing", "pages", "logprobs", "tokens"):
-        with probe_with(engine, decode_many=several(engine, change)) as probe:
-            assert probe.multi_step(engine.limits) is (change == "nothing"), change
+        with probe_with(engine, decode_many={engine.config.rows: several(engine, change)}) as probe:
+            assert probe.multi_step(engine.limits, engine.config.decode_sizes) is (change == "nothing"), change
 
 
 # ---- programs with adapters
@@ -266,19 +266,21 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         return nudged(adapted.prefill[32, 1](*operands), 0)
 
     def decode_many(*operands):
-        state, *rest = adapted.decode_many(*operands)
+        state, *rest = adapted.decode_many[8](*operands)
         return state._replace(pools=nudged(state.pools, 0, 15)), *rest
 
     def decode(*operands):
-        state, sampled = adapted.decode(*operands)
+        state, sampled = adapted.decode[8](*operands)
         return state._replace(pools=nudged(state.pools, 0)), sampled
 
-    part.run = dataclasses.replace(whole, adapted=dataclasses.replace(adapted, decode=decode))
+    part.run = dataclasses.replace(whole, adapted=dataclasses.replace(adapted, decode={8: decode}))
     found = calibrate(executor, prepared, "cpu")
     assert (found.size_classes, found.decode_agrees) == ({16: 0, 32: 0}, False)
     part.run = dataclasses.replace(
         whole,
-        adapted=dataclasses.replace(adapted, prefill={**adapted.prefill, (32, 1): prefill}, decode_many=decode_many),
+        adapted=dataclasses.replace(
+            adapted, prefill={**adapted.prefill, (32, 1): prefill}, decode_many={8: decode_many}
+        ),
     )
     found = calibrate(executor, prepared, "cpu")
     assert (found.size_classes, found.multi_step) == ({16: 0, 32: 1}, 1)

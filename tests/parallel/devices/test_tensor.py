@@ -166,7 +166,7 @@ def test_pools_are_updated_in_place_and_hold_own_heads(two):
     for program in (part.run.prefill[64, 1], *part.run.restore.values(), part.run.copy):
         assert program.memory_analysis().alias_size_in_bytes == pools
     kept = pools + device_bytes((microbatch.last_tokens, microbatch.sampler))
-    assert part.run.decode.memory_analysis().alias_size_in_bytes == kept
+    assert max(part.run.decode.items())[1].memory_analysis().alias_size_in_bytes == kept
 
 
 def test_the_plan_is_what_a_device_holds(two):
