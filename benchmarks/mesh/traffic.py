@@ -77,4 +77,4 @@ def _decode_programs(engine: Any) -> list[Any]:
     if isinstance(engine, DpAttentionEngine):
         return [engine._lockstep.programs.decode]
     assert not isinstance(engine, Replicas)
-    return [max(part.run.decode.items())[1] for part in engine._executor.runtimes]
+    return [part.run.widest_decode for part in engine._executor.runtimes]

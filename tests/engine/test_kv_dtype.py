@@ -206,7 +206,7 @@ def test_the_plan_is_what_the_pools_take(model):
     needs, llm = plan_engine(model, config, "cpu").needs, LLM(model, config=config)
     (part,) = llm.engine._executor.runtimes
     assert sum(array.nbytes for array in jax.tree.leaves(part.pools)) == needs.page * TIGHT
-    assert max(part.run.decode.items())[1].memory_analysis().alias_size_in_bytes >= needs.page * TIGHT
+    assert part.run.widest_decode.memory_analysis().alias_size_in_bytes >= needs.page * TIGHT
 
 
 def test_bounds_in_bytes_hold_more_pages(wide):

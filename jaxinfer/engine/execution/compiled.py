@@ -69,6 +69,11 @@ class CompiledStage:
     adapted: CompiledStage | None = None
     load: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def widest_decode(self) -> Any:
+        """The decode program of most rows."""
+        return self.decode[max(self.decode)]
+
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
         widest = self.prefill[max(self.prefill, key=math.prod)] if self.prefill else None

@@ -263,10 +263,9 @@ class Probe:
         *smaller, largest = self._engine.decode_sizes
         if not smaller:
             return [largest]
-        everything = _every_feature(self._engine.rows, limits, self._vocab)
-        self._executor.run(commands.SetSlots(0, everything._asdict()))
+        self._executor.run(commands.SetSlots(0, _every_feature(largest, limits, self._vocab)._asdict()))
         found = [size for size in smaller if self._fewer_rows_agree(size)]
-        self._executor.run(commands.SetSlots(0, HostSlots(self._engine.rows, limits).snapshot()._asdict()))
+        self._executor.run(commands.SetSlots(0, HostSlots(largest, limits).snapshot()._asdict()))
         return [*found, largest]
 
     def _fewer_rows_agree(self, size: int) -> bool:
@@ -292,6 +291,7 @@ class Probe:
             bits.append([written, *(np.asarray(leaf)[rows] for leaf in jax.tree.leaves(sampled))])
             others = with_rows(batch, like=whole)._replace(tokens=(whole.tokens + 2).clip(0))
             self._executor.run(commands.Decode(0, others))
+            self._executor.wait()  # ranks would restore before they decode
             for row in rows:
                 self._executor.run(commands.RestoreSlot(self._slot(row), _SNAPSHOT - int(row)))
         self._executor.run(commands.DropSnapshots([_SNAPSHOT - int(row) for row in rows]))

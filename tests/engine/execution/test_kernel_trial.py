@@ -15,6 +15,7 @@ from jaxinfer.engine.execution.kernel_trial import try_kernels
 from jaxinfer.engine.execution.prepare import resolve_for
 from jaxinfer.parallel.mesh import make_mesh
 from pallas_kernels import token_quant
+from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.launches import excluded, note, readmit
 from pallas_kernels.token_quant import Rule
 from pallas_kernels.trial import run as trials
@@ -63,7 +64,8 @@ def test_a_kernel_that_fails_is_named_and_excluded(caplog, kernel, why):
     assert why in excluded("token_quant")
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert warning.args[0] == "token_quant"
-    assert token_quant.explain(SHAPE, Rule("int8", 127.0)).path == "xla"
+    chosen = token_quant.explain(SHAPE, Rule("int8", 127.0), target=Target("gpu", HOPPER))
+    assert (chosen.path, chosen.why) == ("xla", excluded("token_quant"))
 
 
 @pytest.mark.usefixtures("gpu")

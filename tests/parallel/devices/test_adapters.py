@@ -162,7 +162,7 @@ def test_ranks_with_slots_of_their_own(ranks: int) -> None:
     lockstep = engine._lockstep
     assert not any(re.search(COLLECTIVES, program.as_text()) for program in lockstep.programs.load.values())
     plain, adapted = (
-        collections.Counter(re.findall(COLLECTIVES, each.decode.as_text()))
+        collections.Counter(re.findall(COLLECTIVES, each.widest_decode.as_text()))
         for each in (lockstep.programs, lockstep.programs.adapted)
     )
     assert adapted == plain == {"all-to-all": 2 * 2}
@@ -179,7 +179,7 @@ def check_collectives(engine: Any) -> None:
     """What adapters add up travels with what the weights do."""
     run = engine._executor.runtimes[-1].run
     plain, adapted = (
-        collections.Counter(re.findall(COLLECTIVES, each.decode.as_text())) for each in (run, run.adapted)
+        collections.Counter(re.findall(COLLECTIVES, each.widest_decode.as_text())) for each in (run, run.adapted)
     )
     assert adapted == plain == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
 

@@ -1,6 +1,7 @@
 """Devices that serve sequences of their own and share experts: tokens, bits, and what is exchanged and held."""
 
 import collections
+import dataclasses
 import re
 from typing import Any
 
@@ -164,6 +165,24 @@ def test_bits_depend_neither_on_the_rank_nor_on_what_else_is_served(two, monkeyp
     assert two.engine.stats().preemptions["swap"] > swapped
 
 
+def test_ranks_run_as_many_rows_as_the_one_with_the_most(deepseek, monkeypatch):
+    settings = {"num_pages": ROOMY, "max_num_seqs": 32, "exactness": "relaxed"}
+    llm, requests = (
+        ranks_of(deepseek, 2, **settings, decode_sizes=(2, 4)),
+        make_requests(12, deepseek.config.vocab_size),
+    )
+    want, used = generate(ranks_of(deepseek, 2, **settings), requests), set[int]()
+    programs = _lockstep(llm).programs
+    counting = {
+        rows: lambda *operands, rows=rows, program=program: used.add(rows) or program(*operands)
+        for rows, program in programs.decode.items()
+    }
+    monkeypatch.setattr(_lockstep(llm), "programs", dataclasses.replace(programs, decode=counting))
+    assert generate(llm, requests) == want
+    assert generate(llm, requests[:1]) == want[:1]
+    assert len(used) > 1
+
+
 def test_chunks_of_proved_sizes_run_together(two, monkeypatch):
     """In one call: the smaller chunk of the one rank beside the larger one of the other."""
     prompts, lockstep = [[3, 5, 7] * 20, [2, 4, 6] * 4], _lockstep(two)
@@ -227,7 +246,7 @@ def test_ranks_move_as_many_pages_as_each_has(two):
 
 def test_a_step_exchanges_tokens_and_nothing_else(two):
     run = _lockstep(two).programs
-    assert collectives(run.decode) == collectives(run.prefill_logprobs) == {"all-to-all": 2}
+    assert collectives(run.widest_decode) == collectives(run.prefill_logprobs) == {"all-to-all": 2}
     for program in run.prefill.values():
         assert not collectives(program)  # a prompt's chunk ends with the keys of the last layer, the one with experts
     for program in (run.copy, *run.export.values(), *run.restore.values(), run.admit, run.save_slot, run.restore_slot):
@@ -250,7 +269,7 @@ def test_a_device_holds_its_own_pages_and_experts_and_the_plan_says_so(two):
     for program in (lockstep.programs.prefill[64, 1], *lockstep.programs.restore.values(), lockstep.programs.copy):
         assert program.memory_analysis().alias_size_in_bytes == device_bytes(pools)
     kept = device_bytes((lockstep.pools, lockstep.last_tokens, lockstep.sampler))
-    assert lockstep.programs.decode.memory_analysis().alias_size_in_bytes == kept
+    assert lockstep.programs.widest_decode.memory_analysis().alias_size_in_bytes == kept
 
 
 def test_the_plan_of_a_cache_with_heads_has_all_of_them_on_each_rank():

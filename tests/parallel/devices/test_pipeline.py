@@ -207,6 +207,16 @@ def test_200_requests_have_the_tokens_of_one_device(five, tensor, stage, data, m
     same_tokens_of_200(five, mode, monkeypatch, **sizes)
 
 
+def test_steps_of_few_rows_have_the_bits_of_those_of_all(five):
+    """Each stage has a decode program for 8 and for 16 rows."""
+    settings = {**SETTINGS, "num_pages": ROOMY, "max_num_seqs": 32, "pipeline_parallel_size": 2}
+    llm, requests = LLM(five, **settings, decode_sizes=(8,)), make_requests(12, five.config.vocab_size)
+    assert llm.engine.calibration.decode_sizes == [8, 16]
+    want = run(LLM(five, **settings), requests)
+    assert run(llm, requests) == want
+    assert run(llm, requests[:2]) == want[:2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_models_whose_layers_differ_are_served(name, tmp_path):

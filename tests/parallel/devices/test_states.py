@@ -96,7 +96,7 @@ def test_answers_are_those_of_one_device(two: LLM):
 
 def test_states_lie_where_their_channels_are_computed(two: LLM):
     (part,) = two.engine._executor.runtimes
-    found = collections.Counter(re.findall(COLLECTIVES, max(part.run.decode.items())[1].as_text()))
+    found = collections.Counter(re.findall(COLLECTIVES, part.run.widest_decode.as_text()))
     assert found == {"all-reduce": 2 * len(part.pools) + 1, "all-gather": 1}
     states = [pool.states for pool in part.pools if isinstance(pool, StatePool)]
     assert {shard.data.shape[1:] for x in jax.tree.leaves(states) for shard in x.addressable_shards} == {(20, 2)}

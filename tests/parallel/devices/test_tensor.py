@@ -145,7 +145,7 @@ def test_tokens_are_those_of_one_device(two):
 
 def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
     run = two.engine._executor.runtimes[-1].run
-    for program in (run.decode, run.prefill_logprobs):
+    for program in (run.widest_decode, run.prefill_logprobs):
         text = program.as_text()
         found = collections.Counter(re.findall(COLLECTIVES, text))
         # One sum more: the embedding, of which each device has a part of the rows.
@@ -166,7 +166,7 @@ def test_pools_are_updated_in_place_and_hold_own_heads(two):
     for program in (part.run.prefill[64, 1], *part.run.restore.values(), part.run.copy):
         assert program.memory_analysis().alias_size_in_bytes == pools
     kept = pools + device_bytes((microbatch.last_tokens, microbatch.sampler))
-    assert max(part.run.decode.items())[1].memory_analysis().alias_size_in_bytes == kept
+    assert part.run.widest_decode.memory_analysis().alias_size_in_bytes == kept
 
 
 def test_the_plan_is_what_a_device_holds(two):
