@@ -300,9 +300,10 @@ def gathered_arrays(step: Step) -> list[Instruction]:
 
 
 def kernels_per_layer(step: Step) -> float:
-    """Launches from the first layer's first GEMM to the last layer's first, a layer; those of loops counted once.
+    """Launches from one layer's first GEMM to the last layer's first, a layer; those of loops counted once.
 
-    Of a single layer, to what follows it.
+    Where there are more than two layers the first is not counted: XLA puts what all layers read (rotations, places in
+    pages) before its first GEMM or behind it. Of a single layer, to what follows it.
     """
     if not step.layers:
         return 0
@@ -310,9 +311,11 @@ def kernels_per_layer(step: Step) -> float:
     at = [index for index, launch in enumerate(step.launches) if launch.is_gemm or launch.name in ours]
     # Where that is XLA's; a program of several passes has more of all.
     of_attention = 0 if step.repeats else (len(at) - sum(step.layers) - step.tail) // len(step.layers)
-    counted = step.layers[:-1] or step.layers
-    end = sum(counted) + of_attention * len(counted)
-    return ([*at, len(step.launches)][end] - at[0]) / len(counted)
+    before = step.layers[:1] if len(step.layers) > 2 else ()
+    counted = step.layers[len(before) : -1] or step.layers
+    begin = sum(before) + of_attention * len(before)
+    end = begin + sum(counted) + of_attention * len(counted)
+    return ([*at, len(step.launches)][end] - at[begin]) / len(counted)
 
 
 def _short(one: Instruction) -> str:

@@ -64,7 +64,8 @@ def test_a_kernel_that_fails_is_named_and_excluded(caplog, kernel, why):
     assert why in excluded("token_quant")
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert warning.args[0] == "token_quant"
-    chosen = token_quant.explain(SHAPE, Rule("int8", 127.0), target=Target("gpu", HOPPER))
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
+    chosen = token_quant.explain(tokens, Rule("int8", 127.0), target=Target("gpu", HOPPER))
     assert (chosen.path, chosen.why) == ("xla", excluded("token_quant"))
 
 
