@@ -256,9 +256,9 @@ def check(config: EngineConfig) -> None:
     _require_power_of_two("page_size", config.page_size)
     if config.prefill_sizes is not None:
         _require_prefill_sizes(config.prefill_sizes, config.page_size)
-    rows = config.decode_sizes or ()
-    ascending = list(rows) == sorted(set(rows)) and min(rows, default=1) >= 1
-    _require(ascending, "decode_sizes", rows, "must be ascending, and at least 1")
+    sizes = config.decode_sizes or ()
+    ascending = list(sizes) == sorted(set(sizes)) and min(sizes, default=1) >= 1
+    _require(ascending, "decode_sizes", sizes, "must be ascending, and at least 1")
     _require_simple(config)
     _require_dp_attention(config)
     _require_even_tokens(config)

@@ -67,7 +67,9 @@ def _decode(engine: Engine, options: argparse.Namespace) -> tuple[float, list[tu
     assert isinstance(runner, Runner)
     for _ in range(engine.config.microbatches):
         plan = engine._scheduler.plan()
-        batches.append((plan.microbatch, runner._decode_batch(plan.microbatch, plan.decodes)))
+        batches.append(
+            (plan.microbatch, runner._decode_batch(plan.microbatch, plan.decodes, engine.config.decode_sizes[-1]))
+        )
     engine._executor.wait()
     return statistics.median(seconds), batches
 

@@ -71,7 +71,7 @@ class TimedRunner:
 
         self._stage.run = dataclasses.replace(
             run,
-            decode=lambda params, slots, state, *rest: (state, sampled),
+            decode=dict.fromkeys(run.decode, lambda params, slots, state, *rest: (state, sampled)),
             prefill=dict.fromkeys(run.prefill, leave),
             copy=leave,
         )

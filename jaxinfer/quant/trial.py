@@ -208,7 +208,8 @@ class Trial:
         with recording() as launches:
             for product in self.products:
                 for rows in self._counts(product):
-                    jax.eval_shape(functools.partial(self.kernel, product, dtype=self.dtype), product.shapes(rows))
+                    run = functools.partial(self.kernel, product)
+                    jax.eval_shape(lambda given, run=run: run(given, self.dtype), product.shapes(rows))
         return next(iter(faults_of(launches).values()), None)
 
     def _fault_of(self, product: Product) -> tuple[str | None, tuple[float, float]]:

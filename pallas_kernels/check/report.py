@@ -7,7 +7,7 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pallas_kernels.thread_block import MOST_NAMED_BARRIERS, REGISTER_STEP, REGISTERS, WARPGROUP, Block
@@ -156,7 +156,7 @@ def read_ptxas(text: str) -> dict[str, Any]:
     }
 
 
-def read_ptx(text: str) -> dict[str, int]:
+def read_ptx(text: str) -> dict[str, Any]:
     """Threads, cluster and ``setmaxnreg`` of a kernel in PTX.
 
     Raises:
@@ -178,7 +178,7 @@ def read_ptx(text: str) -> dict[str, int]:
     }
 
 
-def read_resources(text: str) -> dict[str, int]:
+def read_resources(text: str) -> dict[str, Any]:
     """Bytes of shared memory that a launch asks for (buffers, and the barriers behind them), and the most arrivals."""
     buffers = re.search(r"smem_scratch_bytes=(\d+)", text)
     if buffers is None:

@@ -185,6 +185,7 @@ def _copy(draw: Draw, pool: Any, *places: Any) -> Case:
     leaf, moves = jax.tree.leaves(pool)[0], places[0]
     count, slots = 2 * moves.size + 2, leaf.shape[3] if len(places) == 4 else 1
     targets = draw.distinct(moves, count * slots)
+    at: tuple[Any, ...]
     if len(places) == 2:
         at = draw.integers(moves, 0, count), targets
     else:
