@@ -81,7 +81,7 @@ class Family:
     cache_spec: Callable[[Any], CacheSpec]
     module: Callable[[Any], nn.Module]
     ignore: tuple[str, ...] = ()
-    prefix: str = ""
+    prefix: str = "model."
 
 
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, cache_spec, llama.Llama)
@@ -110,7 +110,7 @@ GEMMA4 = Family(gemma4.Gemma4Config.from_json, gemma4.param_specs, per_layer.cac
 PHI3 = Family(phi3.config_from_json, phi3.param_specs, cache_spec, llama.Llama)
 GPT2 = Family(gpt2.GPT2Config.from_json, gpt2.param_specs, cache_spec, gpt2.GPT2, gpt2.IGNORE, "transformer.")
 GPTJ = Family(gptj.GPTJConfig.from_json, gptj.param_specs, cache_spec, gptj.GPTJ, gpt2.IGNORE, "transformer.")
-PHI = Family(phi.PhiConfig.from_json, phi.param_specs, cache_spec, phi.Phi, prefix="model.")
+PHI = Family(phi.PhiConfig.from_json, phi.param_specs, cache_spec, phi.Phi)
 FALCON = Family(
     falcon.FalconConfig.from_json, falcon.param_specs, falcon.cache_spec, falcon.Falcon, prefix="transformer."
 )
