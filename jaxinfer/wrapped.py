@@ -6,7 +6,7 @@ What else is in such a checkpoint (the vision tower, the projector) is left out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 _TEXT = {
@@ -100,7 +100,7 @@ _TIED: Mapping[str, bool] = {
     "Qwen3_5ForConditionalGeneration": False,
     "Qwen3_5MoeForConditionalGeneration": False,
 }
-"""Wrappers whose own ``tie_word_embeddings`` alone counts, whatever ``text_config`` says, with transformers' default."""
+"""Wrappers whose own ``tie_word_embeddings`` counts, whatever ``text_config`` says, with transformers' default."""
 
 _TIED_EITHER = (
     "LlavaForConditionalGeneration",
@@ -127,8 +127,8 @@ OTHER_TENSORS = tuple(f"{before}{name}.*" for name in OTHERS for before in ("", 
 def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the text model alone; that of a model which is no wrapper stays as it is.
 
-    Fields that only the wrapper has (the dtype, how weights are quantised) are the text model's, too; whether embeddings
-    are tied is said where transformers looks for it.
+    Fields that only the wrapper has (the dtype, how weights are quantised) are the text model's, too; whether
+    embeddings are tied is read where transformers reads it.
     """
     known = next((name for name in _named(config_json) if name in _WRAPPERS), None)
     if known is None:
