@@ -319,10 +319,7 @@ class LLM(LoRADoor):
             raise RequestError("messages", f": the model {self.model.name!r} has no chat template")
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        sources = list(template.sources.values())
-        plain = (
-            messages_of("messages" if single else f"messages[{i}]", c, sources) for i, c in enumerate(conversations)
-        )
+        plain = (messages_of("messages" + f"[{i}]" * (not single), c, template) for i, c in enumerate(conversations))
         texts = [template.render(each, add_generation_prompt, tools) for each in plain]
         # The template writes the special tokens itself.
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]

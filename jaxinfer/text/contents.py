@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxinfer.sampling_params import RequestError
+from jaxinfer.text.chat_template import ChatTemplate
 
 _ASKS_FOR_NONE = re.compile(r"content\W{0,3}\s+is\s+(?:not\s+)?none")
 
@@ -41,15 +42,15 @@ def message_of(path: str, message: Any, none: bool = True) -> dict[str, Any]:
     return made
 
 
-def messages_of(path: str, messages: Any, sources: Sequence[str]) -> list[dict[str, Any]]:
-    """A conversation as the templates of these sources take it, see `message_of`.
+def messages_of(path: str, messages: Any, template: ChatTemplate) -> list[dict[str, Any]]:
+    """A conversation as the template takes it, see `message_of`.
 
     Raises:
         RequestError: a message cannot be read; names place and value.
     """
     if not isinstance(messages, list | tuple):
         _refuse(path, messages, "must be a list of messages")
-    none = asks_for_none(sources)
+    none = asks_for_none(list(template.sources.values()))
     return [message_of(f"{path}[{rank}]", message, none) for rank, message in enumerate(messages)]
 
 
