@@ -191,7 +191,8 @@ def _decode(
         if drafts is not None:
             pools = attend.accept(pools, accepted(drafts, sampled.tokens))
         own = active if drafts is None else drafts.slot_rows
-        last_tokens, kept = jnp.where(own, sampled.tokens, state.last_tokens), state.features
+        # A row without a token (`NOT_FINITE`) ends its sequence, but not before the next step is launched.
+        last_tokens, kept = jnp.where(own, jnp.maximum(sampled.tokens, 0), state.last_tokens), state.features
         if kept is not None and drafts is not None:
             kept = keep_features(kept, drafts, sampled.tokens, features)
         return StepState(pools, last_tokens, slot_state, kept), sampled
