@@ -48,9 +48,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
-    "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen3_vl_text": {"rope_theta": 5e5},
+    "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+    "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+    "qwen3_vl_text": {"rope_theta": 5e5, "max_position_embeddings": 128000},
     "qwen3_vl_moe_text": {
         "rope_theta": 5e5,
         "num_experts": 60,
