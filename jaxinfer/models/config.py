@@ -140,6 +140,8 @@ def decoder_fields(
     kv_heads, all_heads = key_value_heads(read, heads), f"{read.spelled('num_attention_heads')} ({heads})"
     read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide {all_heads}")
     read.require(not cut_heads or hidden % heads == 0, "hidden_size", f"must be a multiple of {all_heads}")
+    cut = not cut_heads or read.fields.get("head_dim") in (None, hidden // heads)
+    read.require(cut, "head_dim", f"is not supported: heads have {hidden // heads} numbers, hidden_size by heads")
     if head_dim is None:
         head_dim = hidden // heads if cut_heads else read.positive("head_dim", hidden // heads)
     return {

@@ -23,7 +23,7 @@ from tools.oracle.wrapper_ties import WRAPPERS
 
 TEXT = "text_config"
 # Of no model: what a file was written with, and by whom.
-_LABELS = (
+LABELS = (
     "architectures",
     "model_type",
     "transformers_version",
@@ -71,7 +71,7 @@ def _without(config: dict[str, Any]) -> dict[str, Any]:
     inner = config.get(TEXT, config)
     found: dict[str, Any] = {}
     for field in inner:
-        if field in (*_LABELS, TEXT):
+        if field in (*LABELS, TEXT):
             continue
         less = {name: value for name, value in inner.items() if name != field}
         try:
