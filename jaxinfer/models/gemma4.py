@@ -143,7 +143,7 @@ def _sizes(read: ConfigReader, index: int, near: bool, kv_heads: int, head_dim: 
         return heads, read.positive("global_head_dim")
     read.require(isinstance(every, dict), "per_layer_config", "must be an object")
     # The numbers of layers have as many digits as the last one's: "05".
-    fields = next((each for name, each in every.items() if name.isdecimal() and int(name) == index), {})
+    fields: Any = next((each for name, each in every.items() if name.isdecimal() and int(name) == index), {})
     known = (
         all(map(str.isdecimal, every))
         and isinstance(fields, dict)

@@ -119,7 +119,9 @@ def _auto_class(config: Mapping) -> Any:
     return transformers.AutoModelForImageTextToText if wrapper else transformers.AutoModelForCausalLM
 
 
-def checkpoint_shapes(model: transformers.PreTrainedModel, tables: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(
+    model: transformers.PreTrainedModel, tables: Sequence[str] = ("embed",)
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a saved checkpoint: experts one by one where the hub has them so; ``tables``: see `Case`."""
     saved = revert_weight_conversion(model, model.state_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
