@@ -21,6 +21,7 @@ from jaxinfer.parsers.registry import detect
 from jaxinfer.progress import prompts_bar
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.structured.grammar import require_compiled
+from jaxinfer.text.contents import messages_of
 from jaxinfer.text.intake import Intake, Prompt, as_prompts, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
@@ -310,7 +311,7 @@ class LLM(LoRADoor):
         """`generate` on conversations, through the checkpoint's chat template.
 
         Raises:
-            RequestError: the checkpoint has no chat template, or `generate` refuses.
+            RequestError: the checkpoint has no chat template, a content is no text, or `generate` refuses.
             TemplateError: the template refuses the messages.
         """
         template, tokenizer = self.model.chat_template, self.tokenizer
@@ -318,10 +319,8 @@ class LLM(LoRADoor):
             raise RequestError("messages", f": the model {self.model.name!r} has no chat template")
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        texts = [
-            template.render(conversation, add_generation_prompt=add_generation_prompt, tools=tools)
-            for conversation in conversations
-        ]
+        plain = (messages_of("messages" + f"[{i}]" * (not single), c, template) for i, c in enumerate(conversations))
+        texts = [template.render(each, add_generation_prompt, tools) for each in plain]
         # The template writes the special tokens itself.
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         asked = use_tqdm if progress is None else progress

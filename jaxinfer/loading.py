@@ -39,7 +39,7 @@ from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
 from jaxinfer.text import TemplateError, TokenizerError, find_tokenizer, gguf_files, load_template
-from jaxinfer.types import ParamSpec
+from jaxinfer.types import HEAD, ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.lazy import deferred
@@ -49,6 +49,7 @@ from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.source import locate
+from jaxinfer.weights.ties import with_stored_head
 from jaxinfer.weights.tree import Fill, Place
 from pallas_kernels.matmul import Layout
 
@@ -348,10 +349,20 @@ def _describe(
     files = open_model_files(model_folder(name))
     resolved = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
     known = {**find_families(files.config_json, family), **families}
-    model = describe(family_for(files.config_json, known), files.config_json, resolved, name)
+    its = family_for(files.config_json, known)
+    model = describe(its, files.config_json, resolved, name)
+    if model.config.tied:
+        files = with_stored_head(files, _untied(model), its.prefix)
+        model = describe(its, files.config_json, resolved, name)
     if files.quantized:
-        model = model.with_specs(files.stored(files.named(model.specs, model.family.prefix), resolved), resolved)
+        model = model.with_specs(files.stored(files.named(model.specs, its.prefix), resolved), resolved)
     return files, model
+
+
+def _untied(model: Model) -> ParamTree:
+    """The parameters of the model with a head of its own."""
+    specs: ParamTree = model.family.param_specs(dataclasses.replace(model.config, tied=False))
+    return specs
 
 
 def _dtype(name: str) -> str:
@@ -376,7 +387,9 @@ def _load(files: ModelFiles, model: Model, progress: Progress | None, check_fini
 def _filled(
     files: ModelFiles, model: Model, place: Place, progress: Progress | None, check_finite: bool
 ) -> dict[str, Any]:
-    tied = ("lm_head.weight",) if model.config.tied else ()
-    ignore = files.ignored((*model.family.ignore, *getattr(model.config, "ignored", ()), *tied))
+    tied = dict(walk_specs(_untied(model))).get(HEAD) if model.config.tied else None
+    heads = (source.name for source in tied.sources) if tied else ()
+    patterns = (*model.family.ignore, *getattr(model.config, "ignored", ()), *heads)
+    ignore = files.ignored(patterns, model.family.prefix)
     specs = model.specs if files.quantized else files.named(model.specs, model.family.prefix)
     return load_params(files.checkpoint(specs), specs, str(model.dtype), place, progress, check_finite, ignore)

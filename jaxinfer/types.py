@@ -111,6 +111,8 @@ class FinishReason(enum.StrEnum):
     DEADLINE = "deadline"
     ERROR = "error"
     """Its grammar failed; ``SequenceDelta.stop_reason`` says why."""
+    NOT_FINITE = "not_finite"
+    """The model's logits were NaN or infinite."""
 
 
 class TokenLogprob(NamedTuple):

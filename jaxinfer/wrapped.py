@@ -6,7 +6,7 @@ What else is in such a checkpoint (the vision tower, the projector) is left out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 _TEXT = {
@@ -48,9 +48,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
-    "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen3_vl_text": {"rope_theta": 5e5},
+    "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+    "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+    "qwen3_vl_text": {"rope_theta": 5e5, "max_position_embeddings": 128000},
     "qwen3_vl_moe_text": {
         "rope_theta": 5e5,
         "num_experts": 60,
@@ -87,9 +87,32 @@ _WRAPPERS = {
 """Architectures whose answers to a text without images are those of their text model, and its model type where
 ``text_config`` names none."""
 
+_TIED: Mapping[str, bool] = {
+    "Gemma3ForConditionalGeneration": True,
+    "Gemma3nForConditionalGeneration": True,
+    "Gemma4ForConditionalGeneration": True,
+    "Gemma4UnifiedForConditionalGeneration": True,
+    "Mistral3ForConditionalGeneration": True,
+    "KimiK25ForConditionalGeneration": True,
+    "Kimi_K25ForConditionalGeneration": True,
+    "Qwen3VLForConditionalGeneration": False,
+    "Qwen3VLMoeForConditionalGeneration": False,
+    "Qwen3_5ForConditionalGeneration": False,
+    "Qwen3_5MoeForConditionalGeneration": False,
+}
+"""Wrappers whose own ``tie_word_embeddings`` counts, whatever ``text_config`` says, with transformers' default."""
+
+_TIED_EITHER = (
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
+"""Wrappers that tie where they or their ``text_config`` say so; of all others ``text_config`` alone counts."""
+
 _SPELLINGS: tuple[Mapping[str, str], ...] = (
     {"model.": "model.language_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "language_model."},
 )
 """How a wrapper may spell the names of the text model's tensors, if it does not leave them as they are."""
 
@@ -104,8 +127,8 @@ OTHER_TENSORS = tuple(f"{before}{name}.*" for name in OTHERS for before in ("", 
 def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the text model alone; that of a model which is no wrapper stays as it is.
 
-    Fields that only the wrapper has (the dtype, whether embeddings are tied, how weights are quantised) are the text
-    model's, too.
+    Fields that only the wrapper has (the dtype, how weights are quantised) are the text model's, too; whether
+    embeddings are tied is read where transformers reads it.
     """
     known = next((name for name in _named(config_json) if name in _WRAPPERS), None)
     if known is None:
@@ -113,11 +136,11 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config_json.get("text_config")
     # Qwen2-VL and 2.5-VL wrote the text model's fields beside those of the tower.
     outer = {name: value for name, value in config_json.items() if name not in ("text_config", "vision_config")}
-    found = inner.get("model_type") if isinstance(inner, dict) else None
-    kind = found or _WRAPPERS[known]
+    kind = (inner.get("model_type") if isinstance(inner, dict) else None) or _WRAPPERS[known]
     if kind not in _TEXT:
         return config_json
-    fields = {**_DEFAULTS.get(kind, {}), **outer, **(inner if isinstance(inner, dict) else {}), **_shared(outer)}
+    said = inner if isinstance(inner, dict) else {}
+    fields = {**_DEFAULTS.get(kind, {}), **outer, **said, **_tie(known, outer, said)}
     fields |= _FIXED.get(kind, {})
     architecture, model_type = _TEXT[kind]
     return {**fields, **_plain_rope(fields), "architectures": [architecture], "model_type": model_type}
@@ -128,13 +151,34 @@ def is_wrapper(config_json: Mapping[str, Any]) -> bool:
     return any(name in _WRAPPERS for name in _named(config_json))
 
 
-def spelling(names: Iterable[str]) -> Callable[[str], str]:
-    """How the wrapper with tensors of these names spells the name of a text model's tensor."""
-    names = tuple(names)
-    for spelled in _SPELLINGS:
-        if any(name.startswith(spelled["model."]) for name in names):
-            return functools.partial(_respelled, spelled=spelled)
-    return lambda name: name
+def spellings(prefix: str, wrapped: bool) -> tuple[Callable[[str], str], ...]:
+    """How a checkpoint may spell the name of a text model's tensor: as it is, first.
+
+    Args:
+        prefix: of the decoder's tensors; a checkpoint of the bare decoder leaves it out.
+        wrapped: whether the checkpoint is that of a wrapper.
+    """
+    tables = ({}, *(_SPELLINGS if wrapped else ()), {prefix: ""})
+    return tuple(functools.partial(_respelled, spelled=table) for table in tables)
+
+
+def spelling(names: Collection[str], wanted: Collection[str], prefix: str, wrapped: bool) -> Callable[[str], str]:
+    """How the checkpoint with tensors of these names spells the name of a text model's tensor.
+
+    A tensor that is not there as most are spelled is looked for in the other spellings.
+
+    Args:
+        wanted: names of the text model's tensors.
+        prefix, wrapped: see `spellings`.
+    """
+    known = spellings(prefix, wrapped)
+    found = [sum(spell(name) in names for name in wanted) for spell in known]
+    most = known[found.index(max(found))]
+
+    def spell(name: str) -> str:
+        return next((other for other in (most(name), *(each(name) for each in known)) if other in names), most(name))
+
+    return spell
 
 
 def _respelled(name: str, spelled: Mapping[str, str]) -> str:
@@ -144,10 +188,14 @@ def _respelled(name: str, spelled: Mapping[str, str]) -> str:
     return name
 
 
-def _shared(outer: Mapping[str, Any]) -> dict[str, Any]:
-    """What the wrapper says of both, where both may say it."""
-    tied = outer.get("tie_word_embeddings")
-    return {} if tied is None else {"tie_word_embeddings": tied}
+def _tie(architecture: str, outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the embeddings are tied; nothing where the text model's default says."""
+    name = "tie_word_embeddings"
+    if architecture in _TIED:
+        return {name: outer.get(name, _TIED[architecture])}
+    if architecture in _TIED_EITHER and outer.get(name):
+        return {name: True}
+    return {name: inner.get(name)}
 
 
 def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:

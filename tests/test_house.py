@@ -21,8 +21,9 @@ CORE = (
 )
 # Speculation: draft heads, paths; masks, thoughts; adapters: banks, programs, figures; a journal; states; indexers;
 # defaults by platform; drafts of states; decode rows in the place of chunks;
-# one row on a CPU.
-CORE_LINES = 16_040
+# one row on a CPU; heads beside tables that they are tied to, defaults of transformers, old names of fields,
+# logits that are not finite, what blocks sow.
+CORE_LINES = 16_160
 
 
 @functools.cache

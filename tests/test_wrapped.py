@@ -19,6 +19,8 @@ from tests.models.parity import load_case
 from tools.oracle.golden import load, write_checkpoint
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "models"
+TIES = pathlib.Path(__file__).parent / "goldens" / "wrapper_ties.json"
+SIZES = {"vocab_size": 32, "intermediate_size": 48, "num_key_value_heads": 4, "head_dim": 16}
 SMALL = {
     "model_type": "qwen3_vl_moe_text",
     "vocab_size": 32,
@@ -84,17 +86,42 @@ def test_an_unknown_text_model_is_refused_by_the_wrappers_name() -> None:
         abstract(config, "float32")
 
 
+WANTED = ("model.norm.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight")
+
+
 @pytest.mark.parametrize(
-    ("tensor", "spelled", "head"),
+    ("begin", "head"),
     [
-        ("language_model.model.norm.weight", "language_model.model.norm.weight", "language_model.lm_head.weight"),
-        ("model.language_model.norm.weight", "model.language_model.norm.weight", "lm_head.weight"),
-        ("model.norm.weight", "model.norm.weight", "lm_head.weight"),
+        ("language_model.model.", "language_model.lm_head.weight"),
+        ("language_model.model.", "lm_head.weight"),
+        ("model.language_model.", "lm_head.weight"),
+        ("language_model.", "lm_head.weight"),
+        ("model.", "lm_head.weight"),
+        ("", "lm_head.weight"),
     ],
 )
-def test_names_are_spelled_as_the_checkpoint_spells_them(tensor: str, spelled: str, head: str) -> None:
-    spell = spelling([tensor, "visual.patch_embed.proj.weight"])
-    assert (spell("model.norm.weight"), spell("lm_head.weight")) == (spelled, head)
+def test_names_are_spelled_as_the_checkpoint_spells_them(begin: str, head: str) -> None:
+    names = {f"{begin}norm.weight", f"{begin}layers.0.mlp.down_proj.weight", head, "visual.patch_embed.proj.weight"}
+    spell = spelling(names, WANTED, "model.", True)
+    assert {spell(name) for name in WANTED} == names - {"visual.patch_embed.proj.weight"}
+    assert spell("model.layers.1.mlp.down_proj.weight") == f"{begin}layers.1.mlp.down_proj.weight"
+
+
+def test_a_text_model_alone_may_leave_out_its_prefix_and_no_more() -> None:
+    names = {"norm.weight", "layers.0.mlp.down_proj.weight", "lm_head.weight"}
+    assert {spelling(names, WANTED, "model.", False)(name) for name in WANTED} == names
+    elsewhere = {f"language_model.{name}" for name in names}
+    assert {spelling(elsewhere, WANTED, "model.", False)(name) for name in WANTED} == set(WANTED)
+
+
+@pytest.mark.parametrize("row", json.loads(TIES.read_text()), ids=lambda row: f"{row['architecture']}")
+def test_embeddings_are_tied_where_transformers_ties_them(row: dict) -> None:
+    text = {"model_type": row["text"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for outer, inner, tied in row["tied"]:
+        fields = {} if outer is None else {"tie_word_embeddings": outer}
+        own = text if inner is None else {**text, "tie_word_embeddings": inner}
+        config = abstract(wrapper(row["architecture"], text_config={**SIZES, **own}, **fields), "float32").config
+        assert (outer, inner, config.tied) == (outer, inner, tied)
 
 
 def test_what_is_left_out_is_said_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.layers.recurrent import linear_recurrence, recur, short_conv
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul
@@ -27,6 +28,7 @@ class GatedDeltaNet(Layer):
     Attributes:
         layer: has the states of `states`.
         key, value: sizes of a head.
+        activation: of what the convolution gives; that of gates is always SiLU.
     """
 
     heads: int
@@ -35,6 +37,7 @@ class GatedDeltaNet(Layer):
     value: int
     layer: LayerSpec
     eps: float
+    activation: str = "silu"
 
     def __call__(self, x: Float[Array, "*batch d"], attend: Any, cache: Any) -> tuple[Float[Array, "*batch d"], Any]:
         """Mix what came before into each token; ``cache`` has the states of `states`."""
@@ -44,7 +47,7 @@ class GatedDeltaNet(Layer):
         qkv, z = jnp.split(matmul(x, self.weight("qkvz")), [channels], axis=-1)
         kept = (None, None) if cache is None else cache.states
         taken, conv = recur(attend, short_conv(self.weight("conv")), qkv, kept[0], of_conv, rows, x.dtype)
-        operands = *self._heads(jax.nn.silu(taken)), *self._gates(matmul(x, self.weight("ba")))
+        operands = *self._heads(ACTIVATIONS[self.activation](taken)), *self._gates(matmul(x, self.weight("ba")))
         mixed, delta = recur(attend, linear_recurrence, operands, kept[1], of_delta, rows, x.dtype)
         gated = self._normed(mixed.astype(x.dtype), z.reshape(mixed.shape))
         out = own_tokens(matmul(gated.reshape(*rows, -1), self.weight("out")))

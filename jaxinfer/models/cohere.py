@@ -64,8 +64,7 @@ class CohereConfig(LlamaConfig):
     @staticmethod
     def from_cohere2(config: Mapping[str, Any]) -> CohereConfig:
         """Read config.json; errors as of `decoder_fields`."""
-        # transformers takes equal parts of the hidden state, whatever is said of a head's size
-        read = ConfigReader({**config, "mlp_bias": False, "head_dim": None}, _DEFAULTS, _NAMES)
+        read = ConfigReader({**config, "mlp_bias": False}, _DEFAULTS, _NAMES)
         local = local_layers(read, read.positive("sliding_window_pattern", _PATTERN))
         fields = {**llama_fields(read), "layers": windowed(read, local)}
         scale = read.number("logit_scale")

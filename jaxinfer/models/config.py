@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -115,6 +116,13 @@ class DecoderConfig(Brief):
     tied: bool
 
 
+def key_value_heads(read: ConfigReader, heads: int) -> int:
+    """Read the number of KV heads: null is as many as there are ``heads``, whatever a family's default is."""
+    name = read.spelled("num_key_value_heads")
+    null = name in read.fields and read.fields[name] is None
+    return heads if null else read.positive("num_key_value_heads", heads)
+
+
 def decoder_fields(
     read: ConfigReader, *, mlp_ratio: int | None = None, head_dim: int | None = None, cut_heads: bool = False
 ) -> dict[str, Any]:
@@ -129,12 +137,11 @@ def decoder_fields(
         ConfigError: a field is missing, of the wrong type or not supported.
     """
     hidden, heads = read.positive("hidden_size"), read.positive("num_attention_heads")
-    kv_heads, all_heads = (
-        read.positive("num_key_value_heads", heads),
-        f"{read.spelled('num_attention_heads')} ({heads})",
-    )
+    kv_heads, all_heads = key_value_heads(read, heads), f"{read.spelled('num_attention_heads')} ({heads})"
     read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide {all_heads}")
     read.require(not cut_heads or hidden % heads == 0, "hidden_size", f"must be a multiple of {all_heads}")
+    cut = not cut_heads or read.fields.get("head_dim") in (None, hidden // heads)
+    read.require(cut, "head_dim", f"is not supported: heads have {hidden // heads} numbers, hidden_size by heads")
     if head_dim is None:
         head_dim = hidden // heads if cut_heads else read.positive("head_dim", hidden // heads)
     return {
@@ -152,8 +159,19 @@ def decoder_fields(
 
 
 def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Rename fields of ``config`` that have two names: ``names`` maps one to the other, which the family reads."""
-    return {names.get(name, name): value for name, value in config.items()}
+    """Rename fields of ``config`` that have two names: ``names`` maps one to the other, which the family reads. Where
+    both are there, the first counts, as in transformers."""
+    return {**config, **{other: config[name] for name, other in names.items() if name in config}}
+
+
+def aliased(read: Callable[[Mapping[str, Any]], Any], names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Any]:
+    """Make a reader of a config.json some of whose fields may have other names; ``names``: see `renamed`."""
+
+    @functools.wraps(read)
+    def config(config_json: Mapping[str, Any]) -> Any:
+        return read(renamed(config_json, names))
+
+    return config
 
 
 # The defaults of `transformers` where config.json leaves these out; null means no window.

@@ -6,11 +6,12 @@ A family's module is a `Decoder` that defines a block and the input common to al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+from flax.core.scope import is_filter_empty, subtract_filters
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
@@ -26,7 +27,8 @@ class Decoder(Layer):
 
     ``config`` is the family's; it has at least ``vocab_size``, ``layers``, ``max_position`` and ``tied``.
     ``overrides`` replaces the block of single layers: ``module.clone(overrides=((3, MyBlock),))``, where ``MyBlock``
-    is made as the family's own. ``taps`` are layers whose inputs are sown as ``features`` (`jaxinfer.models.head`).
+    is made as the family's own; -1 is the last layer. What blocks sow is in their collections under ``layers_0`` ....
+    ``taps`` are layers whose inputs are sown as ``features`` (`jaxinfer.models.head`).
 
     Parameters: ``embed`` {table [vocab, d]}, ``layers_0`` ..., ``final_norm``, and ``head`` {table} unless
     it is tied to ``embed``. Where a family's ``head_bias`` is true, ``head`` has a ``bias`` [vocab], tied or not.
@@ -39,6 +41,10 @@ class Decoder(Layer):
     head_bias: ClassVar[bool] = False
     embeddings: ClassVar[tuple[str, ...]] = ("embed",)
     """Parameters that `embed` reads."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "overrides", _by_layer(self.overrides, len(self.config.layers)))
+        super().__post_init__()
 
     @property
     def bound(self) -> str | None:
@@ -125,6 +131,7 @@ class Decoder(Layer):
         """Run these layers; ``cache`` has an entry for each of them that keeps keys and values."""
         overrides, specs = dict(self.overrides), self.config.layers
         compiled: dict[Any, Callable[..., Any]] = {}
+        mutable = subtract_filters(self.scope.mutable, "params") if self.scope else False
         # Whole before that: a table whose output is spread over tokens would be gathered.
         x, context = self.entered(own_tokens(all_tokens(x)), positions)
         carried = self.carried(x)
@@ -137,9 +144,11 @@ class Decoder(Layer):
             block, source = self.block(index, overrides.get(index)), specs[index].source
             own = None if cache is None or source is not None else cache[place]
             # Equal blocks share one inner jit: traced and lowered once, however deep the model.
-            run = compiled.setdefault(_identity(block), _jit_block(block, attend))
+            run = compiled.setdefault(_identity(block), _jit_block(block, attend, mutable))
             told, given = self.told(context, index), own if source is None else kept[source]
-            carried, layer_cache = run(self.weight(f"layers_{index}"), carried, told, given)
+            (carried, layer_cache), sown = run(self.weight(f"layers_{index}"), carried, told, given)
+            for collection, values in sown.items():
+                self.put_variable(collection, f"layers_{index}", values)
             if index in sources:
                 kept[index] = layer_cache
             if source is None:
@@ -179,13 +188,45 @@ class LayerNormDecoder(Decoder):
 
 
 def _identity(block: Layer) -> tuple[Any, ...]:
-    """A key, equal for blocks that compute the same function of their parameters."""
+    """A key, equal for blocks that compute the same function of their parameters. Arrays are equal to themselves."""
     names = [field.name for field in dataclasses.fields(block) if field.name not in ("parent", "name")]
-    return (type(block), *(getattr(block, name) for name in names))
+    return (type(block), *(_key(getattr(block, name)) for name in names))
 
 
-def _jit_block(block: Layer, attend: Attend) -> Callable[..., Any]:
+def _key(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def _by_layer(overrides: Any, count: int) -> tuple[tuple[int, Callable[..., Layer]], ...]:
+    """The overrides by the numbers of layers from the first.
+
+    Raises:
+        ValueError: they are no pairs of a layer of the model and of what makes its block, or name a layer twice.
+    """
+    pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
+    if not isinstance(pairs, Iterable) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"overrides = {overrides!r} must be pairs of a layer's number and a block: ((3, MyBlock),)")
+    found: dict[int, Callable[..., Layer]] = {}
+    for layer, block in pairs:
+        if isinstance(layer, bool) or not isinstance(layer, SupportsIndex) or not -count <= int(layer) < count:
+            raise ValueError(f"overrides: layer {layer!r} must be an integer from {-count} to {count - 1}")
+        if not callable(block):
+            raise ValueError(f"overrides: the block of layer {layer} is a {type(block).__name__}, and must be callable")
+        if int(layer) % count in found:
+            raise ValueError(f"overrides: layer {layer} is overridden twice")
+        found[int(layer) % count] = block
+    return tuple(found.items())
+
+
+def _jit_block(block: Layer, attend: Attend, mutable: Any) -> Callable[..., Any]:
+    """The compiled block: what it gives, and what it sows in the collections of the filter ``mutable``."""
+
     def layer(params: Any, carried: Any, context: Any, cache: Any) -> Any:
-        return block.apply({"params": params}, carried, context, attend, cache)
+        operands = {"params": params}, carried, context, attend, cache
+        return (block.apply(*operands), {}) if is_filter_empty(mutable) else block.apply(*operands, mutable=mutable)
 
     return jax.jit(layer)

@@ -12,6 +12,7 @@ from jaxinfer.models.sparse import SparseConfig
 
 # What transformers takes where config.json leaves these out.
 _DEFAULTS = {
+    "num_key_value_heads": 32,
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 1.0,

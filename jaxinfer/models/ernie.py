@@ -8,7 +8,6 @@ from typing import Any
 from jaxinfer.layers.base import Layer
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, llama_fields
-from jaxinfer.models.smollm3 import with_heads
 
 # What transformers takes where config.json leaves these out.
 _DEFAULTS = {
@@ -28,7 +27,7 @@ _DEFAULTS = {
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
     """Read config.json; errors as of `decoder_fields`."""
-    read = ConfigReader(with_heads(config, _DEFAULTS), _DEFAULTS, {"attention_bias": "use_bias"})
+    read = ConfigReader(config, _DEFAULTS, {"attention_bias": "use_bias"})
     if "head_dim" in config and config["head_dim"] is None:
         # null means equal parts of the hidden state, not the default
         plain = {name: value for name, value in _DEFAULTS.items() if name != "head_dim"}

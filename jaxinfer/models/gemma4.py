@@ -142,8 +142,13 @@ def _sizes(read: ConfigReader, index: int, near: bool, kv_heads: int, head_dim: 
         heads = read.positive("num_global_key_value_heads", kv_heads) if own else kv_heads
         return heads, read.positive("global_head_dim")
     read.require(isinstance(every, dict), "per_layer_config", "must be an object")
-    fields = every.get(str(index), {})
-    known = isinstance(fields, dict) and fields.keys() <= {"head_dim", "num_key_value_heads"}
+    # The numbers of layers have as many digits as the last one's: "05".
+    fields: Any = next((each for name, each in every.items() if name.isdecimal() and int(name) == index), {})
+    known = (
+        all(map(str.isdecimal, every))
+        and isinstance(fields, dict)
+        and fields.keys() <= {"head_dim", "num_key_value_heads"}
+    )
     read.require(known, "per_layer_config", "must name head_dim and num_key_value_heads of layers")
     own_fields = ConfigReader(fields)
     return own_fields.positive("num_key_value_heads", kv_heads), own_fields.positive("head_dim", head_dim)

@@ -33,9 +33,18 @@ from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, heads_norm, lin
 from jaxinfer.types import LayerSpec, ParamTree
 
 # What transformers takes where config.json leaves these out.
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3": {"head_dim": 128},
-    "seed_oss": {"head_dim": 128, "attention_bias": True},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": _QWEN,
+    "mimo": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "seed_oss": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 524288,
+        "head_dim": 128,
+        "attention_bias": True,
+    },
 }
 # MiMo's layers that predict further tokens.
 IGNORE = ("model.mtp_layers.*",)

@@ -63,6 +63,15 @@ _NAMES = {
     "mamba_proj_bias": "use_bias",
     "hidden_act": "mamba_hidden_act",
 }
+_OLD_NAMES = {
+    "attention_head_dim": "head_dim",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_conv_bias": "use_conv_bias",
+    "layer_types": "layers_block_type",
+    "num_local_experts": "n_routed_experts",
+}
 MAMBA, ATTENTION, DENSE, EXPERTS = "M", "*", "-", "E"
 _KINDS = {
     **dict.fromkeys(("mamba", "linear_attention"), MAMBA),
@@ -98,7 +107,7 @@ class NemotronHConfig(DecoderConfig):
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> NemotronHConfig:
         """Read the config.json of a NemotronHForCausalLM; errors as of `decoder_fields`."""
-        read = ConfigReader(renamed(config, {"attention_head_dim": "head_dim"}), _DEFAULTS, _NAMES)
+        read = ConfigReader(renamed(config, _OLD_NAMES), _DEFAULTS, _NAMES)
         for name in ("attention_bias", "residual_in_fp32", "tie_word_embeddings"):
             require_only(read, name, False)
         kinds, sizes, rule = _kinds(read), _mamba(read), v3_rule(read)
@@ -130,7 +139,7 @@ def _mamba(read: ConfigReader) -> MambaSizes:
 
 def _kinds(read: ConfigReader) -> str:
     """Read the kinds of layers: a list of names, or a pattern with a letter for each."""
-    listed = read.get("layers_block_type", read.get("layer_types"))
+    listed = read.get("layers_block_type")
     if listed is None:
         pattern = read.get("hybrid_override_pattern")
         known = isinstance(pattern, str) and 0 < len(pattern) <= _MOST_LAYERS and set(pattern) <= set(_KINDS.values())

@@ -189,7 +189,8 @@ class Qwen3NextBlock(SparseBlock):
 
     def _linear(self) -> GatedDeltaNet:
         cfg = self.config
-        return GatedDeltaNet(cfg.key_heads, cfg.values, cfg.key_dim, cfg.value_dim, self.layer, cfg.norm_eps)
+        sizes = cfg.key_heads, cfg.values, cfg.key_dim, cfg.value_dim
+        return GatedDeltaNet(*sizes, self.layer, cfg.norm_eps, cfg.activation)
 
     def __call__(
         self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any

@@ -59,7 +59,7 @@ from jaxinfer.models import (
     stablelm,
     starcoder2,
 )
-from jaxinfer.models.config import ConfigError, shown
+from jaxinfer.models.config import ConfigError, aliased, shown
 from jaxinfer.models.head import DraftHead, HeadFiles
 from jaxinfer.models.nearest import nearest
 from jaxinfer.models.specs import cache_spec
@@ -81,8 +81,10 @@ class Family:
     cache_spec: Callable[[Any], CacheSpec]
     module: Callable[[Any], nn.Module]
     ignore: tuple[str, ...] = ()
-    prefix: str = ""
+    prefix: str = "model."
 
+
+_EXPERTS = {"num_local_experts": "n_routed_experts"}
 
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, cache_spec, llama.Llama)
 MIMO = dataclasses.replace(LLAMA, ignore=llama.IGNORE)
@@ -110,7 +112,7 @@ GEMMA4 = Family(gemma4.Gemma4Config.from_json, gemma4.param_specs, per_layer.cac
 PHI3 = Family(phi3.config_from_json, phi3.param_specs, cache_spec, llama.Llama)
 GPT2 = Family(gpt2.GPT2Config.from_json, gpt2.param_specs, cache_spec, gpt2.GPT2, gpt2.IGNORE, "transformer.")
 GPTJ = Family(gptj.GPTJConfig.from_json, gptj.param_specs, cache_spec, gptj.GPTJ, gpt2.IGNORE, "transformer.")
-PHI = Family(phi.PhiConfig.from_json, phi.param_specs, cache_spec, phi.Phi, prefix="model.")
+PHI = Family(phi.PhiConfig.from_json, phi.param_specs, cache_spec, phi.Phi)
 FALCON = Family(
     falcon.FalconConfig.from_json, falcon.param_specs, falcon.cache_spec, falcon.Falcon, prefix="transformer."
 )
@@ -118,23 +120,38 @@ MIXTRAL = Family(mixtral.config_from_json, mixtral.param_specs, cache_spec, spar
 QWEN2_MOE = Family(qwen_moe.qwen2_from_json, qwen_moe.param_specs, cache_spec, sparse.Sparse)
 QWEN3_MOE = Family(qwen_moe.qwen3_from_json, qwen_moe.param_specs, cache_spec, sparse.Sparse)
 GPT_OSS = Family(gpt_oss.config_from_json, gpt_oss.param_specs, cache_spec, sparse.Sparse)
-DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, cache_spec, deepseek.Deepseek)
-DEEPSEEK_V3 = Family(deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cache_spec, deepseek.Deepseek)
+DEEPSEEK_V2 = Family(
+    aliased(deepseek.DeepseekConfig.from_v2, {"num_experts": "n_routed_experts"}),
+    deepseek.param_specs,
+    cache_spec,
+    deepseek.Deepseek,
+)
+DEEPSEEK_V3 = Family(
+    aliased(deepseek.DeepseekConfig.from_v3, _EXPERTS), deepseek.param_specs, cache_spec, deepseek.Deepseek
+)
 DEEPSEEK_V32 = Family(
-    deepseek_sparse.DeepseekSparseConfig.from_v32,
+    aliased(deepseek_sparse.DeepseekSparseConfig.from_v32, _EXPERTS),
     deepseek_sparse.param_specs,
     cache_spec,
     deepseek_sparse.DeepseekSparse,
 )
-GLM_MOE_DSA = dataclasses.replace(DEEPSEEK_V32, config=deepseek_sparse.DeepseekSparseConfig.from_glm)
-GLM4_MOE_LITE = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_glm)
-GLM4_MOE = Family(glm4_moe.config_from_json, glm4_moe.param_specs, cache_spec, sparse.Sparse)
-DOTS1 = dataclasses.replace(GLM4_MOE, config=dots1.config_from_json)
+GLM_MOE_DSA = dataclasses.replace(DEEPSEEK_V32, config=aliased(deepseek_sparse.DeepseekSparseConfig.from_glm, _EXPERTS))
+GLM4_MOE_LITE = dataclasses.replace(
+    DEEPSEEK_V3, config=aliased(deepseek.DeepseekConfig.from_glm, {**_EXPERTS, "head_dim": "qk_rope_head_dim"})
+)
+GLM4_MOE = Family(aliased(glm4_moe.config_from_json, _EXPERTS), glm4_moe.param_specs, cache_spec, sparse.Sparse)
+DOTS1 = dataclasses.replace(GLM4_MOE, config=aliased(dots1.config_from_json, _EXPERTS))
 MINIMAX_M2 = Family(minimax.config_from_json, minimax.param_specs, cache_spec, sparse.Sparse, minimax.IGNORE)
 LLAMA4 = Family(llama4.Llama4Config.from_json, llama4.param_specs, cache_spec, llama4.Llama4)
 OLMOE = Family(olmoe.config_from_json, olmoe.param_specs, cache_spec, sparse.Sparse)
 PHIMOE = Family(phimoe.PhiMoeConfig.from_json, phimoe.param_specs, cache_spec, phimoe.module)
-ERNIE4_5_MOE = Family(ernie_moe.config_from_json, ernie_moe.param_specs, cache_spec, sparse.Sparse, ernie_moe.IGNORE)
+ERNIE4_5_MOE = Family(
+    aliased(ernie_moe.config_from_json, {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}),
+    ernie_moe.param_specs,
+    cache_spec,
+    sparse.Sparse,
+    ernie_moe.IGNORE,
+)
 QWEN3_NEXT = Family(
     qwen3_next.Qwen3NextConfig.from_json, qwen3_next.param_specs, cache_spec, qwen3_next.Qwen3Next, qwen3_next.IGNORE
 )

@@ -38,17 +38,9 @@ class SmolLM3Config(LlamaConfig):
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> SmolLM3Config:
         """Read config.json; errors as of `decoder_fields`."""
-        read = ConfigReader(with_heads(config, _DEFAULTS), _DEFAULTS)
+        read = ConfigReader(config, _DEFAULTS)
         fields, rotated = llama_fields(read), _rotated(read)
         return SmolLM3Config(**{**fields, "layers": _layers(read, rotated)}, rotated=rotated)
-
-
-def with_heads(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Spell out ``num_key_value_heads`` that is null: it means as many as there are heads, not the family's default."""
-    if config.get("num_key_value_heads", 0) is not None:
-        return config
-    heads = config.get("num_attention_heads")
-    return {**config, "num_key_value_heads": defaults["num_attention_heads"] if heads is None else heads}
 
 
 def _rotated(read: ConfigReader) -> tuple[bool, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxinfer.sampling.drafts import DraftRows, advance, params_of_rows, state_of_rows
 from jaxinfer.sampling.logprobs import Logprobs, wanted_logprobs
@@ -15,9 +15,13 @@ from jaxinfer.sampling.select import select
 from jaxinfer.sampling.slots import SlotParams, SlotState, first_rows
 from jaxinfer.sampling.typical import take_typical
 
+NOT_FINITE = -1
+"""In place of the token of a row that has NaN or infinities among its logits."""
+_INFINITY = 0x7F800000  # its bits: those of NaN without a sign are larger, those of numbers smaller
+
 
 class Sampled(NamedTuple):
-    """One token of each row. ``logprobs`` are zeros in rows that did not ask for them."""
+    """One token of each row, or `NOT_FINITE`. ``logprobs`` are zeros in rows that did not ask for them."""
 
     tokens: Int32[Array, " rows"]
     logprobs: Logprobs
@@ -61,7 +65,13 @@ def sample(
         tokens = take_typical(tokens, processed, rows, drafts)
     logprobs = wanted_logprobs(raw, tokens, active & rows.logprobs, max_logprobs)
     after = _advance(state, tokens, active) if drafts is None else advance(state, drafts, tokens)
-    return Sampled(tokens, logprobs), after
+    return Sampled(jnp.where(_finite(raw), tokens, NOT_FINITE), logprobs), after
+
+
+def _finite(logits: Float32[Array, "rows vocab"]) -> Bool[Array, " rows"]:
+    """Whether all logits of a row are finite. Their bits are compared: XLA's maximum of floats may pass NaN over."""
+    bits = lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
+    return jnp.max(bits, axis=-1) < _INFINITY
 
 
 def guess(

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import Conversation
+from jaxinfer.text.contents import asks_for_none
 
-_ASKS_FOR_NONE = re.compile(r"content\W{0,3}\s+is\s+(?:not\s+)?none")
 _ADDS_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments['\"\]]*\s*\+")
 
 
@@ -71,8 +71,8 @@ class _Wishes:
 
     @classmethod
     def of(cls, sources: Sequence[str]) -> _Wishes:
-        none, text = (any(map(sign.search, sources)) for sign in (_ASKS_FOR_NONE, _ADDS_ARGUMENTS))
-        return cls(none, _has_word(sources, "message.thinking"), text)
+        text = any(map(_ADDS_ARGUMENTS.search, sources))
+        return cls(asks_for_none(sources), _has_word(sources, "message.thinking"), text)
 
     def met(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message as they want it."""

@@ -14,7 +14,7 @@ from jaxinfer.serve.faults import answer_to
 from jaxinfer.serve.room import Place, nowhere
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.serve.tracing import NOTHING, Trace
-from jaxinfer.text.output import Output, OutputDelta
+from jaxinfer.text.output import NOT_FINITE, Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, SequenceDelta
 
@@ -175,6 +175,10 @@ class Generation:
             return new
         if new.finish_reason == FinishReason.DEADLINE:
             self._cut, new.finish_reason = expired(), None
+            return new if new.token_ids else None
+        if delta.finish_reason is FinishReason.NOT_FINITE:
+            beside = "" if self.lora is None else f", with the adapter {self.lora.name!r}"
+            self._cut, new.finish_reason = ServeError(Kind.INTERNAL, NOT_FINITE + beside), None
             return new if new.token_ids else None
         if new.finish_reason == FinishReason.ERROR:
             self._cut = ServeError(Kind.INVALID, f"structured_outputs: {delta.stop_reason}", "structured_outputs")

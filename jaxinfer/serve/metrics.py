@@ -22,6 +22,7 @@ from jaxinfer.serve import logs
 from jaxinfer.serve.core.supervisor import DEAD, READY, STARTING, STOPPED
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.event_loop import LONG_HOLD_SECONDS, Loop
+from jaxinfer.types import FinishReason
 
 PREFIX = "jaxinfer:"
 LORA_REQUESTS = "vllm:lora_requests_info"
@@ -213,6 +214,10 @@ def _counters(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
         "spec_decode_num_accepted_tokens": (stats.draft_accepted, "Draft tokens that the model confirmed."),
         "replayed_tokens": (stats.replayed_tokens, "Known tokens computed again after a preemption."),
         "replay_mismatches": (stats.replay_mismatches, "Replayed tokens that came out different."),
+        "not_finite_outputs": (
+            stats.finished.get(FinishReason.NOT_FINITE, 0),
+            "Sequences that ended as their logits were NaN or infinite.",
+        ),
         "engine_steps": (stats.steps, "Engine steps."),
         "compilations": (stats.compilations, "Programs compiled since the engine was ready."),
     }

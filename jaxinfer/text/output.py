@@ -12,6 +12,9 @@ from jaxinfer.text.stop import StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
+NOT_FINITE = "the model's logits are NaN or infinite: its weights overflow"
+"""What is said of an output that ended so."""
+
 
 class TextDelta(NamedTuple):
     """New text, the stop string that ended it (None: goes on), and how many of the tokens made it."""
@@ -78,7 +81,9 @@ class Output:
                 made.text += rest
             if stop is not None:
                 made.stop_reason, reason = stop, FinishReason.STOP
-        if reason is not None:
+        if reason is FinishReason.NOT_FINITE:
+            self.ended, made.finish_reason, made.stop_reason = True, FinishReason.ERROR.value, NOT_FINITE
+        elif reason is not None:
             self.ended, made.finish_reason, made.acceptance = True, reason.value, self._acceptance
             if reason is FinishReason.ERROR or (made.stop_reason is None and delta.stop_reason in self._stop_token_ids):
                 made.stop_reason = delta.stop_reason

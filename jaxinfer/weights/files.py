@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import pathlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.types import ParamTree
+import numpy as np
+
+from jaxinfer.types import ParamTree, walk_specs
 from jaxinfer.weights.formats import mlx, quantized_weights
 from jaxinfer.weights.formats.modelopt import quantization_config
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
@@ -18,7 +20,7 @@ from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
 from jaxinfer.weights.stacks import with_experts
 from jaxinfer.weights.tree import with_names
-from jaxinfer.wrapped import OTHER_TENSORS, OTHERS, is_wrapper, spelling, text_model
+from jaxinfer.wrapped import OTHER_TENSORS, OTHERS, is_wrapper, spelling, spellings, text_model
 
 _NOTHING: Mapping[str, StoredWeight] = MappingProxyType({})
 
@@ -31,11 +33,13 @@ class ModelFiles:
         path: the folder.
         config_json: what its config.json says; of a model inside of another, what it says of that alone.
         wrapped: whether the model is inside of another (`jaxinfer.wrapped`).
+        renamed: tensors that are read in place of others, by the names of those.
     """
 
     path: pathlib.Path
     config_json: Mapping[str, Any]
     wrapped: bool = dataclasses.field(default=False, kw_only=True)
+    renamed: Mapping[str, str] = dataclasses.field(default=MappingProxyType({}), kw_only=True)
 
     @functools.cached_property
     def tensors(self) -> Tensors:
@@ -73,19 +77,37 @@ class ModelFiles:
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
         """The parameters, with the names that this checkpoint gives to its tensors (see `Family.prefix`)."""
-        shapes = {name: info.shape for name, info in self.tensors.tensors.items()}
-        shapes |= {name: weight.shape for name, weight in self._stored[0].items()}
-        if self.wrapped:
-            specs = with_names(specs, spelling(shapes))
-        elif not any(name.startswith(prefix) for name in shapes):
-            specs = with_names(specs, lambda name: name.removeprefix(prefix))
+        shapes = self.shapes
+        wanted = {source.name for _, spec in walk_specs(specs) for source in spec.sources}
+        spell = spelling(shapes, wanted, prefix, self.wrapped)
+        specs = with_names(specs, lambda name: self.renamed.get(spell(name), spell(name)))
         return with_experts(specs, shapes)
 
-    def ignored(self, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Patterns of tensors that are not read: those given, and what is around the model."""
-        if not self.wrapped:
-            return tuple(patterns)
-        return (*map(spelling(self.tensors.tensors), patterns), *OTHER_TENSORS)
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors and stored weights, by name."""
+        shapes = {name: info.shape for name, info in self.tensors.tensors.items()}
+        return shapes | {name: weight.shape for name, weight in self._stored[0].items()}
+
+    def pieces(self, name: str, rows: int) -> Iterator[np.ndarray]:
+        """What a tensor holds, ``rows`` at a time, or the parts of a stored weight."""
+        if (weight := self._stored[0].get(name)) is not None:
+            yield from (weight.read(part) for part in (*weight.parts, *weight.input_parts))
+            return
+        whole = self.tensors.read(name)
+        yield from (whole[start : start + rows] for start in range(0, len(whole), rows))
+        self.tensors.release(name)
+
+    def replace(self, **changes: Any) -> ModelFiles:
+        """The same files with other fields; they are not opened again."""
+        changed = dataclasses.replace(self, **changes)
+        changed.__dict__.update({name: vars(self)[name] for name in ("tensors", "_stored") if name in vars(self)})
+        return changed
+
+    def ignored(self, patterns: Iterable[str], prefix: str) -> tuple[str, ...]:
+        """Patterns of tensors that are not read: those given, in every spelling, and what is around the model."""
+        spelled = {spell(pattern): None for pattern in patterns for spell in spellings(prefix, self.wrapped)}
+        return (*spelled, *(OTHER_TENSORS if self.wrapped else ()))
 
     @property
     def left_out(self) -> dict[str, int]:

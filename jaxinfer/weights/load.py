@@ -162,7 +162,8 @@ def _check_names(checkpoint: Tensors, sources: Sequence[Source], ignore: Sequenc
         raise CheckpointError(
             f"{checkpoint.folder} lacks {_tensors(missing)} that config.json asks for: {listed(missing)}"
         )
-    unused = [name for name in checkpoint.tensors if name not in wanted and not _matches(name, ignore)]
+    listed_infos = (info for info in checkpoint.tensors.values() if info.listed)
+    unused = [info.name for info in listed_infos if info.name not in wanted and not _matches(info.name, ignore)]
     if unused:
         raise CheckpointError(
             f"{checkpoint.folder} holds {_tensors(unused)} that the model in config.json has no place for: "

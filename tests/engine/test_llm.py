@@ -14,7 +14,10 @@ from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.llm import LLM, _with_settings
 from jaxinfer.quant import is_stored
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
+from jaxinfer.text.chat_template import ChatTemplate
 from tests.fakes import mixed_params, random_model
+from tests.serve.fake_engine import VOCAB, fake_tokenizer
+from tests.text.test_contents import NOT_TEXT
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
@@ -356,3 +359,30 @@ def test_a_single_sequence_in_16_bits_is_a_row_of_its_own():
     assert alone.token_ids[:4] == beside.token_ids[:4]
     first = [output.logprobs[0][output.token_ids[0]].logprob for output in found]
     assert first[0] == pytest.approx(first[1], abs=0.05)
+
+
+def test_conversations_are_text_and_nothing_else():
+    template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    model = random_model(vocab_size=VOCAB).replace(tokenizer=fake_tokenizer(), chat_template=template)
+    talker = LLM(model, max_num_seqs=1, prefill_sizes=(64,), max_model_len=64)
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    outputs = talker.chat(
+        [
+            [{"role": "user", "content": parts}],
+            [{"role": "system", "content": None}, called, {"role": "tool", "content": None}],
+        ],
+        SamplingParams(max_tokens=1),
+    )
+    shown = [talker.tokenizer.decode(output.prompt_token_ids) for output in outputs]
+    assert shown == ["[user]a\nb", "[system][assistant][tool]"]
+    for content, where in NOT_TEXT:
+        with pytest.raises(RequestError) as refused:
+            talker.chat([{"role": "user", "content": "a"}, {"role": "user", "content": content}])
+        assert refused.value.place == f"messages[1]{where}"
+    with pytest.raises(RequestError) as refused:
+        talker.chat([[{"role": "user", "content": "a"}], ["nonsense"]])
+    assert refused.value.place == "messages[1][0]"
+    with pytest.raises(RequestError) as refused:
+        talker.chat([[{"role": "user", "content": "a"}], 3])
+    assert refused.value.place == "messages[1]"

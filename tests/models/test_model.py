@@ -9,9 +9,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.llama import Llama, LlamaBlock
 from jaxinfer.models.model import Model, _require_ids, abstract
 from jaxinfer.types import LayerSpec, ParamSpec
@@ -224,3 +226,83 @@ def require_served(model: Model) -> None:
     expected = jax.nn.log_softmax(model.apply(model.params, jnp.array(prompt))[-1])[token]
     assert found.logprobs is not None
     assert abs(found.logprobs[0][token].logprob - float(expected)) < 1e-5
+
+
+class TellingBlock(LlamaBlock):
+    """A layer that sows what it adds, and adds a direction that is an attribute."""
+
+    direction: Any = None
+    labels: Any = ()
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        out = super().feed_forward(x) + (0.0 if self.direction is None else self.direction)
+        self.sow("intermediates", "added", out)
+        return out
+
+
+def overridden(model: Model, overrides: Any) -> Model:
+    return model.replace(module=model.module.clone(overrides=overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ((2, TellingBlock),),
+        ((-3, TellingBlock),),
+        ((77, TellingBlock),),
+        (("1", TellingBlock),),
+        ((1.0, TellingBlock),),
+        ((True, TellingBlock),),
+        ((None, TellingBlock),),
+        ((0, "TellingBlock"),),
+        ((1, TellingBlock), (-1, LlamaBlock)),
+        ((1,),),
+        (1, TellingBlock),
+        5,
+    ],
+    ids=str,
+)
+def test_overrides_of_what_is_no_layer_are_refused(overrides: Any) -> None:
+    with pytest.raises(ValueError, match="overrides"):
+        overridden(random_model(), overrides)
+
+
+def test_the_last_layer_has_two_numbers() -> None:
+    model = random_model()
+    steered = functools.partial(TellingBlock, direction=jnp.arange(32.0))
+    named, last = (overridden(model, ((index, steered),)) for index in (1, -1))
+    assert (named.module.overrides, named(TOKENS).shape) == (last.module.overrides, (1, 9, 97))
+    assert jnp.array_equal(named(TOKENS), last(TOKENS))
+    assert not jnp.array_equal(named(TOKENS), model(TOKENS))
+    assert overridden(model, {np.int64(-1): steered}).module.overrides == last.module.overrides
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_blocks_sow_comes_out_layer_by_layer(jit: bool) -> None:
+    model = overridden(random_model(), ((0, TellingBlock), (1, TellingBlock)))
+    positions = jnp.arange(9)[None]
+
+    def run(params: Any) -> Any:
+        operands = {"params": params}, TOKENS, positions, causal_attend, None
+        return model.module.apply(*operands, mutable=["intermediates"])
+
+    (hidden, _), sown = jax.jit(run)(model.params) if jit else run(model.params)
+    added = [sown["intermediates"][f"layers_{index}"]["added"][0] for index in range(2)]
+    assert [each.shape for each in added] == [(1, 9, 32)] * 2
+    assert not jnp.array_equal(*added)
+    assert jnp.allclose(hidden, model.hidden(model.params, TOKENS), atol=1e-5)
+    assert sown.keys() == {"intermediates"}
+
+
+def test_arrays_may_be_attributes_of_blocks() -> None:
+    """Equal to themselves alone: two layers with directions of their own are two functions."""
+    model, up = random_model(), 3.0 * jnp.arange(32.0)
+
+    def block(direction: Any) -> Any:
+        return functools.partial(TellingBlock, direction=direction, labels=["a", {"b": np.arange(2)}])
+
+    both = overridden(model, ((0, block(up)), (1, block(-up))))
+    twice = overridden(model, ((0, block(up)), (1, block(up))))
+    assert not jnp.allclose(both(TOKENS), twice(TOKENS))
+    assert jnp.allclose(jax.jit(lambda model: model(TOKENS))(both), both(TOKENS), atol=1e-4)
+    require_served(both)

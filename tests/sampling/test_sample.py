@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from jaxinfer.sampling import Sampled, SlotParams, SlotState, guess, neutral_slots, new_state, sample
 from jaxinfer.sampling.processors import process
+from jaxinfer.sampling.sample import NOT_FINITE
 from jaxinfer.sampling.select import weights_of
 from jaxinfer.sampling_params import SamplingParams
 from tests.lowered import as_for_gpu
@@ -164,17 +166,24 @@ def test_masks_survive_extreme_values(temperature: float, penalty: float) -> Non
         assert set(np.asarray(run([row] * ROWS, position)[0].tokens).tolist()) <= {9, 600, 700}
 
 
-def test_where_everything_is_barred_the_token_is_still_in_the_vocabulary() -> None:
-    for temperature in (0.0, 1.0):
-        row = dataclasses.replace(asks(temperature=temperature), logits=np.full(VOCAB, -np.inf, np.float32))
-        assert set(np.asarray(run([row] * ROWS)[0].tokens).tolist()) == {0}
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("places", [[VOCAB - 1], [0, 5], range(VOCAB)], ids=["last", "two", "all"])
+@pytest.mark.parametrize("asked", [{"temperature": 0}, {}, {"top_k": 5, "top_p": 0.5}, {"allowed_token_ids": [3, 9]}])
+def test_logits_that_are_not_finite_have_no_token_and_leave_other_rows_alone(
+    wrong: float, places: Sequence[int], asked: dict
+) -> None:
+    good = asks(**asked)
+    logits = good.logits.copy()
+    logits[list(places)] = wrong
+    rows = [dataclasses.replace(good, logits=logits) if row % 2 else good for row in range(ROWS)]
+    want, got = (np.asarray(run(each)[0].tokens) for each in ([good] * ROWS, rows))
+    np.testing.assert_array_equal(got, np.where(np.arange(ROWS) % 2, NOT_FINITE, want))
+    assert (want >= 0).all()
 
 
-def test_nan_logits_give_a_token_in_the_vocabulary() -> None:
-    for asked in ({"temperature": 0}, {}, {"top_k": 5, "top_p": 0.5}):
-        row = dataclasses.replace(asks(**asked), logits=np.full(VOCAB, np.nan, np.float32))
-        tokens = np.asarray(run([row] * ROWS)[0].tokens)
-        assert ((tokens >= 0) & (tokens < VOCAB)).all()
+def test_the_largest_finite_logits_have_a_token() -> None:
+    row = dataclasses.replace(asks(), logits=np.where(np.arange(VOCAB) % 2, -3.4e38, 3.4e38).astype(np.float32))
+    assert (np.asarray(run([row] * ROWS)[0].tokens) >= 0).all()
 
 
 def test_a_guess_of_the_same_logits_is_what_is_sampled() -> None:

@@ -31,6 +31,7 @@ TEXT = "The naïve fox — 狐 — jumps over 3 lazy dogs. 🦊👩‍🚀 Ça v
 BYTES = TEXT.encode()
 BOS, EOS, PAD, FIRST_BYTE = 0, 1, 2, 3
 VOCAB = FIRST_BYTE + 256
+OVERFLOWS = FIRST_BYTE + ord("!")
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
 )
@@ -86,12 +87,14 @@ class Mischief:
         fault_at: this step raises `ZeroDivisionError`.
         hang_at: this step does not return until `FakeEngine.release` is called.
         eos_after: every output's token in this place is EOS.
+        overflow_after: in this place the logits of an output are not finite, if `OVERFLOWS` is in its prompt.
     """
 
     seconds: float = 0.0
     fault_at: int | None = None
     hang_at: int | None = None
     eos_after: int | None = None
+    overflow_after: int | None = None
 
 
 class FakeRunner:
@@ -132,6 +135,8 @@ class FakeRunner:
                 expected_token(prompt, params.seed, sequence.index, first + k, self._mischief.eos_after)
                 for k in range(plan.steps)
             ]
+            if self._mischief.overflow_after in range(first, first + plan.steps) and OVERFLOWS in prompt:
+                new[self._mischief.overflow_after - first] = -1
             tokens.append(new)
             top = params.logprobs
             logprobs.append(() if top is None else [expected_logprobs(t, at + k, top) for k, t in enumerate(new)])

@@ -16,7 +16,7 @@ from jaxinfer.types import ParamSpec, Source, walk_specs
 from jaxinfer.weights import checkpoint_dtype, load_params
 from jaxinfer.weights.load import _copy
 from jaxinfer.weights.tree import TARGETS, Fill, Path, overlap
-from tests.weights.files import EVERYTHING, refused, tiny_specs, tiny_tensors, write_sharded, write_tensors
+from tests.weights.files import EVERYTHING, refused, tiny_specs, tiny_tensors, write_index, write_sharded, write_tensors
 
 
 def keep(path: Path, spec: ParamSpec, fill: Fill) -> np.ndarray:
@@ -337,3 +337,14 @@ def test_parts_of_parameters_are_those_of_the_whole(folder: pathlib.Path) -> Non
     params = load_params(folder, tiny_specs(), "float32", halves, progress=lambda *call: calls.append(call))
     assert_in_place(params, tiny_tensors())
     assert calls[-1][0] == calls[-1][1]
+
+
+def test_a_tensor_that_the_index_does_not_list_needs_no_place(tmp_path: pathlib.Path) -> None:
+    shards = {"a.safetensors": tiny_tensors(), "b.safetensors": {"stray": np.ones(3, np.float32)}}
+    write_sharded(tmp_path, shards)
+    with refused("no place for: 'stray'"):
+        load_params(tmp_path, tiny_specs(), "float32", keep)
+    write_index(
+        tmp_path, {**dict.fromkeys(list(tiny_tensors())[1:], "a.safetensors"), "mtp.fc.weight": "b.safetensors"}
+    )
+    assert_in_place(load_params(tmp_path, tiny_specs(), "float32", keep), tiny_tensors())

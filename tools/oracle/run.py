@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,13 +119,17 @@ def _auto_class(config: Mapping) -> Any:
     return transformers.AutoModelForImageTextToText if wrapper else transformers.AutoModelForCausalLM
 
 
-def checkpoint_shapes(model: transformers.PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a saved checkpoint: experts one by one where the hub has them so, and no tied head."""
+def checkpoint_shapes(
+    model: transformers.PreTrainedModel, tables: Sequence[str] = ("embed",)
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a saved checkpoint: experts one by one where the hub has them so; ``tables``: see `Case`."""
     saved = revert_weight_conversion(model, model.state_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    if model.config.tie_word_embeddings:
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
-    return shapes
+    if not model.config.tie_word_embeddings:
+        return shapes
+    kinds = {"lm_head.weight": "head", "embed_tokens.weight": "embed", "wte.weight": "embed"}
+    left = tuple(name for name, kind in kinds.items() if kind not in tables)
+    return {name: shape for name, shape in shapes.items() if not name.endswith(left)}
 
 
 def read_checkpoint(config: Mapping, tensors: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -180,8 +184,9 @@ def choices(prefill: np.ndarray, decode: np.ndarray) -> tuple[list[int], float]:
 def ask(case: Case, seed: int) -> Golden | None:
     """transformers' answers under ``seed``; None if a choice is close or the text monotonous: try another seed."""
     config = config_json(case)
-    double, single = build(config, torch.float64), build(config, torch.float32)
-    shapes = checkpoint_shapes(single)
+    apart = {"tie_word_embeddings": False} if len(case.tables) > 1 else {}
+    double, single = (build(config | apart, dtype) for dtype in (torch.float64, torch.float32))
+    shapes = checkpoint_shapes(build(config, torch.float32), case.tables)
     tensors = make_tensors(seed, shapes, case.norm_centre, case.query_share)
     state = read_checkpoint(config, tensors)
     double.load_state_dict(state)

@@ -194,7 +194,8 @@ def _decode(
         if drafts is not None:
             pools = attend.accept(pools, accepted(drafts, sampled.tokens))
         own = active if drafts is None else drafts.slot_rows
-        newest = jnp.where(own, sampled.tokens, state.last_tokens[:rows])
+        # A row without a token (`NOT_FINITE`) ends its sequence, but not before the next step is launched.
+        newest = jnp.where(own, jnp.maximum(sampled.tokens, 0), state.last_tokens[:rows])
         last_tokens, kept = lax.dynamic_update_slice(state.last_tokens, newest, (0,)), state.features
         if kept is not None and drafts is not None:
             kept = keep_features(kept, drafts, sampled.tokens, features)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from array import array
 from collections.abc import Sequence as Row
 
@@ -120,9 +121,13 @@ class Sequence:
         return self.finish_reason is not None
 
     def take(self, tokens: list[int]) -> int:
-        """Append generated tokens up to one that ends the sequence; how many were appended."""
+        """Append generated tokens up to one that ends the sequence; how many were appended. A negative one stands for
+        logits that were not finite."""
         known, stops = self.tokens, self.request.stop_token_ids
         for count, token in enumerate(tokens, 1):
+            if token < 0 or not (self.generated or self._scored):
+                self.finish_reason = FinishReason.NOT_FINITE
+                return count - 1
             known.append(token)
             if token in stops and self.generated >= self.params.min_tokens:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token
@@ -131,6 +136,11 @@ class Sequence:
                 self.finish_reason = FinishReason.LENGTH
                 return count
         return len(tokens)
+
+    @property
+    def _scored(self) -> bool:
+        """Whether what was asked of the prompt are numbers."""
+        return all(position is None or math.isfinite(position.chosen.logprob) for position in self.prompt_logprobs)
 
     def added(self, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]) -> SequenceDelta:
         """The delta of earlier rows of a step, or a new one, with what the sequence has just taken."""

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.http.bodies import parse, values_in
+from jaxinfer.text.contents import message_of
 
 MOST_VALUES = ServeLimits.values
 """Of a call's arguments: as many as a body may hold, in which they are a text."""
+
+
+def message_at(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """See `message_of`.
+
+    Raises:
+        ServeError: INVALID, naming place and value.
+    """
+    with by_place():
+        return message_of(path, message)
+
+
+@contextlib.contextmanager
+def by_place() -> Iterator[None]:
+    """Raise a `RequestError` from inside as `ServeError` about the place itself, which may be deep in a request."""
+    try:
+        yield
+    except RequestError as error:
+        raise ServeError(Kind.INVALID, str(error), error.place) from error
 
 
 def for_template(path: str, message: Mapping[str, Any], arguments: str = "function.arguments") -> dict[str, Any]:

@@ -46,6 +46,7 @@ _REASONS = {
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
     FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+    FinishReason.NOT_FINITE: pb.FINISH_REASON_NOT_FINITE,
 }
 _REASON_OF = {number: reason for reason, number in _REASONS.items()}
 _COUNTERS = (

@@ -11,7 +11,7 @@ from google.protobuf import struct_pb2
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.chat.messages import for_template, tool_call
+from jaxinfer.serve.chat.messages import for_template, message_at, tool_call
 from jaxinfer.serve.chat.terms import AUTO, EFFORTS, NONE, REQUIRED, ChatTerms
 from jaxinfer.serve.errors import Kind, ServeError, invalid
 
@@ -117,7 +117,7 @@ def _chat_message(message: pb.ChatMessage, path: str) -> dict[str, Any]:
     fields = _object(message.fields, f"{path}.fields")
     if twice := plain.keys() & fields.keys():
         raise ServeError(Kind.INVALID, f"{path}.fields: {min(twice)} is set by its own field", field=f"{path}.fields")
-    return {**for_template(path, plain, "arguments"), **fields}
+    return message_at(path, {**for_template(path, plain, "arguments"), **fields})
 
 
 def _object(struct: struct_pb2.Struct, path: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxinfer.serve.calls import Conversation, ServeLimits
-from jaxinfer.serve.chat.messages import for_template
+from jaxinfer.serve.chat.messages import for_template, message_at
 from jaxinfer.serve.chat.terms import ChatTerms
 from jaxinfer.serve.errors import Kind, ServeError, invalid, short
 from jaxinfer.serve.faults import prompt_as
@@ -149,24 +149,7 @@ def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation
 
 
 def _message(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        _refuse(f"{path}.role", role, "must be a string")
-    whole = for_template(path, message)
-    if isinstance(content, list):
-        whole["content"] = "\n".join(_text(f"{path}.content[{i}]", part) for i, part in enumerate(content))
-    elif content is not None and not isinstance(content, str):
-        _refuse(f"{path}.content", content, "must be text or a list of text parts")
-    return whole
-
-
-def _text(path: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        _refuse(f"{path}.type", kind, "is not served: parts of a message are text")
-    if not isinstance(part.get("text"), str):
-        _refuse(f"{path}.text", part.get("text"), "must be a string")
-    return part["text"]
+    return for_template(path, message_at(path, message))
 
 
 def ids_of(field: str, ids: Any) -> Sequence[int]:

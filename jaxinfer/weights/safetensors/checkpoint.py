@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,12 +49,21 @@ class Tensors(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a folder. ``files`` maps each tensor's name to the file that holds it."""
+    """The tensors of a folder.
 
-    def __init__(self, folder: pathlib.Path, files: Mapping[str, SafetensorsFile]) -> None:
+    Args:
+        files: the file that holds each tensor, by the tensor's name.
+        unlisted: names of tensors that the index does not list.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, files: Mapping[str, SafetensorsFile], unlisted: Set[str] = frozenset()
+    ) -> None:
         self.folder = folder
         self._files = files
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType({n: file.tensors[n] for n, file in files.items()})
+        infos = {name: file.tensors[name] for name, file in files.items()}
+        infos |= {name: dataclasses.replace(infos[name], listed=False) for name in unlisted}
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(infos)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of its file."""
@@ -74,12 +84,14 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     It takes ``model.safetensors``, else the shards of ``model.safetensors.index.json``, else the only safetensors file.
 
     Raises:
-        CheckpointError: there are no such files, one is missing or damaged, or index and shards disagree.
+        CheckpointError: there are no such files, one is missing or damaged.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     if not (folder / SINGLE_FILE).exists() and (folder / INDEX_FILE).exists():
-        return Checkpoint(folder, _open_shards(folder, _weight_map(folder / INDEX_FILE)))
+        listed_in = _weight_map(folder / INDEX_FILE)
+        shards = _open_shards(folder, listed_in)
+        return Checkpoint(folder, shards, shards.keys() - listed_in.keys())
     file = SafetensorsFile(_only_file(folder))
     return Checkpoint(folder, dict.fromkeys(file.tensors, file))
 
@@ -146,12 +158,7 @@ def _is_plain_name(shard: str) -> bool:
 
 
 def _open_shards(folder: pathlib.Path, weight_map: Mapping[str, str]) -> dict[str, SafetensorsFile]:
+    """All tensors of the shards that the index names, wherever it says that they are, as transformers reads them."""
     shards = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
-    for name, shard in weight_map.items():
-        if name not in shards[shard].tensors:
-            raise CheckpointError(f"{folder / shard} lacks tensor {quoted(name)}, which {INDEX_FILE} places there")
-    for shard, file in shards.items():
-        unlisted = sorted(file.tensors.keys() - weight_map.keys())
-        if unlisted:
-            raise CheckpointError(f"{folder / shard} holds tensors that {INDEX_FILE} does not list: {listed(unlisted)}")
-    return {name: shards[shard] for name, shard in weight_map.items()}
+    found = {name: file for file in shards.values() for name in file.tensors}
+    return found | {name: shards[shard] for name, shard in weight_map.items() if name in shards[shard].tensors}

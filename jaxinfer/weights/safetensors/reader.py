@@ -56,13 +56,19 @@ _PREFIX = 8
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """One checked entry of a header. ``start`` counts bytes from the beginning of the file."""
+    """One checked entry of a header.
+
+    Attributes:
+        start: bytes from the beginning of the file.
+        listed: whether the folder's index lists it; a model need not have a place for one that it does not.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    listed: bool = True
 
 
 class SafetensorsFile:

@@ -18,6 +18,7 @@ from jaxinfer.serve.grpc import chat as chats
 from tests.serve.grpc.running import failure
 from tests.serve.grpc.speaking import Speaking, speaking
 from tests.serve.http.test_messages import CALL, THOUGHT, TOOLS
+from tests.text.test_contents import NOT_TEXT
 
 CALLED = '{"city": "Zürich 🦊"}'
 ANSWER = f"{THOUGHT}Let me see.\n{CALL}\n{CALL}"
@@ -284,6 +285,24 @@ def test_typed_messages_that_nobody_can_read_are_refused(message: dict[str, Any]
     with pytest.raises(ServeError, match=reason) as refused:
         chats.conversation_of(pb.Chat(messages=[made]))
     assert (refused.value.kind, refused.value.field) == (Kind.INVALID, field)
+
+
+@pytest.mark.parametrize(("content", "where"), [each for each in NOT_TEXT if not isinstance(each[0], bytes)])
+def test_contents_that_are_no_text_are_refused(content: Any, where: str) -> None:
+    made = pb.ChatMessage(role="user")
+    made.fields.update({"content": content})
+    with pytest.raises(ServeError) as refused:
+        chats.conversation_of(pb.Chat(messages=[pb.ChatMessage(role="user", content="a"), made]))
+    assert (refused.value.kind, refused.value.field) == (Kind.INVALID, f"chat.messages[1]{where}")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"), [([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"), (None, "")]
+)
+def test_contents_in_parts_are_text(content: Any, text: str) -> None:
+    made = pb.ChatMessage(role="user")
+    made.fields.update({"content": content})
+    assert chats.conversation_of(pb.Chat(messages=[made])).messages == [{"role": "user", "content": text}]
 
 
 def test_choices_have_the_shapes_that_http_has() -> None:

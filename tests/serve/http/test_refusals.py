@@ -13,6 +13,7 @@ from jaxinfer.serve.http import completions
 from jaxinfer.serve.http.door import OPEN, SCOPES
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import events, post, raw, run, serving
+from tests.text.test_contents import NOT_TEXT
 
 PROMPT = {"prompt": "Hi"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -49,6 +50,11 @@ BAD_FIELDS = [
     ("chat/completions", {"messages": ["Hi"]}, "messages[0]", "messages[0]='Hi'"),
     ("chat/completions", {"messages": [{"content": "Hi"}]}, "messages[0].role", "role=None"),
     ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "content=3"),
+    *(
+        ("chat/completions", {"messages": [{"role": "user", "content": content}]}, f"messages[0]{where}", "=")
+        for content, where in NOT_TEXT
+        if not isinstance(content, bytes)
+    ),
     ("chat/completions", {**CHAT, "tools": TOOLS}, "tools", "tools: the model's chat template has no place for tools"),
     ("chat/completions", {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls", "=False"),
     ("chat/completions", {**CHAT, "parallel_tool_calls": 0}, "parallel_tool_calls", "parallel_tool_calls=0"),

@@ -28,6 +28,8 @@ class Case:
         norm_centre: the mean weight of norms: 0 where the model adds 1 to them.
         query_share: what the weights of queries' norms are multiplied by: less than 1 where scores are not scaled,
             which else were large, and rounding errors with them.
+        tables: of the table of embeddings ("embed") and the head ("head"), what the checkpoint of a tied model stores:
+            where it has both, they differ.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Case:
     overlooked: Mapping[str, Any] | None = None
     norm_centre: float = 1.0
     query_share: float = 1.0
+    tables: tuple[str, ...] = ("embed",)
 
     @property
     def model_type(self) -> str:

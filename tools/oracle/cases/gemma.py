@@ -13,6 +13,15 @@ ARCHITECTURES = {
 _TANH = {"hidden_act": "gelu_pytorch_tanh"}
 
 GEMMA = (
+    Case(
+        "gemma-two-tables-hub",
+        sizes(48, 64, 1, 2, 1, head_dim=16, **_TANH),
+        style="hub",
+        served=True,
+        tables=("embed", "head"),
+        overlooked={"hidden_act": "silu"},
+    ),
+    Case("gemma-head-alone-hub", sizes(48, 64, 1, 2, 1, head_dim=16, **_TANH), style="hub", tables=("head",)),
     Case("gemma-mqa", sizes(48, 96, 2, 4, 1, head_dim=16, **_TANH), overlooked={"hidden_act": "silu"}),
     Case(
         "gemma-gelu-hub",

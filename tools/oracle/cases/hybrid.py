@@ -63,6 +63,13 @@ QWEN3_NEXT = (
         overlooked={"partial_rotary_factor": 0.5},
     ),
     Case(
+        "qwen3_next-gelu",
+        _next(*(40, 56, 2, 4, 2), layer_types=_KINDS[:2], hidden_act="gelu_pytorch_tanh", rms_norm_eps=1e-4),
+        norm_centre=0.0,
+        served=True,
+        overlooked={"hidden_act": "gelu"},
+    ),
+    Case(
         "qwen3_next-kinds-biased-dense-tied",
         _next(
             *(48, 40, 4, 4, 1),

@@ -55,6 +55,16 @@ WRAPPED = (
         style="hub",
     ),
     Case(
+        "mistral3-two-tables-hub",
+        {
+            **_text("mistral", *(48, 64, 1, 2, 1), head_dim=16, sliding_window=None, tie_word_embeddings=False),
+            "vision_config": {"model_type": "pixtral", **_TOWER, "image_size": 28, "patch_size": 14, "head_dim": 8},
+        },
+        style="hub",
+        served=True,
+        tables=("embed", "head"),
+    ),
+    Case(
         "mistral3-ministral-hub",
         {
             **_text("ministral3", *(64, 96, 2, 4, 2), head_dim=16, **rope("yarn", 1e6, **_YARN)),

@@ -116,8 +116,7 @@ def _say(turns: Turns, role: str, path: str, block: Body) -> None:
         case ToolUseBlock(id=call_id, name=name, input=arguments):
             turns.call(call_id, name, arguments)
         case ToolResultBlock(tool_use_id=call_id, content=content):
-            found = "" if content is None else text_of(f"{path}.content", content, TEXT)
-            turns.say("tool", found, tool_call_id=call_id)
+            turns.say("tool", text_of(f"{path}.content", content, TEXT), tool_call_id=call_id)
 
 
 def _renamed(body: CountTokensRequest) -> dict[str, Any]:

@@ -8,8 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from jaxinfer.serve.chat.messages import by_place
 from jaxinfer.serve.errors import Kind, ServeError, short
 from jaxinfer.serve.http.requests import Body, ChatCompletionRequest, checked
+from jaxinfer.text import contents
 
 _FEW = 256
 _FUNCTION, _PARAMETERS = (re.compile(rf"^(tools\[\d+\])\.{name}\b") for name in ("function", "parameters"))
@@ -33,17 +35,13 @@ def item_of(path: str, value: Any, kinds: Mapping[str, type[Body]]) -> Body:
 
 
 def text_of(path: str, content: Any, kinds: Mapping[str, type[Body]]) -> str:
-    """A text, or the texts of a list of parts, one under the other.
+    """The text of a content, see `jaxinfer.text.contents.text_of`, whose parts are of these kinds.
 
     Raises:
         ServeError: INVALID, naming field and value: there is something that is no text.
     """
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        refuse(path, content, f"must be text or a list of parts: {', '.join(sorted(kinds))}")
-    parts = (item_of(f"{path}[{rank}]", part, kinds) for rank, part in enumerate(content))
-    return "\n".join(getattr(part, "text", "") for part in parts)
+    with by_place():
+        return contents.text_of(path, content, lambda at, part: getattr(item_of(at, part, kinds), "text", ""), kinds)
 
 
 class Turns:

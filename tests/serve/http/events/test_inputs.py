@@ -59,7 +59,8 @@ def test_items_that_are_none(value: object, field: str, said: str) -> None:
 def test_texts() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     assert (text_of("at", "Hi", KINDS), text_of("at", parts, KINDS), text_of("at", [], KINDS)) == ("Hi", "a\nb", "")
-    for value, field in ((3, "at"), (None, "at"), ([*parts, "c"], "at[2].type")):
+    assert text_of("at", None, KINDS) == ""
+    for value, field in ((3, "at"), ({}, "at"), ([*parts, "c"], "at[2].type")):
         with pytest.raises(ServeError) as refused:
             text_of("at", value, KINDS)
         assert refused.value.field == field

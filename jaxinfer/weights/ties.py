@@ -1,0 +1,55 @@
+"""Heads that config.json ties to the table of embeddings, and what the checkpoint has of the two.
+
+As transformers does it: a head that differs from the table is a head of its own, and one without a table is both.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import numpy as np
+
+from jaxinfer.types import EMBEDDING, HEAD, ParamTree, walk_specs
+from jaxinfer.weights.files import ModelFiles
+
+_log = logging.getLogger("jaxinfer")
+
+_ROWS = 4096  # compared at once
+_FLAGS = ("tie_word_embeddings", "tie_embedding")  # transformers', and LFM2's before that
+
+
+def with_stored_head(files: ModelFiles, untied: ParamTree, prefix: str) -> ModelFiles:
+    """The files of a tied model as its checkpoint has them.
+
+    Args:
+        untied: the parameters of the model with a head of its own.
+        prefix: see `ModelFiles.named`.
+
+    Returns:
+        The files; those whose config ties nothing where the checkpoint has a head that differs from the table, and
+        those that read the head in place of the table where the checkpoint has no table.
+    """
+    specs = dict(walk_specs(files.named(untied, prefix)))
+    found = [source.name for path in (EMBEDDING, HEAD) if path in specs for source in specs[path].sources]
+    if len(found) != 2 or found[1] not in files.shapes:
+        return files
+    table, head = found
+    if table not in files.shapes:
+        return files.replace(renamed={table: head})
+    if _same(files, table, head):
+        return files
+    _warn(f"{files.path}: config.json ties {head} to {table}, and the two differ: each is read as it is stored")
+    flags = {name: False for name in _FLAGS if name == _FLAGS[0] or name in files.config_json}
+    return files.replace(config_json={**files.config_json, **flags})
+
+
+def _same(files: ModelFiles, table: str, head: str) -> bool:
+    return files.shapes[table] == files.shapes[head] and all(
+        map(np.array_equal, files.pieces(table, _ROWS), files.pieces(head, _ROWS))
+    )
+
+
+@functools.cache  # a start describes the model twice
+def _warn(message: str) -> None:
+    _log.warning(message)

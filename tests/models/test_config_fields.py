@@ -1,0 +1,128 @@
+"""Every field of a config.json has the effect that it has in transformers, or its value is refused.
+
+The golden file has what another value of each field does to a tiny model (`tools/oracle/config_fields.py`): fields
+that change logits or shapes there must change what is read here. Live, the logits are compared, too.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pathlib
+import subprocess
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxinfer import load_model
+from jaxinfer.models.config import ConfigError
+from jaxinfer.models.registry import family_for
+from jaxinfer.weights import CheckpointError
+from tools.oracle.golden import make_tensors
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "config_fields.json.gz"
+SEED = 5  # the oracle's
+NOISE = 1e-5
+# transformers 5 clips the time steps of prompts to it, and not those of generated tokens: `nemotron_h`.
+OTHERWISE = {("NemotronHForCausalLM", "time_step_min")}
+
+
+class Edit(NamedTuple):
+    """Another value of a field, and what transformers makes of it: logits, or "refused", and shapes that differ."""
+
+    field: str
+    value: Any
+    logits: list[float] | str
+    shapes: Mapping[str, list[int] | None]
+
+
+def load(path: pathlib.Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
+
+
+KNOWN = load(GOLDEN)
+
+
+def read(config: Mapping[str, Any]) -> Any:
+    """What is read; None: it is refused."""
+    try:
+        return family_for(config).config(config)
+    except ConfigError:
+        return None
+
+
+def edits(model: Mapping[str, Any]) -> Iterator[Edit]:
+    return (Edit(field, *told) for field, told in model["fields"].items())
+
+
+def overlooked(architecture: str, model: Mapping[str, Any]) -> list[str]:
+    """Fields whose other values do something in transformers and nothing here."""
+    base, found = read(model["config"]), []
+    assert base is not None
+    for edit in edits(model):
+        if isinstance(edit.logits, str) or (architecture, edit.field) in OTHERWISE:
+            continue
+        acts = bool(edit.shapes) or np.abs(np.subtract(edit.logits, model["logits"])).max() > NOISE
+        if acts and read({**model["config"], edit.field: edit.value}) == base:
+            found.append(edit.field)
+    return found
+
+
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_no_field_is_overlooked(architecture: str) -> None:
+    assert overlooked(architecture, KNOWN[architecture]) == []
+
+
+def test_many_fields_act() -> None:
+    """Else the walk would prove nothing."""
+    acting = [
+        edit
+        for model in KNOWN.values()
+        for edit in edits(model)
+        if edit.shapes or (edit.logits != "refused" and edit.logits != model["logits"])
+    ]
+    assert len(acting) > 10 * len(KNOWN) > 500
+
+
+def logits_of(model: Mapping[str, Any], edit: Edit, folder: pathlib.Path) -> np.ndarray | None:
+    """The logits here; None: the value is refused."""
+    shapes = {name: tuple(shape) for name, shape in {**model["shapes"], **edit.shapes}.items() if shape is not None}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**model["config"], edit.field: edit.value}))
+    save_file(make_tensors(SEED, shapes, model["norm_centre"], model["query_share"]), folder / "model.safetensors")
+    try:
+        made = load_model(str(folder), "float32", show_progress=False)
+    except (ConfigError, CheckpointError):
+        return None
+    return np.asarray(jax.jit(made.apply)(made.params, jnp.asarray(model["prompt"]))[-1, : len(model["logits"])])
+
+
+def differing(model: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
+    """Fields whose other values have other logits here than in transformers."""
+    base, found = read(model["config"]), []
+    for edit in edits(model):
+        mine = read({**model["config"], edit.field: edit.value})
+        if not isinstance(edit.logits, str) and mine not in (None, base):
+            logits = logits_of(model, edit, folder / edit.field)
+            # Of choices of experts the last bit may decide.
+            if logits is not None and not np.abs(logits - edit.logits).max() <= 3.0 * NOISE:
+                found.append(edit.field)
+    return found
+
+
+@pytest.mark.parity
+def test_live(repo: pathlib.Path, oracle_python: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    command = [oracle_python, "-m", "tools.oracle.config_fields", tmp_path / "found.json.gz"]
+    asked = subprocess.run([str(word) for word in command], cwd=repo, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    answers = load(tmp_path / "found.json.gz")
+    assert {name: found for name, model in answers.items() if (found := overlooked(name, model))} == {}
+    for name, model in answers.items():
+        (tmp_path / name).mkdir()
+        assert (name, differing(model, tmp_path / name)) == (name, [])

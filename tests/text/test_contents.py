@@ -1,0 +1,79 @@
+"""Contents of messages: text, parts, null, and what is none of these."""
+
+from typing import Any
+
+import pytest
+
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.text.contents import asks_for_none, message_of, text_of
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+TEXT = {"type": "text", "text": "hello"}
+CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
+NOT_TEXT: list[tuple[Any, str]] = [
+    ([IMAGE], ".content[0].type"),
+    ([TEXT, IMAGE], ".content[1].type"),
+    ([TEXT, {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}], ".content[1].type"),
+    ([{"type": "video_url", "video_url": {}}], ".content[0].type"),
+    ([{"type": "image"}], ".content[0].type"),
+    ([{"text": "no type"}], ".content[0].type"),
+    (["hello"], ".content[0].type"),
+    ([None], ".content[0].type"),
+    ([[TEXT]], ".content[0].type"),
+    ([{"type": "text"}], ".content[0].text"),
+    ([{"type": "text", "text": None}], ".content[0].text"),
+    ([{"type": "text", "text": ["a"]}], ".content[0].text"),
+    (3, ".content"),
+    (True, ".content"),
+    (TEXT, ".content"),
+    (b"bytes", ".content"),
+]
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "developer"])
+def test_text_parts_are_joined(role: str) -> None:
+    parts = [TEXT, {"type": "text", "text": "", "cache_control": {}}, {"type": "text", "text": "world"}]
+    for content, text in ((parts, "hello\n\nworld"), (tuple(parts[:1]), "hello"), ([], ""), ("a", "a"), ("", "")):
+        assert message_of("messages[0]", {"role": role, "content": content}) == {"role": role, "content": text}
+
+
+@pytest.mark.parametrize(("content", "where"), NOT_TEXT)
+def test_what_is_no_text_is_refused_by_its_place(content: Any, where: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        message_of("messages[2]", {"role": "user", "content": content})
+    assert (refused.value.place, refused.value.field) == (f"messages[2]{where}", "messages")
+
+
+@pytest.mark.parametrize(("message", "place"), [("Hi", "m"), (None, "m"), ({}, "m.role"), ({"role": 3}, "m.role")])
+def test_what_is_no_message_is_refused(message: Any, place: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        message_of("m", message)
+    assert refused.value.place == place
+
+
+def test_null_is_an_empty_text_unless_calls_stand_beside_it() -> None:
+    for role in ("system", "user", "assistant", "tool"):
+        for more in ({}, {"tool_calls": []}, {"tool_calls": None}):
+            assert message_of("m", {"role": role, "content": None, **more})["content"] == ""
+    called = {"role": "assistant", "content": None, "tool_calls": CALLS}
+    assert message_of("m", called) == called
+    assert message_of("m", called, none=False)["content"] == ""
+
+
+def test_other_fields_that_are_null_are_left_out() -> None:
+    """As clients send what they were answered: templates would write "None", or fail on it."""
+    message = {"role": "assistant", "content": "a", "tool_calls": None, "refusal": None, "name": "b"}
+    assert message_of("m", message) == {"role": "assistant", "content": "a", "name": "b"}
+    assert message_of("m", {"role": "user"}) == {"role": "user"}
+
+
+def test_values_of_any_size_make_short_refusals() -> None:
+    with pytest.raises(RequestError) as refused:
+        text_of("content", [{"type": "text", "text": ["x" * 10**6]}])
+    assert len(str(refused.value)) < 400
+
+
+def test_templates_that_ask_for_no_content() -> None:
+    assert asks_for_none(["{% if message.content is none %}"])
+    assert asks_for_none(["{{ x }}", "{% if m['content'] is not none %}"])
+    assert not asks_for_none(["{{ message.content }}"])
