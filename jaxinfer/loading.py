@@ -38,7 +38,15 @@ from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
-from jaxinfer.text import TemplateError, TokenizerError, find_tokenizer, gguf_files, load_template
+from jaxinfer.text import (
+    ChatTemplate,
+    TemplateError,
+    TokenizerError,
+    find_tokenizer,
+    gguf_files,
+    given_template,
+    load_template,
+)
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
@@ -86,6 +94,7 @@ def start_engine(
     dtype: str = "auto",
     *,
     family: str = "auto",
+    chat_template: str | None = None,
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     show_progress: bool = True,
@@ -97,7 +106,7 @@ def start_engine(
     Args:
         model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
         dtype: see `load_model`; for a `Model`, "auto" keeps its own, and others cast its parameters.
-        family, check_finite, show_progress: see `load_model`.
+        family, chat_template, check_finite, show_progress: see `load_model`.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
         group: whose process 0 this is; the others call `start_follower` with the same settings.
 
@@ -109,6 +118,9 @@ def start_engine(
     use_compilation_cache(compilation_cache_dir)
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
+    if chat_template is not None:
+        given = given_template(chat_template)  # what is none is refused before anything is planned
+        in_memory = in_memory and in_memory.replace(chat_template=_with_tokens(given, in_memory))
     planned = in_memory or abstract_model(str(model), dtype, family)
     with timed("memory planned"):
         planned = with_draft(planned, config, abstract_draft(config, dtype))
@@ -118,7 +130,7 @@ def start_engine(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
     with timed("weights loaded"):
-        loaded = in_memory or load(str(model), dtype, family=family)
+        loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template)
         loaded = with_activations(loaded, config)  # what is served is what the caller gets
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
         loaded = loaded.laid_out(layout) if layout else loaded
@@ -126,6 +138,11 @@ def start_engine(
     plan.require(engine.temporaries)
     _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
+
+
+def _with_tokens(template: ChatTemplate, model: Model) -> ChatTemplate:
+    """The template with the special tokens of a model's tokenizer."""
+    return ChatTemplate(template.sources, {} if model.tokenizer is None else model.tokenizer.texts)
 
 
 def _layout(model: Model, config: EngineConfig, mesh: Mesh) -> Layout | None:
@@ -153,6 +170,7 @@ def start_follower(
     dtype: str = "auto",
     *,
     family: str = "auto",
+    chat_template: str | None = None,
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     progress: StartProgress = StartProgress(),
@@ -169,7 +187,7 @@ def start_follower(
         load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )
     draft = _loaded_draft(config, functools.partial(load, dtype=dtype), mesh)
-    loaded = with_draft(load(model, dtype, family=family), config, draft)
+    loaded = with_draft(load(model, dtype, family=family, chat_template=chat_template), config, draft)
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
     return loaded, resolved, executors
@@ -207,6 +225,7 @@ def load_model(
     mesh: Mesh | None = None,
     families: Mapping[str, Family] = MappingProxyType({}),
     family: str = "auto",
+    chat_template: str | None = None,
 ) -> Model:
     """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
 
@@ -224,6 +243,7 @@ def load_model(
         families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
         family: "auto": the package's own or, of architectures that it does not know, what installed packages have;
             "jaxinfer": its own alone; ``module:NAME``: where to import it from, whatever config.json names.
+        chat_template: in place of the checkpoint's own: a file, or the text of a template.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
@@ -232,7 +252,7 @@ def load_model(
     mesh = require_mesh(mesh or make_mesh())
     files, model = _describe(name, dtype, family, families)
     model = spread_model(model, mesh)
-    tokenizer, template = find_tokenizer(files.path), load_template(files.path)
+    tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if others := files.left_out:
         what = ", ".join(f"{name}: {count}" for name, count in others.items())
         _log.warning(f"{name} is served as a text model, without images: tensors that are not read ({what})")

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
 from jaxinfer.text.chat_template import DEFAULT, MAX_TEMPLATE_BYTES, ChatTemplate, TemplateError
+from jaxinfer.text.declared import Declared, special
 from jaxinfer.text.gguf_pre import PRE_TOKENIZERS, PreTokenizer
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
@@ -59,7 +60,7 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         TokenizerError: there is none, it is of a kind that is not supported, or it contradicts itself.
     """
     library, vocabulary = _library(path, metadata)
-    return Tokenizer(LibraryBackend(library, named=vocabulary.texts().values()), vocabulary.special_ids())
+    return Tokenizer(LibraryBackend(library, vocabulary.declared()), vocabulary.special_ids())
 
 
 def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabulary]:
@@ -84,12 +85,22 @@ def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabul
     return library, vocabulary
 
 
-def gguf_chat_template(path: Path, metadata: Mapping[str, Any]) -> ChatTemplate | None:
+def gguf_chat_template(
+    path: Path, metadata: Mapping[str, Any], source: Mapping[str, str] | None = None
+) -> ChatTemplate | None:
     """The chat templates of a GGUF file; None where it has none.
+
+    Args:
+        source: templates by name in place of the file's.
 
     Raises:
         TemplateError: one is not text, too large, or not valid Jinja.
     """
+    sources = _chat_templates(path, metadata) if source is None else source
+    return ChatTemplate(sources, _Vocabulary.read(path, metadata).texts()) if sources else None
+
+
+def _chat_templates(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
     keys = {key: key.removeprefix(prefix).removeprefix(".") or DEFAULT for key in metadata if key.startswith(prefix)}
     sources = {name: metadata[key] for key, name in keys.items() if key == prefix or key.startswith(f"{prefix}.")}
@@ -98,9 +109,7 @@ def gguf_chat_template(path: Path, metadata: Mapping[str, Any]) -> ChatTemplate 
             raise TemplateError(
                 f"the chat template {name!r} of {path} is not text of at most {MAX_TEMPLATE_BYTES} bytes"
             )
-    if not sources:
-        return None
-    return ChatTemplate(sources, _Vocabulary.read(path, metadata).texts())
+    return sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +154,9 @@ class _Vocabulary:
     def texts(self) -> dict[str, str]:
         """Special tokens by name, as templates know them."""
         return {name: self.tokens[token_id] for name, token_id in self.named.items()}
+
+    def declared(self) -> Declared:
+        return Declared({name: special(text) for name, text in self.texts().items()})
 
     def with_spaces(self) -> _Vocabulary:
         """Pieces that are found in a text as it stands, with spaces in place of the marks of older files."""
@@ -292,7 +304,7 @@ def gguf_text_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
     """
     library, vocabulary = _library(path, metadata)
     template, ids = gguf_chat_template(path, metadata), vocabulary.special_ids()
-    config: dict[str, Any] = dict(vocabulary.texts())
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **vocabulary.texts()}
     if template is not None:
         config["chat_template"] = [{"name": name, "template": text} for name, text in template.sources.items()]
     named = {"bos_token_id": ids.bos, "eos_token_id": list(ids.eos), "pad_token_id": ids.pad}
