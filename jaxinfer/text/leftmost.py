@@ -49,7 +49,8 @@ class _Cutter:
     def _cut(self, rank: int, text: NormalizedString) -> list[NormalizedString]:
         del rank
         ends = list(_ends(join(text.normalized, self._scores), self._known))
-        return [text[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+        parts = (text[first:end] for first, end in zip([0, *ends], ends, strict=False))
+        return [part for part in parts if part is not None]
 
 
 def _ends(pieces: list[str], known: frozenset[str]) -> Iterator[int]:

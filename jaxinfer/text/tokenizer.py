@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -23,11 +25,15 @@ from jaxinfer.text.classes import (
 )
 from jaxinfer.text.declared import FLAGS, Declared
 from jaxinfer.text.files import read_object, read_text
-from jaxinfer.text.lengths import longest
+from jaxinfer.text.lengths import flattened, longest
 from jaxinfer.text.pieces import DecodeRule, TextStream, TokenizerError, library_rule
 from jaxinfer.text.spm import SentencePieceBackend
 
+MAX_IDS = 1 << 22
+"""Ids are below this one; the largest vocabularies in the wild have 262,144 tokens."""
+
 _AT_ONCE = 4096  # ids
+_MOST_SAID = 400  # characters of what the library says
 
 
 @runtime_checkable
@@ -223,7 +229,7 @@ class LibraryBackend:
         # The library's own answer for an added token is, in some versions, its normalised text.
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max([library.get_vocab_size(), *(token_id + 1 for token_id in added)])
+        self.vocab_size = 1 + max(library.get_vocab().values(), default=-1)
         self.texts = declared.texts
         self.rule = library_rule(library)
         self.most_bytes = longest(library)
@@ -239,7 +245,10 @@ class LibraryBackend:
         if kind is not None:
             apply_class(library, kind, prefix_scheme(folder, kind, TokenizerError), declared.texts.get("bos_token"))
         library.encode_special_tokens = config_flag(folder, "split_special_tokens", TokenizerError) is True
-        return cls(library, declared)
+        try:
+            return cls(library, declared)
+        except TokenizerError as cause:
+            raise TokenizerError(f"{path}: {cause}") from cause
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -268,10 +277,29 @@ def _read_library(path: Path) -> Library:
     try:
         library = Library.from_str(text)
     except Exception as cause:  # the library raises Exception itself, nothing narrower
-        raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {cause}") from cause
+        said = repr(str(cause)[:_MOST_SAID])[1:-1]  # parts of the file, whatever is in them
+        raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {said}") from cause
     library.no_truncation()
     library.no_padding()
+    _require_sound(library, path)
     return library
+
+
+def _require_sound(library: Library, path: Path) -> None:
+    """Refuses what the library reads, and fails on later.
+
+    Raises:
+        TokenizerError: a token has an id of which nobody has a vocabulary, or the post-processor adds a token that it
+            does not describe (on which the library ends the process, or the thread).
+    """
+    token, largest = max(library.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if largest >= MAX_IDS:
+        raise TokenizerError(f"{path} has {token[:80]!r} as token {largest}: ids below {MAX_IDS} are read")
+    processor = library.post_processor
+    for part in flattened(json.loads(processor.__getstate__()), "processors") if processor is not None else ():
+        used = {item["SpecialToken"]["id"] for item in part.get("single", ()) if "SpecialToken" in item}
+        if missing := used - part.get("special_tokens", {}).keys():
+            raise TokenizerError(f"{path} has a post_processor without the special token {min(missing)[:80]!r}")
 
 
 def _declare(library: Library, declared: Declared) -> None:
@@ -289,23 +317,24 @@ def _flags(token: AddedToken) -> list[bool]:
 def _special_ids(folder: Path, backend: Backend) -> SpecialIds:
     """Ids by the tokenizer's files first for BOS and padding, by the model's and the tokenizer's for EOS."""
     named = {name: backend.token_to_id(text) for name, text in backend.texts.items()}
-    configured = [read_object(folder / file, TokenizerError) for file in ("generation_config.json", "config.json")]
-
-    def ids(name: str) -> list[tuple[int, ...]]:
-        return [_ids(config.get(f"{name}_token_id"), f"{name}_token_id in {folder}") for config in configured]
+    listed: dict[str, tuple[int, ...]] = {}
+    for file in ("generation_config.json", "config.json"):
+        config = read_object(folder / file, TokenizerError)
+        for field in ("bos_token", "eos_token", "pad_token"):
+            found = _ids(config.get(f"{field}_id"), f"{field}_id in {folder / file}")
+            listed[field] = listed.get(field) or found
 
     def tokenizer_first(name: str) -> int | None:
-        token_id = named.get(f"{name}_token")
-        return token_id if token_id is not None else next((found[0] for found in ids(name) if found), None)
+        return named[name] if named.get(name) is not None else next(iter(listed[name]), None)
 
-    eos, eos_ids = named.get("eos_token"), next(filter(None, ids("eos")), ())
-    eos_ids += () if eos is None or eos in eos_ids else (eos,)
-    return SpecialIds(tokenizer_first("bos"), eos_ids, tokenizer_first("pad"))
+    eos = named.get("eos_token")
+    eos_ids = dict.fromkeys([*listed["eos_token"], *([] if eos is None else [eos])])
+    return SpecialIds(tokenizer_first("bos_token"), tuple(eos_ids), tokenizer_first("pad_token"))
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
     """An id or a list of ids; negative ones are a way of writing that there is none."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in listed):
-        raise TokenizerError(f"{name} must be a token id or a list of token ids, not {value!r}")
+        raise TokenizerError(f"{name} must be a token id or a list of token ids, not {reprlib.repr(value)}")
     return tuple(dict.fromkeys(token_id for token_id in listed if token_id >= 0))
