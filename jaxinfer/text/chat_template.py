@@ -176,9 +176,11 @@ def _main(folder: Path) -> dict[str, str]:
 
 
 def _named(value: Any, path: Path) -> dict[str, str]:
-    """A template, or a list of ``{"name": ..., "template": ...}``."""
+    """A template, templates by name, or a list of ``{"name": ..., "template": ...}``."""
     if isinstance(value, str):
         return {DEFAULT: value}
+    if isinstance(value, dict):
+        value = [{"name": name, "template": text} for name, text in value.items()]
     entries = value if isinstance(value, list) else []
     pairs = [(entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict)]
     named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}

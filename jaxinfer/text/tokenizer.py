@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import operator
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -218,7 +219,7 @@ class LibraryBackend:
     asks otherwise would find only the one at the beginning.
 
     Raises:
-        TokenizerError: its decoder is of a kind that is not supported.
+        TokenizerError: its decoder is of a kind that is not supported, or an id is beyond `MAX_IDS`.
     """
 
     def __init__(self, library: Library, declared: Declared | None = None) -> None:
@@ -229,7 +230,7 @@ class LibraryBackend:
         # The library's own answer for an added token is, in some versions, its normalised text.
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = 1 + max(library.get_vocab().values(), default=-1)
+        self.vocab_size = _vocab_size(library)
         self.texts = declared.texts
         self.rule = library_rule(library)
         self.most_bytes = longest(library)
@@ -272,6 +273,14 @@ class LibraryBackend:
         return self._library.token_to_id(token)
 
 
+def _vocab_size(library: Library) -> int:
+    """One more than the largest id: there may be gaps."""
+    token, largest = max(library.get_vocab().items(), key=operator.itemgetter(1), default=("", -1))
+    if largest >= MAX_IDS:
+        raise TokenizerError(f"the vocabulary has {token[:80]!r} as token {largest}: ids below {MAX_IDS} are read")
+    return largest + 1
+
+
 def _read_library(path: Path) -> Library:
     text = read_text(path, MAX_TOKENIZER_BYTES, TokenizerError)
     try:
@@ -286,15 +295,11 @@ def _read_library(path: Path) -> Library:
 
 
 def _require_sound(library: Library, path: Path) -> None:
-    """Refuses what the library reads, and fails on later.
+    """Refuses what the library reads, and panics on later.
 
     Raises:
-        TokenizerError: a token has an id of which nobody has a vocabulary, or the post-processor adds a token that it
-            does not describe (on which the library ends the process, or the thread).
+        TokenizerError: the post-processor adds a token that it does not describe.
     """
-    token, largest = max(library.get_vocab().items(), key=lambda item: item[1], default=("", 0))
-    if largest >= MAX_IDS:
-        raise TokenizerError(f"{path} has {token[:80]!r} as token {largest}: ids below {MAX_IDS} are read")
     processor = library.post_processor
     for part in flattened(json.loads(processor.__getstate__()), "processors") if processor is not None else ():
         used = {item["SpecialToken"]["id"] for item in part.get("single", ()) if "SpecialToken" in item}

@@ -106,6 +106,8 @@ def test_named_templates(tmp_path: pathlib.Path) -> None:
     write(tmp_path, "tokenizer_config.json", {"chat_template": named})
     assert rendered(tmp_path) == "plain"
     assert rendered(tmp_path, tools=[]) == "tools"
+    write(tmp_path, "tokenizer_config.json", {"chat_template": {"default": "by name", "tool_use": "tools by name"}})
+    assert (rendered(tmp_path), rendered(tmp_path, tools=[{}])) == ("by name", "tools by name")
     write(tmp_path, "tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "only"}]})
     assert rendered(tmp_path) == "only"
     write(tmp_path, "tokenizer_config.json", {"chat_template": [{"name": n, "template": n} for n in ("rag", "x")]})
@@ -182,6 +184,7 @@ def test_what_is_given_and_is_no_template(given: str, said: str) -> None:
         ("chat_template.json", {"chat_template": 3}, "must be a string or a list of named templates"),
         ("chat_template.json", {"chat_template": []}, "must be a string or a list of named templates"),
         ("chat_template.json", {"chat_template": [{"name": "a"}]}, "must be a string or a list of named templates"),
+        ("chat_template.json", {"chat_template": {"default": 1}}, "must be a string or a list of named templates"),
         ("chat_template.json", {"chat_template": ["a"]}, "must be a string or a list of named templates"),
         ("chat_template.json", "{", "not valid JSON"),
     ],

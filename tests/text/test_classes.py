@@ -8,18 +8,33 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
-from jaxinfer.text import Tokenizer, TokenizerError
+from jaxinfer.text import Tokenizer, TokenizerError, load_template
 from jaxinfer.text.classes import prefix_scheme, tokenizer_class
 from tests.text.build import byte_level, metaspace, write_folder
 from tests.text.folders import BEGINS_WITH_SPACE, LIBRARIES, TEXTS, answer, comparable, digest, write_all
 
+CHATS = [
+    {"conversation": [{"role": "user", "content": "Hi <b>&'é"}], "add_generation_prompt": True},
+    {"conversation": [{"role": "user", "content": "Hi"}], "add_generation_prompt": False, "tools": []},
+    {
+        "conversation": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}],
+        "add_generation_prompt": True,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": "é"}}}],
+    },
+]
+TEMPLATE = (
+    "{{ bos_token }}KIND{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{{ eot_token }}\n"
+    "{% endfor %}\n"
+    "{{ image_token }}{{ pad_token }}{{ tools | tojson if tools }}{% if add_generation_prompt %}assistant:{% endif %}\n"
+)
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "tokenizers.json"
 
 
 def ask(folders: list[pathlib.Path], root: pathlib.Path, python: pathlib.Path, repo: pathlib.Path) -> list[dict]:
     """transformers' answers for these folders."""
     asked = root / "asked.json"
-    asked.write_text(json.dumps({"folders": list(map(str, folders)), "texts": TEXTS}), encoding="utf-8")
+    content = {"folders": list(map(str, folders)), "texts": TEXTS, "chats": CHATS}
+    asked.write_text(json.dumps(content), encoding="utf-8")
     command = [python, "-m", "tools.oracle.tokenizers", asked]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -40,7 +55,35 @@ def test_ids_and_texts_are_those_of_transformers_live(
 ) -> None:
     folders = write_all(tmp_path)
     for folder, theirs in zip(folders, ask(folders, tmp_path, oracle_python, repo), strict=True):
+        del theirs["chats"]  # no folder has a template
         assert comparable(folder, answer(folder)) == comparable(folder, theirs), folder.relative_to(tmp_path)
+
+
+@pytest.mark.parity
+def test_chats_live(tmp_path: pathlib.Path, oracle_python: pathlib.Path, repo: pathlib.Path) -> None:
+    """Where templates and their variables may stand."""
+    plain, tools = (TEMPLATE.replace("KIND", kind) for kind in ("plain", "tools"))
+    listed = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "image_token": "<image>"}
+    tables = {"extra_special_tokens": {"eot_token": "<eot>"}}
+    folders = [tmp_path / name for name in ("one", "list", "jinja", "both", "class", "map")]
+    for folder in folders:
+        write_folder(folder, byte_level(), config={"model_type": "llama"}, tokenizer_config=config)
+    write_folder(folders[0], tokenizer_config={**config, "chat_template": plain})
+    write_folder(folders[1], tokenizer_config={**config, **tables, "chat_template": listed})
+    for folder in folders[2:]:
+        (folder / "chat_template.jinja").write_text(plain)
+    (folders[3] / "additional_chat_templates").mkdir()
+    (folders[3] / "additional_chat_templates" / "tool_use.jinja").write_text(tools)
+    write_folder(folders[4], tokenizer_config={"tokenizer_class": "Qwen2Tokenizer", **tables, "chat_template": listed})
+    write_folder(folders[5], special_tokens_map={"bos_token": "</s>", "eot_token": {"content": "<eot>"}})
+    for folder, theirs in zip(folders, ask(folders, tmp_path, oracle_python, repo), strict=True):
+        template = load_template(folder)
+        assert template is not None
+        ours = [
+            template.render(chat["conversation"], chat["add_generation_prompt"], chat.get("tools")) for chat in CHATS
+        ]
+        assert ours == theirs["chats"], folder.name
 
 
 @pytest.mark.parity

@@ -148,5 +148,5 @@ def test_ids_with_gaps_are_all_known(tmp_path: pathlib.Path) -> None:
     assert ours.vocab_size == 5001
     assert ours.decode(ours.encode("banana")) == "banana"
     content["model"]["vocab"]["a"] = MAX_IDS
-    with pytest.raises(TokenizerError, match=f"tokenizer.json has 'a' as token {MAX_IDS}"):
+    with pytest.raises(TokenizerError, match=rf"tokenizer.json: the vocabulary has 'a' as token {MAX_IDS}"):
         Tokenizer.load(write_folder(tmp_path, tokenizer=content))
