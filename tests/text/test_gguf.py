@@ -406,3 +406,10 @@ def test_texts_that_are_none(tmp_path: pathlib.Path, key: str) -> None:
     if key.endswith("tokens"):
         with pytest.raises(TemplateError, match="is not UTF-8 text"):
             load_template(path)
+
+
+def test_a_template_that_is_given_knows_the_files_tokens(tmp_path: pathlib.Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", TINY, tiny_tensors())
+    template = load_template(path, "{{ bos_token }}{{ messages[0].content }}")
+    assert template is not None
+    assert template.render([{"role": "user", "content": "Hi"}]) == "<s>Hi"
