@@ -100,15 +100,15 @@ class LLM(LoRADoor):
     Args:
         model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
         dtype: see `load_model`; for a `Model`, "auto" keeps its own, and others cast its parameters.
-        family: see `load_model`.
+        family, chat_template: see `load_model`.
         config: the engine's settings.
         settings: fields of `EngineConfig` by name, on top of ``config``: max_model_len, max_num_seqs, num_pages, ...
         check_finite: refuse weights with NaN or infinity.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError, EngineConfigError: one sentence that says what is wrong. What does
-            not fit into memory is refused before the weights are loaded.
+        CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence that says what is
+            wrong. What does not fit into memory is refused before the weights are loaded.
         ValueError: a `Model` whose parameters are not what its specs say; names the first.
         TypeError: ``settings`` has a name that `EngineConfig` does not know; says which one may have been meant.
     """
@@ -119,6 +119,7 @@ class LLM(LoRADoor):
         dtype: str = "auto",
         *,
         family: str = "auto",
+        chat_template: str | None = None,
         config: EngineConfig | None = None,
         check_finite: bool = False,
         compilation_cache_dir: str | None = None,
@@ -130,15 +131,14 @@ class LLM(LoRADoor):
             _with_settings(config or EngineConfig(), settings),
             dtype,
             family=family,
+            chat_template=chat_template,
             check_finite=check_finite,
             compilation_cache_dir=compilation_cache_dir,
             show_progress=show_progress,
         )
-        template, longest = self.model.chat_template, self.engine.config.max_model_len
-        parsers = detect("" if template is None else "\n".join(template.sources.values()))
-        self._intake = Intake(
-            self.model.tokenizer, self.model.config.vocab_size, longest, self.engine.limits, parsers.thought
-        )
+        served, longest = self.model, self.engine.config.max_model_len
+        parsers = detect("\n".join(served.chat_template.sources.values()) if served.chat_template is not None else "")
+        self._intake = Intake(served.tokenizer, served.config.vocab_size, longest, self.engine.limits, parsers.thought)
         self._ids = itertools.count()
 
     def __repr__(self) -> str:

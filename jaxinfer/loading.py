@@ -38,7 +38,17 @@ from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
-from jaxinfer.text import TemplateError, TokenizerError, find_tokenizer, gguf_files, load_template
+from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.text import (
+    ChatTemplate,
+    TemplateError,
+    TokenizerError,
+    find_tokenizer,
+    gguf_files,
+    given_template,
+    load_template,
+)
+from jaxinfer.text.intake import recommended_sampling
 from jaxinfer.types import HEAD, ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
@@ -87,6 +97,7 @@ def start_engine(
     dtype: str = "auto",
     *,
     family: str = "auto",
+    chat_template: str | None = None,
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     show_progress: bool = True,
@@ -98,7 +109,7 @@ def start_engine(
     Args:
         model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
         dtype: see `load_model`; for a `Model`, "auto" keeps its own, and others cast its parameters.
-        family, check_finite, show_progress: see `load_model`.
+        family, chat_template, check_finite, show_progress: see `load_model`.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
         group: whose process 0 this is; the others call `start_follower` with the same settings.
 
@@ -110,6 +121,9 @@ def start_engine(
     use_compilation_cache(compilation_cache_dir)
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
+    if chat_template is not None:
+        given = given_template(chat_template)  # what is none is refused before anything is planned
+        in_memory = in_memory and in_memory.replace(chat_template=_with_tokens(given, in_memory))
     planned = in_memory or abstract_model(str(model), dtype, family)
     with timed("memory planned"):
         planned = with_draft(planned, config, abstract_draft(config, dtype))
@@ -119,7 +133,7 @@ def start_engine(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
     with timed("weights loaded"):
-        loaded = in_memory or load(str(model), dtype, family=family)
+        loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template)
         loaded = with_activations(loaded, config)  # what is served is what the caller gets
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
         loaded = loaded.laid_out(layout) if layout else loaded
@@ -127,6 +141,11 @@ def start_engine(
     plan.require(engine.temporaries)
     _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
+
+
+def _with_tokens(template: ChatTemplate, model: Model) -> ChatTemplate:
+    """The template with the special tokens of a model's tokenizer."""
+    return ChatTemplate(template.sources, {} if model.tokenizer is None else model.tokenizer.texts)
 
 
 def _layout(model: Model, config: EngineConfig, mesh: Mesh) -> Layout | None:
@@ -154,6 +173,7 @@ def start_follower(
     dtype: str = "auto",
     *,
     family: str = "auto",
+    chat_template: str | None = None,
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     progress: StartProgress = StartProgress(),
@@ -170,7 +190,7 @@ def start_follower(
         load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )
     draft = _loaded_draft(config, functools.partial(load, dtype=dtype), mesh)
-    loaded = with_draft(load(model, dtype, family=family), config, draft)
+    loaded = with_draft(load(model, dtype, family=family, chat_template=chat_template), config, draft)
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
     return loaded, resolved, executors
@@ -208,6 +228,7 @@ def load_model(
     mesh: Mesh | None = None,
     families: Mapping[str, Family] = MappingProxyType({}),
     family: str = "auto",
+    chat_template: str | None = None,
 ) -> Model:
     """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
 
@@ -225,6 +246,7 @@ def load_model(
         families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
         family: "auto": the package's own or, of architectures that it does not know, what installed packages have;
             "jaxinfer": its own alone; ``module:NAME``: where to import it from, whatever config.json names.
+        chat_template: in place of the checkpoint's own: a file, or the text of a template.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
@@ -233,21 +255,30 @@ def load_model(
     mesh = require_mesh(mesh or make_mesh())
     files, model = _describe(name, dtype, family, families)
     model = spread_model(model, mesh)
-    tokenizer, template = find_tokenizer(files.path), load_template(files.path)
+    tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if others := files.left_out:
         what = ", ".join(f"{name}: {count}" for name, count in others.items())
         _log.warning(f"{name} is served as a text model, without images: tensors that are not read ({what})")
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as on_tensor:
         params = _load(files, model, on_tensor, check_finite, mesh)
-    generation = files.path / "generation_config.json"
     return model.replace(
         params=params,
         tokenizer=tokenizer,
         chat_template=template,
-        generation_config=read_json_object(generation) if generation.exists() else {},
+        generation_config=_generation_config(files.path),
         origin=LoadedFrom(files.path, files.config_json),
     )
+
+
+def _generation_config(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    fields = read_json_object(path) if path.exists() else {}
+    try:
+        SamplingParams(**recommended_sampling(fields))
+    except RequestError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ import pytest
 from jaxinfer.convert import main, size
 from jaxinfer.generate import main as generate
 from jaxinfer.loading import load_model, model_folder
-from jaxinfer.weights import save_params
+from jaxinfer.text import load_template
+from jaxinfer.weights import CheckpointError, save_params
 from jaxinfer.weights.native.manifest import MANIFEST
 from tests.fakes import llama_json, random_model
 
@@ -45,6 +46,14 @@ def test_the_converted_folder_is_the_same_model(tmp_path: pathlib.Path, capsys) 
     assert_same_model(target, "demo-draft")
     assert text(capsys, target) == text(capsys, "demo-draft")
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+def test_templates_in_a_folder_of_their_own_are_copied(tmp_path: pathlib.Path) -> None:
+    source, target = shutil.copytree(model_folder("demo-draft"), tmp_path / "source"), tmp_path / "target"
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert main([str(source), str(target)]) == 0
+    assert load_template(target).render([], tools=[]) == "tools"
 
 
 @pytest.mark.parametrize(("count", "words"), [(999, "999 B"), (1_250_000, "1.25 MB"), (16_060_522_496, "16.1 GB")])
@@ -217,3 +226,13 @@ def test_nobody_who_only_loads_pays_for_orbax() -> None:
     program = "import sys, jaxinfer.loading; print({'orbax', 'tensorstore'} & {m.split('.')[0] for m in sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", "warm"), ("top_p", 0.0), ("top_k", [50])])
+def test_a_recommendation_that_cannot_be_is_refused_with_its_file(
+    tmp_path: pathlib.Path, field: str, value: object
+) -> None:
+    folder = shutil.copytree(model_folder("demo-draft"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: {field}="):
+        load_model(str(folder), show_progress=False)

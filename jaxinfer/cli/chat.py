@@ -34,8 +34,10 @@ def make_parser() -> Parser:
 
 
 def add_system(group: argparse._ArgumentGroup) -> None:
-    """Add ``--system``."""
+    """Add ``--system`` and ``--chat-template``."""
     group.add_argument("--system", metavar="TEXT", help="the first message of a conversation")
+    template = "in place of the model's chat template: a file, or the text of one"
+    group.add_argument("--chat-template", metavar="FILE|TEXT", help=template)
 
 
 def add_stats(group: argparse._ArgumentGroup) -> None:

@@ -42,6 +42,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--prompt and --prompt-file exclude each other")
     if args.system is not None and not args.chat:
         parser.error("--system is the first message of a conversation: it needs --chat")
+    if args.chat_template is not None and (args.prompt or args.prompt_file):
+        parser.error("--chat-template renders conversations: it needs --chat")
     args.lora = [(name, path or _folder(parser, args.model, name)) for name, path in args.lora]
     args.settings, args.sampling = engine_settings(parser, args), sampling_settings(args)
     if args.lora:

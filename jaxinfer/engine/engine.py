@@ -85,6 +85,7 @@ class Engine(EngineLoop):
 
 
 def _vocabulary(tokenizer: Any, size: int) -> Vocabulary:
-    """What grammars need to know of a model's tokens: their bytes. Those of special ones are names."""
+    """What grammars need to know of the tokens that a model scores: their bytes. Those of special ones are names."""
     tokens = [tokenizer.token_bytes(number) for number in range(min(size, tokenizer.vocab_size))]
-    return Vocabulary(tokens, frozenset(tokenizer.special_ids), tokenizer.eos_ids, size)
+    special, ends = ([each for each in ids if each < size] for ids in (tokenizer.special_ids, tokenizer.eos_ids))
+    return Vocabulary(tokens, frozenset(special), tuple(ends), size)

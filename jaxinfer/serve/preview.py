@@ -10,7 +10,7 @@ from jaxinfer.names import demo_folder, draft_of, no_model
 from jaxinfer.serve.parsing import model_parsers
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.speculative import other_vocabulary
-from jaxinfer.text import TemplateError, TokenizerError, load_template
+from jaxinfer.text import TemplateError, TokenizerError, given_template, load_template
 
 _MOST_BYTES = 1 << 20
 _CONTEXT = ("max_position_embeddings", "n_positions")
@@ -25,6 +25,7 @@ def refuse_early(config: ServeConfig) -> None:
     """
     if (reason := no_model(config.model)) is not None:
         raise ServeConfigError(f"model: {reason}")
+    _refuse_template(config)
     described = _described(config.model)
     _refuse_draft(config, described)
     _refuse_response_template(config)
@@ -51,13 +52,21 @@ def _refuse_draft(config: ServeConfig, described: dict[str, Any]) -> None:
         raise ServeConfigError(f"engine.speculative_model = {name} {why}")
 
 
+def _refuse_template(config: ServeConfig) -> None:
+    try:
+        if config.chat_template is not None:
+            given_template(config.chat_template)
+    except TemplateError as error:
+        raise ServeConfigError(str(error)) from error
+
+
 def _refuse_response_template(config: ServeConfig) -> None:
     """Refuse what no parser can be made of."""
     folder = demo_folder(config.model) or pathlib.Path(config.model)
     if not folder.is_dir():
         return
     try:
-        model_parsers(config, folder, load_template(folder))
+        model_parsers(config, folder, load_template(folder, config.chat_template))
     except (TokenizerError, TemplateError):  # the engine says it better
         return
 

@@ -268,7 +268,7 @@ class Server:
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
         if tokenizer is not None and self._parted:
             await asyncio.to_thread(tokenizer.forget)
-        template = await asyncio.to_thread(load_template, folder)
+        template = await asyncio.to_thread(load_template, folder, config.chat_template)
         frontend = Frontend(
             self._supervisor.backend,
             card,

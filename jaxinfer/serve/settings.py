@@ -76,6 +76,7 @@ class ServedModelConfig:
         family: whose code computes the model (docs/add_a_model.md): "auto": the package's own or, of architectures that
             it does not know, what installed packages have; "jaxinfer": its own alone; or module:NAME, which is
             imported, and its code runs.
+        chat_template: in place of the model's own: a file, or the text of a template in one line (docs/text.md).
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
         check_finite: refuse weights with NaN or infinity.
     """
@@ -84,6 +85,7 @@ class ServedModelConfig:
     served_model_name: str | None = None
     dtype: str = "auto"
     family: str = "auto"
+    chat_template: str | None = None
     compilation_cache_dir: str | None = None
     check_finite: bool = False
 

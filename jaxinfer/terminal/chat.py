@@ -120,7 +120,7 @@ def converse(args: argparse.Namespace) -> None:
         RequestError: it knows no conversations; or a line of a pipe cannot be answered. At a terminal that is said, and
             the conversation goes on.
     """
-    if load_template(model_folder(args.model)) is None:
+    if load_template(model_folder(args.model), args.chat_template) is None:
         raise RequestError(None, f"the model {args.model!r} has no chat template: jaxinfer generate continues texts")
     llm, params = start(args, 1)
     conversation = Conversation(llm, params, args.system, args.stats, _adapter(llm, args))

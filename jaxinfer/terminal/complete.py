@@ -62,7 +62,7 @@ def _is_talk(args: argparse.Namespace) -> bool:
     """
     if args.prompt or args.prompt_file or args.json or not sys.stdin.isatty():
         return False
-    if load_template(model_folder(args.model)) is None:
+    if load_template(model_folder(args.model), args.chat_template) is None:
         raise RequestError(None, f"no prompt, and the model {args.model!r} has no chat template: {_NO_PROMPT}")
     return True
 

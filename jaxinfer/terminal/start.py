@@ -39,6 +39,7 @@ def start(args: argparse.Namespace, sequences: int) -> tuple[LLM, SamplingParams
             args.model,
             args.dtype,
             family=args.family,
+            chat_template=args.chat_template,
             config=EngineConfig(**{"max_num_seqs": sequences, **args.settings}),
             check_finite=args.check_finite,
             compilation_cache_dir=args.compilation_cache_dir,

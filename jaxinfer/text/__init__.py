@@ -2,7 +2,14 @@
 
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from jaxinfer.text.detokenizer import Detokenizer
-from jaxinfer.text.load import find_tokenizer, gguf_files, load_response_template, load_template, load_tokenizer
+from jaxinfer.text.load import (
+    find_tokenizer,
+    gguf_files,
+    given_template,
+    load_response_template,
+    load_template,
+    load_tokenizer,
+)
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.stop import Emitted, StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
@@ -17,6 +24,7 @@ __all__ = [
     "TokenizerError",
     "find_tokenizer",
     "gguf_files",
+    "given_template",
     "load_response_template",
     "load_template",
     "load_tokenizer",

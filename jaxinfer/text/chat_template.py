@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,21 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from jaxinfer.text.files import read_object, read_text, special_token_texts
+from jaxinfer.text.classes import declared_tokens, tokenizer_class
+from jaxinfer.text.files import read_object, read_text
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_RENDERED_CHARACTERS = 16 << 20
 MAX_POWER_BITS = 1 << 10
 
+ADDITIONAL = "additional_chat_templates"
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 
 ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})
 """Variables of every template that have an argument of their own."""
+
+_ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 
 # What template code can raise besides Jinja's own errors: it runs as Python.
 _FAULTS = (
@@ -79,14 +84,21 @@ class ChatTemplate:
         self._templates = {name: _compile(environment, name, text) for name, text in self.sources.items()}
 
     @classmethod
-    def load(cls, folder: Path) -> ChatTemplate | None:
+    def load(cls, folder: Path, source: Mapping[str, str] | None = None) -> ChatTemplate | None:
         """The template of chat_template.jinja, else chat_template.json, else tokenizer_config.json; None without one.
+
+        Files in additional_chat_templates (``tool_use.jinja``) are named templates; they count more than a list's.
+
+        Args:
+            source: templates by name in place of the folder's.
 
         Raises:
             TemplateError: a file cannot be read, or its template is not valid.
         """
-        source = _find(folder)
-        return None if source is None else cls(source, special_token_texts(folder, TemplateError))
+        sources = _find(folder) if source is None else source
+        if not sources:
+            return None
+        return cls(sources, declared_tokens(folder, tokenizer_class(folder, TemplateError), TemplateError).texts)
 
     def render(
         self,
@@ -126,21 +138,49 @@ class ChatTemplate:
         raise TemplateError(f"the checkpoint has no default chat template, only {', '.join(sorted(self._templates))}")
 
 
-def _find(folder: Path) -> str | dict[str, str] | None:
+def given_source(given: str) -> str:
+    """The text of a template that a user gives: the file of this path, or the text itself.
+
+    A text in one line may have ``\\n`` for the ends of its lines (and ``\\t``, ``\\r``), as a command line has them.
+
+    Raises:
+        TemplateError: there is no such file, and it is no text of a template.
+    """
+    is_text = any(character in given for character in "{}\n")
+    try:
+        is_file = Path(given).is_file()
+    except (OSError, ValueError):  # too long for a path, or a NUL in it
+        is_file = False
+    if is_file or not is_text:
+        return read_text(Path(given), MAX_TEMPLATE_BYTES, TemplateError)
+    return given if "\n" in given else re.sub(r"\\[nrt]", lambda found: _ESCAPES[found[0]], given)
+
+
+def _find(folder: Path) -> dict[str, str]:
+    """Templates by name."""
+    return _main(folder) | {
+        path.stem: read_text(path, MAX_TEMPLATE_BYTES, TemplateError)
+        for path in sorted((folder / ADDITIONAL).glob("*.jinja"))
+    }
+
+
+def _main(folder: Path) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return read_text(path, MAX_TEMPLATE_BYTES, TemplateError)
+        return {DEFAULT: read_text(path, MAX_TEMPLATE_BYTES, TemplateError)}
     for file in ("chat_template.json", "tokenizer_config.json"):
         value = read_object(folder / file, TemplateError).get("chat_template")
         if value is not None:
             return _named(value, folder / file)
-    return None
+    return {}
 
 
-def _named(value: Any, path: Path) -> str | dict[str, str]:
-    """A template, or a list of ``{"name": ..., "template": ...}``."""
+def _named(value: Any, path: Path) -> dict[str, str]:
+    """A template, templates by name, or a list of ``{"name": ..., "template": ...}``."""
     if isinstance(value, str):
-        return value
+        return {DEFAULT: value}
+    if isinstance(value, dict):
+        value = [{"name": name, "template": text} for name, text in value.items()]
     entries = value if isinstance(value, list) else []
     pairs = [(entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict)]
     named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}

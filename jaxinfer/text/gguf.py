@@ -16,7 +16,9 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
+from jaxinfer.text import leftmost
 from jaxinfer.text.chat_template import DEFAULT, MAX_TEMPLATE_BYTES, ChatTemplate, TemplateError
+from jaxinfer.text.declared import Declared, special
 from jaxinfer.text.gguf_pre import PRE_TOKENIZERS, PreTokenizer
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
@@ -27,13 +29,29 @@ MAX_PIECE = 256  # characters of a piece that is made by merges: SentencePiece's
 _SPACE = "\u2581"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
-# Tokens that end a turn, whatever else the metadata names: files often name one end alone.
+# Tokens at which llama.cpp ends a generation, whatever else the metadata name: files often name one end alone.
 _ENDS = (
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
-    *("<|return|>", "<|call|>", "<turn|>"),
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+    *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
+    *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
 )
-# Where there are both of these, <|end|> ends a message within a turn (Harmony).
-_HARMONY = ("<|return|>", "<|call|>")
+# Keys that name an end, and the tokens that are one where there is no such key, the first that is there.
+_NAMED_ENDS = {
+    "eos_token_id": (),
+    "eot_token_id": ("<\uff5cend\u2581of\u2581sentence\uff5c>",),  # of DeepSeek
+    "eom_token_id": (),
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}
+# Where all of these are there, the first is no end: it ends a message within a turn (Harmony, Solar), or is text.
+_NO_ENDS = (
+    ("<|end|>", "<|return|>", "<|call|>"),
+    ("<|end|>", "<|return|>", "<|calls|>"),
+    ("<|end|>", "<|flush|>", "<|call|>"),
+    ("<|end|>", "<|flush|>", "<|calls|>"),
+    ("</s>", "<|tool_response>"),
+)
 
 # Of Phi-3's special tokens those that leave the blanks behind them.
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
@@ -59,7 +77,11 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         TokenizerError: there is none, it is of a kind that is not supported, or it contradicts itself.
     """
     library, vocabulary = _library(path, metadata)
-    return Tokenizer(LibraryBackend(library, named=vocabulary.texts().values()), vocabulary.special_ids())
+    backend = LibraryBackend(library, vocabulary.declared())
+    if (scores := _tied(library, vocabulary, metadata)) is not None:
+        library.model.ignore_merges = True
+        library.pre_tokenizer = leftmost.pre_tokenizer(scores, frozenset(vocabulary.tokens))
+    return Tokenizer(backend, vocabulary.special_ids())
 
 
 def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabulary]:
@@ -84,12 +106,22 @@ def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabul
     return library, vocabulary
 
 
-def gguf_chat_template(path: Path, metadata: Mapping[str, Any]) -> ChatTemplate | None:
+def gguf_chat_template(
+    path: Path, metadata: Mapping[str, Any], source: Mapping[str, str] | None = None
+) -> ChatTemplate | None:
     """The chat templates of a GGUF file; None where it has none.
+
+    Args:
+        source: templates by name in place of the file's.
 
     Raises:
         TemplateError: one is not text, too large, or not valid Jinja.
     """
+    sources = _chat_templates(path, metadata) if source is None else source
+    return ChatTemplate(sources, _Vocabulary.read(path, metadata).texts()) if sources else None
+
+
+def _chat_templates(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
     keys = {key: key.removeprefix(prefix).removeprefix(".") or DEFAULT for key in metadata if key.startswith(prefix)}
     sources = {name: metadata[key] for key, name in keys.items() if key == prefix or key.startswith(f"{prefix}.")}
@@ -98,9 +130,7 @@ def gguf_chat_template(path: Path, metadata: Mapping[str, Any]) -> ChatTemplate 
             raise TemplateError(
                 f"the chat template {name!r} of {path} is not text of at most {MAX_TEMPLATE_BYTES} bytes"
             )
-    if not sources:
-        return None
-    return ChatTemplate(sources, _Vocabulary.read(path, metadata).texts())
+    return sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +161,10 @@ class _Vocabulary:
             return value
 
         ids = {name: token_id(key) for name, key in _NAMED.items()}
-        ends = [token_id(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
         named = {name: value for name, value in ids.items() if value is not None}
-        return cls(path, tokens, types, named, tuple(end for end in ends if end is not None))
+        ends = _ends(tokens, {key: token_id(key) for key in _NAMED_ENDS})
+        types = [_CONTROL if number in ends and kind != _BYTE else kind for number, kind in enumerate(types)]
+        return cls(path, tokens, types, named, ends)
 
     def ids(self) -> dict[str, int]:
         """Ids by token; of a token that stands twice, the first counts."""
@@ -142,9 +173,16 @@ class _Vocabulary:
             found.setdefault(token, token_id)
         return found
 
+    def joined(self) -> dict[str, int]:
+        """Ids of the pieces that others can be joined to."""
+        return {token: number for token, number in self.ids().items() if self.types[number] in (_NORMAL, _UNUSED)}
+
     def texts(self) -> dict[str, str]:
         """Special tokens by name, as templates know them."""
         return {name: self.tokens[token_id] for name, token_id in self.named.items()}
+
+    def declared(self) -> Declared:
+        return Declared({name: special(text) for name, text in self.texts().items()})
 
     def with_spaces(self) -> _Vocabulary:
         """Pieces that are found in a text as it stands, with spaces in place of the marks of older files."""
@@ -164,14 +202,21 @@ class _Vocabulary:
                 yield AddedToken(token, special=kind != _USER_DEFINED, normalized=False, rstrip=strips)
 
     def special_ids(self) -> SpecialIds:
-        ends = list(self.ends)
-        if ends:
-            ids = self.ids()
-            known = (ids[text] for text in _ENDS if text in ids)
-            ends += [end for end in known if self.types[end] in (_CONTROL, _USER_DEFINED)]
-            if all(text in ids for text in _HARMONY):
-                ends = [end for end in ends if end != ids.get("<|end|>")]
-        return SpecialIds(self.named.get("bos_token"), tuple(dict.fromkeys(ends)), self.named.get("pad_token"))
+        return SpecialIds(self.named.get("bos_token"), self.ends, self.named.get("pad_token"))
+
+
+def _ends(tokens: list[str], named: Mapping[str, int | None]) -> tuple[int, ...]:
+    """Ids that end a generation: those of keys first."""
+    ids = {token: number for number, token in reversed([*enumerate(tokens)])}
+    found = [number for number in named.values() if number is not None]
+    found += [ids[text] for text in _ENDS if text in ids]
+    for key, texts in _NAMED_ENDS.items():
+        if named[key] is None:
+            found += [ids[text] for text in texts if text in ids][:1]
+    for first, *others in _NO_ENDS:
+        if ids.get(first) in found and all(ids.get(text) in found for text in others):
+            found = [number for number in found if number != ids[first]]
+    return tuple(dict.fromkeys(found))
 
 
 def _list(path: Path, metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
@@ -225,9 +270,7 @@ def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str
         raise TokenizerError(f"{vocabulary.path} has {len(vocabulary.tokens)} tokens but {len(scores)} scores")
     ids = vocabulary.ids()
     found: list[tuple[float, int, int, int, str, str]] = []
-    for token, token_id in ids.items():
-        if vocabulary.types[token_id] not in (_NORMAL, _UNUSED):
-            continue
+    for token, token_id in vocabulary.joined().items():
         if len(token) > MAX_PIECE:
             raise TokenizerError(f"{vocabulary.path} has a piece of {len(token)} characters: {MAX_PIECE} are read")
         for cut in range(1, len(token)):
@@ -235,6 +278,15 @@ def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str
             if first in ids and second in ids:
                 found.append((-scores[token_id], token_id, ids[first], ids[second], first, second))
     return [(first, second) for *_, first, second in sorted(found)]
+
+
+def _tied(library: Library, vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> dict[str, float] | None:
+    """The scores of pieces, where several have one and the order of merges cannot say so."""
+    if metadata.get("tokenizer.ggml.model") != "llama":
+        return None
+    listed = metadata["tokenizer.ggml.scores"]
+    scores = {token: listed[number] for token, number in vocabulary.joined().items()}
+    return scores if leftmost.is_needed(library.model, scores) else None
 
 
 def _pre_tokenizer(path: Path, metadata: Mapping[str, Any]) -> PreTokenizer:
@@ -291,8 +343,10 @@ def gguf_text_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
         TokenizerError, TemplateError: see `gguf_tokenizer`, `gguf_chat_template`.
     """
     library, vocabulary = _library(path, metadata)
+    if _tied(library, vocabulary, metadata) is not None:
+        raise TokenizerError(f"{path} has pieces with equal scores, which no tokenizer.json can say")
     template, ids = gguf_chat_template(path, metadata), vocabulary.special_ids()
-    config: dict[str, Any] = dict(vocabulary.texts())
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **vocabulary.texts()}
     if template is not None:
         config["chat_template"] = [{"name": name, "template": text} for name, text in template.sources.items()]
     named = {"bos_token_id": ids.bos, "eos_token_id": list(ids.eos), "pad_token_id": ids.pad}

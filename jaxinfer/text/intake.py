@@ -155,7 +155,9 @@ class Intake:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.eos_ids) if self.tokenizer is not None else frozenset()
+        """Ids that end a generation, but for those of tokens that the model does not know."""
+        ids = () if self.tokenizer is None else self.tokenizer.eos_ids
+        return frozenset(token_id for token_id in ids if token_id < self.vocab_size)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word as it is spelt inside a text and, where that differs, at the beginning of one."""

@@ -46,21 +46,21 @@ def _state(part: Any) -> dict[str, Any] | None:
     return None if part is None else json.loads(part.__getstate__())
 
 
-def _flat(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """The parts of a sequence, in order."""
+def flattened(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
+    """The parts of a sequence of the tokenizers library, in order."""
     if part is None:
         return
     if part["type"] != "Sequence":
         yield part
         return
     for inner in part[name]:
-        yield from _flat(inner, name)
+        yield from flattened(inner, name)
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
     """The factor by which a text can become shorter; None: any."""
     factor = 1
-    for part in _flat(normalizer, "normalizers"):
+    for part in flattened(normalizer, "normalizers"):
         match part:
             case {"type": "Prepend" | "ByteLevel"}:
                 pass
@@ -77,13 +77,16 @@ def _keeps(pre_tokenizer: dict[str, Any] | None) -> bool:
     """Whether all of a text is in the words that it is split into."""
     return all(
         part["type"] in _SPLITTING or (part["type"] in ("Split", "Punctuation") and part["behavior"] != "Removed")
-        for part in _flat(pre_tokenizer, "pretokenizers")
+        for part in flattened(pre_tokenizer, "pretokenizers")
     )
 
 
 def _has_byte_level(library: Library) -> bool:
     """Whether each byte of a text is one character of a token."""
-    parts = (*_flat(_state(library.normalizer), "normalizers"), *_flat(_state(library.pre_tokenizer), "pretokenizers"))
+    parts = (
+        *flattened(_state(library.normalizer), "normalizers"),
+        *flattened(_state(library.pre_tokenizer), "pretokenizers"),
+    )
     return any(part["type"] == "ByteLevel" for part in parts)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.gguf import GgufError, Header, Metadata
-from jaxinfer.text.chat_template import ChatTemplate, TemplateError
+from jaxinfer.text.chat_template import ChatTemplate, TemplateError, given_source
 from jaxinfer.text.files import read_object
 from jaxinfer.text.gguf import gguf_chat_template, gguf_text_files, gguf_tokenizer
 from jaxinfer.text.pieces import TokenizerError
@@ -34,18 +34,34 @@ def find_tokenizer(path: Path) -> Tokenizer | None:
     return None if absent else load_tokenizer(path)
 
 
-def load_template(path: Path) -> ChatTemplate | None:
+def load_template(path: Path, given: str | None = None) -> ChatTemplate | None:
     """See `ChatTemplate.load` for a folder, `gguf_chat_template` for a file.
+
+    Args:
+        given: a template in place of the model's own, see `given_source`.
 
     Raises:
         TemplateError: a file cannot be read, or its template is not valid.
     """
+    source = None if given is None else given_template(given).sources
     if not path.is_file():
-        return ChatTemplate.load(path)
+        return ChatTemplate.load(path, source)
     try:
-        return gguf_chat_template(path, _metadata(path, TemplateError))
+        return gguf_chat_template(path, _metadata(path, TemplateError), source)
     except TokenizerError as cause:
         raise TemplateError(str(cause)) from cause
+
+
+def given_template(given: str) -> ChatTemplate:
+    """The template that a user gives in place of a model's own, without special tokens; see `given_source`.
+
+    Raises:
+        TemplateError: there is no such file, or it is no template; the message begins with the setting's name.
+    """
+    try:
+        return ChatTemplate(given_source(given))
+    except TemplateError as cause:
+        raise TemplateError(f"chat_template: {cause}") from cause
 
 
 def load_response_template(path: Path) -> Any:

@@ -10,11 +10,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.text.files import added_token_entries, read_bytes, read_object
+from jaxinfer.text.classes import declared_tokens, prefix_scheme, tokenizer_class
+from jaxinfer.text.declared import Declared
+from jaxinfer.text.files import read_bytes
 from jaxinfer.text.pieces import DecodeRule, TokenizerError, byte_of
 
 MAX_MODEL_BYTES = 64 << 20
 _SPACE = "\u2581"
+_NO_PREFIX = bytes([0x1A, 2, 0x18, 0])
+"""``normalizer_spec { add_dummy_prefix: false }`` of sentencepiece's ModelProto."""
 
 
 class SentencePieceBackend:
@@ -27,9 +31,13 @@ class SentencePieceBackend:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._model = _load(folder / "tokenizer.model")
-        added, special = _added_tokens(folder)
-        self._added = {content: token_id for content, token_id in added.items() if self._unknown(content)}
+        kind = tokenizer_class(folder, TokenizerError)
+        scheme = "always" if kind is None or kind.prefix is None else prefix_scheme(folder, kind, TokenizerError)
+        self._model = _load(folder / "tokenizer.model", b"" if scheme == "always" else _NO_PREFIX)
+        self._begins_with_space = scheme == "first"
+        declared = declared_tokens(folder, kind, TokenizerError)
+        self.texts = self._own_texts() | declared.texts
+        self._added, special = self._ids_of(declared)
         self._text_of_added = {token_id: content for content, token_id in self._added.items()}
         special |= {piece for piece in self._pieces() if self._is_special(self._model.piece_to_id(piece))}
         self._ids_in_text = {content: self._id(content) for content in {*special, *self._added} if content}
@@ -38,7 +46,7 @@ class SentencePieceBackend:
         longest_first = sorted(self._ids_in_text, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else r"(?!)()")
         self.most_bytes: int | None = None  # its own normalisation may shorten a text without bound
-        prefixed = self._model.normalize("a").startswith(_SPACE)
+        prefixed = scheme == "first" or self._model.normalize("a").startswith(_SPACE)
         self.rule = DecodeRule(_piece, "surrogateescape", " " if prefixed else "")
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -46,7 +54,8 @@ class SentencePieceBackend:
         ids: list[int] = []
         for rank, part in enumerate(self._split.split(text)):
             if part:
-                ids.extend([self._ids_in_text[part]] if rank % 2 else self._model.encode(part))
+                begins = self._begins_with_space and not ids
+                ids.extend([self._ids_in_text[part]] if rank % 2 else self._model.encode(" " * begins + part))
         return ids
 
     def forget(self) -> None:
@@ -63,12 +72,23 @@ class SentencePieceBackend:
             return self._added[token]
         return None if self._unknown(token) else self._model.piece_to_id(token)
 
-    @property
-    def own_texts(self) -> dict[str, str]:
+    def _own_texts(self) -> dict[str, str]:
         """The pieces that the model itself names as special, under the names of tokenizer_config.json."""
         model = self._model
         ids = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
         return {name: model.id_to_piece(token_id) for name, token_id in ids.items() if token_id >= 0}
+
+    def _ids_of(self, declared: Declared) -> tuple[dict[str, int], set[str]]:
+        """Ids by text of the tokens that files add to the model, and the texts of those that are special.
+
+        A token has the id that a file gives it, else the next one.
+        """
+        ids = {token.content: token_id for token_id, token in declared.listed.items() if self._unknown(token.content)}
+        tokens = declared.merged({})
+        for content in tokens:
+            if content not in ids and self._unknown(content):
+                ids[content] = max([self._model.get_piece_size(), *(token_id + 1 for token_id in ids.values())])
+        return ids, {content for content, token in tokens.items() if token.special}
 
     def _id(self, content: str) -> int:
         return self._added[content] if content in self._added else self._model.piece_to_id(content)
@@ -84,8 +104,9 @@ class SentencePieceBackend:
         return self._model.is_control(token_id) or self._model.is_unknown(token_id)
 
 
-def _load(path: Path) -> Any:
-    data = read_bytes(path, MAX_MODEL_BYTES, TokenizerError)
+def _load(path: Path, changes: bytes) -> Any:
+    """The model with changed fields: one message behind another is their union, in which the later fields count."""
+    data = read_bytes(path, MAX_MODEL_BYTES, TokenizerError) + changes
     try:
         import sentencepiece
     except ImportError as cause:
@@ -94,17 +115,6 @@ def _load(path: Path) -> Any:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as cause:
         raise TokenizerError(f"{path} is not a sentencepiece model: {cause}") from cause
-
-
-def _added_tokens(folder: Path) -> tuple[dict[str, int], set[str]]:
-    """Ids by text of the tokens that the folder adds to the model, and the texts of those that are special."""
-    added = read_object(folder / "added_tokens.json", TokenizerError)
-    entries = added_token_entries(folder, TokenizerError)
-    added |= {token["content"]: token_id for token_id, token in entries.items()}
-    special = {token["content"] for token in entries.values() if token.get("special")}
-    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in added.values()):
-        raise TokenizerError(f"{folder / 'added_tokens.json'} must map texts to token ids")
-    return added, special
 
 
 def _piece(token: str, first: bool) -> bytes:

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from jaxinfer.text.files import added_token_entries, read_bytes, read_object
+from jaxinfer.text.declared import read_declared, special
+from jaxinfer.text.files import read_bytes, read_object
 from jaxinfer.text.pieces import TokenizerError
 
 FILE = "tiktoken.model"
@@ -135,12 +136,12 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[str, str]]:
 
 def _add_special(library: Library, folder: Path, reserved: int) -> None:
     """Add the tokens behind the ranks: as tokenizer_config.json names them, or by their numbers."""
-    entries, first = added_token_entries(folder, TokenizerError), library.get_vocab_size()
-    texts = [
-        entries.get(index, {}).get("content", f"<|reserved_token_{index}|>") for index in range(first, first + reserved)
-    ]
-    library.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts])
-    for index, text in enumerate(texts, first):
+    listed, first = read_declared(folder, TokenizerError).listed, library.get_vocab_size()
+    tokens = {
+        index: listed.get(index) or special(f"<|reserved_token_{index}|>") for index in range(first, first + reserved)
+    }
+    library.add_tokens([*tokens.values()])
+    for index, text in ((index, token.content) for index, token in tokens.items()):
         if library.token_to_id(text) != index:
             raise TokenizerError(
                 f"added_tokens_decoder in {folder} has {text[:80]!r} as {index}, which is another token, too"

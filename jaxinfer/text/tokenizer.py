@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import operator
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,23 +16,37 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE, Unigram
 
 from jaxinfer.text import tiktoken
-from jaxinfer.text.files import added_token_entries, read_object, read_text, special_token_texts
-from jaxinfer.text.lengths import longest
+from jaxinfer.text.classes import (
+    MAX_TOKENIZER_BYTES,
+    apply_class,
+    config_flag,
+    declared_tokens,
+    prefix_scheme,
+    tokenizer_class,
+)
+from jaxinfer.text.declared import FLAGS, Declared
+from jaxinfer.text.files import read_object, read_text
+from jaxinfer.text.lengths import flattened, longest
 from jaxinfer.text.pieces import DecodeRule, TextStream, TokenizerError, library_rule
 from jaxinfer.text.spm import SentencePieceBackend
 
-MAX_TOKENIZER_BYTES = 256 << 20
-"""Largest tokenizer.json that is read; the largest in the wild are about 35 MiB."""
+MAX_IDS = 1 << 22
+"""Ids are below this one; the largest vocabularies in the wild have 262,144 tokens."""
 
 _AT_ONCE = 4096  # ids
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_MOST_SAID = 400  # characters of what the library says
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """The vocabulary of a tokenizers-library file or a sentencepiece model."""
+    """The vocabulary of a tokenizers-library file or a sentencepiece model.
+
+    Attributes:
+        texts: special tokens by name (``bos_token`` ...).
+    """
 
     special_ids: frozenset[int]
+    texts: dict[str, str]
     vocab_size: int
     rule: DecodeRule
     most_bytes: int | None
@@ -67,8 +84,9 @@ class Tokenizer:
         rule: how tokens become text.
         vocab_size: one more than the largest id, added tokens included.
         special_ids: ids that ``skip_special_tokens`` leaves out of a text.
+        texts: special tokens by the name that the folder gives them (``bos_token`` ...).
         bos_id: the begin-of-sequence id, if the folder names one.
-        eos_ids: ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's.
+        eos_ids: ids that end a generation: generation_config.json's, else config.json's, and the tokenizer's.
         pad_id: the padding id, if the folder names one.
         most_bytes: of a text, in UTF-8, that one token can stand for: so many tokens at least has a text (None: any
             number, since what it changes before it looks for tokens may leave nothing of a text).
@@ -78,7 +96,7 @@ class Tokenizer:
         ids = SpecialIds() if ids is None else ids
         self.rule = backend.rule
         self.vocab_size = backend.vocab_size
-        self.special_ids = backend.special_ids
+        self.special_ids, self.texts = backend.special_ids, backend.texts
         self.bos_id, self.eos_ids, self.pad_id = ids.bos, ids.eos, ids.pad
         self.most_bytes = backend.most_bytes
         self._backend = backend
@@ -93,24 +111,19 @@ class Tokenizer:
         """Read the first of `TOKENIZER_FILES`, and what the folder's configurations say about special tokens.
 
         Truncation and padding stored in tokenizer.json are switched off. A BOS is added where the post-processor of
-        tokenizer.json adds it; without a post-processor where tokenizer_config.json's ``add_bos_token`` asks for it
-        (a tokenizer.model: unless it is false).
+        tokenizer.json adds it; without a tokenizer.json where tokenizer_config.json's ``add_bos_token`` asks for it (a
+        tokenizer.model: unless it is false).
 
         Raises:
             TokenizerError: no tokenizer in the folder, or a file that cannot be read or understood.
         """
-        texts = special_token_texts(folder, TokenizerError)
-        config = read_object(folder / "tokenizer_config.json", TokenizerError)
         kind = next((name for name in TOKENIZER_FILES if (folder / name).exists()), None)
-        if kind == "tokenizer.model":
-            model = SentencePieceBackend(folder)
-            prepend_bos = config.get("add_bos_token") is not False
-            return cls(model, _special_ids(folder, model, model.own_texts | texts), prepend_bos)
-        if kind is not None:
-            library = LibraryBackend.load(folder, texts.values())
-            prepend_bos = config.get("add_bos_token") is True and not library.post_processes
-            return cls(library, _special_ids(folder, library, texts), prepend_bos)
-        raise TokenizerError(f"{folder} has none of {', '.join(TOKENIZER_FILES)}")
+        if kind is None:
+            raise TokenizerError(f"{folder} has none of {', '.join(TOKENIZER_FILES)}")
+        backend = SentencePieceBackend(folder) if kind == "tokenizer.model" else LibraryBackend.load(folder)
+        adds_bos = config_flag(folder, "add_bos_token", TokenizerError)
+        prepend_bos = adds_bos is not False if kind == "tokenizer.model" else adds_bos is True and kind == tiktoken.FILE
+        return cls(backend, _special_ids(folder, backend), prepend_bos)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` with the BOS (and what else) the folder asks for.
@@ -200,37 +213,43 @@ class LibraryBackend:
 
     Args:
         library: loaded, with truncation and padding off. Its added tokens are changed.
-        entries: added tokens as tokenizer_config.json describes them; they count more than the file's own.
-        named: texts of tokens that are special (``bos_token`` ...), whatever the file says of them.
+        declared: tokens that the files beside it name; they count more than its own.
 
     Special tokens are found in a text as it stands, before normalisation: templates write them out, and a file that
     asks otherwise would find only the one at the beginning.
 
     Raises:
-        TokenizerError: its decoder is of a kind that is not supported.
+        TokenizerError: its decoder is of a kind that is not supported, or an id is beyond `MAX_IDS`.
     """
 
-    def __init__(
-        self, library: Library, entries: Mapping[int, Mapping[str, Any]] | None = None, named: Iterable[str] = ()
-    ) -> None:
-        _redefine_added_tokens(library, entries or {}, named)
+    def __init__(self, library: Library, declared: Declared | None = None) -> None:
+        declared = Declared() if declared is None else declared
+        _declare(library, declared)
         added = library.get_added_tokens_decoder()
         self._library = library
         # The library's own answer for an added token is, in some versions, its normalised text.
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max([library.get_vocab_size(), *(token_id + 1 for token_id in added)])
+        self.vocab_size = _vocab_size(library)
+        self.texts = declared.texts
         self.rule = library_rule(library)
-        self.post_processes = library.post_processor is not None
         self.most_bytes = longest(library)
 
     @classmethod
-    def load(cls, folder: Path, named: Iterable[str] = ()) -> LibraryBackend:
+    def load(cls, folder: Path) -> LibraryBackend:
         """Read ``folder/tokenizer.json``, without the truncation and the padding that it may store, else the folder's
         tiktoken.model."""
         path = folder / "tokenizer.json"
         library = _read_library(path) if path.exists() else tiktoken.tiktoken_library(folder)
-        return cls(library, added_token_entries(folder, TokenizerError), named)
+        kind = tokenizer_class(folder, TokenizerError)
+        declared = declared_tokens(folder, kind, TokenizerError)
+        if kind is not None:
+            apply_class(library, kind, prefix_scheme(folder, kind, TokenizerError), declared.texts.get("bos_token"))
+        library.encode_special_tokens = config_flag(folder, "split_special_tokens", TokenizerError) is True
+        try:
+            return cls(library, declared)
+        except TokenizerError as cause:
+            raise TokenizerError(f"{path}: {cause}") from cause
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -254,57 +273,73 @@ class LibraryBackend:
         return self._library.token_to_id(token)
 
 
+def _vocab_size(library: Library) -> int:
+    """One more than the largest id: there may be gaps."""
+    token, largest = max(library.get_vocab().items(), key=operator.itemgetter(1), default=("", -1))
+    if largest >= MAX_IDS:
+        raise TokenizerError(f"the vocabulary has {token[:80]!r} as token {largest}: ids below {MAX_IDS} are read")
+    return largest + 1
+
+
 def _read_library(path: Path) -> Library:
     text = read_text(path, MAX_TOKENIZER_BYTES, TokenizerError)
     try:
         library = Library.from_str(text)
     except Exception as cause:  # the library raises Exception itself, nothing narrower
-        raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {cause}") from cause
+        said = repr(str(cause)[:_MOST_SAID])[1:-1]  # parts of the file, whatever is in them
+        raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {said}") from cause
     library.no_truncation()
     library.no_padding()
+    _require_sound(library, path)
     return library
 
 
-def _redefine_added_tokens(library: Library, entries: Mapping[int, Mapping[str, Any]], named: Iterable[str]) -> None:
-    """Applies what the folder's configuration says of tokens that the library knows; it makes no new ids."""
-    flags = {token.content: _flags(token) for token in library.get_added_tokens_decoder().values()}
-    before = {content: dict(state) for content, state in flags.items()}
-    for token_id, entry in entries.items():
-        if library.token_to_id(entry["content"]) == token_id:
-            flags[entry["content"]] = {flag: bool(entry.get(flag)) for flag in _FLAGS}
-    for content in named:
-        if library.token_to_id(content) is not None:
-            flags.setdefault(content, dict.fromkeys(_FLAGS, False))["special"] = True
-    for state in flags.values():
-        state["normalized"] = state["normalized"] and not state["special"]
-    changed = [AddedToken(content, **state) for content, state in flags.items() if before.get(content) != state]
-    library.add_tokens(changed)
+def _require_sound(library: Library, path: Path) -> None:
+    """Refuses what the library reads, and panics on later.
+
+    Raises:
+        TokenizerError: the post-processor adds a token that it does not describe.
+    """
+    processor = library.post_processor
+    for part in flattened(json.loads(processor.__getstate__()), "processors") if processor is not None else ():
+        used = {item["SpecialToken"]["id"] for item in part.get("single", ()) if "SpecialToken" in item}
+        if missing := used - part.get("special_tokens", {}).keys():
+            raise TokenizerError(f"{path} has a post_processor without the special token {min(missing)[:80]!r}")
 
 
-def _flags(token: AddedToken) -> dict[str, bool]:
-    return {flag: bool(getattr(token, flag)) for flag in _FLAGS}
+def _declare(library: Library, declared: Declared) -> None:
+    """Adds the tokens that the vocabulary lacks, and changes those that the files describe otherwise."""
+    own = dict(sorted(library.get_added_tokens_decoder().items()))
+    before = {token.content: _flags(token) for token in own.values()}
+    tokens = declared.merged(own).values()
+    library.add_tokens([token for token in tokens if before.get(token.content) != _flags(token)])
 
 
-def _special_ids(folder: Path, backend: Backend, texts: dict[str, str]) -> SpecialIds:
-    """Ids by the tokenizer's files first for BOS and padding, by the model's files first for EOS."""
-    named = {name: backend.token_to_id(text) for name, text in texts.items()}
-    configured = [read_object(folder / file, TokenizerError) for file in ("generation_config.json", "config.json")]
+def _flags(token: AddedToken) -> list[bool]:
+    return [getattr(token, flag) for flag in FLAGS]
 
-    def ids(name: str) -> list[tuple[int, ...]]:
-        return [_ids(config.get(f"{name}_token_id"), f"{name}_token_id in {folder}") for config in configured]
+
+def _special_ids(folder: Path, backend: Backend) -> SpecialIds:
+    """Ids by the tokenizer's files first for BOS and padding, by the model's and the tokenizer's for EOS."""
+    named = {name: backend.token_to_id(text) for name, text in backend.texts.items()}
+    listed: dict[str, tuple[int, ...]] = {}
+    for file in ("generation_config.json", "config.json"):
+        config = read_object(folder / file, TokenizerError)
+        for field in ("bos_token", "eos_token", "pad_token"):
+            found = _ids(config.get(f"{field}_id"), f"{field}_id in {folder / file}")
+            listed[field] = listed.get(field) or found
 
     def tokenizer_first(name: str) -> int | None:
-        token_id = named.get(f"{name}_token")
-        return token_id if token_id is not None else next((found[0] for found in ids(name) if found), None)
+        return named[name] if named.get(name) is not None else next(iter(listed[name]), None)
 
     eos = named.get("eos_token")
-    eos_ids = next((found for found in ids("eos") if found), () if eos is None else (eos,))
-    return SpecialIds(tokenizer_first("bos"), eos_ids, tokenizer_first("pad"))
+    eos_ids = dict.fromkeys([*listed["eos_token"], *([] if eos is None else [eos])])
+    return SpecialIds(tokenizer_first("bos_token"), tuple(eos_ids), tokenizer_first("pad_token"))
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
     """An id or a list of ids; negative ones are a way of writing that there is none."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in listed):
-        raise TokenizerError(f"{name} must be a token id or a list of token ids, not {value!r}")
+        raise TokenizerError(f"{name} must be a token id or a list of token ids, not {reprlib.repr(value)}")
     return tuple(dict.fromkeys(token_id for token_id in listed if token_id >= 0))

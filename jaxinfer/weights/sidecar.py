@@ -6,6 +6,7 @@ import pathlib
 import shutil
 
 from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED
+from jaxinfer.weights.source import TEMPLATES
 
 # The latter are what whoever passes weights on must pass on with them.
 _COMPANIONS = (".json", ".jinja", ".model", ".txt")
@@ -14,6 +15,8 @@ _LEGAL = ("LICENSE", "NOTICE", "USE_POLICY")
 
 def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
     """Copies what a model's folder holds beside its weights and config.json."""
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COMPANIONS and not path.name.endswith(".index.json"):
             if path.name not in ("config.json", MANIFEST, UNFINISHED):

@@ -14,6 +14,8 @@ from jaxinfer.weights.native.manifest import MANIFEST, PARAMS
 
 # No pickles, nothing in subfolders, and not Mistral's second copy of the weights in its own format.
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "tiktoken.model", "*.jinja"]
+TEMPLATES = "additional_chat_templates"
+"""Folder of the templates beside chat_template.jinja."""
 _PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl"]
 _UNWANTED = ["*/*", "consolidated*.safetensors", *_PICKLES]
 
@@ -49,11 +51,9 @@ def _download(model: str) -> pathlib.Path:
         folder = pathlib.Path(
             huggingface_hub.snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
         )
-        if (folder / MANIFEST).exists():
-            # A snapshot's folder has the commit's name: the arrays are those of this manifest, whatever came since.
-            huggingface_hub.snapshot_download(
-                model, revision=folder.name, allow_patterns=[f"{PARAMS}/*"], ignore_patterns=_PICKLES
-            )
+        wanted = [f"{TEMPLATES}/*.jinja", *([f"{PARAMS}/*"] if (folder / MANIFEST).exists() else [])]
+        # A snapshot's folder has the commit's name: the arrays are those of this manifest, whatever came since.
+        huggingface_hub.snapshot_download(model, revision=folder.name, allow_patterns=wanted, ignore_patterns=_PICKLES)
     except _FAILURES as error:
         raise CheckpointError(
             f"there is no folder {quoted(model)}, and it could not be fetched from the Hugging Face hub "

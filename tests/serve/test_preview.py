@@ -32,6 +32,13 @@ def test_a_context_that_the_model_has_not(folder: str) -> None:
     assert refusal(folder, max_model_len=65) == ("engine.max_model_len = 65 is beyond the model's context of 64 tokens")
 
 
+@pytest.mark.parametrize("given", ["absent.jinja", "{% if %}"])
+def test_a_chat_template_that_is_none(folder: str, given: str) -> None:
+    with pytest.raises(ServeConfigError, match=r"^chat_template: "):
+        refuse_early(ServeConfig(model=folder, chat_template=given))
+    refuse_early(ServeConfig(model=folder, chat_template="{{ messages[0].content }}"))
+
+
 def test_a_draft_model_that_nobody_has(folder: str) -> None:
     missing = "engine.speculative = draft_model needs speculative_model: a folder or a hub id"
     assert refusal("demo", **DRAFTS) is None

@@ -77,6 +77,28 @@ def test_a_model_without_a_template_is_one_sentence_before_it_is_loaded(capsys, 
     assert "has no chat template: jaxinfer generate continues texts" in capsys.readouterr().err
 
 
+def test_a_template_that_is_given_renders_the_conversation(capsys, tmp_path, monkeypatch):
+    (tmp_path / "refusing.jinja").write_text("{{ raise_exception('refused by ' ~ bos_token) }}")
+    for given, said in (
+        (str(tmp_path / "refusing.jinja"), "refused by <|bos|>"),
+        (str(tmp_path / "absent.jinja"), "error: chat_template: cannot read"),
+        ("{% if %}", "error: chat_template: the chat template default is not valid"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Speak!\n"))
+        assert main([*CHAT, "--max-tokens", "4", "--chat-template", given]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["generate", "demo", "--prompt", "x", "--chat-template", "{{ messages }}"]) == 2
+
+
+def test_a_template_of_a_models_own_is_not_used_where_another_is_given(capsys):
+    text, model = "{{ bos_token }}{{ messages[0].content }}", load_model("demo-draft", show_progress=False)
+    params, settings = SamplingParams(temperature=0.0, max_tokens=2), {"max_num_seqs": 1, "max_model_len": 64}
+    for given in ("demo-draft", model):
+        with LLM(given, chat_template=text, show_progress=False, **settings) as llm:
+            (output,) = llm.chat([{"role": "user", "content": "Thou art"}], params)
+            assert output.prompt_token_ids == [llm.tokenizer.bos_id, *llm.tokenizer.encode("Thou art", False)]
+
+
 def test_an_adapter_answers(tmp_path, capsys, monkeypatch):
     model = str(write_model(golden("llama-dora"), tmp_path / "base"))
     flags = ["generate", model, "--chat", "--temperature", "0", "--max-tokens", "6", "--ignore-eos"]

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from jaxinfer.text import ChatTemplate, TemplateError, chat_template
+from jaxinfer.text import ChatTemplate, TemplateError, chat_template, given_template, load_template
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -106,11 +106,70 @@ def test_named_templates(tmp_path: pathlib.Path) -> None:
     write(tmp_path, "tokenizer_config.json", {"chat_template": named})
     assert rendered(tmp_path) == "plain"
     assert rendered(tmp_path, tools=[]) == "tools"
+    write(tmp_path, "tokenizer_config.json", {"chat_template": {"default": "by name", "tool_use": "tools by name"}})
+    assert (rendered(tmp_path), rendered(tmp_path, tools=[{}])) == ("by name", "tools by name")
     write(tmp_path, "tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "only"}]})
     assert rendered(tmp_path) == "only"
     write(tmp_path, "tokenizer_config.json", {"chat_template": [{"name": n, "template": n} for n in ("rag", "x")]})
     with pytest.raises(TemplateError, match="no default chat template, only rag, x"):
         rendered(tmp_path)
+
+
+def test_templates_of_a_folder_of_their_own(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    write(tmp_path, "additional_chat_templates/tool_use.jinja", "{{ tools | length }} tools{{ eos_token }}")
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "config", "eos_token": "</s>"})
+    assert (rendered(tmp_path), rendered(tmp_path, tools=[{}])) == ("config", "1 tools</s>")
+    named = [{"name": "default", "template": "listed"}, {"name": "tool_use", "template": "not read"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": named})
+    assert (rendered(tmp_path), rendered(tmp_path, tools=[{}])) == ("listed", "1 tools")
+    write(tmp_path, "chat_template.jinja", "main")
+    assert (rendered(tmp_path), rendered(tmp_path, tools=[{}])) == ("main", "1 tools")
+    write(tmp_path, "additional_chat_templates/tool_use.jinja", "{% if %}")
+    with pytest.raises(TemplateError, match="the chat template tool_use is not valid"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_every_named_token_is_a_variable(tmp_path: pathlib.Path) -> None:
+    config = {"image_token": "<image>", "add_bos_token": True, "extra_special_tokens": {"audio_token": "<audio>"}}
+    names = ("bos_token", "image_token", "audio_token", "eot_token", "add_bos_token")
+    write(tmp_path, "chat_template.jinja", "|".join(f"{{{{ {name} }}}}" for name in names))
+    write(tmp_path, "tokenizer_config.json", config)
+    write(tmp_path, "special_tokens_map.json", {"eot_token": {"content": "<eot>"}})
+    assert rendered(tmp_path) == "|<image>|<audio>|<eot>|"
+    write(tmp_path, "tokenizer_config.json", {**config, "tokenizer_class": "LlamaTokenizer"})
+    assert rendered(tmp_path) == "<s>|<image>|<audio>|<eot>|"
+
+
+def test_a_template_that_is_given(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, "chat_template.jinja", "{% own is broken")
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
+    write(tmp_path, "other.jinja", "{{ bos_token }}of a file\\n")
+    for given, text in (
+        (str(tmp_path / "other.jinja"), "<s>of a file\\n"),
+        ("{{ bos_token }}é 🙂\\n{{ messages[0].content }}\\\\d", "<s>é 🙂\nHi\\\\d"),
+        ("{{ bos_token }}\nas it is\\n", "<s>\nas it is\\n"),
+    ):
+        template = load_template(tmp_path, given)
+        assert template is not None
+        assert template.render(USER) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("absent.jinja", "chat_template: cannot read absent.jinja"),
+        ("", "chat_template: cannot read"),
+        (".", "chat_template: cannot read"),
+        ("a\0b", "chat_template: cannot read"),
+        ("{% if %}", "chat_template: the chat template default is not valid"),
+        ("{" * 10_000, "chat_template: the chat template default is not valid"),
+    ],
+)
+def test_what_is_given_and_is_no_template(given: str, said: str) -> None:
+    with pytest.raises(TemplateError, match=said) as caught:
+        given_template(given)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +184,7 @@ def test_named_templates(tmp_path: pathlib.Path) -> None:
         ("chat_template.json", {"chat_template": 3}, "must be a string or a list of named templates"),
         ("chat_template.json", {"chat_template": []}, "must be a string or a list of named templates"),
         ("chat_template.json", {"chat_template": [{"name": "a"}]}, "must be a string or a list of named templates"),
+        ("chat_template.json", {"chat_template": {"default": 1}}, "must be a string or a list of named templates"),
         ("chat_template.json", {"chat_template": ["a"]}, "must be a string or a list of named templates"),
         ("chat_template.json", "{", "not valid JSON"),
     ],

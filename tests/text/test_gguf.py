@@ -2,12 +2,16 @@
 
 import json
 import pathlib
+import struct
 from typing import Any
 
 import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxinfer.text import TemplateError, Tokenizer, TokenizerError, load_template, load_tokenizer
-from jaxinfer.text.gguf import MAX_PIECE, gguf_chat_template, gguf_tokenizer
+from jaxinfer.text.gguf import MAX_PIECE, gguf_chat_template, gguf_text_files, gguf_tokenizer
 from jaxinfer.text.gguf_pre import PRE_TOKENIZERS
 from jaxinfer.weights.gguf.tensors import GgufFile
 from tests.text.build import CORPUS, byte_level, write_folder
@@ -157,9 +161,92 @@ def test_messages_of_harmony_do_not_end_a_turn() -> None:
     types = [*[NORMAL] * 8, *[CONTROL] * 3]
     harmony = [*PIECES[:-3], "<|return|>", "<|call|>", "<|end|>"]
     named = pieces(tokens=harmony, token_type=types, eos_token_id=8, eot_token_id=10)
-    assert gguf_tokenizer(PATH, named).eos_ids == (8, 9)
+    assert gguf_tokenizer(PATH, named).eos_ids == (8, 9, 2)
     other = pieces(tokens=[*PIECES[:-3], "<|return|>", "x", "<|end|>"], token_type=types, eos_token_id=8)
-    assert gguf_tokenizer(PATH, other).eos_ids == (8, 10)
+    assert gguf_tokenizer(PATH, other).eos_ids == (8, 10, 2)
+
+
+def ends(*texts: str, **changes: Any) -> list[str]:
+    """The ends of a file that has these tokens, of the type of usual pieces, and names none itself."""
+    metadata = pieces(**{"tokens": [*PIECES, *texts], "eos_token_id": None} | changes)
+    metadata["tokenizer.ggml.token_type"] += [NORMAL] * len(texts)
+    metadata["tokenizer.ggml.scores"] += [-9.0] * len(texts)
+    tokenizer = gguf_tokenizer(PATH, metadata)
+    assert tokenizer.special_ids >= set(tokenizer.eos_ids)
+    return [tokenizer.id_to_token(token_id) or "" for token_id in tokenizer.eos_ids]
+
+
+def test_ends_that_llama_cpp_knows_by_name() -> None:
+    """As `llama_vocab::impl::load` of llama.cpp lists them, whatever their type is."""
+    known = ["<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]"]
+    known += ["[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|end|>", "<|flush|>"]
+    for text in known:
+        assert sorted(ends(text)) == sorted(["</s>", text])
+    assert ends("<|user|>", "<bos>", "<|turn>", "<pad>") == ["</s>"]
+    assert "</s>" not in ends("<|tool_response>", "<eos>", "<turn|>")
+    assert "<|end|>" not in ends("<|calls|>", "<|flush|>", "<|end|>")
+
+
+def test_ends_that_fill_the_middle_names() -> None:
+    for texts in (("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"), ("<PAD>", "<REPO>"), ("[PAD]", "<reponame>")):
+        assert sorted(ends(*texts)) == sorted(["</s>", *texts])
+    assert ends("<|fim_pad|>", "<PAD>") == ["</s>", "<|fim_pad|>"]
+    assert ends("<|fim_pad|>", fim_pad_token_id=5, fim_rep_token_id=6, fim_sep_token_id=7) == ["a", "b", "ab", "</s>"]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Pieces with equal scores
+
+
+def proto(number: int, content: bytes | int | float) -> bytes:
+    """A field of a protobuf message."""
+    if isinstance(content, float):
+        return bytes([number << 3 | 5]) + struct.pack("<f", content)
+    kind, head = (2, len(content)) if isinstance(content, bytes) else (0, content)
+    key, made = number << 3 | kind, b""
+    for value in (key, head):
+        while value > 0x7F:
+            made, value = made + bytes([value & 0x7F | 0x80]), value >> 7
+        made += bytes([value])
+    return made + (content if isinstance(content, bytes) else b"")
+
+
+def sentencepiece_of(metadata: dict[str, Any]) -> sentencepiece.SentencePieceProcessor:
+    """The sentencepiece library's own model of the same pieces."""
+    columns = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    made = b"".join(
+        proto(1, proto(1, text.encode()) + proto(2, score) + proto(3, kind))
+        for text, score, kind in zip(*columns, strict=True)
+    )
+    trainer = proto(3, 2) + proto(35, 1)  # BPE with bytes for what no piece spells
+    normalizer = proto(1, b"identity") + proto(3, 1) + proto(4, 0) + proto(5, 1)
+    return sentencepiece.SentencePieceProcessor(model_proto=made + proto(2, trainer) + proto(3, normalizer))
+
+
+@given(st.lists(st.text("ab▁", min_size=2, max_size=4), unique=True, max_size=12), st.data())
+def test_of_equal_scores_the_leftmost_comes_first(joined: list[str], data: st.DataObject) -> None:
+    scores = data.draw(st.lists(st.sampled_from([-1.0, -2.0, -1e9]), min_size=len(joined), max_size=len(joined)))
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (3 + len(joined))]
+    listed = [*[0.0] * 259, -9.0, -9.0, -9.0, *scores]
+    metadata = pieces(tokens=[*special, "▁", "a", "b", *joined], token_type=types, scores=listed, add_bos_token=False)
+    ours, theirs = gguf_tokenizer(PATH, metadata), sentencepiece_of(metadata)
+    for text in data.draw(st.lists(st.text("ab é", min_size=1, max_size=16), min_size=3, max_size=6)):
+        assert ours.encode(text) == theirs.encode(text), text
+
+
+def test_runs_of_one_score_that_make_a_difference() -> None:
+    runs = {"tokens": [*PIECES[:-2], "aaa", "aaaa"], "add_bos_token": False, "add_space_prefix": False}
+    equal = pieces(**runs, token_type=[2, 3, 3, 6, *[1] * 7], scores=[0.0] * 4 + [-9.0] * 5 + [-1.0] * 2)
+    equal["tokenizer.ggml.scores"][7] = equal["tokenizer.ggml.scores"][9] = -1.0
+    tokenizer = gguf_tokenizer(PATH, {**equal, "tokenizer.ggml.tokens": [*PIECES[:7], "aa", "▁a", "aaa", "aaaa"]})
+    assert [tokenizer.id_to_token(token_id) for token_id in tokenizer.encode("aaaaa")] == ["aaaa", "a"]
+
+
+def test_equal_scores_are_no_tokenizer_json() -> None:
+    worse = [0.0, 0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -1.0, -1.0, -3.0, 0.0]
+    with pytest.raises(TokenizerError, match="has pieces with equal scores"):
+        gguf_text_files(PATH, pieces(scores=worse))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -319,3 +406,10 @@ def test_texts_that_are_none(tmp_path: pathlib.Path, key: str) -> None:
     if key.endswith("tokens"):
         with pytest.raises(TemplateError, match="is not UTF-8 text"):
             load_template(path)
+
+
+def test_a_template_that_is_given_knows_the_files_tokens(tmp_path: pathlib.Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", TINY, tiny_tensors())
+    template = load_template(path, "{{ bos_token }}{{ messages[0].content }}")
+    assert template is not None
+    assert template.render([{"role": "user", "content": "Hi"}]) == "<s>Hi"

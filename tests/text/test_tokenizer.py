@@ -129,24 +129,30 @@ def load(folder: pathlib.Path, library: Library | None = None, **configs: object
     return Tokenizer.load(write_folder(folder, library, **configs))
 
 
-def test_eos_of_the_generation_config_wins(tmp_path: pathlib.Path) -> None:
+def test_the_models_and_the_tokenizers_ends_end_a_generation(tmp_path: pathlib.Path) -> None:
     names = {"eos_token": "</s>", "bos_token": {"content": "<s>"}}
     assert load(tmp_path, byte_level()).eos_ids == ()
     assert load(tmp_path, tokenizer_config=names).eos_ids == (2,)
-    assert load(tmp_path, config={"eos_token_id": 7, "bos_token_id": 9}).eos_ids == (7,)
-    ours = load(tmp_path, generation_config={"eos_token_id": [5, 6, 5, -1], "pad_token_id": 4})
-    assert (ours.eos_ids, ours.bos_id, ours.pad_id) == ((5, 6), 1, 4)
+    assert load(tmp_path, config={"eos_token_id": 7, "bos_token_id": 9}).eos_ids == (7, 2)
+    ours = load(tmp_path, generation_config={"eos_token_id": [5, 2, 5, -1], "pad_token_id": 4})
+    assert (ours.eos_ids, ours.bos_id, ours.pad_id) == ((5, 2), 1, 4)
 
 
-def test_special_tokens_map_names_what_the_config_does_not(tmp_path: pathlib.Path) -> None:
-    ours = load(
-        tmp_path,
-        byte_level(),
-        tokenizer_config={"bos_token": "<s>", "eos_token": None},
-        special_tokens_map={"bos_token": "</s>", "eos_token": {"content": "</s>"}, "pad_token": "not there"},
-        config={"pad_token_id": -1},
-    )
-    assert (ours.bos_id, ours.eos_ids, ours.pad_id) == (1, (2,), None)
+def test_special_tokens_map_counts_more_than_the_config(tmp_path: pathlib.Path) -> None:
+    config = {"bos_token": "<s>", "eos_token": None}
+    tokens = {"bos_token": "</s>", "eos_token": {"content": "</s>"}, "pad_token": "new"}
+    files = {"tokenizer_config": config, "special_tokens_map": tokens, "config": {"pad_token_id": -1}}
+    ours = load(tmp_path, byte_level(), **files)
+    assert (ours.bos_id, ours.eos_ids, ours.pad_id) == (2, (2,), 331)
+    ours = load(tmp_path, tokenizer_config={**config, "added_tokens_decoder": {}})
+    assert (ours.bos_id, ours.eos_ids, ours.pad_id) == (1, (), None)
+
+
+def test_a_new_end_ends_a_generation(tmp_path: pathlib.Path) -> None:
+    ours = load(tmp_path, byte_level(), tokenizer_config={"eos_token": "<|im_end|>"}, config={"eos_token_id": 2})
+    assert ours.eos_ids == (2, 331)
+    assert ours.encode("<|im_end|>") == [331]
+    assert ours.decode([331]) == ""
 
 
 def test_a_named_token_is_special_even_if_the_file_does_not_say_so(tmp_path: pathlib.Path) -> None:
@@ -187,27 +193,19 @@ def test_tokenizer_config_redefines_added_tokens(tmp_path: pathlib.Path) -> None
     ours = load(tmp_path, byte_level(), tokenizer_config={"added_tokens_decoder": entries})
     x = ours.encode("x")
     assert ours.encode("</s>   x") == [2, *x]
-    assert ours.special_ids == {0, 1}
-    assert ours.token_to_id("new") is None
+    assert ours.special_ids == {0, 1, 2, 331}, "a special token stays one; a new one has the next id"
+    assert ours.token_to_id("new") == 331
 
 
-def test_bos_comes_from_the_post_processor_alone_if_there_is_one(tmp_path: pathlib.Path) -> None:
+def test_bos_comes_from_the_post_processor_alone(tmp_path: pathlib.Path) -> None:
     for flag in (True, False, None):
         config = {"bos_token": "<s>"} | ({} if flag is None else {"add_bos_token": flag})
         ours = load(tmp_path, byte_fallback(), tokenizer_config=config)
         assert ours.encode("he") == [1, *ours.encode("he", add_special_tokens=False)]
     library = byte_level()
-    library.post_processor = processors.ByteLevel()
-    assert load(tmp_path, library, tokenizer_config={"bos_token": "<s>", "add_bos_token": True}).encode("x")[0] != 1
-
-
-def test_bos_is_added_by_us_where_the_file_has_no_post_processor(tmp_path: pathlib.Path) -> None:
-    plain = load(tmp_path, byte_level()).encode("xy")
-    ours = load(tmp_path, tokenizer_config={"bos_token": "<s>", "add_bos_token": True})
-    assert ours.encode("xy") == [1, *plain]
-    assert ours.encode("xy", add_special_tokens=False) == plain
-    assert ours.encode("<s>xy") == [1, *plain], "never twice"
-    assert load(tmp_path, tokenizer_config={"add_bos_token": True}).encode("xy") == plain, "there is none to add"
+    for library.post_processor in (processors.ByteLevel(), None):
+        config = {"bos_token": "<s>", "add_bos_token": True}
+        assert load(tmp_path, library, tokenizer_config=config).encode("x")[0] != 1
 
 
 def test_the_published_model_names_two_ends(test_data: pathlib.Path) -> None:
@@ -255,8 +253,9 @@ def test_sentencepiece_model(model_file: pathlib.Path, tmp_path: pathlib.Path) -
 
 
 def test_sentencepiece_special_tokens_are_found_in_a_text(model_file: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    config = {"add_bos_token": False, "added_tokens_decoder": {"340": {"content": "<|end|>", "special": True}}}
-    folder = sentencepiece_folder(model_file, tmp_path, tokenizer_config=config, added_tokens={"<s>": 1, "<tool>": 341})
+    config = {"add_bos_token": False, "pad_token": "<|end|>"}
+    added = {"<s>": 1, "<|end|>": 340, "<tool>": 341}
+    folder = sentencepiece_folder(model_file, tmp_path, tokenizer_config=config, added_tokens=added)
     ours = Tokenizer.load(folder)
     the = ours.encode("the")
     assert ours.encode("<s>the<tool>the<|end|>") == [1, *the, 341, *the, 340]
@@ -264,6 +263,22 @@ def test_sentencepiece_special_tokens_are_found_in_a_text(model_file: pathlib.Pa
     assert [ours.id_to_token(i) for i in (1, 340, 341, 342)] == ["<s>", "<|end|>", "<tool>", None]
     assert [ours.token_to_id(t) for t in ("<s>", "<tool>", "nothing")] == [1, 341, None]
     assert ours.decode([1, *the, 341, *the, 340]) == "the<tool> the"
+
+
+@pytest.mark.parametrize(
+    ("config", "first", "second"),
+    [({"legacy": True}, True, True), ({}, True, False), ({"add_prefix_space": False}, False, False)],
+)
+def test_where_a_sentencepiece_model_has_a_space_in_front(
+    model_file: pathlib.Path, tmp_path: pathlib.Path, config: dict[str, object], first: bool, second: bool
+) -> None:
+    config = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "eos_token": "<new>", **config}
+    ours = Tokenizer.load(sentencepiece_folder(model_file, tmp_path, tokenizer_config=config))
+    ids = ours.encode("fox<s>fox<new>", add_special_tokens=False)
+    at = ids.index(1)
+    assert ids[-1] == 340
+    assert [ours.id_to_token(part[0])[:1] == "▁" for part in (ids, ids[at + 1 :])] == [first, second]
+    assert ours.decode(ids) == ("fox fox" if second else "foxfox")
 
 
 def test_sentencepiece_and_json_of_one_model_agree(test_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -290,8 +305,11 @@ def test_sentencepiece_and_json_of_one_model_agree(test_data: pathlib.Path, tmp_
         ({"tokenizer_config.json": "[1]"}, "must hold a JSON object"),
         ({"tokenizer_config.json": "{]"}, "not valid JSON"),
         ({"tokenizer_config.json": "[" * 100_000}, "not valid JSON"),
-        ({"tokenizer_config.json": '{"added_tokens_decoder": {"x": {"content": "y"}}}'}, "has a bad entry 'x'"),
-        ({"tokenizer_config.json": '{"added_tokens_decoder": [1]}'}, "has a bad entry"),
+        (
+            {"tokenizer_config.json": '{"added_tokens_decoder": {"x": {"content": "y"}}}'},
+            "entry 'x' of added_tokens_decoder in",
+        ),
+        ({"tokenizer_config.json": '{"added_tokens_decoder": [1]}'}, r"added_tokens_decoder in .* not \[1\]"),
         ({"generation_config.json": '{"eos_token_id": "two"}'}, "eos_token_id in .* must be a token id"),
         ({"config.json": '{"bos_token_id": true}'}, "bos_token_id in .* must be a token id"),
     ],

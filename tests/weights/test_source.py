@@ -46,15 +46,16 @@ def test_neither_folder_nor_hub_id(model: str) -> None:
 
 
 def test_a_hub_id_fetches_no_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    seen: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
 
     def fake(repo_id: str, **kwargs: Any) -> str:
-        seen.update(kwargs, repo_id=repo_id)
+        calls.append(kwargs | {"repo_id": repo_id})
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
     assert locate("org/name-1.5_b") == tmp_path
-    assert seen["repo_id"] == "org/name-1.5_b"
+    assert [call["repo_id"] for call in calls] == ["org/name-1.5_b"] * 2
+    assert (calls[0].get("revision"), calls[1]["revision"]) == (None, tmp_path.name)
     repo = [
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -67,13 +68,21 @@ def test_a_hub_id_fetches_no_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "optimizer.pt",
         "modeling_custom.py",
         "original/params.json",
+        "original/chat_template.jinja",
         "consolidated.safetensors",
         "model.gguf",
+        "additional_chat_templates/tool_use.jinja",
     ]
-    kept = huggingface_hub.utils.filter_repo_objects(
-        repo, allow_patterns=seen["allow_patterns"], ignore_patterns=seen["ignore_patterns"]
+    first, second = (
+        list(
+            huggingface_hub.utils.filter_repo_objects(
+                repo, allow_patterns=call["allow_patterns"], ignore_patterns=call["ignore_patterns"]
+            )
+        )
+        for call in calls
     )
-    assert list(kept) == repo[:6]
+    assert first == repo[:6]
+    assert second == ["additional_chat_templates/tool_use.jinja"]
 
 
 def test_of_a_converted_folder_the_arrays_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -24,6 +24,7 @@ class CoreSettings:
     served_model_name: str | None = None
     dtype: str = "auto"
     family: str = "auto"
+    chat_template: str | None = None
     log_format: str = "text"
     log_level: str = "info"
     profile_dir: str | None = None

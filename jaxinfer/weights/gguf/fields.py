@@ -50,9 +50,7 @@ def _rope(model: Described, head_dim: int) -> Json:
         return {**fields, **_longrope(model, rotated)}
     scaling = rope_scaling(model)
     if model.has("rope_freqs.weight"):
-        if scaling is not None:
-            raise CheckpointError(f"{model.path} has both rope_freqs.weight and a scaling of its rotary embedding")
-        scaling = _by_factors(model, fields["rope_theta"], rotated)
+        scaling = _by_factors(model, fields["rope_theta"], rotated, scaling)
     return fields if scaling is None else {**fields, "rope_scaling": scaling}
 
 
@@ -77,30 +75,53 @@ def rotated_share(model: Described) -> float:
 
 
 def rope_scaling(model: Described) -> Json | None:
-    kind = model.get("rope.scaling.type")
-    if kind is None and model.get("rope.scale_linear") is not None:
-        return {"rope_type": "linear", "factor": model.number("rope.scale_linear")}
-    if kind in (None, "none"):
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": model.number("rope.scaling.factor")}
+    """The scaling that the metadata describe, as llama.cpp reads it; None: there is none.
+
+    Without a type it is linear; of two keys of the factor the older one (``rope.scale_linear``) counts less; and
+    ``attn_factor`` multiplies cosines and sines whatever the type is.
+    """
+    kind = model.get("rope.scaling.type") or "linear"
+    if kind not in ("none", "linear", "yarn"):
+        raise model.bad("rope.scaling.type", kind)
+    factor, growth = _factor(model), _growth(model)
     if kind == "yarn":
-        return _yarn(model)
-    raise model.bad("rope.scaling.type", kind)
+        return _yarn(model, factor, growth)
+    factor = 1.0 if kind == "none" else factor
+    if growth != 1.0:
+        rotated = model.count("rope.dimension_count", _head_dim(model))
+        return _stretched(model, np.full(rotated // 2, factor), growth)
+    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
-def _yarn(model: Described) -> Json:
-    factor = model.number("rope.scaling.factor")
-    scaling: Json = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": model.count("rope.scaling.original_context_length"),
-    }
+def _factor(model: Described) -> float:
+    """By which positions are divided; 0 is written for none."""
+    key = "rope.scaling.factor" if model.get("rope.scaling.factor") is not None else "rope.scale_linear"
+    factor = model.number(key, 0.0)
+    if factor < 0.0:
+        raise model.bad(key, factor)
+    return factor or 1.0
+
+
+def _growth(model: Described) -> float:
+    """By which cosines and sines are multiplied."""
+    growth = model.number("rope.scaling.attn_factor", 1.0)
+    if growth <= 0.0:
+        raise model.bad("rope.scaling.attn_factor", growth)
+    return growth
+
+
+def _yarn(model: Described, factor: float, growth: float) -> Json:
+    original = model.count("rope.scaling.original_context_length", model.count("context_length"))
+    scaling: Json = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
         if model.get(f"rope.scaling.yarn_{name}") is not None:
             scaling[name] = model.number(f"rope.scaling.yarn_{name}")
-    if model.get("rope.scaling.yarn_attn_factor") is not None:
-        scaling["attention_factor"] = model.number("rope.scaling.yarn_attn_factor")
+    own = model.get("rope.scaling.yarn_attn_factor")
+    if growth != 1.0 and model.get("rope.scaling.yarn_log_multiplier") is not None:
+        raise model.bad("rope.scaling.attn_factor", growth)  # a factor of a factor that is another one
+    if own is not None or growth != 1.0:
+        usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
+        scaling["attention_factor"] = growth * model.number("rope.scaling.yarn_attn_factor", usual)
     return scaling
 
 
@@ -110,19 +131,31 @@ def _longrope(model: Described, rotated: int) -> Json:
     for name in ("short", "long"):
         scaling[f"{name}_factor"] = _as_decimals(_factors(model, f"rope_factors_{name}.weight", rotated))
     if model.get("rope.scaling.attn_factor") is not None:
-        scaling["attention_factor"] = model.number("rope.scaling.attn_factor")
-    original = model.count("rope.scaling.original_context_length")
+        scaling["attention_factor"] = _growth(model)
+    original = model.count("rope.scaling.original_context_length", model.count("context_length"))
     return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
-def _by_factors(model: Described, theta: float, rotated: int) -> Json:
-    """Factors for each frequency: as Llama 3's where they are its, so that they are computed from the same numbers."""
+def _by_factors(model: Described, theta: float, rotated: int, scaling: Json | None) -> Json:
+    """Factors for each frequency: as Llama 3's where they are its, so that they are computed from the same numbers.
+
+    A linear ``scaling`` divides frequencies once more.
+    """
     factors = _factors(model, "rope_freqs.weight", rotated)
-    scaling: Json = {"rope_type": "llama3", "factor": float(factors[-1]), **_LLAMA3}
-    if np.allclose(factors, _llama3_factors(scaling, theta, rotated), rtol=1e-5):
-        return scaling
-    listed = _as_decimals(factors)
-    fixed = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": model.count("context_length")}
+    if scaling is None:
+        made: Json = {"rope_type": "llama3", "factor": float(factors[-1]), **_LLAMA3}
+        if np.allclose(factors, _llama3_factors(made, theta, rotated), rtol=1e-5):
+            return made
+    elif scaling["rope_type"] == "yarn":
+        raise CheckpointError(f"{model.path} has both rope_freqs.weight and a yarn scaling of its rotary embedding")
+    factor = 1.0 if model.get("rope.scaling.type") == "none" else _factor(model)
+    return _stretched(model, factors * factor, _growth(model))
+
+
+def _stretched(model: Described, factors: np.ndarray, growth: float) -> Json:
+    """A divisor for each frequency, at every length, and by how much cosines and sines grow."""
+    listed, context = _as_decimals(factors), model.count("context_length")
+    fixed = {"factor": 1.0, "attention_factor": growth, "original_max_position_embeddings": context}
     return {"rope_type": "longrope", "short_factor": listed, "long_factor": listed, **fixed}
 
 

@@ -141,7 +141,6 @@ def test_gemma_by_its_layers(repo: pathlib.Path, tmp_path: pathlib.Path) -> None
     [
         ("llama-tiny-hub", ".block_count", "lacks the metadata llama.block_count"),
         ("llama-tiny-hub", ".head_count", "lacks the metadata llama.attention.head_count"),
-        ("llama-rope-yarn", "original_context_length", "lacks the metadata llama.rope.scaling.original_context_length"),
         ("mixtral-two-of-eight", ".expert_used_count", "lacks the metadata llama.expert_used_count"),
         ("gemma2-window", ".sliding_window", "lacks the metadata gemma2.attention.sliding_window"),
         ("deepseek_v3-groups", ".expert_group_count", "lacks the metadata deepseek2.expert_group_count"),

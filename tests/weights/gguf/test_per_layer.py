@@ -162,7 +162,7 @@ def test_what_no_product_reads_is_made_plain(tmp_path: pathlib.Path) -> None:
         ("gemma4_text-effective-hub", {"feed_forward_length": [40]}, "a list as gemma4.feed_forward_length"),
         ("gemma4_text-experts", {"attention.value_length": 16}, "'16' as gemma4.attention.value_length"),
         ("gemma4_text-experts", {"attention.value_length_swa": 32}, "'32' as gemma4.attention.value_length_swa"),
-        ("gemma4_text-experts", {"rope.scaling.type": "yarn"}, "lacks the metadata gemma4.rope.scaling.factor"),
+        ("gemma4_text-experts", {"rope.scaling.type": "yarn"}, "'yarn' as gemma4.rope.scaling.type"),
         ("gemma4_text-experts", _LINEAR, "'linear' as gemma4.rope.scaling.type"),
         ("gemma3n_text-hub", _LINEAR, "'linear' as gemma3n.rope.scaling.type"),
         ("gemma3n_text-hub", {"activation_sparsity_scale": 0.5}, "'0.5' as gemma3n.activation_sparsity_scale"),
