@@ -137,6 +137,19 @@ def spelling(names: Iterable[str]) -> Callable[[str], str]:
     return lambda name: name
 
 
+def names_of(module: str) -> tuple[str, ...]:
+    """What a module of a text model is called within it and within a wrapper of each spelling, its own name first.
+
+    Args:
+        module: its name in any of them, such as "model.layers.0.mlp.up_proj" or "language_model.lm_head".
+    """
+    own = f"{module}."
+    for spelled in _SPELLINGS:
+        own = _respelled(own, {other: name for name, other in spelled.items()})
+    spelt = (own, *(_respelled(own, spelled) for spelled in _SPELLINGS))
+    return tuple(dict.fromkeys((module, *(name.removesuffix(".") for name in spelt))))
+
+
 def _respelled(name: str, spelled: Mapping[str, str]) -> str:
     for begin, other in spelled.items():
         if name.startswith(begin):
