@@ -93,6 +93,9 @@ _SPELLINGS: tuple[Mapping[str, str], ...] = (
 )
 """How a wrapper may spell the names of the text model's tensors, if it does not leave them as they are."""
 
+INNER_SPELLINGS = tuple(tuple(spelled.items()) for spelled in _SPELLINGS)
+"""The same as pairs: the beginning of a name within the text model, and within a wrapper."""
+
 OTHERS = (
     *("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector"),
     *("audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"),
