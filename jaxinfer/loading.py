@@ -38,7 +38,9 @@ from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.text import TemplateError, TokenizerError, find_tokenizer, gguf_files, load_template
+from jaxinfer.text.intake import recommended_sampling
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
@@ -239,14 +241,23 @@ def load_model(
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as on_tensor:
         params = _load(files, model, on_tensor, check_finite, mesh)
-    generation = files.path / "generation_config.json"
     return model.replace(
         params=params,
         tokenizer=tokenizer,
         chat_template=template,
-        generation_config=read_json_object(generation) if generation.exists() else {},
+        generation_config=_generation_config(files.path / "generation_config.json"),
         origin=LoadedFrom(files.path, files.config_json),
     )
+
+
+def _generation_config(path: pathlib.Path) -> dict[str, Any]:
+    """The file's fields, empty where there is none; those that are served are checked."""
+    found = read_json_object(path) if path.exists() else {}
+    try:
+        recommended_sampling(found)
+    except RequestError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

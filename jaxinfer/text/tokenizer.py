@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -12,6 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE, Unigram
 
+from jaxinfer.json_values import whole
 from jaxinfer.text import tiktoken
 from jaxinfer.text.files import added_token_entries, read_object, read_text, special_token_texts
 from jaxinfer.text.lengths import longest
@@ -22,6 +24,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 """Largest tokenizer.json that is read; the largest in the wild are about 35 MiB."""
 
 _AT_ONCE = 4096  # ids
+_LARGEST_ID = 2**31 - 1
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -288,10 +291,12 @@ def _flags(token: AddedToken) -> dict[str, bool]:
 def _special_ids(folder: Path, backend: Backend, texts: dict[str, str]) -> SpecialIds:
     """Ids by the tokenizer's files first for BOS and padding, by the model's files first for EOS."""
     named = {name: backend.token_to_id(text) for name, text in texts.items()}
-    configured = [read_object(folder / file, TokenizerError) for file in ("generation_config.json", "config.json")]
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    configured = [(path, read_object(path, TokenizerError)) for path in files]
 
     def ids(name: str) -> list[tuple[int, ...]]:
-        return [_ids(config.get(f"{name}_token_id"), f"{name}_token_id in {folder}") for config in configured]
+        field = f"{name}_token_id"
+        return [_ids(config.get(field), f"{field} in {path}") for path, config in configured]
 
     def tokenizer_first(name: str) -> int | None:
         token_id = named.get(f"{name}_token")
@@ -305,6 +310,7 @@ def _special_ids(folder: Path, backend: Backend, texts: dict[str, str]) -> Speci
 def _ids(value: Any, name: str) -> tuple[int, ...]:
     """An id or a list of ids; negative ones are a way of writing that there is none."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token_id) is int for token_id in listed):
-        raise TokenizerError(f"{name} must be a token id or a list of token ids, not {value!r}")
-    return tuple(dict.fromkeys(token_id for token_id in listed if token_id >= 0))
+    found = [token_id for one in listed if (token_id := whole(one)) is not None and token_id <= _LARGEST_ID]
+    if len(found) < len(listed):
+        raise TokenizerError(f"{name} must be a token id or a list of token ids, not {reprlib.repr(value)}")
+    return tuple(dict.fromkeys(token_id for token_id in found if token_id >= 0))
