@@ -33,8 +33,8 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
     kind = _packing(config)
     if kind in _AWQ:
         return awq.weights(tensors, config)
-    bits, size = config.choice("bits", _BITS, 4), config.group_size("group_size", 128)
-    whole = gptq.Scheme(bits, size, config.flag("sym", True), first=kind in _GPTQ)
+    bits, symmetric = config.choice("bits", _BITS, 4), config.flag("sym", True)
+    whole = gptq.Scheme(bits, config.groups(), symmetric, first=kind in _GPTQ)
     return gptq.modules(tensors, config, whole, _BITS)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxinfer.quant.layouts import Grouped
-from jaxinfer.weights.formats.columns import columns_of
+from jaxinfer.weights.formats.columns import columns_of, size_of
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.overrides import Overrides
 from jaxinfer.weights.formats.packing import lowered, signed, transposed
@@ -34,22 +34,23 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
         raise config.refused("backend", ("those that read AutoAWQ's files",))
     config.choice("bits", (_BITS,), _BITS)
     config.flag("zero_point", True)  # without, each of them is stored as half of the range
-    overrides, size = Overrides(tensors, config), config.group_size("group_size", 128)
+    overrides, size = Overrides(tensors, config), config.groups()
 
-    def group_size(module: str) -> int:
+    def group_size(module: str) -> int | None:
         own = overrides.of(module)
         if own is None:
             return size
         own.choice("bits", (_BITS,), _BITS)
-        return own.group_size("group_size", size or -1)
+        return own.groups(size)
 
     modules = [name.removesuffix(_END) for name in tensors.ending(_END)]
     return {f"{module}.weight": _weight(tensors, module, group_size(module)) for module in modules}
 
 
-def _weight(tensors: RawTensors, module: str, size: int) -> StoredWeight:
+def _weight(tensors: RawTensors, module: str, size: int | None) -> StoredWeight:
     codes, zeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     inputs, words = tensors.take(codes, ("I32",), (None, None)).shape
+    size = size_of(tensors, scales, inputs, size)
     out, groups = words * _PACK, pieces(inputs, size or inputs)
     tensors.take(zeros, ("I32",), (groups, words))
     info = tensors.take(scales, FLOATS, (groups, out))

@@ -32,6 +32,20 @@ class Columns:
         return np.ascontiguousarray(stored[:, self.scale])
 
 
+def size_of(tensors: RawTensors, scales: str, inputs: int, size: int | None) -> int:
+    """Inputs that share a scale, 0 for all: as the configuration says, or as many as there are scales for.
+
+    Raises:
+        CheckpointError: it says nothing, and the scales are not of equal groups.
+    """
+    if size is not None:
+        return size
+    groups = (tensors.shape(scales) or (1,))[0]
+    if not groups or inputs % groups:
+        raise tensors.wrong(scales, f"is of {groups} groups of {inputs} inputs, and group_size is absent")
+    return inputs // groups
+
+
 def columns_of(tensors: RawTensors, inputs: int, size: int, index: str | None = None) -> Columns:
     """Groups of ``size`` inputs (0: of all).
 

@@ -81,6 +81,10 @@ class Fields:
             raise self.refused(name, ("true", "false"))
         return found
 
+    def groups(self, default: int | None = None) -> int | None:
+        """``group_size`` as `group_size` reads it; ``default`` where it is absent."""
+        return default if self.get("group_size") is None else self.group_size("group_size")
+
     def group_size(self, name: str, default: int | None = None) -> int:
         """Number of inputs that share a scale; 0 for all of them, which files write as -1."""
         value = self.get(name)

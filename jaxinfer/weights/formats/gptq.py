@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.quant.layouts import Grouped
-from jaxinfer.weights.formats.columns import columns_of
+from jaxinfer.weights.formats.columns import columns_of, size_of
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.overrides import Overrides, require_integers
 from jaxinfer.weights.formats.packing import by_rows, fields, lowered, signed, transposed
@@ -31,12 +31,12 @@ class Scheme(NamedTuple):
     """Storage of a module.
 
     Attributes:
-        size: inputs that share a scale; 0: all.
+        size: inputs that share a scale; 0: all; None: what the scales are of.
         first: zero points are those of version 1.
     """
 
     bits: int
-    size: int
+    size: int | None
     symmetric: bool
     first: bool
 
@@ -51,7 +51,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
     if config.flag("is_marlin_format", False):
         raise config.refused("is_marlin_format", ("false",))
     bits = config.choice("bits", _BITS)
-    whole = Scheme(bits, config.group_size("group_size", -1), config.flag("sym", False), first)
+    whole = Scheme(bits, config.groups(), config.flag("sym", False), first)
     return modules(tensors, config, whole, _BITS)
 
 
@@ -72,8 +72,8 @@ def modules(tensors: RawTensors, config: Fields, whole: Scheme, known: tuple[int
         own = overrides.of(module)
         if own is None:
             return whole
-        bits, size = own.choice("bits", known, whole.bits), own.group_size("group_size", whole.size or -1)
-        return Scheme(bits, size, own.flag("sym", whole.symmetric), whole.first)
+        bits, symmetric = own.choice("bits", known, whole.bits), own.flag("sym", whole.symmetric)
+        return Scheme(bits, own.groups(whole.size), symmetric, whole.first)
 
     names = [name.removesuffix(_END) for name in tensors.ending(_END)]
     return {f"{name}.weight": _weight(tensors, name, scheme(name)) for name in names}
@@ -86,10 +86,11 @@ def _weight(tensors: RawTensors, module: str, scheme: Scheme) -> StoredWeight:
     if words * _WORD % bits:
         raise tensors.wrong(codes, f"has {words} rows, which do not hold whole fields of {bits} bits")
     inputs = words * _WORD // bits
-    groups = pieces(inputs, scheme.size or inputs)
+    size = size_of(tensors, scales, inputs, scheme.size)
+    groups = pieces(inputs, size or inputs)
     info = tensors.take(scales, FLOATS, (groups, out))
     tensors.take(zeros, ("I32",), (groups, pieces(out * bits, _WORD)))
-    columns = columns_of(tensors, inputs, scheme.size, index if index in tensors else None)
+    columns = columns_of(tensors, inputs, size, index if index in tensors else None)
     layout = Grouped(
         codes="int8" if bits > 4 else "int4",
         group=columns.group,

@@ -117,6 +117,8 @@ def test_a_shorter_last_group(tmp_path: pathlib.Path, ordered: bool) -> None:
         (("checkpoint_format",), {"format": "GPTQ_V2"}),
         (("quant_method",), {"method": "GPTQ"}),
         (("sym",), {"sym": 0}),
+        (("group_size",), {}),
+        (("group_size",), {"group_size": None}),
     ],
 )
 def test_spellings(tmp_path: pathlib.Path, names: tuple[str, ...], said: Mapping[str, Any]) -> None:
@@ -202,6 +204,7 @@ NOT_A_NUMBER = np.full((3, OUT), np.nan, np.float16)
         ({"a.scales": np.ones((3, 31), np.float16)}, r"'a.scales' .* asks \[3, 32\]"),
         ({"a.scales": np.ones((2, OUT), np.float16)}, r"'a.scales' .* asks \[3, 32\]"),
         ({"a.scales": np.ones((3, OUT), np.int8)}, "is stored as I8"),
+        ({"a.scales": np.ones((0, OUT), np.float16)}, r"'a.scales' .* asks \[3, 32\]"),
         ({"a.scales": NOT_A_NUMBER}, "'a.scales' .* NaN or infinite"),
         ({"a.g_idx": np.zeros(95, np.int32)}, r"'a.g_idx' .* asks \[96\]"),
         ({"a.g_idx": wrong_index(0, 3)}, "'a.g_idx' .* names groups 0 to 3 where there are 0 to 2"),
