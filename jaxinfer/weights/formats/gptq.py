@@ -33,12 +33,14 @@ class Scheme(NamedTuple):
     Attributes:
         size: inputs that share a scale; 0: all; None: what the scales are of.
         first: zero points are those of version 1.
+        ordered: groups are not of neighbours, so that nothing but an index says which they are.
     """
 
     bits: int
     size: int | None
     symmetric: bool
     first: bool
+    ordered: bool = False
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
@@ -51,7 +53,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
     if config.flag("is_marlin_format", False):
         raise config.refused("is_marlin_format", ("false",))
     bits = config.choice("bits", _BITS)
-    whole = Scheme(bits, config.groups(), config.flag("sym", False), first)
+    whole = Scheme(bits, config.groups(), config.flag("sym", False), first, config.flag("desc_act", False))
     return modules(tensors, config, whole, _BITS)
 
 
@@ -73,7 +75,7 @@ def modules(tensors: RawTensors, config: Fields, whole: Scheme, known: tuple[int
         if own is None:
             return whole
         bits, symmetric = own.choice("bits", known, whole.bits), own.flag("sym", whole.symmetric)
-        return Scheme(bits, own.groups(whole.size), symmetric, whole.first)
+        return Scheme(bits, own.groups(whole.size), symmetric, whole.first, own.flag("desc_act", whole.ordered))
 
     names = [name.removesuffix(_END) for name in tensors.ending(_END)]
     return {f"{name}.weight": _weight(tensors, name, scheme(name)) for name in names}
@@ -90,7 +92,8 @@ def _weight(tensors: RawTensors, module: str, scheme: Scheme) -> StoredWeight:
     groups = pieces(inputs, size or inputs)
     info = tensors.take(scales, FLOATS, (groups, out))
     tensors.take(zeros, ("I32",), (groups, pieces(out * bits, _WORD)))
-    columns = columns_of(tensors, inputs, size, index if index in tensors else None)
+    indexed = index in tensors or (scheme.ordered and groups > 1)
+    columns = columns_of(tensors, inputs, size, index if indexed else None)
     layout = Grouped(
         codes="int8" if bits > 4 else "int4",
         group=columns.group,

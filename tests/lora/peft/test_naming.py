@@ -1,17 +1,22 @@
 """An adapter is one, whichever spelling of its model it was trained on: text model, wrapper, or without a head."""
 
+import json
 import logging
 import pathlib
 import re
+import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer import load_model
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft.naming import find_naming, is_of_others
 from tests.lora.goldens import GOLDENS, golden
+from tests.lora.goldens import read as read_lora
 from tests.lora.peft.test_read import changed, own_base, read
 
 Rename = Callable[[str], str]
@@ -118,3 +123,26 @@ def test_a_file_of_nothing_is_named_as_the_model_is():
     assert find_naming([], ["model.layers.0"]).prefixes == ()
     assert find_naming(["lm_head"], ["model.layers.0", "lm_head"]).own("lm_head") == "lm_head"
     assert golden("llama-qv").config["model_type"] == "llama"
+
+
+ON_A_WRAPPER: list[dict[str, Any]] = [
+    {"target_modules": "all-linear"},  # of the tower, too, which a text does not see
+    {"target_modules": r".*language_model.*\.(q_proj|down_proj)", "rank_pattern": {r"layers\.1\.mlp\.down_proj": 3}},
+    {"target_modules": ["o_proj"], "trainable_token_indices": [5, 9]},
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("lora", ON_A_WRAPPER)
+def test_peft_on_a_wrapper(
+    lora: dict[str, Any], oracle_python: pathlib.Path, repo: pathlib.Path, tmp_path: pathlib.Path
+):
+    tokens = [1, 2, 3, 4, 5, 9, 7, 8]
+    said = json.dumps({"r": 4, "lora_alpha": 8, **lora})
+    command = [oracle_python, "-m", "tools.oracle.wrapped_adapter", str(tmp_path), said, json.dumps(tokens)]
+    subprocess.run(command, cwd=repo, check=True)
+    model = load_model(str(tmp_path / "base"), dtype="float32", show_progress=False)
+    logits = model.with_lora(read_lora(tmp_path / "adapter", model))(jnp.asarray([tokens]))[0]
+    expected = np.load(tmp_path / "logits.npy")
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-5)
+    assert np.abs(np.asarray(model(jnp.asarray([tokens]))[0]) - expected).max() > 0.1

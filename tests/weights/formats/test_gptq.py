@@ -139,6 +139,17 @@ def test_an_index_of_zeros_is_of_neighbours(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(numbers(weight), expected)
 
 
+@pytest.mark.parametrize(
+    "said", [{"desc_act": True}, {"act_order": 1}, {"desc_act": False, "dynamic": {"a": {"desc_act": True}}}]
+)
+def test_another_order_needs_an_index(tmp_path: pathlib.Path, said: Mapping[str, Any]) -> None:
+    tensors, _ = made(4)
+    del tensors["a.g_idx"]
+    assert weights_of(tmp_path, tensors, config(4))[0]
+    with refused("lacks tensor 'a.g_idx'"):
+        weights_of(tmp_path, tensors, {**config(4), **said})
+
+
 def test_one_group_and_no_index(tmp_path: pathlib.Path) -> None:
     tensors, expected = made(4, size=96)
     del tensors["a.g_idx"]
