@@ -116,6 +116,9 @@ _SPELLINGS: tuple[Mapping[str, str], ...] = (
 )
 """How a wrapper may spell the names of the text model's tensors, if it does not leave them as they are."""
 
+INNER_SPELLINGS = tuple(tuple(spelled.items()) for spelled in _SPELLINGS)
+"""The same as pairs: the beginning of a name within the text model, and within a wrapper."""
+
 OTHERS = (
     *("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector"),
     *("audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"),
@@ -179,6 +182,19 @@ def spelling(names: Collection[str], wanted: Collection[str], prefix: str, wrapp
         return next((other for other in (most(name), *(each(name) for each in known)) if other in names), most(name))
 
     return spell
+
+
+def names_of(module: str) -> tuple[str, ...]:
+    """What a module of a text model is called within it and within a wrapper of each spelling, its own name first.
+
+    Args:
+        module: its name in any of them, such as "model.layers.0.mlp.up_proj" or "language_model.lm_head".
+    """
+    own = f"{module}."
+    for spelled in _SPELLINGS:
+        own = _respelled(own, {other: name for name, other in spelled.items()})
+    spelt = (own, *(_respelled(own, spelled) for spelled in _SPELLINGS))
+    return tuple(dict.fromkeys((module, *(name.removesuffix(".") for name in spelt))))
 
 
 def _respelled(name: str, spelled: Mapping[str, str]) -> str:

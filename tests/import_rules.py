@@ -20,6 +20,7 @@ STOREY = {
     "brief": -1,
     "sampling_params": -1,
     "helper_process": -1,
+    "json_values": -1,
     "pallas_kernels": 0,
     "types": 0,
     "names": 0,
@@ -86,7 +87,7 @@ STOREY_WITHIN = {
     "pallas_kernels.check": 1,
     "pallas_kernels.tune": 2,
 }
-TEXT_NEEDS = {"gguf", "sampling_params", "types", "validate"}
+TEXT_NEEDS = {"gguf", "json_values", "sampling_params", "types", "validate"}
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]
 
@@ -119,6 +120,7 @@ THIRD_PARTY = {
     "brief": set[str](),
     "sampling_params": set[str](),
     "helper_process": set[str](),
+    "json_values": set[str](),
     "compilations": {"jax", "flax", "numpy"},
     "types": set[str](),
     "protos": WIRE,
@@ -152,6 +154,7 @@ NO_JAX = (
     "jaxinfer.version",
     "jaxinfer.sampling_params",
     "jaxinfer.helper_process",
+    "jaxinfer.json_values",
     "jaxinfer.types",
     "jaxinfer.config",
     "jaxinfer.speculative",

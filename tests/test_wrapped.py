@@ -14,7 +14,7 @@ from jaxinfer import LLM, SamplingParams, load_model
 from jaxinfer.convert import main
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import abstract
-from jaxinfer.wrapped import is_wrapper, spelling, text_model
+from jaxinfer.wrapped import is_wrapper, names_of, spelling, text_model
 from tests.models.parity import load_case
 from tools.oracle.golden import load, write_checkpoint
 
@@ -203,3 +203,12 @@ def test_gemma3n_is_read_as_the_hub_has_it(tmp_path: pathlib.Path, caplog: pytes
     assert jax.tree.all(jax.tree.map(jnp.array_equal, found.params, plain.params))
     said = " ".join(record.getMessage() for record in caplog.records)
     assert all(f"{name}: 1" in said for name in ("vision_tower", "audio_tower", "embed_audio"))
+
+
+@pytest.mark.parametrize("own", ["model.layers.0.mlp.up_proj", "model.norm", "lm_head"])
+def test_a_module_has_a_name_in_each_spelling(own: str) -> None:
+    within = {f"language_model.{own}"} | ({own.replace("model.", "model.language_model.")} - {own})
+    for name in (own, *within):
+        found = names_of(name)
+        assert (found[0], {*found}) == (name, {own, *within})
+    assert names_of("transformer.h.0.attn") == ("transformer.h.0.attn",)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxinfer import json_values
 from jaxinfer.sampling_params import RequestError, SamplingParams, StructuredOutputs
 from jaxinfer.text.lengths import utf8_length
 from jaxinfer.text.pieces import TokenizerError
@@ -15,6 +16,18 @@ from jaxinfer.types import Request, Thinking
 from jaxinfer.validate import SamplingLimits, check_prompt_length, validate_request
 
 Prompt = str | Sequence[int]
+
+# What is read of generation_config.json, and how: other tools write 20.0 or "20" for 20.
+_READ: Mapping[str, Callable[[object], Any]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), json_values.real),
+    "top_k": json_values.whole,
+    "do_sample": json_values.flag,
+}
+_MUST_BE: Mapping[Callable[[object], Any], str] = {
+    json_values.real: "a finite number",
+    json_values.whole: "an integer",
+    json_values.flag: "true or false",
+}
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -177,9 +190,17 @@ class Intake:
 
 
 def recommended_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling fields of generation_config.json; ``do_sample`` false means greedy."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    fields = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
-    if generation_config.get("do_sample") is False:
+    """The sampling fields of generation_config.json; ``do_sample`` false means greedy.
+
+    Raises:
+        RequestError: a value is of another type, and none of its own is meant, or cannot be; field and value are named.
+    """
+    found = {name: generation_config[name] for name in _READ if generation_config.get(name) is not None}
+    fields = {name: _READ[name](said) for name, said in found.items()}
+    for name, value in fields.items():
+        if value is None:
+            raise RequestError(name, f"={reprlib.repr(found[name])} must be {_MUST_BE[_READ[name]]}")
+    if fields.pop("do_sample", None) is False:
         fields["temperature"] = 0.0
+    SamplingParams(**fields)
     return fields

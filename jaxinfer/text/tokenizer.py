@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE, Unigram
 
+from jaxinfer.json_values import whole
 from jaxinfer.text import tiktoken
 from jaxinfer.text.classes import (
     MAX_TOKENIZER_BYTES,
@@ -35,6 +36,7 @@ MAX_IDS = 1 << 22
 
 _AT_ONCE = 4096  # ids
 _MOST_SAID = 400  # characters of what the library says
+_LARGEST_ID = 2**31 - 1
 
 
 @runtime_checkable
@@ -340,6 +342,7 @@ def _special_ids(folder: Path, backend: Backend) -> SpecialIds:
 def _ids(value: Any, name: str) -> tuple[int, ...]:
     """An id or a list of ids; negative ones are a way of writing that there is none."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token_id) is int for token_id in listed):
+    found = [token_id for one in listed if (token_id := whole(one)) is not None and token_id <= _LARGEST_ID]
+    if len(found) < len(listed):
         raise TokenizerError(f"{name} must be a token id or a list of token ids, not {reprlib.repr(value)}")
-    return tuple(dict.fromkeys(token_id for token_id in listed if token_id >= 0))
+    return tuple(dict.fromkeys(token_id for token_id in found if token_id >= 0))

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxinfer.types import ParamTree, walk_specs
 from jaxinfer.weights.formats import mlx, quantized_weights
-from jaxinfer.weights.formats.modelopt import quantization_config
+from jaxinfer.weights.formats.beside import PLACES, with_quantization
+from jaxinfer.weights.formats.fields import CONFIG_FILE
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
@@ -34,12 +35,14 @@ class ModelFiles:
         config_json: what its config.json says; of a model inside of another, what it says of that alone.
         wrapped: whether the model is inside of another (`jaxinfer.wrapped`).
         renamed: tensors that are read in place of others, by the names of those.
+        quantized_by: the file that says how weights are stored.
     """
 
     path: pathlib.Path
     config_json: Mapping[str, Any]
     wrapped: bool = dataclasses.field(default=False, kw_only=True)
     renamed: Mapping[str, str] = dataclasses.field(default=MappingProxyType({}), kw_only=True)
+    quantized_by: str = dataclasses.field(default=CONFIG_FILE, kw_only=True)
 
     @functools.cached_property
     def tensors(self) -> Tensors:
@@ -60,15 +63,19 @@ class ModelFiles:
     @functools.cached_property
     def _stored(self) -> tuple[Mapping[str, StoredWeight], frozenset[str]]:
         """The weights that are stored quantised, and the tensors that they are made of."""
-        if not self.quantized:
+        if not self._described:
             return _NOTHING, frozenset()
-        weights, consumed = quantized_weights(self.tensors, self.config_json)
+        weights, consumed = quantized_weights(self.tensors, self.config_json, self.quantized_by)
         return weights, frozenset(consumed)
 
     @property
+    def _described(self) -> bool:
+        return any(self.config_json.get(name) for name in PLACES)
+
+    @property
     def quantized(self) -> bool:
-        """Whether the checkpoint says that it holds quantised weights."""
-        return bool(self.config_json.get("quantization_config") or self.config_json.get("compression_config"))
+        """Whether the checkpoint says that it holds quantised weights, in config.json, or shows that it does."""
+        return self._described and (self.quantized_by == CONFIG_FILE or bool(self._stored[0]))
 
     @property
     def nbytes(self) -> int:
@@ -139,8 +146,6 @@ def open_files(path: pathlib.Path) -> ModelFiles:
     Raises:
         CheckpointError: see `read_json_object`.
     """
-    config = mlx.described(read_json_object(path / "config.json"))
-    beside = path / "hf_quant_config.json"
-    if "quantization_config" not in config and beside.exists():
-        config = {**config, "quantization_config": quantization_config(read_json_object(beside))}
-    return ModelFiles(path, text_model(config), wrapped=is_wrapper(config))
+    config = mlx.described(read_json_object(path / CONFIG_FILE))
+    config, file = with_quantization(config, path)
+    return ModelFiles(path, text_model(config), wrapped=is_wrapper(config), quantized_by=file)

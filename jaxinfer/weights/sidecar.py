@@ -5,11 +5,15 @@ from __future__ import annotations
 import pathlib
 import shutil
 
+from jaxinfer.weights.formats.beside import FILES
+from jaxinfer.weights.formats.fields import CONFIG_FILE
 from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED
 from jaxinfer.weights.source import TEMPLATES
 
 # The latter are what whoever passes weights on must pass on with them.
 _COMPANIONS = (".json", ".jinja", ".model", ".txt")
+# What describes the weights themselves: the folder that is made describes its own, in config.json.
+_OF_WEIGHTS = (CONFIG_FILE, *FILES, MANIFEST, UNFINISHED)
 _LEGAL = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
@@ -19,7 +23,7 @@ def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COMPANIONS and not path.name.endswith(".index.json"):
-            if path.name not in ("config.json", MANIFEST, UNFINISHED):
+            if path.name not in _OF_WEIGHTS:
                 shutil.copyfile(path, folder / path.name)
         elif path.is_file() and path.name.partition(".")[0] in _LEGAL:
             shutil.copyfile(path, folder / path.name)

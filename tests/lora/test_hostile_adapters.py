@@ -20,7 +20,7 @@ from tests.weights.test_hostile_folders import mutate
 
 pytestmark = pytest.mark.attack
 
-NAMES = ("llama-dora", "llama-patterns", "qwen2-bias-dora", "gpt2-all", "mixtral-experts")
+NAMES = ("llama-dora", "llama-patterns", "qwen2-bias-dora", "gpt2-all", "mixtral-experts", "llama-tokens")
 FAST, SLOW = 200, 20_000
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -31,7 +31,7 @@ KEYS = st.sampled_from(
     [
         *("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "bias", "rank_pattern", "alpha_pattern"),
         *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
-        *("init_lora_weights", "peft_type", "modules_to_save", "anything"),
+        *("init_lora_weights", "peft_type", "modules_to_save", "trainable_token_indices", "anything"),
     ]
 )
 

@@ -41,8 +41,8 @@ FAMILIES = {
 TOLERANCE = 1e-5
 VOCABULARY: dict[str, Any] = {"lora_target_modules": ("all-linear", "embed_tokens", "lm_head")}
 OF_VOCABULARY = {
-    "llama": ("llama-vocabulary", "llama-vocabulary-dora", "llama-qv"),
-    "tied": ("llama-tied-embeddings", "llama-tied-head"),
+    "llama": ("llama-vocabulary", "llama-vocabulary-dora", "llama-qv", "llama-tokens", "llama-head-tokens"),
+    "tied": ("llama-tied-embeddings", "llama-tied-head", "llama-tied-tokens"),
     "gemma": ("gemma-vocabulary", "gemma-all"),
     "gpt2": ("gpt2-vocabulary", "gpt2-all"),
     "phi": ("phi-head",),

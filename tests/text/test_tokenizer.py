@@ -138,6 +138,11 @@ def test_the_models_and_the_tokenizers_ends_end_a_generation(tmp_path: pathlib.P
     assert (ours.eos_ids, ours.bos_id, ours.pad_id) == ((5, 2), 1, 4)
 
 
+@pytest.mark.parametrize("said", [5.0, "5", [5.0], ["5", 5]])
+def test_ids_of_another_type(said: object, tmp_path: pathlib.Path) -> None:
+    assert load(tmp_path, byte_level(), generation_config={"eos_token_id": said}).eos_ids == (5,)
+
+
 def test_special_tokens_map_counts_more_than_the_config(tmp_path: pathlib.Path) -> None:
     config = {"bos_token": "<s>", "eos_token": None}
     tokens = {"bos_token": "</s>", "eos_token": {"content": "</s>"}, "pad_token": "new"}
@@ -311,7 +316,10 @@ def test_sentencepiece_and_json_of_one_model_agree(test_data: pathlib.Path, tmp_
         ),
         ({"tokenizer_config.json": '{"added_tokens_decoder": [1]}'}, r"added_tokens_decoder in .* not \[1\]"),
         ({"generation_config.json": '{"eos_token_id": "two"}'}, "eos_token_id in .* must be a token id"),
-        ({"config.json": '{"bos_token_id": true}'}, "bos_token_id in .* must be a token id"),
+        ({"config.json": '{"bos_token_id": true}'}, r"bos_token_id in .*config\.json must be a token id"),
+        ({"generation_config.json": '{"eos_token_id": [2, 2.5]}'}, r"generation_config\.json must be .*2\.5"),
+        ({"generation_config.json": '{"pad_token_id": 4294967296}'}, r"pad_token_id in .* must be .*4294967296"),
+        ({"generation_config.json": '{"eos_token_id": NaN}'}, "eos_token_id in .* must be a token id"),
     ],
 )
 def test_bad_folders(tmp_path: pathlib.Path, files: dict[str, str | bytes], said: str) -> None:

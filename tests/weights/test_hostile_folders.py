@@ -56,6 +56,21 @@ MODULES = {
 FORMATS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
+    "auto_round": {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 32,
+        "sym": False,
+        "packing_format": "auto_round:auto_gptq",
+        "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 4, "group_size": 32}, "visual": {"bits": 16}},
+    },
+    "dynamic": {
+        "quant_method": "gptq",
+        "bits": 8,
+        "group_size": 64,
+        "sym": False,
+        "dynamic": {r"-:.*visual\..*": {}, r"+:.*layers\..*proj": {"bits": 4, "group_size": 32, "sym": False}},
+    },
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
     "packed": {
         "quant_method": "compressed-tensors",
@@ -82,7 +97,7 @@ def module(kind: str, name: str, out: int, inputs: int, rng: np.random.Generator
     words, groups = rng.integers(-(2**31), 2**31, (out * inputs // 8,), np.int32), inputs // 32
     scales = rng.random((groups, out), np.float32).astype(np.float16)
     match kind:
-        case "gptq":
+        case "gptq" | "auto_round" | "dynamic":
             zeros = rng.integers(0, 2**31, (groups, out // 8), np.int32)
             order = rng.permutation(np.arange(inputs, dtype=np.int32) // 32)
             parts = {"qweight": words.reshape(-1, out), "qzeros": zeros, "scales": scales, "g_idx": order}
@@ -123,6 +138,9 @@ def write_model(folder: pathlib.Path, kind: str) -> None:
     folder.mkdir()
     save(folder, tensors)
     named = {"quantization" if kind == "mlx" else "quantization_config": FORMATS[kind]} if FORMATS[kind] else {}
+    if kind == "awq":
+        (folder / "quant_config.json").write_text(json.dumps(FORMATS[kind]))
+        named = {}
     (folder / "config.json").write_text(json.dumps({**LLAMA, **named}))
     if kind == "plain":
         index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}

@@ -1,19 +1,24 @@
 """An adapter_config.json of PEFT: what it may say, and which of a model's modules it means.
 
 The keys are those of PEFT's ``LoraConfig`` (https://github.com/huggingface/peft, src/peft/tuners/lora/config.py, as of
-0.21). A key that changes results and is not served is refused by its name, and so is one that is not known here.
+0.21). A key that changes results and is not served is refused by its name. One that is not known here, of a trainer or
+of a release to come, is passed over with a warning, as PEFT does: whatever it adds to the file is refused there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxinfer import json_values
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft.patterns import Budget, Pattern, Suffix, first_match
+
+_log = logging.getLogger("jaxinfer")
 
 ALL_LINEAR = "all-linear"
 MOST_NAMES = 20_000  # of a list or a table
@@ -25,6 +30,15 @@ _WITHOUT_EFFECT = frozenset(
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
         *("task_type", "lora_dropout", "fan_in_fan_out", "init_lora_weights", "loftq_config", "eva_config"),
         *("corda_config", "lora_ga_config", "megatron_core", "qalora_group_size", "runtime_config"),
+        *("merge_weights", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr", "model_key_mapping"),  # the last: ms-swift's
+    )
+)
+# They change results, and are not served; the last two are of PEFT before 0.3 and of ms-swift.
+_REFUSED = frozenset(
+    (
+        *("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+        *("monteclora_config", "velora_config", "megatron_config", "ensure_weight_tying"),
+        *("enable_lora", "use_merged_linear"),
     )
 )
 # Starts that leave the base as it is. PiSSA, OLoRA, LoftQ, CorDA and LoRA-GA change it, so the file alone says nothing.
@@ -43,6 +57,8 @@ class PeftConfig:
     Attributes:
         target_modules: names (of ends of paths, or whole paths), or a regular expression.
         all_linear: in their place, all products but the head's. Which these are follows from the writer's classes.
+        modules_to_save: names of modules that the file has whole.
+        trainable_token_indices: rows that are replaced: by the table's name, or of the table of embeddings ("").
         canonical: everything of it that changes a result, as JSON can hold it.
     """
 
@@ -60,6 +76,8 @@ class PeftConfig:
     target_parameters: tuple[str, ...]
     layers_to_transform: frozenset[int] | None
     layers_pattern: tuple[str, ...]
+    modules_to_save: tuple[str, ...]
+    trainable_token_indices: Mapping[str, tuple[int, ...]]
     canonical: Mapping[str, Any]
     budget: Budget = dataclasses.field(default_factory=Budget)
 
@@ -114,10 +132,11 @@ def parse_config(value: Mapping[str, Any]) -> PeftConfig:
     if not any(start is known or (isinstance(start, str) and start == known) for known in _STARTS):
         raise read.error("init_lora_weights", "it may have changed the base's weights: save it converted to plain LoRA")
     config = PeftConfig(**read.fields(), canonical=read.effective())
-    read.refuse_others()
+    read.pass_over_others()
     if config.use_dora and config.lora_bias:
         raise read.error("lora_bias", "it cannot stand beside use_dora")
-    if config.target_modules is None and not config.all_linear and not config.target_parameters:
+    named = config.target_modules is not None or config.all_linear or config.target_parameters
+    if not named and not config.trainable_token_indices:
         raise read.error("target_modules", "it must say which modules are adapted")
     return config
 
@@ -144,33 +163,43 @@ class _Reader:
             "target_parameters": self._names("target_parameters"),
             "layers_to_transform": self._layers(),
             "layers_pattern": self._layers_pattern(),
+            "modules_to_save": self._names("modules_to_save"),
+            "trainable_token_indices": self._tokens(),
         }
 
     def effective(self) -> dict[str, Any]:
-        return {key: _in_order(self.value[key]) for key in sorted(_EFFECTIVE) if not _is_empty(self.value.get(key))}
+        said = {key: _in_order(self.value[key]) for key in sorted(_EFFECTIVE) if not _is_empty(self.value.get(key))}
+        parsed = {"layers_to_transform": sorted(self._layers() or ()), "trainable_token_indices": self._tokens()}
+        return said | {key: value for key, value in parsed.items() if key in said}
 
-    def refuse_others(self) -> None:
-        for key, said in self.value.items():
-            if key not in _EFFECTIVE and key not in _WITHOUT_EFFECT and not _is_empty(said):
-                shown = key if len(key) <= 100 else key[:100] + "..."
-                raise AdapterError(f"adapter_config.json: {shown!r} is {repr(said)[:100]}: this is not supported")
+    def pass_over_others(self) -> None:
+        """Refuses what is known and not served; warns of what is not known."""
+        others = {key: said for key, said in self.value.items() if key not in _EFFECTIVE and not _is_empty(said)}
+        for key in others:
+            if key in _REFUSED:
+                raise self.error(key, "this is not supported")
+        if unknown := sorted(others.keys() - _WITHOUT_EFFECT):
+            shown = ", ".join(f"{key[:100]!r}: {repr(others[key])[:100]}" for key in unknown[:5])
+            _log.warning(f"adapter_config.json: {len(unknown)} keys that are not known here are passed over: {shown}")
 
     def _integer(self, key: str, default: int) -> int:
-        number = self.value.get(key, default)
-        if type(number) is not int or not 0 < number <= 2**20:
+        number = json_values.whole(self.value.get(key, default))
+        if number is None or not 0 < number <= 2**20:
             raise self.error(key, "it must be a positive integer")
         return number
 
-    def _number(self, key: str, number: object) -> float:
-        if type(number) not in (int, float) or not -LARGEST <= number <= LARGEST:  # type: ignore[operator]
+    def _number(self, key: str, said: object) -> float:
+        number = json_values.real(said)
+        if number is None or not -LARGEST <= number <= LARGEST:
             raise self.error(key, f"it must be a number of at most {LARGEST:.0f}")
-        return float(number)  # type: ignore[arg-type]
+        return number
 
     def _flag(self, key: str) -> bool:
-        flag = self.value.get(key)
-        if flag is not None and type(flag) is not bool:
+        said = self.value.get(key)
+        flag = False if said is None else json_values.flag(said)
+        if flag is None:
             raise self.error(key, "it must be true or false")
-        return bool(flag)
+        return flag
 
     def _bias(self) -> str:
         bias = self.value.get("bias", "none")
@@ -200,20 +229,29 @@ class _Reader:
         table = self.value.get(key) or {}
         if not isinstance(table, dict) or len(table) > MOST_NAMES:
             raise self.error(key, "it must be a table of numbers")
-        if whole and not all(type(number) is int and 0 < number <= 2**20 for number in table.values()):
+        if whole and not all(0 < (json_values.whole(number) or 0) <= 2**20 for number in table.values()):
             raise self.error(key, "its ranks must be positive integers")
         return tuple((Suffix(name, key), self._number(key, number)) for name, number in table.items())
 
     def _layers(self) -> frozenset[int] | None:
         said = self.value.get("layers_to_transform")
-        layers = [said] if type(said) is int else said
-        if layers is None or layers == []:
+        if said is None or said == []:
             return None
-        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        layers = _wholes(said if isinstance(said, list) else [said])
+        if layers is None:
             raise self.error("layers_to_transform", "it must be a number or a list of numbers of layers")
         if isinstance(self.value.get("target_modules"), str):
             raise self.error("layers_to_transform", "it cannot stand beside a target_modules that is a string")
         return frozenset(layers)
+
+    def _tokens(self) -> dict[str, tuple[int, ...]]:
+        said = self.value.get("trainable_token_indices") or {}
+        tables = said if isinstance(said, dict) else {"": said}
+        found = {name: _wholes(listed) for name, listed in tables.items() if isinstance(listed, list)}
+        rows = {name: tuple(listed) for name, listed in found.items() if listed and min(listed) >= 0}
+        if len(rows) < len(tables) or any(len({*listed}) < len(listed) for listed in rows.values()):
+            raise self.error("trainable_token_indices", "it must be a list of different token ids, or a table of lists")
+        return rows
 
     def _layers_pattern(self) -> tuple[str, ...]:
         said = self.value.get("layers_pattern")
@@ -226,9 +264,16 @@ class _Reader:
 _EFFECTIVE = frozenset(field.name for field in dataclasses.fields(PeftConfig)) - {"all_linear", "canonical", "budget"}
 
 
+def _wholes(values: Sequence[object]) -> list[int] | None:
+    """Integers; None where one of the values is none."""
+    found = [json_values.whole(value) for value in values[:MOST_NAMES]]
+    numbers = [number for number in found if number is not None]
+    return numbers if len(numbers) == len(values) else None
+
+
 def _in_order(value: Any) -> Any:
     """A list in an order of its own: PEFT writes sets. A table keeps its own, in which its first match counts."""
-    return sorted(value) if isinstance(value, list) else value
+    return sorted(value, key=str) if isinstance(value, list) else value
 
 
 def _is_empty(value: object) -> bool:

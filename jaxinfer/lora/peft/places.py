@@ -96,6 +96,8 @@ class Places:
         biases: by a module's name: the bias's path and its sources.
         of_paths: any place in each parameter.
         specs: of all parameters by their paths; a tied head has one of its own.
+        tied: the head is the table of embeddings.
+        sources: by a tensor's name in the checkpoint, where it lies.
     """
 
     modules: Mapping[str, tuple[Place, ...]]
@@ -103,13 +105,15 @@ class Places:
     biases: Mapping[str, tuple[tuple[Path, Source], ...]]
     of_paths: Mapping[Path, Place]
     specs: Mapping[Path, ParamSpec]
+    tied: bool
+    sources: Mapping[str, tuple[tuple[Path, Source], ...]]
 
 
 def find_places(specs: ParamTree) -> Places:
     """Reads them out of a model's specs, as its family declares them (`Model.family.param_specs`)."""
     modules: dict[str, list[Place]] = {}
     fused: dict[str, dict[int, list[Place]]] = {}
-    biases: dict[str, list[tuple[Path, Source]]] = {}
+    sources: dict[str, list[tuple[Path, Source]]] = {}
     of_paths: dict[Path, Place] = {}
     found = with_tied_head(specs)
     for path, spec in found.items():
@@ -121,14 +125,20 @@ def find_places(specs: ParamTree) -> Places:
                 fused.setdefault(name, {}).setdefault(one.expert or 0, []).append(one)
                 of_paths[path] = one
         for source in spec.sources:
-            if source.name.endswith(".bias") and spec.inputs is None:
-                biases.setdefault(source.name.removesuffix(".bias"), []).append((path, source))
+            sources.setdefault(source.name, []).append((path, source))
+    of_names = {name: tuple(at) for name, at in sources.items()}
     return Places(
         modules={name: tuple(found) for name, found in modules.items()},
         experts={name: tuple(tuple(of[e]) for e in sorted(of)) for name, of in fused.items()},
-        biases={name: tuple(found) for name, found in biases.items()},
+        biases={
+            name.removesuffix(".bias"): at
+            for name, at in of_names.items()
+            if name.endswith(".bias") and found[at[0][0]].inputs is None
+        },
         of_paths=of_paths,
         specs=found,
+        tied=HEAD in found and HEAD not in dict(walk_specs(specs)),
+        sources=of_names,
     )
 
 

@@ -8,19 +8,22 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft.config import PeftConfig, parse_config
+from jaxinfer.lora.peft.config import PeftConfig, ends_with, parse_config
 from jaxinfer.lora.peft.places import Path, Place, Places, find_places, input_axis, room_for, values_at
 from jaxinfer.lora.peft.tensors import AdapterFiles, open_adapter
-from jaxinfer.lora.peft.units import BASE_BIAS, BASE_WEIGHT, BIAS, Unit, UnitReader
+from jaxinfer.lora.peft.tokens import TokenReader
+from jaxinfer.lora.peft.units import BASE_BIAS, BASE_WEIGHT, BIAS, WEIGHT, Unit, UnitReader
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.errors import quoted
-from jaxinfer.weights.safetensors.reader import TensorInfo
+from jaxinfer.weights.safetensors.reader import DTYPES, TensorInfo
+from jaxinfer.weights.tree import as_placed
 
 Base = Callable[[Path], np.ndarray]
 COPY_TOLERANCE = 2.0**-7
@@ -43,8 +46,10 @@ def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base:
     files = open_adapter(folder)
     config = parse_config(files.config)
     places = find_places(specs)
-    units = UnitReader(files, config, places, max_rank).units()
+    files = files.named({*places.modules, *places.experts, *places.biases})
     reader = _Deltas(files, config, places, places.specs, base)
+    units = UnitReader(files, config, places, max_rank).units()
+    units += TokenReader(files, config, places, max_rank, reader.base_of).units()
     deltas = reader.deltas(units)
     return Adapter(identity(files, config), max(unit.rank for unit in units), deltas)
 
@@ -121,7 +126,7 @@ class _Deltas:
         magnitudes = self._outputs(path, units, "magnitude", np.nan)
         if magnitudes is None:
             return None
-        weight = np.asarray(self._base_of(path, "use_dora"), np.float32)
+        weight = np.asarray(self.base_of(path, "use_dora"), np.float32)
         weight = np.moveaxis(weight, input_axis(path, self.specs[path]), -1)
         norms = np.linalg.norm((weight + _product(a, b)).astype(np.float64), axis=-1)
         if not (norms > 0).all():
@@ -129,7 +134,8 @@ class _Deltas:
         with np.errstate(over="ignore"):
             return np.where(np.isnan(magnitudes), 1.0, magnitudes / norms).astype(np.float32)
 
-    def _base_of(self, path: Path, why: str) -> np.ndarray:
+    def base_of(self, path: Path, why: str) -> np.ndarray:
+        """The model's own parameter; AdapterError where it is not at hand."""
         if self.base is None:
             raise AdapterError(f"{why}: the adapter needs the model's own {'/'.join(path)}, which is not at hand")
         return self.base(path)
@@ -143,15 +149,38 @@ class _Deltas:
         for module, tensors in self.files.modules.items():
             if BASE_WEIGHT in tensors:
                 self._require_copy(module, tensors[BASE_WEIGHT])
+            if WEIGHT in tensors:
+                self._require_own(module, tensors[WEIGHT])
             if BIAS in tensors:
                 self._add_bias(module, tensors[BIAS], added)
+        self._require_saved()
         return added
 
     def _require_copy(self, module: str, info: TensorInfo) -> None:
         places = self.places.modules.get(module, ())
         if len(places) != 1 or places[0].source.shape != info.shape or places[0].source.transpose:
             raise AdapterError(f"tensor {quoted(info.name)} of {self.files.folder} has no place in the model")
-        self._require_equal(info, self._base_of(places[0].path, BASE_WEIGHT), self.files.read(info))
+        self._require_equal(info, self.base_of(places[0].path, BASE_WEIGHT), self.files.read(info))
+
+    def _require_saved(self) -> None:
+        """The file has each of ``modules_to_save``."""
+        for name in self.config.modules_to_save:
+            whole = (module for module, tensors in self.files.modules.items() if {WEIGHT, BIAS} & tensors.keys())
+            if not any(ends_with(self.files.naming.theirs(module), name) for module in whole):
+                raise AdapterError(f"{self.files.folder} lacks tensors of modules_to_save: {quoted(name)}")
+
+    def _require_own(self, module: str, info: TensorInfo) -> None:
+        """A module that is saved whole is the model's own: one that was trained has no place beside others."""
+        values = self.files.read(info)
+        for path, source in self.places.sources.get(f"{module}.{WEIGHT}", ()):
+            if source.shape == info.shape:
+                own = np.asarray(self.base_of(path, "modules_to_save"), np.float32)[(*source.where, ...)]
+                if _is_cast(as_placed(values, source), own, DTYPES[info.dtype]):
+                    return
+        raise AdapterError(
+            f"modules_to_save: tensor {quoted(info.name)} of {self.files.folder} takes the place of the model's own, "
+            f"which is not served: merge the adapter into the model"
+        )
 
     def _require_equal(self, info: TensorInfo, own: np.ndarray, copy: np.ndarray) -> None:
         if own.shape != copy.shape or np.abs(own - copy).max(initial=0.0) > COPY_TOLERANCE * np.abs(copy).max():
@@ -165,7 +194,7 @@ class _Deltas:
         if not sources or any(source.shape != info.shape for _, source in sources):
             raise AdapterError(f"tensor {quoted(info.name)} of {self.files.folder} has no place in the model")
         for path, source in sources:
-            own = np.asarray(self._base_of(path, "bias"), np.float32)
+            own = np.asarray(self.base_of(path, "bias"), np.float32)
             if is_copy:
                 self._require_equal(info, own[(*source.where, ...)], values_at(source, values))
                 continue
@@ -177,6 +206,14 @@ class _Deltas:
             weight = self.places.modules[module][0].path
             room = added.setdefault(weight, np.zeros(own.shape, np.float32))
             room[(*source.where, ...)] += change
+
+
+def _is_cast(values: np.ndarray, own: np.ndarray, dtype: np.dtype[Any]) -> bool:
+    """Whether two tensors are one, but for a cast of one of them to a dtype that checkpoints have."""
+    kinds = (DTYPES["BF16"], DTYPES["F16"])
+    with np.errstate(over="ignore"):
+        casts = [values == own.astype(dtype), *(values.astype(kind) == own for kind in kinds)]
+    return any(bool(equal.all()) for equal in casts)
 
 
 def _expert(unit: Unit) -> int | None:

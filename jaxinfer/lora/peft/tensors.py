@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ from jaxtyping import Float32
 
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.folders import CONFIG_FILE, PICKLED_FILE, TENSORS_FILE
-from jaxinfer.weights.errors import CheckpointError, quoted
+from jaxinfer.lora.peft.naming import Naming, find_naming, is_of_others
+from jaxinfer.weights.errors import CheckpointError, listed, quoted
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.safetensors.reader import SafetensorsFile, TensorInfo
+
+_log = logging.getLogger("jaxinfer")
 
 MOST_CONFIG_BYTES = 2**20
 MOST_HEADER_BYTES = 2**24
@@ -23,7 +27,8 @@ MOST_HEADER_BYTES = 2**24
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _KINDS = (
     *(r"lora_A\.weight", r"lora_B\.weight", r"lora_B\.bias", "lora_embedding_A", "lora_embedding_B"),
-    *("lora_magnitude_vector", r"base_layer\.weight", r"base_layer\.bias", "bias"),
+    *("lora_magnitude_vector", r"base_layer\.weight", r"base_layer\.bias", "bias", "weight"),
+    r"token_adapter\.trainable_tokens_delta",
 )
 _NAME = re.compile(rf"base_model\.model\.(?P<module>.{{1,500}}?)\.(?P<kind>{'|'.join(_KINDS)})")
 _CONVERT = (
@@ -39,12 +44,35 @@ class AdapterFiles:
     Attributes:
         config: what adapter_config.json holds.
         modules: the tensors of each module by what they are to it: "lora_A.weight", "bias", ...
+        naming: how the file calls them; until `named` as the file does.
     """
 
     folder: pathlib.Path
     config: Mapping[str, Any]
     modules: Mapping[str, Mapping[str, TensorInfo]]
     _file: SafetensorsFile
+    naming: Naming = dataclasses.field(default_factory=Naming)
+
+    def named(self, known: Collection[str]) -> AdapterFiles:
+        """The same with modules by the names that a model has for them, without those of a wrapper's other parts.
+
+        Args:
+            known: the model's modules.
+
+        Raises:
+            AdapterError: two of the file's modules are one.
+        """
+        naming = find_naming(self.modules, known)
+        others = [name for name in self.modules if is_of_others(name)]
+        if others:
+            _log.warning(f"{self.folder} adapts what a text model has not, which is passed over: {listed(others)}")
+        modules: dict[str, Mapping[str, TensorInfo]] = {}
+        for name in (name for name in self.modules if name not in others):
+            own = naming.own(name)
+            if own in modules:
+                raise AdapterError(f"{self.folder} adapts twice: {quoted(own)}")
+            modules[own] = self.modules[name]
+        return dataclasses.replace(self, modules=modules, naming=naming)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

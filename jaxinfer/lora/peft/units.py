@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -17,12 +18,14 @@ from jaxinfer.lora.peft.tensors import AdapterFiles
 from jaxinfer.weights.errors import listed, quoted
 from jaxinfer.weights.safetensors.reader import TensorInfo
 
+_log = logging.getLogger("jaxinfer")
+
 Tensors = Mapping[str, TensorInfo]
 LINEAR = ("lora_A.weight", "lora_B.weight")
 EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 MAGNITUDE, LORA_BIAS = "lora_magnitude_vector", "lora_B.bias"
-BASE_WEIGHT, BASE_BIAS, BIAS = "base_layer.weight", "base_layer.bias", "bias"
-_OF_LORA = {*LINEAR, *EMBEDDING, MAGNITUDE, LORA_BIAS}
+BASE_WEIGHT, BASE_BIAS, WEIGHT, BIAS = "base_layer.weight", "base_layer.bias", "weight", "bias"
+OF_LORA = {*LINEAR, *EMBEDDING, MAGNITUDE, LORA_BIAS}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,10 +63,10 @@ class UnitReader:
         Raises:
             AdapterError: the adapter does not fit its configuration or the model; the sentence names the tensor.
         """
-        adapted = {name: tensors for name, tensors in self.files.modules.items() if tensors.keys() & _OF_LORA}
-        plans = [self._plan(name, tensors) for name, tensors in adapted.items()]
-        self._require_all([name for name, _ in plans])
+        adapted = {name: tensors for name, tensors in self.files.modules.items() if tensors.keys() & OF_LORA}
         self._require_names()
+        plans = [self._plan(name, tensors) for name, tensors in adapted.items()]
+        self._require_some([name for name, _ in plans])
         return [unit for _, read in plans for unit in read()]
 
     def _plan(self, name: str, tensors: Tensors) -> tuple[str, functools.partial[Iterator[Unit]]]:
@@ -76,7 +79,7 @@ class UnitReader:
 
     def _plan_module(self, name: str, tensors: Tensors) -> functools.partial[Iterator[Unit]]:
         places = self.places.modules[name]
-        if not self.config.targets(name):
+        if not self.config.targets(self._theirs(name)):
             raise AdapterError(f"{self._one(tensors)} adapts a module that adapter_config.json does not target")
         kinds = EMBEDDING if places[0].of_rows else LINEAR
         self._require_kinds(name, tensors, kinds)
@@ -88,7 +91,7 @@ class UnitReader:
         wanted = {*kinds}
         wanted |= {MAGNITUDE} if self.config.use_dora else set()
         wanted |= {LORA_BIAS} if self.config.lora_bias and kinds == LINEAR else set()
-        found = tensors.keys() & _OF_LORA
+        found = tensors.keys() & OF_LORA
         if missing := sorted(wanted - found):
             raise AdapterError(f"{self.files.folder} lacks {listed([f'{name}.{kind}' for kind in missing])}")
         if more := sorted(found - wanted):
@@ -97,7 +100,7 @@ class UnitReader:
     def _require_shapes(
         self, name: str, tensors: Tensors, kinds: tuple[str, str], sizes: tuple[int, int], experts: int
     ) -> None:
-        rank = self.config.rank(name)
+        rank = self.config.rank(self._theirs(name))
         if rank > self.max_rank:
             raise AdapterError(f"the adapter has rank {rank} at {name}, more than the {self.max_rank} of max_lora_rank")
         (inputs, out), total = sizes, rank * experts
@@ -114,7 +117,7 @@ class UnitReader:
 
     def _scaled(self, name: str, values: Float32[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
         with np.errstate(over="ignore"):  # what becomes infinite is found where all is put together
-            return np.float32(self.config.scale(name)) * values
+            return np.float32(self.config.scale(self._theirs(name))) * values
 
     def _fused(self, name: str, tensors: Tensors) -> str | None:
         """The tensor for all experts that is meant: two of one module are told apart by their sizes alone."""
@@ -130,8 +133,12 @@ class UnitReader:
                 return f"{module}.{kind}"
         return None
 
+    def _theirs(self, name: str) -> str:
+        """The name that rules of the configuration are about."""
+        return self.files.naming.theirs(name)
+
     def _is_parameter(self, name: str) -> bool:
-        return any(ends_with(name, target) for target in self.config.target_parameters)
+        return any(ends_with(self._theirs(name), target) for target in self.config.target_parameters)
 
     def _plan_fused(self, name: str, tensors: Tensors) -> functools.partial[Iterator[Unit]]:
         if self.config.use_dora or self.config.lora_bias:
@@ -156,36 +163,45 @@ class UnitReader:
     def _one(self, tensors: Tensors) -> str:
         return f"tensor {quoted(next(iter(tensors.values())).name)} of {self.files.folder}"
 
-    def _require_all(self, found: Sequence[str]) -> None:
-        """Every module that the configuration means has its tensors, once."""
-        config, experts = self.config, any(_of_expert(self.places.modules.get(name, ())) for name in found)
-        wanted = [name for name in self.places.experts if self._is_parameter(name)]
-        if not config.all_linear:
-            # newer writers have the experts of a layer in one tensor, where names of modules mean none of them
-            modules = self.places.modules.items()
-            wanted += [name for name, at in modules if (experts or not _of_expert(at)) and config.targets(name)]
-        if missing := sorted({*wanted} - {*found}):
-            raise AdapterError(f"{self.files.folder} lacks tensors of modules that it targets: {listed(missing)}")
+    def _require_some(self, found: Sequence[str]) -> None:
+        """Something is adapted, and nothing twice. Modules without tensors stay as they are, as in PEFT."""
         if twice := [name for name, times in collections.Counter(found).items() if times > 1]:
             raise AdapterError(f"{self.files.folder} adapts twice: {listed(twice)}")
-        if not found:
+        if not found and not self.config.trainable_token_indices:
             raise AdapterError(f"{self.files.folder} adapts nothing: it has no tensors of LoRA")
+        if missing := sorted({*self._targets(found)} - {*found}):
+            _log.warning(
+                f"{self.files.folder} lacks tensors of modules that it targets, which stay as they are: "
+                f"{listed(missing)}"
+            )
+
+    def _targets(self, found: Sequence[str]) -> Iterator[str]:
+        """Every module that the configuration means."""
+        yield from (name for name in self.places.experts if self._is_parameter(name))
+        if self.config.all_linear:
+            return
+        # newer writers have the experts of a layer in one tensor, where names of modules mean none of them
+        experts = any(_of_expert(self.places.modules.get(name, ())) for name in found)
+        for name, at in self.places.modules.items():
+            if (experts or not _of_expert(at)) and self.config.targets(self._theirs(name)):
+                yield name
 
     def _require_names(self) -> None:
-        """Every name in the configuration means something."""
+        """Some name in each list of the configuration means something."""
         targets = self.config.target_modules
-        for target in targets if isinstance(targets, tuple) else ():
-            if not any(ends_with(module, target) for module in self.places.modules):
-                raise self._nothing("target_modules", target, self.places.modules)
-        for target in self.config.target_parameters:
-            if not any(ends_with(name, target) for name in self.places.experts):
-                raise self._nothing("target_parameters", target, self.places.experts)
+        self._require_meaning("target_modules", targets if isinstance(targets, tuple) else (), self.places.modules)
+        self._require_meaning("target_parameters", self.config.target_parameters, self.places.experts)
 
-    def _nothing(self, key: str, target: str, names: Mapping[str, object]) -> AdapterError:
+    def _require_meaning(self, key: str, targets: Sequence[str], names: Mapping[str, object]) -> None:
+        known = [self._theirs(name) for name in names]
+        nothing = [target for target in targets if not any(ends_with(name, target) for name in known)]
+        if not nothing:
+            return
         have = listed(sorted({name.rpartition(".")[2] for name in names}), 30)
-        return AdapterError(
-            f"adapter_config.json: {key}: {quoted(target)} is nothing that can be adapted; the model has {have}"
-        )
+        said = f"adapter_config.json: {key}: nothing to adapt is called {listed(nothing)}; the model has {have}"
+        if len(nothing) == len(targets):
+            raise AdapterError(said)
+        _log.warning(said)
 
 
 def _of_expert(places: tuple[Place, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""AWQ checkpoints of AutoAWQ and GPTQModel, version "gemm" (Lin et al. 2023, https://arxiv.org/abs/2306.00978).
+"""AWQ checkpoints of AutoAWQ, GPTQModel and auto-round, version "gemm" (Lin et al. 2023, https://arxiv.org/abs/2306.00978).
 
 A weight X is ``X.qweight`` int32 [in, out / 8] and ``X.qzeros`` int32 [groups, out / 8], both packed along the outputs,
 and ``X.scales`` [groups, out]: weight[i, o] = scales[g, o] * (code[i, o] - zero[g, o]).
@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxinfer.quant.layouts import Grouped
-from jaxinfer.weights.formats.columns import columns_of
+from jaxinfer.weights.formats.columns import columns_of, size_of
 from jaxinfer.weights.formats.fields import Fields
+from jaxinfer.weights.formats.overrides import Overrides
 from jaxinfer.weights.formats.packing import lowered, signed, transposed
 from jaxinfer.weights.formats.tensors import FLOATS, RawTensors, dtype_name, pieces
 from jaxinfer.weights.quantized import StoredWeight
@@ -18,6 +19,7 @@ from jaxinfer.weights.quantized import StoredWeight
 _END = ".qweight"
 _BITS = 4
 _PACK = 8
+_OTHER = "llm-awq"  # packs words of its own
 _OUTPUT = (0, 2, 4, 6, 1, 3, 5, 7)  # of the eight of a word, which one a nibble holds, lowest nibble first
 
 
@@ -27,18 +29,28 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
     Raises:
         CheckpointError: the configuration is not a known one, or tensors do not fit it.
     """
-    config.choice("bits", (_BITS,))
-    config.choice("version", ("gemm", "GEMM"), "gemm")
-    if not config.flag("zero_point", True):
-        raise config.refused("zero_point", ("true",))
-    size = config.group_size("group_size", 128)
+    config.choice("version", ("gemm",), "gemm")
+    if str(config.get("backend")).lower() == _OTHER:
+        raise config.refused("backend", ("those that read AutoAWQ's files",))
+    config.choice("bits", (_BITS,), _BITS)
+    config.flag("zero_point", True)  # without, each of them is stored as half of the range
+    overrides, size = Overrides(tensors, config), config.groups()
+
+    def group_size(module: str) -> int | None:
+        own = overrides.of(module)
+        if own is None:
+            return size
+        own.choice("bits", (_BITS,), _BITS)
+        return own.groups(size)
+
     modules = [name.removesuffix(_END) for name in tensors.ending(_END)]
-    return {f"{module}.weight": _weight(tensors, module, size) for module in modules}
+    return {f"{module}.weight": _weight(tensors, module, group_size(module)) for module in modules}
 
 
-def _weight(tensors: RawTensors, module: str, size: int) -> StoredWeight:
+def _weight(tensors: RawTensors, module: str, size: int | None) -> StoredWeight:
     codes, zeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     inputs, words = tensors.take(codes, ("I32",), (None, None)).shape
+    size = size_of(tensors, scales, inputs, size)
     out, groups = words * _PACK, pieces(inputs, size or inputs)
     tensors.take(zeros, ("I32",), (groups, words))
     info = tensors.take(scales, FLOATS, (groups, out))

@@ -32,6 +32,20 @@ class Columns:
         return np.ascontiguousarray(stored[:, self.scale])
 
 
+def size_of(tensors: RawTensors, scales: str, inputs: int, size: int | None) -> int:
+    """Inputs that share a scale, 0 for all: as the configuration says, or as many as there are scales for.
+
+    Raises:
+        CheckpointError: it says nothing, and the scales are not of equal groups.
+    """
+    if size is not None:
+        return size
+    groups = (tensors.shape(scales) or (1,))[0]
+    if not groups or inputs % groups:
+        raise tensors.wrong(scales, f"is of {groups} groups of {inputs} inputs, and group_size is absent")
+    return inputs // groups
+
+
 def columns_of(tensors: RawTensors, inputs: int, size: int, index: str | None = None) -> Columns:
     """Groups of ``size`` inputs (0: of all).
 
@@ -52,7 +66,7 @@ def _order(tensors: RawTensors, index: str, inputs: int, size: int) -> np.ndarra
     tensors.take(index, INDICES, (inputs,))
     groups = tensors.read(index)
     plain = np.arange(inputs) // size
-    if np.array_equal(groups, plain):
+    if np.array_equal(groups, plain) or not groups.any():  # all 0: a file of neighbours, whose writer left it empty
         return None
     many = pieces(inputs, size)
     if groups.min() < 0 or groups.max() >= many:

@@ -3,75 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
+from jaxinfer import json_values
 from jaxinfer.weights.errors import CheckpointError, quoted
+
+CONFIG_FILE = "config.json"
 
 _Known = TypeVar("_Known", str, int)
 _LARGEST_GROUP = 1 << 20
 _LARGEST_NUMBER = 1 << 20
 _LONGEST_NAME = 64
 
+# Other names of a field: of llm-awq (w_bit, q_group_size), GPTQ-for-LLaMa (wbits, groupsize), and GPTQModel, for which
+# the format of all methods is one field, and auto-round's first releases.
+_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bits": ("w_bit", "wbits"),
+        "group_size": ("q_group_size", "groupsize"),
+        "desc_act": ("act_order",),
+        "quant_method": ("method",),
+        "checkpoint_format": ("format",),
+        "version": ("format", "checkpoint_format"),
+    }
+)
+
 
 class Fields:
-    """A JSON object out of config.json.
+    """A JSON object out of a file that describes how weights are stored. A field that is null is absent.
 
     Attributes:
-        path: what messages call it, "quantization_config.weights" for example.
+        path: what messages call it, "quantization_config.weights" for example; empty: it is the whole file.
+        file: its name.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+    def __init__(self, values: Mapping[str, Any], path: str, file: str = CONFIG_FILE) -> None:
         self.values = values
         self.path = path
+        self.file = file
+
+    def spelled(self, name: str) -> str:
+        """The name that the object has for a field.
+
+        Raises:
+            CheckpointError: it has two, with different values.
+        """
+        found = [one for one in (name, *_SPELLINGS.get(name, ())) if self.values.get(one) is not None]
+        if len({_comparable(self.values[one]) for one in found}) > 1:
+            others = " and ".join(f"{one} is {self._shown(one)}" for one in found[1:])
+            raise CheckpointError(f"{self._place(found[0])} is {self._shown(found[0])}, but {others}")
+        return found[0] if found else name
+
+    def get(self, name: str) -> Any:
+        """Value of a field, by whatever name the object has for it; None where it is absent."""
+        return self.values.get(self.spelled(name))
 
     def choice(self, name: str, known: Sequence[_Known], default: _Known | None = None) -> _Known:
-        """A value out of ``known``; ``default`` where it is absent or null.
+        """A value out of ``known``, strings in either case; ``default`` where it is absent.
 
         Raises:
             CheckpointError: it is another one, or absent without a default.
         """
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None and default is not None:
             return default
         for one in known:
-            if type(value) is type(one) and value == one:
+            same = json_values.whole(value) == one if isinstance(one, int) else _comparable(value) == one.lower()
+            if same:
                 return one
         raise self.refused(name, known)
 
     def flag(self, name: str, default: bool) -> bool:
         """Boolean of a field; anything else raises CheckpointError."""
-        value = self.values.get(name, default)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
+        value = self.get(name)
+        found = default if value is None else json_values.flag(value)
+        if found is None:
             raise self.refused(name, ("true", "false"))
-        return value
+        return found
+
+    def groups(self, default: int | None = None) -> int | None:
+        """``group_size`` as `group_size` reads it; ``default`` where it is absent."""
+        return default if self.get("group_size") is None else self.group_size("group_size")
 
     def group_size(self, name: str, default: int | None = None) -> int:
         """Number of inputs that share a scale; 0 for all of them, which files write as -1."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not (value == -1 or 1 <= value <= _LARGEST_GROUP):
+        value = self.get(name)
+        size = default if value is None else json_values.whole(value)
+        if size is None or not (size == -1 or 1 <= size <= _LARGEST_GROUP):
             raise self.refused(name, ("-1", f"1 to {_LARGEST_GROUP}"))
-        return 0 if value == -1 else value
+        return 0 if size == -1 else size
 
     def number(self, name: str, default: float) -> float:
         """A number that is neither negative nor too large; anything else raises CheckpointError."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) not in (int, float) or not 0 <= value <= _LARGEST_NUMBER:
+        value = self.get(name)
+        number = default if value is None else json_values.real(value)
+        if number is None or not 0 <= number <= _LARGEST_NUMBER:
             raise self.refused(name, (f"0 to {_LARGEST_NUMBER}",))
-        return float(value)
+        return number
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns that share a scale, from [128, 128] or "128x128"; None where it is absent or null."""
-        value = self.values.get(name)
+        """Rows and columns that share a scale, from [128, 128] or "128x128"; None where it is absent."""
+        value = self.get(name)
         if value is None:
             return None
         parts = value.split("x") if isinstance(value, str) else value
-        match parts:
-            case [rows, columns] if _is_extent(rows) and _is_extent(columns):
-                return int(rows), int(columns)
+        match [json_values.whole(part) for part in parts] if isinstance(parts, list) else None:
+            case [int(rows), int(columns)] if min(rows, columns) >= 1 and max(rows, columns) <= _LARGEST_GROUP:
+                return rows, columns
         raise self.refused(name, (f"[1 to {_LARGEST_GROUP}, 1 to {_LARGEST_GROUP}]",))
 
     def child(self, name: str) -> Fields:
@@ -79,18 +118,33 @@ class Fields:
         value = self.values.get(name)
         if not isinstance(value, Mapping):
             raise self.refused(name, ("an object",))
-        return Fields(value, f"{self.path}.{_printable(name)}")
+        return Fields(value, self._within(name), self.file)
 
     def optional(self, name: str) -> Fields | None:
-        """An object within, or None where it is absent, null or empty."""
+        """An object within, or None where it is absent or empty."""
         return self.child(name) if self.values.get(name) else None
+
+    def require_empty(self, *names: str) -> None:
+        """Raises CheckpointError where one of the fields says anything."""
+        for name in names:
+            if self.values.get(name):
+                raise self.refused(name, ("null",))
 
     def refused(self, name: str, known: Sequence[object]) -> CheckpointError:
         """The error for a value that is not known."""
-        value = self.values.get(name)
-        found = quoted(value) if isinstance(value, str) else "absent" if value is None else quoted(str(value))[1:-1]
+        name = self.spelled(name)
         listed = ", ".join(str(one) for one in known)
-        return CheckpointError(f"{self.path}.{_printable(name)} of config.json is {found}: known are {listed}")
+        return CheckpointError(f"{self._place(name)} is {self._shown(name)}: known are {listed}")
+
+    def _place(self, name: str) -> str:
+        return f"{self._within(name)} of {self.file}"
+
+    def _within(self, name: str) -> str:
+        return f"{self.path}.{_printable(name)}".removeprefix(".")
+
+    def _shown(self, name: str) -> str:
+        value = self.values.get(name)
+        return quoted(value) if isinstance(value, str) else "absent" if value is None else quoted(str(value))[1:-1]
 
 
 def _printable(name: str) -> str:
@@ -98,7 +152,7 @@ def _printable(name: str) -> str:
     return name if name.isidentifier() and len(name) < _LONGEST_NAME else quoted(name)
 
 
-def _is_extent(value: object) -> bool:
-    if isinstance(value, str):
-        return value.isascii() and value.isdigit() and len(value) < 8 and 1 <= int(value) <= _LARGEST_GROUP
-    return type(value) is int and 1 <= value <= _LARGEST_GROUP
+def _comparable(value: object) -> object:
+    """A value as those of one meaning compare: strings in lower case, numbers as numbers."""
+    number = json_values.real(value)
+    return number if number is not None else value.lower() if isinstance(value, str) else repr(value)

@@ -10,9 +10,6 @@ Modules that were left out have a plain ``X.weight``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from jaxinfer.quant.layouts import Codebook, Grouped
@@ -26,12 +23,6 @@ _GROUP = 16
 _NVFP4 = Codebook(E2M1, _GROUP, FP8, divided=True)
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
 _SCALE, _SECOND = ".weight_scale", ".weight_scale_2"
-
-
-def quantization_config(hf_quant_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What an older export says in hf_quant_config.json, as newer ones say it in config.json."""
-    fields = hf_quant_config.get("quantization")
-    return {**(fields if isinstance(fields, Mapping) else {}), "quant_method": "modelopt"}
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-_UNITS = {3: 3, 5: 5, 6: 3}  # bytes that hold whole fields of so many bits; others divide a byte
+_UNITS = {3: 3, 5: 5, 6: 3, 7: 7}  # bytes that hold whole fields of so many bits; others divide a byte
 _ROWS = 128  # at a time: two blocks of a transposition stay in the second-level cache
 
 
 def fields(words: np.ndarray, bits: int) -> np.ndarray:
     """The fields of little-endian words ``[..., words]``, lowest bits first: uint8 ``[..., fields]``.
 
-    The words of the last axis are one stream of bits: fields of 3, 5 or 6 bits may lie across two of them.
+    The words of the last axis are one stream of bits: fields of 3, 5, 6 or 7 bits may lie across two of them.
     """
     stream = np.array(words, order="C").view(np.uint8)
     if bits == 8:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Mapping
 
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.formats.fields import Fields
+from jaxinfer.weights.formats.patterns import Patterns
 
 _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _NAIVE = "naive-quantized"  # what older versions call the first two
@@ -24,9 +23,6 @@ _TYPES = {"int-quantized": "int", "pack-quantized": "int"}
 _GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 _ACTIVATIONS = {("float", "float-quantized"): "float8_e4m3fn", ("int", "int-quantized"): "int8"}
 _REGEX = "re:"
-_GROUP = re.compile(r"\([^()]*\)")
-_LONGEST = 1024
-_MOST_WAYS = 2 * 10**9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Schemes:
     def __init__(self, config: Fields) -> None:
         for name in ("sparsity_config", "transform_config"):
             _refuse_unless_empty(config, name)
-        self._patterns = _Patterns()
+        self._patterns = Patterns("config_groups")
         groups = config.child("config_groups")
         self._groups = [(_targets(group), _scheme(config, group)) for group in map(groups.child, groups.values)]
         if not self._groups:
@@ -78,11 +74,15 @@ class Schemes:
         """
         if len(self._groups) == 1:
             return self._groups[0][1]
-        for fits in (str.__eq__, self._patterns.fit, _is_class):
+        for fits in (str.__eq__, self._fits, _is_class):
             for targets, scheme in self._groups:
                 if any(fits(target, module) for target in targets):
                     return scheme
         raise CheckpointError(f"{quoted(module)} is quantised, but no group of config_groups has it among its targets")
+
+    def _fits(self, target: str, module: str) -> bool:
+        """Whether a target "re:..." matches at the beginning of a module's name."""
+        return target.startswith(_REGEX) and self._patterns.match(target.removeprefix(_REGEX), module)
 
 
 def _scheme(config: Fields, group: Fields) -> Scheme:
@@ -146,38 +146,3 @@ def _refuse_unless_empty(config: Fields, name: str) -> None:
 def _is_class(target: str, module: str) -> bool:
     """Whether a target names the class of a module: "Linear" for all that is quantised but embeddings."""
     return target == ("Embedding" if module.endswith("embed_tokens") else "Linear")
-
-
-class _Patterns:
-    """Regular expressions out of config.json, matched for a bounded time: Python's own can take exponentially long."""
-
-    def __init__(self) -> None:
-        self._compiled: dict[str, re.Pattern[str]] = {}
-        self._spent = 0
-
-    def fit(self, target: str, module: str) -> bool:
-        """Whether a target "re:..." matches at the beginning of a module's name."""
-        if not target.startswith(_REGEX):
-            return False
-        compiled = self._compiled.get(target) or self._compiled.setdefault(target, _compile(target))
-        self._spent += _ways(compiled.pattern, len(module))
-        if self._spent > _MOST_WAYS:
-            raise CheckpointError(f"the targets of config_groups take too long to be matched: {quoted(target)}")
-        return compiled.match(module) is not None
-
-
-def _compile(target: str) -> re.Pattern[str]:
-    pattern = re.sub(r"(\.\*)+\$?$", "", target.removeprefix(_REGEX))  # at the end of a prefix it says nothing
-    nested = re.search(r"[()]", _GROUP.sub("", pattern))
-    if len(pattern) > _LONGEST or nested or re.search(r"\)[*+{]|\\[1-9]", pattern):
-        raise CheckpointError(f"the target {quoted(target)} of config_groups is too complex to be matched")
-    try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"the target {quoted(target)} is not a regular expression ({error})") from None
-
-
-def _ways(pattern: str, length: int) -> int:
-    """Bound of the ways to match that are tried on a name, where no repetition contains another."""
-    alternatives = [group.count("|") + 1 for group in (*_GROUP.findall(pattern), _GROUP.sub("", pattern))]
-    return math.prod(alternatives) * 2 ** pattern.count("?") * (length + 1) ** len(re.findall(r"[*+{]", pattern))

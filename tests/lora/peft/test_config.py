@@ -1,6 +1,7 @@
 """Keys of adapter_config.json: which are served, which are refused by name, and which modules they mean."""
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -23,8 +24,6 @@ def test_what_peft_writes_is_read(name: str):
     [
         ("peft_type", "IA3"),
         ("peft_type", None),
-        ("modules_to_save", ["lm_head"]),
-        ("trainable_token_indices", [1, 2]),
         ("layer_replication", [[0, 1], [0, 1]]),
         ("alora_invocation_tokens", [5, 6]),
         ("use_qalora", True),
@@ -35,7 +34,6 @@ def test_what_peft_writes_is_read(name: str):
         ("velora_config", {"scale": 1.0}),
         ("megatron_config", {"x": 1}),
         ("ensure_weight_tying", True),
-        ("a_key_of_tomorrow", 3),
         ("init_lora_weights", "pissa"),
         ("init_lora_weights", "pissa_niter_16"),
         ("init_lora_weights", "olora"),
@@ -45,12 +43,9 @@ def test_what_peft_writes_is_read(name: str):
         ("init_lora_weights", 1),
         ("r", 0),
         ("r", True),
-        ("r", "8"),
-        ("lora_alpha", "16"),
         ("lora_alpha", float("nan")),
         ("lora_alpha", 10**400),
         ("use_dora", "yes"),
-        ("use_rslora", 1),
         ("bias", "some"),
         ("bias", ["all"]),
         ("rank_pattern", {"q_proj": 0}),
@@ -63,9 +58,22 @@ def test_what_peft_writes_is_read(name: str):
         ("target_modules", "(q_proj"),
         ("exclude_modules", {"a": 1}),
         ("target_parameters", "mlp.experts.down_proj"),
-        ("layers_to_transform", ["1"]),
-        ("layers_to_transform", 1.0),
         ("layers_pattern", "a(.*)*"),
+        ("layers_to_transform", ["one"]),
+        ("layers_to_transform", 1.5),
+        ("use_rslora", 2),
+        ("r", "eight"),
+        ("r", 8.5),
+        ("lora_alpha", "16x"),
+        ("modules_to_save", "lm_head"),
+        ("modules_to_save", [1]),
+        ("trainable_token_indices", "1"),
+        ("trainable_token_indices", [1, 1]),
+        ("trainable_token_indices", [-1]),
+        ("trainable_token_indices", [0.5]),
+        ("trainable_token_indices", {"embed_tokens": 3}),
+        ("trainable_token_indices", {"embed_tokens": []}),
+        ("enable_lora", [True, False, True]),
     ],
 )
 def test_a_key_that_is_not_served_is_named(key: str, value: Any):
@@ -86,6 +94,12 @@ def test_a_key_that_is_not_served_is_named(key: str, value: Any):
         ("fan_in_fan_out", True),
         ("base_model_name_or_path", "somebody/some-model"),
         ("a_key_of_tomorrow", False),
+        ("a_key_of_tomorrow", 3),
+        ("lorap_emb_lr", 1e-06),
+        ("runtime_config", {"ephemeral_gpu_offload": True}),
+        ("loftq_config", {"loftq_bits": 4}),
+        ("corda_config", {"corda_method": "kpm"}),
+        ("auto_mapping", {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}),
     ],
 )
 def test_a_key_without_effect_changes_nothing(key: str, value: Any):
@@ -142,3 +156,26 @@ def test_first_pattern_that_matches_counts():
     assert config.rank("model.0.q_proj") == 2
     assert config.scale("model.0.q_proj") == 6 / 2**0.5
     assert config.scale("model.1.v_proj") == 8 / 4**0.5
+
+
+def test_keys_that_are_not_known_are_said(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, logger="jaxinfer"):
+        parse_config(WRITTEN | {"lorap_emb_lr": 1e-06, "eva_config": {"rho": 2.0}})
+        assert caplog.records == []
+        parse_config(WRITTEN | {"a_key_of_tomorrow": 3, "another": None})
+    assert ["'a_key_of_tomorrow': 3" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_numbers_of_another_type():
+    config = parse_config(
+        WRITTEN
+        | {"r": 4.0, "lora_alpha": "6", "use_rslora": 0, "rank_pattern": {"k_proj": "2"}, "layers_to_transform": ["1"]}
+    )
+    assert (config.r, config.lora_alpha, config.use_rslora) == (4, 6.0, False)
+    assert config.rank("model.layers.0.k_proj") == 2
+    assert config.layers_to_transform == {1}
+
+
+def test_the_order_of_tokens_counts():
+    one, other = (parse_config(WRITTEN | {"trainable_token_indices": listed}) for listed in ([1, 2], [2, 1]))
+    assert one.canonical != other.canonical

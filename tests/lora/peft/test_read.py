@@ -1,6 +1,7 @@
 """Adapters that do not fit their configuration or the model are refused, with a sentence that names what does not."""
 
 import json
+import logging
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -12,11 +13,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft.read import read_adapter
+from jaxinfer.lora.peft.read import Base, read_adapter
 from jaxinfer.models.model import abstract
 from jaxinfer.types import walk_specs
+from jaxinfer.weights import load_params
+from jaxinfer.weights.memory import InMemoryCheckpoint
 from tests.lora.goldens import GOLDENS, copy_adapter, golden
-from tools.oracle.golden import uniform
+from tools.oracle.golden import make_tensors, uniform
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 Edit = Callable[[dict[str, np.ndarray]], object]
@@ -26,12 +29,30 @@ def specs_of(name: str) -> Any:
     return abstract(golden(name).config, "float32").specs
 
 
-def read(name: str, folder: pathlib.Path, max_rank: int = 8, has_base: bool = True) -> Adapter:
-    """With random numbers in place of the model's own."""
+def read(
+    name: str, folder: pathlib.Path, max_rank: int = 8, has_base: bool = True, base: Base | None = None
+) -> Adapter:
+    """With random numbers in place of the model's own, if they are not given."""
     specs = specs_of(name)
     shapes = {path: spec.shape for path, spec in walk_specs(specs)}
-    base = (lambda path: uniform(7, "/".join(path), shapes[path])) if has_base else None
-    return read_adapter(folder, specs, max_rank=max_rank, base=base)
+    random = (lambda path: uniform(7, "/".join(path), shapes[path])) if has_base else None
+    return read_adapter(folder, specs, max_rank=max_rank, base=base or random)
+
+
+def own_base(name: str) -> Base:
+    """The model's own parameters."""
+    case = golden(name)
+    tensors = InMemoryCheckpoint(pathlib.Path(name), make_tensors(case.seed, case.shapes, case.norm_centre))
+    specs = specs_of(name)
+    params = load_params(tensors, specs, "float32", lambda path, spec, fill: np.array(fill(())))
+
+    def base(path: tuple[str, ...]) -> np.ndarray:
+        value: Any = params
+        for key in path:
+            value = value[key]
+        return np.asarray(value)
+
+    return base
 
 
 def changed(
@@ -57,10 +78,6 @@ def zeros(*shape: int) -> np.ndarray:
     [
         (lambda t: t.pop(f"{Q0}.lora_B.weight"), "layers.0.self_attn.q_proj.lora_B.weight"),
         (lambda t: t.pop(f"{Q0}.lora_A.weight"), "layers.0.self_attn.q_proj.lora_A.weight"),
-        (
-            lambda t: (t.pop(f"{Q0}.lora_A.weight"), t.pop(f"{Q0}.lora_B.weight")),
-            "lacks tensors of modules that it targets: 'model.layers.0.self_attn.q_proj'",
-        ),
         (put(f"{Q0}.lora_C.weight", zeros(4, 32)), "lora_C.weight"),
         (put(f"{Q0}.lora_A.extra", zeros(4, 32)), "lora_A.extra"),
         (put("base_model.model.lm_head.weight", zeros(64, 32)), "lm_head.weight"),
@@ -83,7 +100,7 @@ def zeros(*shape: int) -> np.ndarray:
         (put("base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight", zeros(4, 32)), "k_proj.lora_A"),
         (put("base_model.model.model.layers.0.input_layernorm.lora_A.weight", zeros(4, 32)), "input_layernorm"),
         (put(f"{Q0}.base_layer.lora_A.weight", zeros(4, 32)), "q_proj.base_layer.lora_A"),
-        (lambda t: t.clear(), "lacks tensors"),
+        (lambda t: t.clear(), "adapts nothing"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(edit: Edit, named: str, tmp_path: pathlib.Path):
@@ -94,13 +111,11 @@ def test_tensors_that_do_not_fit_are_named(edit: Edit, named: str, tmp_path: pat
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"target_modules": ["q_proj", "v_proj", "c_attn"]}, "target_modules: 'c_attn'.*'q_proj'"),
+        ({"target_modules": ["c_attn"]}, "target_modules: .* is called 'c_attn'.*'q_proj'"),
         ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight.*does not target"),
-        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "lacks tensors.*layers.0.self_attn.o_proj"),
-        ({"target_modules": ".*(q|v|o)_proj"}, "lacks tensors.*layers.0.self_attn.o_proj"),
         ({"exclude_modules": ["v_proj"]}, "does not target"),
         ({"layers_to_transform": [0]}, "does not target"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters: 'mlp.experts.down_proj'"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters: .* is called 'mlp.experts.down_proj'"),
         ({"r": 3}, r"\[4, 32\], not \[3, 32\]"),
         ({"rank_pattern": {"q_proj": 2}}, r"\[4, 32\], not \[2, 32\]"),
         ({"use_dora": True}, "lacks 'model.layers.0.self_attn.q_proj.lora_magnitude_vector'"),
@@ -147,15 +162,9 @@ def test_one_tensor_for_all_experts_twice_is_refused(tmp_path: pathlib.Path):
         read("mixtral-experts", changed("mixtral-experts", tmp_path, again))
 
 
-def test_a_tied_head_is_a_module_of_its_own(tmp_path: pathlib.Path):
-    copy_adapter("llama-tied-head", tmp_path, {"target_modules": ["lm_head", "embed_tokens", "v_proj"]})
-    with pytest.raises(AdapterError, match=r"lacks tensors of modules that it targets: 'model.embed_tokens'"):
-        read("llama-tied-head", tmp_path)
-
-
 def test_weights_that_are_to_be_tied_again_are_refused(tmp_path: pathlib.Path):
     copy_adapter("llama-tied-embeddings", tmp_path, {"ensure_weight_tying": True})
-    with pytest.raises(AdapterError, match=r"'ensure_weight_tying' is True"):
+    with pytest.raises(AdapterError, match="ensure_weight_tying is True"):
         read("llama-tied-embeddings", tmp_path)
 
 
@@ -246,3 +255,103 @@ def test_experts_one_by_one_are_read(tmp_path: pathlib.Path):
         np.testing.assert_array_equal(found[path].a, both.deltas[path].a)
         np.testing.assert_allclose(found[path].b, both.deltas[path].b, rtol=1e-6)
         assert (f"layers_{layer}", "mlp", "gate_up") not in found
+
+
+# What lacks tensors, and what is saved whole.
+
+
+def without(*parts: str) -> Edit:
+    return lambda tensors: [tensors.pop(name) for name in list(tensors) if any(part in name for part in parts)]
+
+
+def test_modules_without_tensors_stay_as_they_are(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture):
+    """As in PEFT, which makes products of zeros for them."""
+    folder = changed("llama-qv", tmp_path, without("layers.0", "v_proj"), {"target_modules": ["q_proj", "v_proj", "x"]})
+    with caplog.at_level(logging.WARNING, logger="jaxinfer"):
+        deltas = read("llama-qv", folder).deltas
+    delta, whole = deltas[QKV_1], read("llama-qv", GOLDENS / "llama-qv").deltas[QKV_1]
+    assert deltas.keys() == {QKV_1}
+    np.testing.assert_array_equal(delta.a, whole.a[:4])
+    np.testing.assert_array_equal(delta.b, whole.b[..., :4])
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "'x'" in said
+    assert "layers.0.self_attn.q_proj" in said
+
+
+QKV_1 = ("layers_1", "attention", "qkv")
+WHOLE = {
+    "base_model.model.lm_head": "lm_head.weight",
+    "base_model.model.model.norm": "model.norm.weight",
+    "base_model.model.model.layers.1.self_attn.k_proj": "model.layers.1.self_attn.k_proj.weight",
+}
+
+
+def tensors_of(name: str) -> dict[str, np.ndarray]:
+    case = golden(name)
+    return make_tensors(case.seed, case.shapes, case.norm_centre)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize(("module", "tensor"), WHOLE.items())
+def test_a_module_that_is_saved_whole_may_be_the_models_own(
+    module: str, tensor: str, dtype: Any, tmp_path: pathlib.Path
+):
+    """As vocabularies are that were resized, and back: ``save_embedding_layers``."""
+    own = put(f"{module}.weight", tensors_of("llama-qv")[tensor].astype(dtype))
+    folder = changed("llama-qv", tmp_path, own, {"modules_to_save": [module.rpartition(".")[2]]})
+    found = read("llama-qv", folder, base=own_base("llama-qv")).deltas
+    assert found.keys() == read("llama-qv", GOLDENS / "llama-qv").deltas.keys()
+
+
+@pytest.mark.parametrize(("module", "tensor"), WHOLE.items())
+@pytest.mark.parametrize("said", [{}, {"modules_to_save": ["lm_head", "norm", "k_proj"]}])
+def test_a_module_that_was_trained_whole_is_refused(
+    module: str, tensor: str, said: dict[str, Any], tmp_path: pathlib.Path
+):
+    """However little it was trained."""
+    value = tensors_of("llama-qv")[tensor].copy()
+    value.flat[-1] *= np.float32(1.001)
+    wholes = {f"{one}.weight": tensors_of("llama-qv")[name] for one, name in WHOLE.items()} if said else {}
+    folder = changed("llama-qv", tmp_path, lambda t: t.update(wholes | {f"{module}.weight": value}), said)
+    with pytest.raises(AdapterError, match=rf"modules_to_save: tensor '{re.escape(module)}.weight'"):
+        read("llama-qv", folder, base=own_base("llama-qv"))
+
+
+def test_a_head_of_classes_is_refused(tmp_path: pathlib.Path):
+    head = put("base_model.model.score.weight", zeros(2, 32))
+    with pytest.raises(AdapterError, match=r"modules_to_save: tensor '.*\.score\.weight'"):
+        read("llama-qv", changed("llama-qv", tmp_path, head, {"modules_to_save": ["classifier", "score"]}))
+
+
+def test_modules_to_save_that_are_not_there(tmp_path: pathlib.Path):
+    with pytest.raises(AdapterError, match="lacks tensors of modules_to_save: 'lm_head'"):
+        read("llama-qv", copy_adapter("llama-qv", tmp_path, {"modules_to_save": ["lm_head"]}))
+
+
+ROWS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+
+
+@pytest.mark.parametrize(
+    ("edit", "config", "named"),
+    [
+        (without("token_adapter"), {}, "lacks the rows of trainable_token_indices ''"),
+        (lambda _: 0, {"trainable_token_indices": None}, "rows of which trainable_token_indices says nothing"),
+        (lambda _: 0, {"trainable_token_indices": {"lm_head": [1]}}, "lacks the rows of .* 'lm_head'"),
+        (lambda _: 0, {"trainable_token_indices": [1, 2]}, r"\[3, 32\], not \[2, 32\]"),
+        (lambda _: 0, {"trainable_token_indices": [1, 2, 64]}, "has 64, and the model has 64 tokens"),
+        (put(ROWS.replace("model.embed_tokens", "lm.wte"), zeros(3, 32)), {}, "no such table of tokens"),
+        (
+            put(ROWS.replace("token_adapter.trainable_tokens_delta", "lora_embedding_A"), zeros(2, 64)),
+            {},
+            "embed_tokens",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit(edit: Edit, config: dict[str, Any], named: str, tmp_path: pathlib.Path):
+    with pytest.raises(AdapterError, match=named):
+        read("llama-tokens", changed("llama-tokens", tmp_path, edit, config))
+
+
+def test_rows_take_a_rank_each():
+    with pytest.raises(AdapterError, match="has 3 tokens, a rank each, more than the 2 of max_lora_rank"):
+        read("llama-tokens", GOLDENS / "llama-tokens", max_rank=2)

@@ -42,11 +42,35 @@ def test_a_weight(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {"w_bit": 4, "q_group_size": SIZE, "version": "GEMM", "zero_point": True},
+        {"quant_method": "awq", "bits": "4", "group_size": 32.0, "version": None},
+        {"quant_method": "awq", "bits": 4, "group_size": SIZE, "checkpoint_format": "gemm", "format": "gemm"},
+        {"quant_method": "AWQ", "q_group_size": SIZE, "zero_point": False, "modules_to_not_convert": None},
+        {"method": "awq", "bits": 4, "group_size": 16, "dynamic": {"+:a$": {"group_size": SIZE}}},
+    ],
+)
+def test_spellings(tmp_path: pathlib.Path, config: Mapping[str, Any]) -> None:
+    """Of llm-awq, AutoAWQ, GPTQModel and auto-round."""
+    tensors, expected = made()
+    np.testing.assert_array_equal(numbers(weights_of(tmp_path, tensors, config)[0]["a.weight"]), expected)
+
+
+def test_scales_of_unequal_groups_are_of_no_size(tmp_path: pathlib.Path) -> None:
+    tensors, _ = made()
+    tensors["a.scales"] = np.ones((5, OUT), np.float16)
+    with refused("'a.scales' .* is of 5 groups of 48 inputs, and group_size is absent"):
+        weights_of(tmp_path, tensors, {**CONFIG, "group_size": None})
+
+
+@pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"bits": 8}, "bits of config.json is 8: known are 4"),
         ({"version": "gemv"}, "version of config.json is 'gemv': known are gemm"),
-        ({"zero_point": False}, "zero_point of config.json is False: known are true"),
+        ({"backend": "llm-awq"}, "backend of config.json is 'llm-awq'"),
+        ({"zero_point": "no"}, "zero_point of config.json is 'no': known are true, false"),
         ({"group_size": -2}, "group_size of config.json is -2"),
     ],
 )

@@ -82,7 +82,7 @@ def test_eight_bits(tmp_path: pathlib.Path) -> None:
     assert other.layout.outliers == 0
 
 
-@pytest.mark.parametrize("threshold", [-1, float("nan"), float("inf"), "6", True])
+@pytest.mark.parametrize("threshold", [-1, float("nan"), float("inf"), "six", True])
 def test_thresholds_that_are_refused(tmp_path: pathlib.Path, threshold: Any) -> None:
     with refused("llm_int8_threshold of config.json is .*: known are 0 to 1048576"):
         weights_of(tmp_path, {"a.SCB": np.ones(1, np.float32)}, {**EIGHT, "llm_int8_threshold": threshold})
@@ -105,7 +105,7 @@ def test_another_order_of_eight_bits(tmp_path: pathlib.Path) -> None:
     [
         ({"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type of config.json is 'int4': known are nf4, fp4"),
         ({"load_in_4bit": False}, "load_in_4bit of config.json is False"),
-        ({"load_in_8bit": 1}, "load_in_8bit of config.json is 1"),
+        ({"load_in_8bit": 2}, "load_in_8bit of config.json is 2"),
     ],
 )
 def test_configurations(tmp_path: pathlib.Path, change: Mapping[str, Any], sentence: str) -> None:

@@ -50,7 +50,7 @@ def test_experts_in_one_tensor(tmp_path: pathlib.Path, name: str, form: tuple[in
     [
         ({"activation_scale_ub": 0}, "activation_scale_ub of config.json is 0: known are positive numbers"),
         ({"activation_scale_ub": -1.0}, "activation_scale_ub of config.json is -1.0: known are 0 to"),
-        ({"activation_scale_ub": "1200"}, "activation_scale_ub of config.json is '1200'"),
+        ({"activation_scale_ub": "12O0"}, "activation_scale_ub of config.json is '12O0'"),
     ],
 )
 def test_configurations(tmp_path: pathlib.Path, change: dict[str, Any], sentence: str) -> None:

@@ -18,7 +18,7 @@ from jaxinfer.quant import dense, is_stored, with_activations
 from jaxinfer.types import walk_specs
 from tests.engine.test_quantised import assert_logprobs
 from tests.models.test_parity import golden
-from tests.weights.formats.checkpoints import save
+from tests.weights.formats.checkpoints import pack, save
 from tests.weights.formats.test_mlx import packed
 
 Tensors = dict[str, np.ndarray]
@@ -87,6 +87,29 @@ def fbgemm(tensors: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
     return stored, plain, {"quantization_config": config}
 
 
+def dynamic(tensors: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
+    """GPTQModel's, of which parts of one fused parameter differ: 8 bits, 4 bits, and plain numbers."""
+    stored, plain = Tensors(), Tensors()
+    for name, tensor in tensors.items():
+        module, bits = name.removesuffix(".weight"), 8 if name.endswith(("q_proj.weight", "up_proj.weight")) else 4
+        if tensor.ndim != 2 or "_proj" not in name or "v_proj" in name or tensor.shape[1] % GROUP:
+            stored[name] = plain[name] = tensor
+            continue
+        codes, scales, biases = affine(tensor, bits)
+        zeros = np.clip(np.rint(-biases.astype(np.float32) / scales.astype(np.float32)), 0, (1 << bits) - 1).astype(int)
+        stored |= {
+            f"{module}.qweight": pack(codes, bits).T,
+            f"{module}.qzeros": pack(zeros.T, bits),
+            f"{module}.scales": np.ascontiguousarray(scales.T),
+            f"{module}.g_idx": np.arange(tensor.shape[1], dtype=np.int32) // GROUP,
+        }
+        wide = [np.repeat(each.astype(np.float32), GROUP, axis=-1) for each in (scales, zeros)]
+        plain[name] = (codes - wide[1]) * wide[0]
+    rules = {r"-:.*v_proj": {}, r".*\.(?:q|up)_proj$": {"bits": 8}}
+    said = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "checkpoint_format": "gptq_v2"}
+    return stored, plain, {"quantization_config": {**said, "dynamic": rules}}
+
+
 def folders(
     folder: pathlib.Path, case: str, convert: Callable[[Tensors], tuple[Tensors, Tensors, dict[str, Any]]]
 ) -> tuple[Model, Model]:
@@ -117,6 +140,7 @@ CASES = [
     pytest.param("qwen3-tied-hub", mlx, id="mlx, tied embeddings"),
     pytest.param("qwen3_moe-many-experts", mlx, id="mlx, experts"),
     pytest.param("qwen3-tied-hub", fbgemm, id="fbgemm"),
+    pytest.param("qwen3-tied-hub", dynamic, id="gptq, modules that differ"),
 ]
 
 

@@ -45,7 +45,10 @@ def test_nothing_is_said(tmp_path: pathlib.Path, config: dict[str, Any]) -> None
     ("config", "sentence"),
     [
         ("fp8", "quantization_config of config.json is not an object"),
-        ({"quant_method": "hqq"}, "quant_method of config.json is 'hqq': known are awq, bitsandbytes, compressed-tens"),
+        (
+            {"quant_method": "hqq"},
+            "quant_method of config.json is 'hqq': known are auto-round, awq, bitsandbytes, compr",
+        ),
         ({"quant_method": ["fp8"]}, "quant_method of config.json is .* known are"),
         ({"bits": 4}, "quantization_config.quant_method of config.json is absent: known are"),
         ({"quant_method": "fp8"}, "config.json says fp8, but .* holds no weight of this format"),

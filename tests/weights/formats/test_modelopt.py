@@ -81,5 +81,5 @@ def test_an_older_export_says_it_in_a_file_of_its_own(tmp_path: pathlib.Path) ->
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
     files = open_model_files(tmp_path)
-    assert files.quantized
+    assert files.quantized_by == "hf_quant_config.json"
     assert files.config_json["quantization_config"]["quant_algo"] == "FP8"

@@ -83,7 +83,7 @@ def test_many_matches_are_bounded_together() -> None:
         ({"strategy": "block"}, "weights.strategy of config.json is 'block': known are tensor, channel, group"),
         ({"group_size": None}, "weights.group_size of config.json is absent"),
         ({"group_size": 10**30}, "weights.group_size of config.json is 1000"),
-        ({"symmetric": 1}, "weights.symmetric of config.json is 1"),
+        ({"symmetric": 2}, "weights.symmetric of config.json is 2"),
     ],
 )
 def test_weights(weights: Mapping[str, Any], sentence: str) -> None:

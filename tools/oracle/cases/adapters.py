@@ -96,6 +96,17 @@ ADAPTERS = (
         _LLAMA | {"tie_word_embeddings": True},
         {"r": 3, "use_dora": True, "target_modules": ["lm_head", "v_proj"]},
     ),
+    AdapterCase("llama-tokens", _LLAMA, {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [41, 3, 17]}),
+    AdapterCase(
+        "llama-tied-tokens",
+        _LLAMA | {"tie_word_embeddings": True},
+        {"r": 2, "target_modules": ["o_proj"], "trainable_token_indices": {"embed_tokens": [63, 0]}},
+    ),
+    AdapterCase(
+        "llama-head-tokens",
+        _LLAMA,
+        {"r": 2, "target_modules": _QV, "trainable_token_indices": {"lm_head": [5, 4, 9], "embed_tokens": [9]}},
+    ),
     AdapterCase("qwen2-qkv", _QWEN2, {"r": 2, "lora_alpha": 4, "target_modules": [*_QV, "k_proj", "up_proj"]}),
     AdapterCase("qwen2-bias-all", _QWEN2, {"r": 2, "bias": "all", "target_modules": ["v_proj", "down_proj"]}),
     AdapterCase("qwen2-bias-dora", _QWEN2, {"r": 2, "bias": "lora_only", "use_dora": True, "target_modules": _QV}),
