@@ -92,7 +92,7 @@ def run(report: Report) -> None:
     report.put("weights", bytes=total, read_per_step=read, seconds_to_fill=round(time.perf_counter() - start, 2))
     for work in QUICK_WORK if report.quick else WORK:
         if not report.time_for(str(work), _RESERVE_S):
-            return
+            continue
         with report.attempt(str(work)):
             if work.gemm == "mosaic" and jax.default_backend() == "gpu":
                 _require_kernel(model)

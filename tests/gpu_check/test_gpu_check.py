@@ -400,7 +400,7 @@ def test_what_a_run_that_was_cut_off_had_written_is_kept(tmp_path):
 def test_autotuned_results_are_a_gpus(tmp_path):
     assert results_of(tmp_path).autotuned("step").name == "step.txt"
     assert gpu_check.Results(tmp_path, {"kind": "cpu", "platform": "cpu"}, quick=True).autotuned("step") is None
-    flags = gpu_check._environment("step", tmp_path / "step.txt")["XLA_FLAGS"]
+    flags = gpu_check._environment("step", str(tmp_path), tmp_path / "step.txt")["XLA_FLAGS"]
     assert flags.endswith(f"--xla_gpu_dump_autotune_results_to={tmp_path / 'step.txt'}")
 
 
