@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.parser import Parser
 from jaxinfer.gpu_check import standins
-from jaxinfer.gpu_check.goals import verdicts
+from jaxinfer.gpu_check.goals import has_times, verdicts
 from jaxinfer.gpu_check.report import Report, read_records
-from jaxinfer.gpu_check.table import NOT_A_GPU, markdown
+from jaxinfer.gpu_check.table import NOT_A_GPU, markdown, no_times
 from pallas_kernels.supervise import Ended, Journal, supervise
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -297,9 +297,12 @@ def summary(results: Results, names: Sequence[str]) -> int:
     ]
     for key in wrong:
         print(f"WRONG: {key}")
-    found = [] if results.content["quick"] else verdicts(sections, results.content["device"]["kind"])
+    kind = results.content["device"]["kind"]
+    found = [] if results.content["quick"] else verdicts(sections, kind)
     for verdict in found:
         print(verdict)
+    if not results.content["quick"] and not has_times(kind):
+        print(no_times(kind))
     below = [verdict for verdict in found if verdict.word == "below floor"]
     print(results.content.get("note", ""), results.path, results.path.with_suffix(".md"), sep="\n")
     return int(bool(wrong or below) or any(section["status"] != "ok" for section in sections.values()))

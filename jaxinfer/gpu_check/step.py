@@ -70,13 +70,13 @@ def _of_gemm(gemm: str) -> str:
 WORK: tuple[Decode | Prefill, ...] = (
     Decode(64, (4096, 512), gemm="xla"),  # known to come back
     Decode(64, (4096, 512)),
-    Decode(1, (4096, 512)),
+    Decode(2, (4096, 512)),  # the fewest of a decode program
     Prefill(8192, 2048),
     Prefill(2048, 2048),
     Prefill(2048, 2048, gemm="xla"),
     Decode(256, (4096, 512)),
     Decode(8, (4096, 512)),
-    Decode(1, (512,), gemm="xla"),
+    Decode(2, (512,), gemm="xla"),
     Decode(64, (4096, 512), "xla"),
     Prefill(2048, 2048, backend="xla"),
     Prefill(256, 256, sequences=8),
