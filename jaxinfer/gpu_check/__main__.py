@@ -148,7 +148,7 @@ class Results:
             if "output_tokens_s" in record:
                 known["output_tokens_s"][record["key"]] = record["output_tokens_s"]
         for name, rates in DATASHEET.items():
-            if name in kind:
+            if f" {name}" in kind:  # a GH200 is no H200
                 for unit, rate in rates.items():
                     known[unit]["datasheet"] = rate
         return known

@@ -42,9 +42,9 @@ def tune(environment, tmp_path, monkeypatch):
     """Runs the tuner on two shapes, of 16 rows and of 1; its exit status, and the tiles by rows."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
-    def run(plan, seconds=600):
+    def run(plan, *more):
         environment(plan)
-        code = door.main(["--seconds", str(seconds), "--patience", "4", "--out", str(tmp_path / "out.json")])
+        code = door.main(["--seconds", "600", "--patience", "4", "--out", str(tmp_path / "out.json"), *more])
         return code, found(tmp_path)
 
     return run
@@ -91,6 +91,14 @@ def test_operands_that_kill_the_process_fail_their_shape_alone(tune, capfd):
     code, results = tune({"16, operands": "kills itself"})
     assert (code, list(results)) == (1, [1])
     assert "failed: it ended the process: signal SIGSEGV" in capfd.readouterr().out
+
+
+def test_what_was_measured_before_is_forgotten_once(tune, tmp_path):
+    """And not again by the process that goes on behind a hang."""
+    tune({})
+    code, results = tune({"16, 128, 4": "is refused", "1, 128, 2": "hangs"}, "--anew")
+    assert code == 1
+    assert {rows: tiles for rows, (tiles, _) in results.items()} == {16: dataclasses.asdict(SOME)}
 
 
 def test_where_nothing_runs_the_status_says_so(tune):

@@ -208,12 +208,8 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         budget = min(budgets, key=lambda budget: budget.bytes)
         plans.append(_plan_stage(prepared, part, config, platform, here[0], budget))
     plan = min(plans, key=lambda plan: plan.pages)
-    if (
-        platform != "cpu"
-        and config.num_pages is None
-        and config.kv_cache_bytes is None
-        and plan.unused >= plan.needs.page
-    ):
+    filled = platform != "cpu" and config.num_pages is None and config.kv_cache_bytes is None
+    if filled and plan.unused >= plan.needs.page:
         unused = "the pool has %d pages, as many as 32-bit offsets into a layer's pool reach: %s stay unused"
         _log.warning(unused, plan.pages, _size(plan.unused))
     return plan
