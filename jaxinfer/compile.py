@@ -23,11 +23,9 @@ from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import cut, draft_stages
 from jaxinfer.loading import LOADING_ERRORS, StartProgress, abstract_draft, abstract_model, start_engine, with_draft
 from jaxinfer.parallel.mesh import mesh_for, stages
-from pallas_kernels.check.configuration import AMPERE, HOPPER
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
-from pallas_kernels.check.target import TARGETS
+from pallas_kernels.check.target import DEVICES
 
-_TARGETS = {"h100": HOPPER, "a100": AMPERE}
 _UNTUNED = "--xla_gpu_autotune_level=0"  # as `environment` has it
 
 
@@ -97,7 +95,7 @@ def compile_for(target: str, job: Compilation, progress: CompileProgress | None 
     """
     begin, config = time.perf_counter(), dataclasses.replace(job.config, data_parallel_size=1)
     use_compilation_cache(str(job.cache))
-    device = TARGETS[_TARGETS[target]]
+    device = DEVICES[target]
     mesh = mesh_for(config, device.devices(config.devices * config.dp_ranks * config.pipeline_parallel_size))
     read = functools.partial(abstract_model, dtype=job.dtype)
     drafted = with_draft(read(job.model), config, abstract_draft(config, job.dtype))

@@ -16,7 +16,6 @@ import pytest
 from jaxinfer.compile import Compilation, compile_for, main
 from jaxinfer.config import EngineConfig
 from jaxinfer.loading import model_folder
-from pallas_kernels.check.configuration import AMPERE
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
 
 FLAGS = ["--max-model-len", "64", "--page-size", "32", "--prefill-sizes", "32", "--max-num-seqs", "2"]
@@ -61,7 +60,7 @@ def test_settings_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch, tmp_p
     def prepared(*_: Any) -> None:
         raise PreparedError(within)
 
-    monkeypatch.setattr("jaxinfer.compile.TARGETS", {AMPERE: Here})
+    monkeypatch.setattr("jaxinfer.compile.DEVICES", {"a100": Here})
     monkeypatch.setattr("jaxinfer.compile.use_compilation_cache", lambda _: None)
     monkeypatch.setattr("jaxinfer.compile.prepare", prepared)
     with pytest.raises(PreparedError) as caught:
@@ -114,9 +113,14 @@ def _have_plugins() -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels")
 def test_for_a_gpu_that_is_not_there(folder: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "jaxinfer.compile", "--model", str(folder), *FLAGS]
-    command += ["--target", "h100", "--num-pages", "16"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(default_folder()))
-    assert re.search(r"(\d+) programs: \1 compiled, 0 found in the cache", done.stdout)
-    assert "not kept: " in done.stdout
-    assert list((folder / "compiled").glob("jit_decode-*"))
+    """The programs of an H100 and those of an H200, which has the same machine code, lie side by side."""
+    kept = []
+    for target in ("h100", "h200"):
+        command = [sys.executable, "-m", "jaxinfer.compile", "--model", str(folder), *FLAGS]
+        command += ["--target", target, "--num-pages", "16"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(default_folder()))
+        assert re.search(r"(\d+) programs: \1 compiled, 0 found in the cache", done.stdout)
+        assert "not kept: " in done.stdout
+        kept.append({path.name for path in (folder / "compiled").glob("jit_decode-*-cache")})
+    assert len(kept[1]) == 2 * len(kept[0]) > 0
+    assert kept[0] < kept[1]

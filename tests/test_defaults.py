@@ -37,6 +37,11 @@ def test_a_gpu_fills_itself() -> None:
     assert engine.max_num_batched_tokens >= 4096
 
 
+def test_an_h200_has_the_defaults_of_an_h100() -> None:
+    """Three quarters of 139 and of 79 GiB, as JAX takes them by default."""
+    assert of_platform("gpu", 104 * GIB)._replace(memory=0) == of_platform("gpu", 59 * GIB)._replace(memory=0)
+
+
 @pytest.mark.parametrize(("memory", "sequences", "largest"), [(60, 256, 2048), (30, 128, 1024), (12, 64, 512)])
 def test_a_smaller_gpu_takes_less_at_once(memory: int, sequences: int, largest: int) -> None:
     engine = resolved(of_platform("gpu", memory * GIB))

@@ -13,7 +13,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.flags import add_groups, given_settings
 
 THIS = "this"
-GPUS = ("h100", "a100")
+GPUS = ("h100", "h200", "a100")
 FOLDER = "compiled"
 """Where programs are kept, in the model's own folder."""
 

@@ -1,7 +1,8 @@
 """``jaxinfer check-gpu [--only NAME,...] [--out DIR] [--quick]``: what this machine's GPU does with jaxinfer.
 
-Each section runs in a process of its own under its own time limit, so that a crash or a hang loses one section. What
-it finds lies beside the results file at once; the results file and its table in Markdown are rewritten after each.
+Each section runs in a process of its own under its own time limit. The results name a step in which it hangs or dies,
+and another process goes on behind that step. What a section finds lies beside the results file at once; the results
+file and its table in Markdown are rewritten after each.
 Needs JAX, Flax and numpy. See docs/gpu.md.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import importlib
 import json
 import os
@@ -26,21 +28,32 @@ from typing import Any, NamedTuple
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.parser import Parser
 from jaxinfer.gpu_check import standins
-from jaxinfer.gpu_check.goals import verdicts
+from jaxinfer.gpu_check.goals import has_times, verdicts
 from jaxinfer.gpu_check.report import Report, read_records
-from jaxinfer.gpu_check.table import NOT_A_GPU, markdown
+from jaxinfer.gpu_check.table import NOT_A_GPU, markdown, no_times
+from pallas_kernels.supervise import Ended, Journal, supervise
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, "-m", "jaxinfer.gpu_check")  # of a section's process
 
 
 class Section(NamedTuple):
-    """A part of the check. ``memory`` is the share of the GPU's that JAX takes; peers need some of their own."""
+    """A part of the check.
+
+    Attributes:
+        module: module or module:function; else its `run`.
+        seconds: for all of it.
+        patience: seconds after which a step that writes nothing is taken for hung; compiling is within them.
+        memory: the share of the GPU's that JAX takes; peers need some of their own.
+        asked: False: runs only where ``--only`` names it.
+    """
 
     name: str
-    module: str  # or module:function; else its `run`
+    module: str
     seconds: int
+    patience: float = 60
     memory: float = 0.92
-    asked: bool = True  # False: runs only where ``--only`` names it
+    asked: bool = True
 
 
 # In the order in which they run. All that run unasked stay under ten minutes together.
@@ -48,19 +61,19 @@ SECTIONS = (
     Section("device", "device", 10),
     Section("copy", "bandwidth", 15),
     Section("gemm", "gemm", 25),
-    Section("parity", "parity", 75),
-    Section("kernels", "kernels", 80),
-    Section("step", "step", 110),
+    Section("parity", "parity", 75, patience=20),
+    Section("kernels", "kernels", 80, patience=20),
+    Section("step", "step", 110, patience=40),
     Section("engine", "throughput", 100),
     Section("relaxed", "throughput:run_relaxed", 90),
     Section("demo", "demo", 45),
-    Section("peers", "peers", 40, memory=0.05),
-    Section("parity-all", "parity:run_all", 300, asked=False),
-    Section("identity", "identity", 200, asked=False),
-    Section("formats", "formats", 400, asked=False),
-    Section("rows", "rows", 90, asked=False),
-    Section("agree", "agree", 60, asked=False),
-    Section("server", "server", 400, asked=False),
+    Section("peers", "peers", 40, patience=20, memory=0.05),
+    Section("parity-all", "parity:run_all", 300, patience=30, asked=False),
+    Section("identity", "identity", 200, patience=90, asked=False),
+    Section("formats", "formats", 400, patience=120, asked=False),
+    Section("rows", "rows", 90, patience=30, asked=False),
+    Section("agree", "agree", 60, patience=30, asked=False),
+    Section("server", "server", 400, patience=200, asked=False),
 )
 _ABOUT = """What this machine's GPU does with jaxinfer: bandwidth, products, every kernel against float64, the step of
 an 8B model, the engine end to end, the demo's text. Under ten minutes."""
@@ -135,7 +148,7 @@ class Results:
             if "output_tokens_s" in record:
                 known["output_tokens_s"][record["key"]] = record["output_tokens_s"]
         for name, rates in DATASHEET.items():
-            if name in kind:
+            if f" {name}" in kind:  # a GH200 is no H200
                 for unit, rate in rates.items():
                     known[unit]["datasheet"] = rate
         return known
@@ -167,47 +180,65 @@ def run_section(
     part: pathlib.Path,
     autotuned: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Run one section in a process of its own; whatever it wrote into ``part`` comes back, with how it ended."""
-    limit = _limit(name, quick)
+    """Run one section in processes of its own; what they wrote into ``part``, and how the last one ended."""
+    limit, patience, start = _limit(name, quick), _limit(name, quick, "patience"), time.monotonic()
     part.unlink(missing_ok=True)
+    journal = Journal(part)
     with tempfile.TemporaryDirectory() as folder:
-        log = pathlib.Path(folder, "log")
-        command = [sys.executable, "-m", "jaxinfer.gpu_check", "--section", name, "--records", str(part)]
-        command += ["--limits", json.dumps(limits)] + ["--quick"] * quick
-        start = time.monotonic()
-        with log.open("wb") as stderr:
-            environment = _environment(name, autotuned)
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr, start_new_session=True)
-            status = _wait(process, limit)
-        section = {"status": status, "seconds": round(time.monotonic() - start, 1), "limit_seconds": limit}
-        if status != "ok":
+        log, environment = pathlib.Path(folder, "log"), _environment(name, folder, autotuned)
+        command = [*COMMAND, "--section", name, "--records", str(part), "--limits", json.dumps(limits)]
+
+        def child(left: float, alone: bool) -> subprocess.Popen[bytes]:
+            more = ["--left", str(left), *["--quick"] * quick, *["--alone"] * alone]
+            with log.open("ab") as stderr:
+                return subprocess.Popen(
+                    command + more, cwd=ROOT, env=environment, stderr=stderr, start_new_session=True
+                )
+
+        condemn = functools.partial(_condemn, journal)
+        ended = supervise(child, journal, seconds=limit, patience=patience, condemn=condemn)
+        section = {"status": _status(ended), "seconds": round(time.monotonic() - start, 1), "limit_seconds": limit}
+        if ended.why:
             section["stderr"] = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+    for step in journal.progress().running:
+        _fail(journal, step, error="it ran when the section was stopped")
     return {**section, "records": read_records(part)}
 
 
-def _environment(name: str, autotuned: pathlib.Path | None) -> dict[str, str]:
-    """The 8B step needs nearly all of an 80 GB device, which JAX would not take by default."""
+def _status(ended: Ended) -> str:
+    """ "ok", "stopped after N s" or "failed (...)"."""
+    return ended.why if ended.why.startswith("stopped") else f"failed ({ended.why})" if ended.why else "ok"
+
+
+def _condemn(journal: Journal, step: str, ended: Ended) -> None:
+    hung = {"hung": True} if ended.code is None else {}
+    _fail(journal, step, ok=False, **hung, error=ended.fault)
+
+
+def _fail(journal: Journal, step: str, **fields: Any) -> None:
+    """A record of a step that has none of its own yet; what it wrote before it failed stays in it."""
+    found = next((each for each in read_records(journal.path) if each["key"] == step), {"key": step})
+    if "error" not in found:
+        journal.put(**{**found, **fields})
+
+
+def _environment(name: str, folder: str, autotuned: pathlib.Path | None) -> dict[str, str]:
+    """The 8B step needs nearly all of an 80 GB device, which JAX would not take by default. What a process that is
+    killed leaves in ``folder`` goes with it."""
     flags = os.environ.get("XLA_FLAGS", "")
     if autotuned is not None:
         flags += f" --xla_gpu_dump_autotune_results_to={autotuned}"
-    return {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(BY_NAME[name].memory), "XLA_FLAGS": flags.strip()}
+    memory = str(BY_NAME[name].memory)
+    return {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": memory,
+        "XLA_FLAGS": flags.strip(),
+        "TMPDIR": folder,
+    }
 
 
-def _limit(name: str, quick: bool) -> float:
-    return BY_NAME[name].seconds * (QUICK_PATIENCE if quick else 1)
-
-
-def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
-    """ "ok", "failed (exit N)" or "stopped after N s"; at the limit the section's whole process group is killed."""
-    try:
-        code = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return f"stopped after {limit} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return "ok" if code == 0 else f"failed (exit {code})"
+def _limit(name: str, quick: bool, of: str = "seconds") -> float:
+    return float(getattr(BY_NAME[name], of)) * (QUICK_PATIENCE if quick else 1)
 
 
 def section_main(arguments: argparse.Namespace) -> None:
@@ -216,9 +247,10 @@ def section_main(arguments: argparse.Namespace) -> None:
     module, _, function = BY_NAME[arguments.section].module.partition(":")
     report = Report(
         pathlib.Path(arguments.records),
-        seconds=_limit(arguments.section, arguments.quick) - 5,
+        seconds=arguments.left - 5,
         quick=arguments.quick,
         limits=json.loads(arguments.limits),
+        alone=arguments.alone,
     )
     getattr(importlib.import_module(f"jaxinfer.gpu_check.{module}"), function or "run")(report)
 
@@ -265,9 +297,12 @@ def summary(results: Results, names: Sequence[str]) -> int:
     ]
     for key in wrong:
         print(f"WRONG: {key}")
-    found = [] if results.content["quick"] else verdicts(sections, results.content["device"]["kind"])
+    kind = results.content["device"]["kind"]
+    found = [] if results.content["quick"] else verdicts(sections, kind)
     for verdict in found:
         print(verdict)
+    if not results.content["quick"] and not has_times(kind):
+        print(no_times(kind))
     below = [verdict for verdict in found if verdict.word == "below floor"]
     print(results.content.get("note", ""), results.path, results.path.with_suffix(".md"), sep="\n")
     return int(bool(wrong or below) or any(section["status"] != "ok" for section in sections.values()))
@@ -281,6 +316,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--quick", action="store_true", help="tiny sizes, also without a GPU: does the code run?")
     for hidden in ("--section", "--records", "--limits"):
         group.add_argument(hidden, help=argparse.SUPPRESS)
+    group.add_argument("--left", type=float, help=argparse.SUPPRESS)
+    group.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     arguments: argparse.Namespace = parser.parse_args(argv)
     return arguments
 

@@ -25,19 +25,24 @@ def run(report: Report) -> None:
         return
     if missing := missing_for_llm():
         report.put("text", skipped=f"not installed: {', '.join(missing)}; token ids only, through the engine")
-    if report.quick:
+    if report.wanted("float32"):
         with report.attempt("float32"):
-            report.put("float32", **_finish(_start("float32", QUICK_TOKENS), report.left()))
-        return
-    on_device, on_cpu = _start("float32", TOKENS), _start("float32", TOKENS, JAX_PLATFORMS="cpu")
-    with report.attempt("float32"):
+            _beside_the_cpu(report)
+    if report.wanted("bfloat16") and not report.quick:
+        with report.attempt("bfloat16"):
+            report.put("bfloat16", **_finish(_start("bfloat16", TOKENS), report.left()))
+
+
+def _beside_the_cpu(report: Report) -> None:
+    if report.quick:
+        report.put("float32", **_finish(_start("float32", QUICK_TOKENS), report.left()))
+    else:
+        on_device, on_cpu = _start("float32", TOKENS), _start("float32", TOKENS, JAX_PLATFORMS="cpu")
         ours = _finish(on_device, report.left())
         report.put("float32", **ours)
         theirs = _finish(on_cpu, report.left())
         report.put("float32, CPU", **theirs)
         report.put("comparison", tokens=TOKENS, equal_tokens=_common(ours["token_ids"], theirs["token_ids"]))
-    with report.attempt("bfloat16"):
-        report.put("bfloat16", **_finish(_start("bfloat16", TOKENS), report.left()))
 
 
 def _start(dtype: str, tokens: int, **environment: str) -> subprocess.Popen[str]:

@@ -32,20 +32,29 @@ def run(report: Report) -> None:
     page = 16 if quick else 64
     config = EngineConfig(max_model_len=-(-longest // page) * page, max_num_seqs=4 if quick else 40, page_size=page)
     tight = dataclasses.replace(config, num_pages=-(-longest // page) + (6 if quick else 40))
-    expected: Answers = {}
+    if not report.wanted("together"):
+        return
     with report.attempt("together"):
         engine = planned(model, config)
         expected = answers(engine, requests)
-        _compare(report, "warm again", expected, answers(engine, requests))
-        engine.reset_prefix_cache()
-        few = dict(list(enumerate(requests))[:: max(1, len(requests) // _ALONE)])
-        alone = {f"{at}": answers(engine, [request], at)[f"{at}"] for at, request in few.items()}
-        _compare(report, "alone", {name: expected[name] for name in alone}, alone)
+        _in_one_engine(report, engine, requests, expected)
         del engine
-    for name, swap in (("recomputed", 0.0), ("swapped", 4.0)):
-        if expected and (quick or report.time_for(name, _START_S)):
-            with report.attempt(name):
-                _preempted(report, name, model, dataclasses.replace(tight, swap_space_gib=swap), requests, expected)
+        for name, swap in (("recomputed", 0.0), ("swapped", 4.0)):
+            if report.time_for(name, 0.0 if quick else _START_S):
+                with report.attempt(name):
+                    _preempted(report, name, model, dataclasses.replace(tight, swap_space_gib=swap), requests, expected)
+
+
+def _in_one_engine(report: Report, engine: EngineCore, requests: Requests, expected: Answers) -> None:
+    if report.wanted("warm again"):
+        with report.attempt("warm again"):
+            _compare(report, "warm again", expected, answers(engine, requests))
+    if report.wanted("alone"):
+        with report.attempt("alone"):
+            engine.reset_prefix_cache()
+            few = dict(list(enumerate(requests))[:: max(1, len(requests) // _ALONE)])
+            alone = {f"{at}": answers(engine, [request], at)[f"{at}"] for at, request in few.items()}
+            _compare(report, "alone", {name: expected[name] for name in alone}, alone)
 
 
 def mixed(count: int, vocab: int, lengths: tuple[int, ...]) -> Requests:

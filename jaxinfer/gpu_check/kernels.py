@@ -5,11 +5,13 @@ Calls follow one another within one program, on operands that together exceed th
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import functools
 import importlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ MOSAIC, XLA, CUDNN, JAX_XLA = "mosaic", "xla", "jax, cuDNN", "jax, XLA"
 REPEATS, QUICK_REPEATS = 8, 1
 _RESERVE_S = 8.0
 _AT_A_TIME = 6
+_TRACING = threading.Lock()  # nobody promises that kernels can be lowered by several threads at a time
 _FEW_ROWS = 256  # of a weight: up to here its bytes are the limit
 # The XLA path of a long prefill takes seconds: it is timed where it is short.
 _XLA_OPERATIONS = 2e11
@@ -49,13 +52,14 @@ class Path(NamedTuple):
 class Job(NamedTuple):
     shape: Workload
     path: Path
-    calls: Inside
 
     def __str__(self) -> str:
         return f"{self.shape}: {self.path.name}"
 
-    def lower(self) -> jax.stages.Lowered:
-        return self.calls.lower(jax.eval_shape(functools.partial(self.path.operands, 0)))
+
+class Program(NamedTuple):
+    calls: Inside
+    compiled: Callable[..., Any]
 
 
 def run(report: Report) -> None:
@@ -63,31 +67,40 @@ def run(report: Report) -> None:
 
     Some are lowered, compiled at the same time, and then timed one after the other.
     """
-    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as threads:
-        for jobs in itertools.batched(_jobs(report), _AT_A_TIME):
+    at_once = 1 if report.alone else _AT_A_TIME
+    with concurrent.futures.ThreadPoolExecutor(at_once) as threads:
+        for jobs in itertools.batched(_jobs(report), at_once):
             if not report.time_for(f"{jobs[0]} and what follows", _RESERVE_S):
                 return
-            running: list[tuple[Job, concurrent.futures.Future[Callable[..., Any]]]] = []
+            programs: dict[str, Program] = {}
+            collections.deque(threads.map(functools.partial(_compile, report, programs), jobs), maxlen=0)
             for job in jobs:
-                with report.attempt(str(job)):
-                    running.append((job, threads.submit(job.lower().compile)))
-            concurrent.futures.wait([program for _, program in running])
-            for job, program in running:
-                with report.attempt(str(job)):
-                    _measure(report, job, program.result())
+                if str(job) in programs:
+                    with report.attempt(str(job)):
+                        _measure(report, job, programs[str(job)])
 
 
 def _jobs(report: Report) -> Iterator[Job]:
-    """A path that is not there is told."""
     # Interpreted kernels have no speed: without a GPU, that the other paths run is all there is to see.
     passes = [MOSAIC, CUDNN, XLA] if jax.default_backend() == "gpu" else [XLA, JAX_XLA]
     shapes = (*workloads.attention(quick=report.quick), *workloads.others(quick=report.quick))
     for name in passes:
-        for shape in shapes:
-            for path in paths(shape):
-                if path.name == name:
-                    with report.attempt(f"{shape}: {path.name}"):
-                        yield Job(shape, path, _calls(shape, path, report.quick))
+        jobs = (Job(shape, path) for shape in shapes for path in paths(shape) if path.name == name)
+        yield from (job for job in jobs if report.wanted(str(job)) and report.wanted(_compiling(job), anew=True))
+
+
+def _compiling(job: Job) -> str:
+    return f"compiling {job}"
+
+
+def _compile(report: Report, programs: dict[str, Program], job: Job) -> None:
+    """Add the program of a job. A path that is not there or does not compile has none, which a record says."""
+    with report.attempt(_compiling(job)):
+        calls = _calls(*job, report.quick)
+        operands = jax.eval_shape(functools.partial(job.path.operands, 0))
+        with _TRACING:
+            lowered = calls.lower(operands)
+        programs[str(job)] = Program(calls, lowered.compile())
 
 
 def _calls(shape: Workload, path: Path, quick: bool) -> Inside:
@@ -97,9 +110,10 @@ def _calls(shape: Workload, path: Path, quick: bool) -> Inside:
     return Inside(function, sets, QUICK_REPEATS if quick else REPEATS, path.changes)
 
 
-def _measure(report: Report, job: Job, program: Callable[..., Any]) -> None:
-    timing = job.calls.time(program, [job.path.operands(index) for index in range(job.calls.sets)])
-    names = {"shape": str(job.shape), "path": job.path.name, "sets": job.calls.sets}
+def _measure(report: Report, job: Job, program: Program) -> None:
+    calls = program.calls
+    timing = calls.time(program.compiled, [job.path.operands(index) for index in range(calls.sets)])
+    names = {"shape": str(job.shape), "path": job.path.name, "sets": calls.sets}
     report.put(str(job), **names, **timing, **limits(report, job.shape, timing["best_ms"]))
 
 

@@ -43,7 +43,8 @@ def check(report: Report, problems: Iterable[Problem], paths: tuple[str, ...]) -
     """Check one path of all problems after the other."""
     operands: dict[str, Operands] = {}
     # Compiling takes most of the time. The interpreter of kernels is one for all threads.
-    with concurrent.futures.ThreadPoolExecutor(_THREADS if jax.default_backend() == "gpu" else 1) as threads:
+    at_once = _THREADS if jax.default_backend() == "gpu" and not report.alone else 1
+    with concurrent.futures.ThreadPoolExecutor(at_once) as threads:
         for path in paths:
             done = threads.map(functools.partial(_check, report, operands, path), problems)
             collections.deque(done, maxlen=0)

@@ -43,7 +43,7 @@ def run(report: Report) -> None:
         for shape in workloads.attention(quick=report.quick):
             key = f"{shape}: {peer.name}"
             if not report.time_for(key, _RESERVE_S):
-                return
+                continue
             if why := peer.refuses(shape):
                 report.put(key, skipped=why)
                 continue

@@ -1,14 +1,23 @@
-"""Records that a section writes while it runs, one JSON line each: a killed section loses only the last one."""
+"""Records that a section writes while it runs, one JSON line each, beside marks of the steps that it takes.
+
+A killed section loses only the step that ran (`pallas_kernels.supervise`): it is started again, and the steps that have
+ended, or in which an earlier process hung or died, are left out.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.supervise import Journal
 
 # What JAX raises when a program does not compile or run (its own errors are RuntimeErrors) or is refused by us.
 # And what an op, a kernel or a peer raises that is not there, or not there in this form.
@@ -24,6 +33,7 @@ FAILURES = (
     OSError,
 )
 _MESSAGE = 1500  # characters kept of an error
+POISONED = 70  # exit status of a process whose device does not answer any more
 
 
 class Report:
@@ -34,26 +44,45 @@ class Report:
         quick: tiny sizes, to see that the code runs.
         limits: what is known of this device, by where it comes from: under "gb_s" memory bandwidths (1e9 bytes), under
             "tflop_s" rates of bfloat16 products; by load, under "output_tokens_s" rates of section engine.
+        alone: one step may run at a time: several ran when an earlier process of this section hung or died.
     """
 
     def __init__(
-        self, path: pathlib.Path, *, seconds: float, quick: bool, limits: Mapping[str, Mapping[str, float]]
+        self,
+        path: pathlib.Path,
+        *,
+        seconds: float,
+        quick: bool,
+        limits: Mapping[str, Mapping[str, float]],
+        alone: bool = False,
+        answers: Callable[[], bool] | None = None,
     ) -> None:
-        self.quick, self.limits = quick, limits
+        self.quick, self.limits, self.alone = quick, limits, alone
         self.path, self._end = path, time.monotonic() + seconds
-        self._lock = threading.Lock()
+        self._journal, self._answers = Journal(path), answers or device_answers
+        self._earlier = self._journal.progress()
 
     def put(self, key: str, **fields: Any) -> None:
-        line = json.dumps({"key": key, **fields})
-        with self._lock, self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            print(line, flush=True)
+        self._journal.put(key=key, **fields)
+        print(json.dumps({"key": key, **fields}), flush=True)
 
-    def time_for(self, what: str, seconds: float) -> bool:
-        """Whether so many seconds are left; if not, a record says that ``what`` was not run."""
-        if self.left() >= seconds:
-            return True
-        self.put(f"not run: {what}", reason="no time was left")
+    def found(self, key: str) -> dict[str, Any]:
+        """The record that was last written with this key, by an earlier process too; empty: none."""
+        return next((record for record in read_records(self.path) if record["key"] == key), {})
+
+    def wanted(self, step: str, *, anew: bool = False) -> bool:
+        """Whether no earlier process of this section was through with a step, or was killed in it.
+
+        Args:
+            anew: an earlier process being through with it does not count: what it left was lost.
+        """
+        return step not in self._earlier.condemned and (anew or step not in self._earlier.ended)
+
+    def time_for(self, step: str, seconds: float) -> bool:
+        """Whether a step is wanted, and so many seconds are left; if not, a record says that it was not run."""
+        if not self.wanted(step) or self.left() >= seconds:
+            return self.wanted(step)
+        self.put(f"not run: {step}", reason="no time was left")
         return False
 
     def left(self) -> float:
@@ -61,12 +90,25 @@ class Report:
         return self._end - time.monotonic()
 
     @contextlib.contextmanager
-    def attempt(self, key: str) -> Iterator[None]:
-        """Turn a failure of one item into a record, so that the others still run."""
-        try:
-            yield
-        except FAILURES as error:
-            self.put(key, error=f"{type(error).__name__}: {error}"[:_MESSAGE])
+    def attempt(self, step: str) -> Iterator[None]:
+        """Turn a failure of one step into a record, so that the others still run. Whoever enters asks `wanted` before.
+
+        After an error of the device that leaves it unusable for this process, the process ends; another one goes on.
+        """
+        with self._journal.step(step):
+            try:
+                yield
+            except FAILURES as error:
+                message = f"{type(error).__name__}: {error}"[:_MESSAGE]
+                if isinstance(error, jax.errors.JaxRuntimeError) and not self._answers():
+                    self._give_up(step, message)
+                self.put(step, error=message)
+
+    def _give_up(self, step: str, message: str) -> None:
+        """Where several steps run, each of them will fail now, and none says whose fault that is."""
+        if len(self._journal.progress().running) == 1:
+            self.put(step, ok=False, error=message)
+        os._exit(POISONED)
 
     def bandwidth(self, moved: int, ms: float) -> dict[str, float]:
         """GB/s of a call that moves ``moved`` bytes in ``ms``, and its share of each known bandwidth."""
@@ -83,10 +125,14 @@ class Report:
 
 
 def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records in the order of their first appearance, each as last written; a torn last line is left out."""
-    records: dict[str, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            records[record["key"]] = record
-    return list(records.values())
+    """The records in the order of their first appearance, each as last written; a torn line is left out."""
+    return list({line["key"]: line for line in Journal(path).lines() if "key" in line}.values())
+
+
+def device_answers() -> bool:
+    """Whether JAX's device still computes: after some errors of CUDA nothing runs in a process any more."""
+    try:
+        jax.block_until_ready(jnp.zeros(8) + 1)
+    except jax.errors.JaxRuntimeError as error:
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return True

@@ -51,22 +51,21 @@ class Result(NamedTuple):
 
     bits: str
     slot_free: bool
-    timing: dict[str, Any]
+    best_ms: float
 
 
 def run(report: Report) -> None:
     waves, projections = (QUICK_WAVES, QUICK_PROJECTIONS) if report.quick else (WAVES, PROJECTIONS)
     products = [(name + by, k, n, transposed) for by in _paths() for name, k, n, transposed in projections]
-    found: dict[str, dict[int, Result]] = {name: {} for name, *_ in products}
     for wave in waves:
         for name, k, n, transposed in products:
-            if report.left() < _RESERVE_S and not report.quick:
-                report.put("stopped", reason=f"time: {name} and what follows was not run for rows {wave}")
-                return
-            with report.attempt(name):
+            step = f"{name}, rows {', '.join(map(str, wave))}"
+            if not report.time_for(step, 0.0 if report.quick else _RESERVE_S):
+                continue
+            with report.attempt(step):
                 weight = _weight(name, k, n, transposed)
-                found[name].update(_measure(_product(name, transposed), weight, k, wave))
-                report.put(name, inputs=k, outputs=n, transposed=transposed, **_summary(found[name]))
+                found = _found(report.found(name)) | _measure(_product(name, transposed), weight, k, wave)
+                report.put(name, inputs=k, outputs=n, transposed=transposed, **_summary(found))
 
 
 def _paths() -> tuple[str, ...]:
@@ -110,7 +109,16 @@ def _result(program: Any, x: jax.Array, weight: Any) -> Result:
     out = program(x, weight)
     first, last = (np.asarray(out[row]).tobytes() for row in (0, -1))
     timing = time_calls(lambda: program(x, weight), rounds=3, round_ms=4)
-    return Result(hashlib.sha256(first).hexdigest(), first == last, timing)
+    return Result(hashlib.sha256(first).hexdigest()[:16], first == last, timing["best_ms"])
+
+
+def _found(record: dict[str, Any]) -> dict[int, Result]:
+    """What `_summary` has written."""
+    depends = record.get("row_depends_on_slot_at", ())
+    return {
+        int(rows): Result(bits, int(rows) not in depends, record["best_ms"][rows])
+        for rows, bits in record.get("bits", {}).items()
+    }
 
 
 def _summary(found: dict[int, Result]) -> dict[str, Any]:
@@ -120,5 +128,6 @@ def _summary(found: dict[int, Result]) -> dict[str, Any]:
     return {
         "classes": list(classes.values()),
         "row_depends_on_slot_at": [rows for rows in sorted(found) if not found[rows].slot_free],
-        "best_ms": {str(rows): found[rows].timing["best_ms"] for rows in sorted(found)},
+        "bits": {str(rows): found[rows].bits for rows in sorted(found)},
+        "best_ms": {str(rows): found[rows].best_ms for rows in sorted(found)},
     }

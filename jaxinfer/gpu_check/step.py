@@ -70,13 +70,13 @@ def _of_gemm(gemm: str) -> str:
 WORK: tuple[Decode | Prefill, ...] = (
     Decode(64, (4096, 512), gemm="xla"),  # known to come back
     Decode(64, (4096, 512)),
-    Decode(1, (4096, 512)),
+    Decode(2, (4096, 512)),  # the fewest of a decode program
     Prefill(8192, 2048),
     Prefill(2048, 2048),
     Prefill(2048, 2048, gemm="xla"),
     Decode(256, (4096, 512)),
     Decode(8, (4096, 512)),
-    Decode(1, (512,), gemm="xla"),
+    Decode(2, (512,), gemm="xla"),
     Decode(64, (4096, 512), "xla"),
     Prefill(2048, 2048, backend="xla"),
     Prefill(256, 256, sequences=8),
@@ -92,7 +92,7 @@ def run(report: Report) -> None:
     report.put("weights", bytes=total, read_per_step=read, seconds_to_fill=round(time.perf_counter() - start, 2))
     for work in QUICK_WORK if report.quick else WORK:
         if not report.time_for(str(work), _RESERVE_S):
-            return
+            continue
         with report.attempt(str(work)):
             if work.gemm == "mosaic" and jax.default_backend() == "gpu":
                 _require_kernel(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer.gpu_check.goals import verdicts
+from jaxinfer.gpu_check.goals import has_times, verdicts
 
 NOT_A_GPU = "not a GPU: only that it runs was checked"
 _PARITY = ("ok", "worst_vector", "bound", "same_bits_twice", "same_bits_reversed", "same_bits_alone")
@@ -77,7 +77,14 @@ def _goals(content: Mapping[str, Any]) -> list[str]:
         [goal.section, goal.key, goal.field, _cell(figure), _cell(goal.goal), _cell(goal.floor), word]
         for goal, figure, word in found
     ]
-    return ["## Goals", "", *_grid(head, rows), ""] if rows else []
+    kind = content["device"]["kind"]
+    note = [] if has_times(kind) else [f"{no_times(kind)}.", ""]
+    return ["## Goals", "", *note, *_grid(head, rows), ""] if rows else []
+
+
+def no_times(kind: str) -> str:
+    """Said of a device that `goals` does not know."""
+    return f"{kind} has no goals in times, only in shares of what it reaches itself"
 
 
 def _side_by_side(sections: Mapping[str, Any]) -> list[str]:

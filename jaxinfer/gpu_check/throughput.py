@@ -48,6 +48,8 @@ def run_relaxed(report: Report) -> None:
 
 
 def _run(report: Report, changes: dict[str, Any]) -> None:
+    if not report.wanted("engine"):
+        return
     with report.attempt("engine"):
         model = random_model(TINY if report.quick else LLAMA_8B)
         loads = QUICK_LOADS if report.quick else LOADS
@@ -68,10 +70,13 @@ def settings(loads: tuple[Load, ...], **changes: Any) -> EngineConfig:
 
 def measure(report: Report, name: str, model: Model, config: EngineConfig, loads: tuple[Load, ...]) -> None:
     """Start an engine and give it the loads; records' keys begin with ``name``."""
+    wanted = [load for load in loads if report.wanted(f"{name}{load}")]
+    if not wanted:
+        return
     start = time.perf_counter()
     engine = planned(model, config)
     report.put(f"{name}engine", seconds_to_start=round(time.perf_counter() - start, 1), **_settings(engine))
-    for load in loads:
+    for load in wanted:
         if not report.time_for(f"{name}{load}", _RESERVE_S):
             return
         with report.attempt(f"{name}{load}"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-HOPPER, AMPERE, ADA = "sm_90a", "sm_80", "sm_89"
+HOPPER, H200, AMPERE, ADA = "sm_90a", "sm_90a-h200", "sm_80", "sm_89"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Configuration:
         op: ``paged_attention.decode`` for example; what ``--op`` selects by prefix.
         name: tells the shapes of an op apart, ``page64-dim128-group4-bf16`` for example.
         build: gives the function and the shapes of its arguments (trees of `jax.ShapeDtypeStruct`).
-        targets: the machine codes it ships for.
+        targets: the machine codes it ships for. Those of an H200 are an H100's; what its heuristics choose may differ.
         donated: positions of the arguments whose memory the result takes over.
     """
 

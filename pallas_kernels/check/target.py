@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels.check.configuration import ADA, AMPERE, HOPPER
+from pallas_kernels.check.configuration import ADA, AMPERE, H200, HOPPER
 
 _OF_MACHINE = 8
 
@@ -23,6 +23,7 @@ class Target:
     """A machine code and the device that stands for it.
 
     Attributes:
+        name: of the machine code, with the device where another one stands for the same code.
         capability: as CUDA writes it: "9.0".
         device: its description's name.
     """
@@ -106,7 +107,11 @@ class Target:
             return jitted.trace(*placed).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
 
-TARGETS = {
-    target.name: target
-    for target in (Target(HOPPER, "9.0", "h100"), Target(AMPERE, "8.0", "a100"), Target(ADA, "8.9", "l40s"))
-}
+_ALL = (
+    Target(HOPPER, "9.0", "h100"),
+    Target(H200, "9.0", "h200"),
+    Target(AMPERE, "8.0", "a100"),
+    Target(ADA, "8.9", "l40s"),
+)
+TARGETS = {target.name: target for target in _ALL}
+DEVICES = {target.device: target for target in _ALL}

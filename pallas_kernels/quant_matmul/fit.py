@@ -22,7 +22,9 @@ MOST_ROWS = 128  # of a tile: twice as many float32 sums, a span's and all, fill
 SPAN = 32  # inputs that x's swizzled tiles hold: the least of a group
 TILE_ROWS = 8
 LINE = 128  # bytes of which a copy to shared memory is a multiple
-_WAVE_BYTES = 24_000  # that a multiprocessor could have read while a new block's pipeline fills
+# That a multiprocessor could have read while a new block's pipeline fills: an H100's, on every GPU, because splits, of
+# which a result's bits depend, follow from it.
+_WAVE_BYTES = 24_000
 _WAVE_LINES = 64  # the same in rows or channels of a step, where tiles are many
 _SCALES = (jnp.float32, jnp.bfloat16, jnp.float16)
 

@@ -3,82 +3,132 @@
 Results go to ``pallas_kernels/<op>/tiles.json``, from where the kernels take them, after each shape; Ctrl-C keeps what
 was found. Bits of results may change with the file, so what it decided for some options (page size, dtypes, ...) stays
 unless ``--anew`` is given. Exit status: 0, all is well; 1, a shape failed; 2, a wrong argument; 3, there is no GPU that
-the kernels are for; 4, the GPU did not answer; 130, interrupted.
+the kernels are for; 4, nothing ran, because all that was tried hung or died; 130, interrupted.
+
+A process of its own searches. Where it hangs or dies the candidate that ran is left out, and another process goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import pathlib
 import signal
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from pallas_kernels.choice import HOPPER, Target, lowering_target
+from pallas_kernels.supervise import Ended, Journal, supervise
 from pallas_kernels.tune.bench import REFUSALS, DeviceBench
 from pallas_kernels.tune.kernels import TUNABLES
-from pallas_kernels.tune.problem import candidates
+from pallas_kernels.tune.problem import Problem, candidates
+from pallas_kernels.tune.search import Bench
+from pallas_kernels.tune.steps import SteppedBench
 from pallas_kernels.tune.store import Files
 from pallas_kernels.tune.tuner import Task, Tuner
 
 SHIPPED = "configurations"
-PATIENCE = 60.0  # seconds after the time is up in which the last launch must come back
 MULTIPROCESSORS = 132  # for a dry run
+COMMAND = (sys.executable, "-m", "pallas_kernels.tune")
+GRACE_S = 30.0  # in which a process must end after Ctrl-C, its last launch included
+UNFIT, NOWHERE, INTERRUPTED = 3, 4, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     try:
         tasks = _tasks(arguments.op, arguments.shape)
     except ValueError as error:
         parser.error(str(error))
-    files = Files(arguments.out)
     if arguments.dry_run:
         _list(tasks)
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return _supervise(words, arguments) if arguments.journal is None else tune(arguments, tasks)
+
+
+# ---- the process that watches
+
+
+def _supervise(words: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Search in a process of its own; after one that hung or died, in another one with the time that is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(pathlib.Path(folder, "journal"))
+
+        def child(left: float, alone: bool) -> subprocess.Popen[bytes]:
+            seconds = str(max(0.0, left - arguments.patience))
+            command = [*COMMAND, *words, "--journal", str(journal.path), "--seconds", seconds]
+            return subprocess.Popen(command, start_new_session=True)
+
+        # The last launch may begin when the time is up.
+        seconds, final = arguments.seconds + arguments.patience, (0, UNFIT, INTERRUPTED)
+        try:
+            ended = supervise(child, journal, seconds=seconds, patience=arguments.patience, final=final, grace=GRACE_S)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        return _status(ended, list(journal.lines()))
+
+
+def _status(ended: Ended, lines: Sequence[Mapping[str, Any]]) -> int:
+    if ended.code in (UNFIT, INTERRUPTED):
+        return ended.code
+    if ended.why:
+        print(f"tune: {ended.why}; what was found before is written", file=sys.stderr)
+    faults = ended.why or any("condemned" in line for line in lines)
+    if faults and not any("sampled" in line for line in lines):
+        return NOWHERE
+    return int(bool(ended.why) or any("failed" in line for line in lines))
+
+
+# ---- the process that searches
+
+
+def tune(
+    arguments: argparse.Namespace,
+    tasks: Sequence[Task],
+    bench: Callable[[Problem, frozenset[str]], Bench] = DeviceBench,
+) -> int:
+    """Tune what no earlier process is through with."""
     target = lowering_target()
     if why := _unfit(target):
         print(f"tune: {why}; --dry-run lists what would be swept", file=sys.stderr)
-        return 3
+        return UNFIT
     assert target.device_kind is not None
-    if arguments.anew:
+    files, journal = Files(arguments.out), Journal(arguments.journal)
+    if arguments.anew and not any("forgot" in line for line in journal.lines()):
         for kernel in {task.tunable.kernel for task in tasks}:
             files.forget(target.device_kind, kernel)
-    return _tune(target.device_kind, tasks, files, arguments.seconds)
-
-
-def _tune(device: str, tasks: Sequence[Task], files: Files, seconds: float) -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    watchdog = threading.Timer(seconds + PATIENCE, _give_up)
-    watchdog.daemon = True
-    watchdog.start()
+        journal.put(forgot=True)
     tuner = Tuner(
-        device=device,
+        device=target.device_kind,
         multiprocessors=_multiprocessors(),
         facts=_facts(),
-        bench=DeviceBench,
+        bench=lambda task, problem: SteppedBench(bench(problem, task.tunable.bits), str(task), journal),
         failures=REFUSALS,
         files=files,
         clock=time.monotonic,
         say=_say,
+        journal=journal,
     )
-    finished = tuner.run(tasks, seconds)
-    watchdog.cancel()
-    return int(bool(tuner.failed)) if finished else 130
+    return 0 if tuner.run(_left(tasks, journal), arguments.seconds) else INTERRUPTED
 
 
-def _give_up() -> None:
-    """A kernel that waits for itself never comes back, and nothing interrupts JAX while it waits."""
-    print("tune: the GPU does not answer; what was found before is written", file=sys.stderr, flush=True)
-    os._exit(4)
+def _left(tasks: Sequence[Task], journal: Journal) -> list[Task]:
+    """Those that no earlier process ended, or hung or died in before their first candidate."""
+    known = journal.progress()
+    for name, why in known.condemned.items():
+        if name in map(str, tasks) and not any(line.get("failed") == name for line in journal.lines()):
+            _say(f"{name}: failed: {why}")
+            journal.put(failed=name, why=why)
+    return [task for task in tasks if str(task) not in known.ended | known.condemned.keys()]
 
 
 def _unfit(target: Target) -> str | None:
@@ -139,6 +189,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"a kernel's first shape with other fields; or: {SHIPPED}, all that ship (default)",
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write there, not into the package")
+    parser.add_argument(
+        "--patience", type=float, default=30.0, metavar="S", help="seconds after which a candidate hangs (default 30)"
+    )
+    parser.add_argument("--journal", type=pathlib.Path, help=argparse.SUPPRESS)  # of a process that searches
     parser.add_argument("--anew", action="store_true", help="forget what was measured of these kernels on such a GPU")
     parser.add_argument("--dry-run", action="store_true", help="list what would be swept, and stop")
     return parser

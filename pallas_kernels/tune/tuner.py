@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pallas_kernels.supervise import Journal
 from pallas_kernels.tiles import Entry, Measured
 from pallas_kernels.tune.problem import Problem, Tunable, candidates
 from pallas_kernels.tune.search import Bench, Sweep
@@ -32,21 +33,23 @@ class Tuner:
     Attributes:
         device: its kind, as the look-up will see it.
         facts: of this run, written beside each result.
-        bench: makes what runs the candidates of a problem.
+        bench: makes what runs the candidates of a task's problem.
         failures: what a bench raises, and its maker: the next task goes on.
         clock: seconds.
         say: shows a line.
+        journal: each task is a step of it; "failed" lines name those without a result.
         failed: tasks without a result.
     """
 
     device: str
     multiprocessors: int
     facts: Mapping[str, Any]
-    bench: Callable[[Problem, frozenset[str]], Bench]
+    bench: Callable[[Task, Problem], Bench]
     failures: tuple[type[Exception], ...]
     files: Files
     clock: Callable[[], float]
     say: Callable[[str], None]
+    journal: Journal
     failed: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, tasks: Sequence[Task], seconds: float) -> bool:
@@ -60,7 +63,9 @@ class Tuner:
             if left <= 0:
                 self.say(f"time is up: {behind} shapes were not tuned, the first of them {task}")
                 return True
-            if not self._tune(task, self.clock() + left / behind):
+            with self.journal.step(str(task)):
+                goes_on = self._tune(task, self.clock() + left / behind)
+            if not goes_on:
                 self.say(f"interrupted: what was found by then is kept; {behind - 1} shapes were not tuned")
                 return False
         return True
@@ -72,7 +77,7 @@ class Tuner:
         if not work:
             return self._fail(task, "its kernel takes none of the tiles")
         try:
-            sweep = Sweep(work, self.bench(problem, task.tunable.bits), self.clock, deadline)
+            sweep = Sweep(work, self.bench(task, problem), self.clock, deadline)
             best = sweep.run()
         except self.failures as error:
             return self._fail(task, str(error))
@@ -86,6 +91,7 @@ class Tuner:
 
     def _fail(self, task: Task, why: str) -> bool:
         self.failed.append(str(task))
+        self.journal.put(failed=str(task), why=why)
         self.say(f"{task}: failed: {why}")
         return True
 

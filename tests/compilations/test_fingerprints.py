@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,19 @@ def test_what_is_changed_in_place_is_seen(monkeypatch: pytest.MonkeyPatch, chang
         CHANGED[change](patch)
         assert of(function) != before
     assert of(function) == before
+
+
+def test_programs_of_another_kind_of_device_are_others() -> None:
+    """An H100 and an H200 have the same machine code and driver; kernels have other tiles."""
+
+    def digest_for(kind: str) -> str | None:
+        client = types.SimpleNamespace(platform_version="cuda 13000")
+        device = types.SimpleNamespace(client=client, device_kind=kind, platform="gpu")
+        return Fingerprints().of(device, norm.RMSNorm(3).apply, X)  # type: ignore[arg-type]
+
+    first, second, again = map(digest_for, ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H100 80GB HBM3"))
+    assert first == again != second
+    assert None not in (first, second)
 
 
 @pytest.mark.usefixtures("own")

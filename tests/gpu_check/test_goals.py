@@ -1,12 +1,20 @@
 """Figures beside their goals, and what the exit status makes of them."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 
 from jaxinfer.gpu_check import __main__ as gpu_check
-from jaxinfer.gpu_check import goals, server, throughput, workloads
+from jaxinfer.gpu_check import goals, server, step, throughput, workloads
+from jaxinfer.gpu_check.llama import LLAMA_8B
+from jaxinfer.gpu_check.report import Report, read_records
 from jaxinfer.gpu_check.table import markdown
+from jaxinfer.models.model import abstract
+from pallas_kernels.check.target import DEVICES
 
 H100 = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu"}
+H200, OTHER = "NVIDIA H200", "NVIDIA GH200 480GB"
 
 
 def step_of(share):
@@ -20,7 +28,9 @@ def test_figures_stand_beside_their_goals(share, word):
     assert (verdict.word, verdict.figure) == (word, share)
     content = {"device": H100, "date": "2026-01-01", "quick": False, "git": {"commit": "a"}, "sections": step_of(share)}
     assert f"| {share:.4g} | 0.8 | 0.72 | {word} |" in markdown(content)
-    assert goals.verdicts(step_of(share), "NVIDIA L40S") == []
+    assert (
+        goals.verdicts(step_of(share), H200) == goals.verdicts(step_of(share), OTHER) == [(verdict.goal, share, word)]
+    )
 
 
 def test_a_goal_over_another_section_is_a_ratio():
@@ -42,13 +52,46 @@ def test_a_goal_beside_another_record_is_a_ratio():
     assert goals.verdicts({"kernels": {"records": kernels["records"][:1]}}, H100["kind"]) == []
 
 
+@pytest.mark.parametrize(("kind", "goal"), [(H100["kind"], 150), (H200, 200), (OTHER, None)])
+def test_times_have_goals_by_device(tmp_path, capsys, kind, goal):
+    records = [{"key": "1 requests, 512 + 256 tokens", "output_tokens_s": 160.0}]
+    engine = {"engine": {"status": "ok", "seconds": 1.0, "records": records}}
+    found = goals.verdicts(engine, kind)
+    assert [(one.goal.goal, one.word) for one in found] == (
+        [] if goal is None else [(goal, ("below goal", "goal")[goal < 160])]
+    )
+    assert goals.has_times(kind) == (goal is not None)
+    results = gpu_check.Results(tmp_path, {"kind": kind, "platform": "gpu"}, quick=False)
+    for name, section in (engine | step_of(0.81)).items():
+        results.put(name, section)
+    assert gpu_check.summary(results, ["engine", "step"]) == 0
+    said = "no goals in times"
+    assert (said in capsys.readouterr().out) == (said in results.path.with_suffix(".md").read_text()) == (goal is None)
+
+
+def test_a_floor_in_times_is_of_its_device():
+    records = [{"key": "decode, 1 rows, 4096 keys, page 64: mosaic", "best_ms": 0.02}]
+    words = [
+        [one.word for one in goals.verdicts({"kernels": {"records": records}}, kind)]
+        for kind in (H100["kind"], H200, OTHER)
+    ]
+    assert words == [["below floor"], ["below goal"], []]
+
+
 def test_every_goal_is_of_something_that_is_measured():
     keys = {str(shape) for shape in (*workloads.attention(quick=False), *workloads.others(quick=False))}
     loads = {str(load) for load in throughput.LOADS}
+    decoded = {
+        f"{work}, context {context}"
+        for work in step.WORK
+        if isinstance(work, step.Decode)
+        for context in (*work.contexts, *(goals.LONGEST_OF_256.values() if work.rows == 256 else ()))
+    }
     for goal in goals.GOALS:
         assert goal.section in gpu_check.NAMES
         assert goal.section != "kernels" or goal.key.removesuffix(": mosaic") in keys
-        assert goal.over is None or goal.key in loads
+        assert goal.section != "engine" or goal.key in loads
+        assert goal.section != "step" or goal.key in decoded or goal.key.startswith("swap")
         assert goal.section != "server" or goal.key in {str(load) for load in server.LOADS}
 
 
@@ -59,3 +102,20 @@ def test_the_exit_status_knows_floors(tmp_path, capsys, share, code):
         results.put(name, section)
     assert gpu_check.summary(results, ["step"]) == code
     assert ("below floor" in capsys.readouterr().out) == (code == 1)
+
+
+@pytest.mark.parametrize("kind", goals.LONGEST_OF_256)
+def test_256_rows_have_the_context_for_which_there_is_memory(tmp_path, monkeypatch, kind):
+    """Of what JAX takes of the device in section step."""
+    (described,) = (target.description for target in DEVICES.values() if f'name: "{kind}"' in target.description)
+    share = gpu_check.BY_NAME["step"].memory
+    limit = int(share * int(re.search(r"device_memory_size: (\d+)", described)[1]))
+    monkeypatch.setattr(
+        step.jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: {"bytes_limit": limit})]
+    )
+    report = Report(tmp_path / "records", seconds=60, quick=False, limits={})
+    model = abstract(LLAMA_8B, "bfloat16")
+    contexts = [step._fitting(report, model, 256, context) for context in (4096, 512)]
+    assert contexts == [goals.LONGEST_OF_256[kind], 512]
+    assert [record["key"] for record in read_records(report.path)] == ["not run: decode, 256 rows, context 4096"]
+    assert step._fitting(report, model, 64, 4096) == 4096

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.gpu_check import __main__ as gpu_check
-from jaxinfer.gpu_check import demo, kernels, llama, parity, peers, rows, throughput, workloads
+from jaxinfer.gpu_check import bandwidth, demo, kernels, llama, parity, peers, rows, throughput, workloads
 from jaxinfer.gpu_check.measure import Inside, deviation
 from jaxinfer.gpu_check.problem import MOSAIC, Problem
 from jaxinfer.gpu_check.problems import FIRST, PROBLEMS
@@ -388,6 +388,44 @@ def test_later_runs_keep_the_sections_of_the_day(tmp_path):
     assert "| best | 3000 |" in again.path.with_suffix(".md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("kind", "gb_s"), [("NVIDIA H200", 4800.0), ("NVIDIA H100 80GB HBM3", 3350.0), ("NVIDIA GH200 480GB", None)]
+)
+def test_the_data_sheet_is_that_of_the_device(tmp_path, kind, gb_s):
+    results = gpu_check.Results(tmp_path, {"kind": kind, "platform": "gpu"}, quick=False)
+    assert results.limits()["gb_s"].get("datasheet") == gb_s
+
+
+def test_rows_go_on_with_what_an_earlier_process_found(tmp_path, monkeypatch):
+    def run(waves):
+        again = Report(tmp_path / "records", seconds=60, quick=True, limits={})
+        monkeypatch.setattr(rows, "QUICK_WAVES", waves)
+        rows.run(again)
+        return written(again)["qkv"]
+
+    monkeypatch.setattr(rows, "QUICK_PROJECTIONS", rows.QUICK_PROJECTIONS[:1])
+    waves = rows.QUICK_WAVES
+    first, both = run(waves[:1]), run(waves)
+    assert sorted(row for each in both["classes"] for row in each) == [1, 2, 3, 4, 8]
+    assert {row: both["best_ms"][row] for row in first["best_ms"]} == first["best_ms"]
+    assert first["bits"].items() < both["bits"].items()
+    monkeypatch.setattr(rows, "_measure", None)
+    assert run(waves) == both
+
+
+def test_the_best_of_a_copy_is_that_of_all_processes(tmp_path, monkeypatch):
+    def run(best):
+        again = Report(tmp_path / "records", seconds=60, quick=True, limits={})
+        monkeypatch.setattr(bandwidth, "_measure", lambda report, mib, key: best)
+        bandwidth.run(again)
+        return written(again)["best"]["gb_s"]
+
+    monkeypatch.setattr(bandwidth, "QUICK_MIB", (1,))
+    assert run(100.0) == 100.0
+    monkeypatch.setattr(bandwidth, "QUICK_MIB", (1, 2))
+    assert run(90.0) == 100.0
+
+
 def test_what_a_run_that_was_cut_off_had_written_is_kept(tmp_path):
     part = results_of(tmp_path).part("kernels")
     Report(part, seconds=1, quick=False, limits={}).put("decode", best_ms=0.5)
@@ -400,7 +438,7 @@ def test_what_a_run_that_was_cut_off_had_written_is_kept(tmp_path):
 def test_autotuned_results_are_a_gpus(tmp_path):
     assert results_of(tmp_path).autotuned("step").name == "step.txt"
     assert gpu_check.Results(tmp_path, {"kind": "cpu", "platform": "cpu"}, quick=True).autotuned("step") is None
-    flags = gpu_check._environment("step", tmp_path / "step.txt")["XLA_FLAGS"]
+    flags = gpu_check._environment("step", str(tmp_path), tmp_path / "step.txt")["XLA_FLAGS"]
     assert flags.endswith(f"--xla_gpu_dump_autotune_results_to={tmp_path / 'step.txt'}")
 
 

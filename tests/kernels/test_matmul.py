@@ -11,7 +11,9 @@ import pytest
 
 from jaxinfer.quant import dispatch
 from pallas_kernels import matmul as dense
-from pallas_kernels import tiles
+from pallas_kernels import rates, tiles
+from pallas_kernels.check.configuration import H200
+from pallas_kernels.check.configurations.matmul import CONFIGURATIONS, _layer
 from pallas_kernels.choice import Choice, Target
 from pallas_kernels.matmul import Extras, api, reference, xla
 from pallas_kernels.matmul.mosaic import launch
@@ -194,7 +196,8 @@ def heuristic(rows, inputs, columns, **how):
     layout = how.get("layout", "in first")
     dims = (inputs, *outputs) if layout == "in first" else (*outputs, inputs)
     given = jax.ShapeDtypeStruct((rows, inputs), dtype), jax.ShapeDtypeStruct(dims, dtype)
-    found = launch.heuristic_tiles(*given, layout=layout, gated=gated, multiprocessors=how.get("multiprocessors", 132))
+    of = {"multiprocessors": how.get("multiprocessors", 132), "rates": how.get("rates")}
+    found = launch.heuristic_tiles(*given, layout=layout, gated=gated, **of)
     assert launch.refusal(*given, layout=layout, gated=gated, tiles=found) is None
     return found
 
@@ -215,6 +218,59 @@ def test_heuristic_tiles_are_narrow_for_few_rows_and_wide_for_many():
     assert (heuristic(64, 4096, 4096).columns, heuristic(64, 4096, 4096).column_blocks) == (32, 2)
     many = heuristic(8192, 4096, 6144)
     assert (many.consumers, many.columns, many.row_blocks) == (2, max(COLUMNS), 2)
+
+
+LAYER = {
+    "qkv": (4096, 6144, "in first", False),
+    "out": (4096, 4096, "in first", False),
+    "gate_up": (4096, 14336, "in last", True),
+    "down": (14336, 4096, "in first", False),
+    "head": (4096, 128256, "in last", False),
+}
+# Columns, consumers, blocks along rows and along columns, for 2, 8, 64, 256 and 2,048 rows of Llama-3.1-8B.
+CHOSEN = {
+    rates.H100: {
+        "qkv": ((64, 1, 1, 1), (64, 1, 1, 1), (64, 1, 1, 2), (192, 1, 2, 1), (256, 2, 2, 1)),
+        "out": ((32, 1, 1, 1), (32, 1, 1, 1), (32, 1, 1, 2), (128, 1, 2, 1), (256, 2, 2, 1)),
+        "gate_up": ((128, 1, 1, 1), (128, 1, 1, 1), (128, 1, 1, 2), (64, 4, 1, 2), (128, 2, 2, 1)),
+        "down": ((32, 1, 1, 1), (32, 1, 1, 1), (32, 1, 1, 2), (128, 1, 2, 1), (256, 2, 2, 1)),
+        "head": ((256, 1, 1, 1), (256, 1, 1, 1), (256, 1, 1, 1), (256, 2, 1, 2), (256, 2, 2, 1)),
+    },
+    rates.H200: {
+        "qkv": ((64, 1, 1, 1), (64, 1, 1, 2), (64, 1, 1, 2), (192, 1, 2, 1), (256, 2, 2, 1)),
+        "out": ((32, 1, 1, 1), (32, 1, 1, 2), (32, 1, 1, 2), (128, 1, 2, 1), (256, 2, 2, 1)),
+        "gate_up": ((16, 1, 1, 1), (128, 1, 1, 1), (128, 1, 1, 2), (64, 4, 1, 2), (128, 2, 2, 1)),
+        "down": ((32, 1, 1, 1), (32, 1, 1, 2), (32, 1, 1, 2), (128, 1, 2, 1), (256, 2, 2, 1)),
+        "head": ((256, 1, 1, 1), (256, 1, 1, 1), (256, 1, 1, 2), (256, 2, 2, 1), (256, 2, 2, 1)),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_what_the_heuristic_chooses_for_a_device(kind):
+    """As it was when this was written: what changes here changes what `check` compiles, and the predictions."""
+    found = {}
+    for name, (inputs, columns, layout, gated) in LAYER.items():
+        of = {"layout": layout, "gated": gated, "rates": rates.rates_of(kind)}
+        each = [heuristic(rows, inputs, columns, **of) for rows in (2, 8, 64, 256, 2048)]
+        found[name] = tuple((one.columns, one.consumers, one.row_blocks, one.column_blocks) for one in each)
+    assert found == CHOSEN[kind]
+
+
+def test_the_device_is_that_of_the_program():
+    hopper = type("Hopper", (jax.sharding.AbstractDevice,), {"compute_capability": "9.0"})
+    for kind, expected in {rates.H100: 1, rates.H200: 2, "NVIDIA H20": 1}.items():
+        device = hopper(device_kind=kind, num_cores=132, platform="gpu")
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+            assert heuristic(8, 4096, 4096).column_blocks == expected
+
+
+def test_what_an_h200_alone_chooses_is_compiled():
+    """No candidate of the 8B's decode steps and prompts is left to be compiled on a GPU for the first time."""
+    compiled = {one.name for one in CONFIGURATIONS if H200 in one.targets}
+    for rows in (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048, 8192):
+        for one in _layer(rows):
+            assert one.tiles(rates.H100) == one.tiles(rates.H200) or one.configuration().name in compiled
 
 
 def test_tuned_tiles_are_taken(tmp_path, monkeypatch):

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
-import signal
 import time
 
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import pytest
 
 from pallas_kernels import compat, tiles
 from pallas_kernels.choice import Target
+from pallas_kernels.supervise import Journal
 from pallas_kernels.tiles import Entry, Key, Measured
 from pallas_kernels.tune import __main__ as door
 from pallas_kernels.tune.bench import REFUSALS, DeviceBench
@@ -184,8 +183,8 @@ def tuner(tmp_path, bench, say=lambda line: None, **changes):
     (tmp_path / "fake_op").mkdir(exist_ok=True)
     clock = bench.clock
     known = {"device": "H100", "multiprocessors": 132, "facts": {"date": "2026-01-02"}, "failures": (OSError,)}
-    made = {"bench": lambda problem, bits: bench, "files": Files(None, tmp_path), "clock": clock, "say": say}
-    return Tuner(**{**known, **made, **changes})
+    made = {"bench": lambda task, problem: bench, "files": Files(None, tmp_path), "clock": clock, "say": say}
+    return Tuner(**{**known, **made, "journal": Journal(tmp_path / "journal"), **changes})
 
 
 def written(tmp_path):
@@ -273,7 +272,7 @@ def test_interrupted_it_keeps_what_it_has(tmp_path):
 
 
 def test_a_failure_is_told_and_the_next_shape_goes_on(tmp_path):
-    def make(problem, bits):
+    def make(task, problem):
         if problem.key.options["page"] == 64:
             raise OSError("out of memory")
         return FakeBench(clock, TIMES)
@@ -352,9 +351,9 @@ def test_a_sample_is_the_time_of_one_launch():
 # The command.
 
 
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_it_says_so(capfd):
     assert door.main(["--seconds", "1"]) == 3
-    assert "no GPU here: JAX runs on cpu" in capsys.readouterr().err
+    assert "no GPU here: JAX runs on cpu" in capfd.readouterr().err
 
 
 def test_another_gpu_is_named():
@@ -407,24 +406,6 @@ def test_every_shape_that_ships_can_be_swept(tunable):
     assert len({json.dumps(dataclasses.asdict(key), sort_keys=True) for key in keys}) == len(keys)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_signals_write_what_was_found(tmp_path, stop, monkeypatch):
-    """The door's own course, on a device that a fake stands for."""
-    bench = FakeBench(Clock(), TIMES)
-    bench.times = TIMES | {Tiles(128, 2): lambda: os.kill(os.getpid(), stop) or 1.0}
-    (tmp_path / "fake_op").mkdir()
-    monkeypatch.setattr(door, "DeviceBench", lambda problem, bits: bench)
-    # A process that was started in the background ignores interrupts.
-    before = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert door._tune("H100", TASKS, Files(None, tmp_path), 1000) == 130
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert len(written(tmp_path)) == 1
-
-
 @pytest.mark.slow
 def test_a_real_sweep_of_two_candidates_interpreted(tmp_path):
     """MLA's decode: splits of 128 and 256 keys, whose results are compared. The times mean nothing."""
@@ -441,7 +422,10 @@ def test_a_real_sweep_of_two_candidates_interpreted(tmp_path):
     tunable = dataclasses.replace(mla.DECODE_TUNING, problem=lambda *_: small)
     (tmp_path / "mla_attention").mkdir()
     said = []
-    bench = functools.partial(DeviceBench, sample_seconds=0.0)
+
+    def bench(task, problem):
+        return DeviceBench(problem, task.tunable.bits, sample_seconds=0.0)
+
     made = tuner(tmp_path, FakeBench(Clock(), {}), said.append, failures=REFUSALS, clock=time.monotonic)
     made = dataclasses.replace(made, bench=bench)
     assert made.run([Task(tunable, shape)], 400)

@@ -26,7 +26,7 @@ from tools.check_programs.rules import (
     weight_gemms,
 )
 from tools.check_programs.topologies import TOPOLOGIES, broken, header, lines
-from tools.check_programs.work import MODELS, Finding, Part, Program, Work
+from tools.check_programs.work import GPUS, MODELS, Finding, Part, Program, Work
 
 GEMM = 'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}'
 # Two layers of one GEMM each, then the head's; a pool of 2 x 64 numbers, weights of 4 x 8; 2 tokens a step.
@@ -385,7 +385,7 @@ def test_logits_alone_may_be_gathered():
 
 
 def stage_rule(name, **changes):
-    sizes = {"planned": 1000, "compiled": 1019, "weights": 7, "declared": 7, **changes}
+    sizes = {"planned": 1000, "compiled": 1019, "weights": 7, "declared": 7, "target": "h100", **changes}
     return next(one for one in of_stage(**sizes) if one.rule == name)
 
 
@@ -396,6 +396,9 @@ def test_a_device_holds_what_was_planned_and_what_it_has_room_for():
     assert stage_rule(near, compiled=979).broken
     assert not stage_rule(room, compiled=72 * 10**9).broken
     assert stage_rule(room, compiled=72 * 10**9 + 1).broken
+    assert not stage_rule(room, compiled=126 * 10**9, target="h200").broken
+    assert stage_rule(room, compiled=127 * 10**9, target="h200").broken
+    assert all(stage_rule(room, compiled=200 * 10**9, target=name).broken for name in GPUS)
     assert not stage_rule("weights, as declared").broken
     assert stage_rule("weights, as declared", weights=8).broken
 

@@ -33,7 +33,7 @@ from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, stages
 from jaxinfer.types import walk_specs
-from pallas_kernels.check.target import TARGETS, Target
+from pallas_kernels.check.target import DEVICES, Target
 from tools.check_programs.expected import Expected, expected
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.moves import of_moves
@@ -45,7 +45,7 @@ ENGINE = EngineConfig(max_num_seqs=64, page_size=PAGE, max_model_len=4096, max_l
 
 
 def target_of(work: Work) -> Target:
-    return next(target for target in TARGETS.values() if target.device == work.target)
+    return DEVICES[work.target]
 
 
 def settings_of(work: Work) -> EngineConfig:
@@ -193,7 +193,13 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
         seconds=seconds,
         programs={step.name: _program(step) for step in steps},
         findings=(
-            *of_stage(planned=total, compiled=peak, weights=needs.weights, declared=planned.should.weights),
+            *of_stage(
+                planned=total,
+                compiled=peak,
+                weights=needs.weights,
+                declared=planned.should.weights,
+                target=work.target,
+            ),
             *of_moves(moving, page=needs.page, donated=planned.kept),
         ),
     )

@@ -35,8 +35,9 @@ OF_ADAPTERS = (
 )
 OF_ADAPTED_EXPERTS = 10  # anew for each layer
 _WITHIN = 0.02
-# Of an H100's 80 GB, what `EngineConfig.memory_utilization` leaves.
-BUDGET = int(0.9 * 80e9)
+# Bytes of memory of `work.GPUS`, by NVIDIA's data sheets, and what `EngineConfig.memory_utilization` leaves of them.
+_MEMORY = {"h100": 80e9, "h200": 141e9, "a100": 80e9, "l40s": 48e9}
+_UTILIZATION = 0.9
 # What is live at a time: arrays of float32 logits, and of the widest activation. A copy of one layer's pool or of the
 # head would not fit.
 _LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 24 << 20
@@ -202,17 +203,18 @@ def _command_buffers(step: Step) -> str:
     return f"{count}, {outside} launches outside" if outside else str(count)
 
 
-def of_stage(*, planned: int, compiled: int, weights: int, declared: int) -> Iterator[Finding]:
+def of_stage(*, planned: int, compiled: int, weights: int, declared: int, target: str) -> Iterator[Finding]:
     """Check a whole pipeline stage, in bytes of a device.
 
     Args:
         planned, compiled: see `tools.check_programs.work.Part`.
         weights: of the planner; ``declared`` follows from the declarations of the parameters.
+        target: one of `tools.check_programs.work.GPUS`.
     """
     yield Finding("weights, as declared", str(weights), str(declared), weights == declared)
     near = abs(compiled - planned) <= _WITHIN * planned
     yield Finding("bytes of a device, as planned", str(compiled), str(planned), near)
-    yield _at_most(FITS, compiled, BUDGET)
+    yield _at_most(FITS, compiled, int(_UTILIZATION * _MEMORY[target]))
 
 
 def of_partitioner(said: str) -> Finding:

@@ -12,7 +12,7 @@ from jaxinfer.wrapped import text_model
 from pallas_kernels.check.plugins import ROOT
 
 MODELS = ROOT / "configs" / "models"
-GPUS = ("h100", "a100", "l40s")
+GPUS = ("h100", "h200", "a100", "l40s")
 PATHS = ("auto", "mosaic", "xla")
 _DEPTHS = ("num_hidden_layers", "n_layer")  # what config.json calls the number of layers; GPT-2 and GPT-J the second
 _SHARED = "num_kv_shared_layers"

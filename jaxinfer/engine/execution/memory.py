@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import os
 import pathlib
@@ -32,6 +33,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas, stages
 from jaxinfer.parallel.processes import own_devices
 
+_log = logging.getLogger("jaxinfer.start")
 _MORE_DEVICES = (2, 4, 8)
 _MOST_PERCENT = 95  # of a device's memory: the rest is for what nobody counts
 
@@ -120,6 +122,11 @@ class MemoryPlan:
     width: int
     ways: Ways
 
+    @property
+    def unused(self) -> int:
+        """Bytes of the budget that the plan leaves."""
+        return self.budget.bytes - self.needs.fixed - self.pages * self.needs.page
+
     def require(self, temporaries: Callable[[], int]) -> None:
         """Raise EngineConfigError, with the sum, if the plan's pool does not fit beside what the compiled programs use:
         unless the plan knew it, ``temporaries`` finds out."""
@@ -200,7 +207,12 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         budgets = [device_budget(each, config.memory_utilization, held[each], mesh.size) for each in devices]
         budget = min(budgets, key=lambda budget: budget.bytes)
         plans.append(_plan_stage(prepared, part, config, platform, here[0], budget))
-    return min(plans, key=lambda plan: plan.pages)
+    plan = min(plans, key=lambda plan: plan.pages)
+    filled = platform != "cpu" and config.num_pages is None and config.kv_cache_bytes is None
+    if filled and plan.unused >= plan.needs.page:
+        unused = "the pool has %d pages, as many as 32-bit offsets into a layer's pool reach: %s stay unused"
+        _log.warning(unused, plan.pages, _size(plan.unused))
+    return plan
 
 
 def _plan_stage(

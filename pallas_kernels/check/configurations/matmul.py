@@ -9,7 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.check.configuration import Configuration, shaped
+from pallas_kernels import rates
+from pallas_kernels.check.configuration import H200, HOPPER, Configuration, shaped
 from pallas_kernels.matmul.mosaic import launch
 from pallas_kernels.matmul.types import Extras, Layout
 
@@ -45,19 +46,32 @@ class _Product:
             bias=shaped(*outputs, dtype=self.result) if self.bias else None,
             residual=shaped(self.rows, self.outputs, dtype=self.result) if self.residual else None,
         )
-        function = functools.partial(launch.matmul, layout=self.layout, gated=self.gated, dtype=self.result)
+        function = functools.partial(launch.matmul, **self._options)
         return function, (
             shaped(self.rows, self.inputs, dtype=self.dtype),
             shaped(*weights, dtype=self.dtype),
             extras,
         )
 
-    def configuration(self) -> Configuration:
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"layout": self.layout, "gated": self.gated, "dtype": self.result}
+
+    def tiles(self, device_kind: str) -> launch.Tiles:
+        """What the heuristic chooses on such a device."""
+        return launch.heuristic_tiles(*self.build()[1], **self._options, rates=rates.rates_of(device_kind))
+
+    @property
+    def differs(self) -> bool:
+        return self.tiles(rates.H100) != self.tiles(rates.H200)
+
+    def configuration(self, *targets: str) -> Configuration:
+        """Compiled for an H100 if nothing else is said, and where an H200 has other tiles for that, too."""
         sizes = f"{self.inputs}x{'2x' if self.gated else ''}{self.outputs}-{self.layout.replace(' ', '-')}"
         after = "".join(f"-{name}" for name in ("gated", "bias", "residual") if getattr(self, name))
         result = "" if self.result == jnp.bfloat16 else f"-to-{_SHORT[self.result]}"
         name = f"{sizes}-rows{self.rows}-{_SHORT[self.dtype]}{result}{after}"
-        return Configuration("matmul", name, self.build)
+        return Configuration("matmul", name, self.build, targets or (HOPPER, *[H200] * self.differs))
 
 
 def _layer(rows: int) -> tuple[_Product, ...]:
@@ -79,7 +93,10 @@ def _narrow(rows: int, dtype: Any) -> tuple[_Product, ...]:
     )
 
 
-CONFIGURATIONS: tuple[Configuration, ...] = tuple(
+# Numbers of rows of decode programs that are not among `CONFIGURATIONS`.
+_H200_ROWS = (2, 16, 32, 128, 512)
+_OF_H200 = tuple(one.configuration(H200) for rows in _H200_ROWS for one in _layer(rows) if one.differs)
+CONFIGURATIONS: tuple[Configuration, ...] = _OF_H200 + tuple(
     one.configuration()
     for one in (
         *(product for rows in (1, 8, 64, 256, 2048, 8192) for product in _layer(rows)),

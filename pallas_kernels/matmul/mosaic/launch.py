@@ -48,6 +48,7 @@ from pallas_kernels.matmul.types import (
     outputs_of,
 )
 from pallas_kernels.matmul.xla import result_dtype
+from pallas_kernels.rates import Rates, target_rates
 from pallas_kernels.thread_block import SHARED_BYTES
 from pallas_kernels.tiles import pick
 
@@ -60,9 +61,9 @@ _TILE_ROWS = 8  # of shared memory: operands of more rows have a multiple of the
 _MOST_STAGES = 16
 # Columns of all parts that a consumer's registers hold, by consumers; float8 holds its sums twice.
 _MOST_COLUMNS = {1: 256, 2: 256, 4: 128}
-# What the heuristic takes a multiprocessor for, in bytes or products a cycle: its share of the memory's rate, what it
-# gets of it where others get less, of the cache's, and of its own.
-_MEMORY_RATE, _OWN_RATE, _CACHE_RATE, _SHARED_RATE, _PRODUCT_RATE = 15, 20, 40, 128, 2048
+_MOST_OF_INT8 = {1: 256, 2: 256, 4: 96}  # of gate and up, each of which has scales: compiled for sm_90a
+# What the heuristic takes a multiprocessor for besides `rates`: bytes of shared memory and products a cycle.
+_SHARED_RATE, _PRODUCT_RATE = 128, 2048
 _WRITE_RATE = 20  # results a cycle
 _FILL_CYCLES = 2500  # until a block's first slot is there
 _PAIRS = ((1, 1), (2, 1), (1, 2))
@@ -176,7 +177,8 @@ def _lines_refusal(x: Any, weights: Any, layout: Layout, gated: bool) -> str | N
 
 def _tiles_refusal(shape: Shape) -> str | None:
     tiles = shape.tiles
-    if shape.parts * tiles.columns * (2 if shape.promoted else 1) > _MOST_COLUMNS[tiles.consumers]:
+    held = _MOST_OF_INT8 if shape.parts > 1 and shape.dtype == jnp.int8 else _MOST_COLUMNS
+    if shape.parts * tiles.columns * (2 if shape.promoted else 1) > held[tiles.consumers]:
         return f"{tiles} and {shape.parts} x {tiles.columns} columns of {shape.dtype}: more than registers hold"
     if shape.layout == "in first" and (tiles.columns % shape.line or shape.columns % shape.line):
         return f"{tiles} and {shape.columns} outputs that lie as [in, out]: lines of {shape.line} do not divide both"
@@ -237,8 +239,14 @@ def heuristic_tiles(
     gated: bool = False,
     dtype: Any = None,
     multiprocessors: int = 132,
+    rates: Rates | None = None,
 ) -> Tiles:
-    """The tiles of the least time by a rough count of cycles, and all stages that fit. Not measured on a GPU."""
+    """The tiles of the least time by a rough count of cycles, and all stages that fit. Not measured on a GPU.
+
+    Args:
+        rates: of the GPU; None: of that which the program is lowered for.
+    """
+    known = rates or target_rates()
     depth = 64 if jnp.dtype(x.dtype).itemsize == 2 else 128
     shapes = []
     for consumers, columns, (row_blocks, column_blocks) in itertools.product(CONSUMERS, COLUMNS, _PAIRS):
@@ -247,28 +255,28 @@ def heuristic_tiles(
         shape = _shape_of(x, weights, extras, layout, gated, dtype, tiles)
         if _tiles_refusal(shape) is None:
             shapes.append(shape)
-    return _fullest(min(shapes, key=_cost_order))
+    return _fullest(min(shapes, key=functools.partial(_cost_order, known)))
 
 
-def _cost_order(shape: Shape) -> tuple[int, int, int, int]:
+def _cost_order(rates: Rates, shape: Shape) -> tuple[int, int, int, int]:
     """Cycles in steps of 2 %; of equals the smaller cluster, the wider columns, the fewer consumers."""
     tiles = shape.tiles
-    return int(50 * math.log(_cycles(shape))), tiles.cluster, -tiles.columns, tiles.consumers
+    return int(50 * math.log(_cycles(rates, shape))), tiles.cluster, -tiles.columns, tiles.consumers
 
 
-def _cycles(shape: Shape) -> float:
+def _cycles(rates: Rates, shape: Shape) -> float:
     """Cycles that the slowest multiprocessor needs, at least those in which memory gives the weights."""
     tiles, size = shape.tiles, jnp.dtype(shape.dtype).itemsize
     columns, rows = shape.parts * tiles.columns, min(tiles.rows, shape.rows)
     each = (  # of one input of a unit: products, what they read of shared memory, what comes from cache and memory
         tiles.rows * columns / (_PRODUCT_RATE * 2 / size),
         tiles.consumers * (shape.parts * GROUP + columns) * size / _SHARED_RATE,
-        (rows / tiles.column_blocks + columns / tiles.row_blocks) * size / _CACHE_RATE,
-        columns * size / _OWN_RATE if shape.row_units == 1 else 0.0,
+        (rows / tiles.column_blocks + columns / tiles.row_blocks) * size / rates.cache,
+        columns * size / rates.own if shape.row_units == 1 else 0.0,
     )
     unit = shape.inputs * (0.9 * max(each) + 0.1 * sum(each)) + tiles.rows * tiles.columns / _WRITE_RATE
     waves = pl.cdiv(shape.row_units * shape.column_units, tiles.blocks // tiles.cluster)
-    weights = shape.inputs * shape.columns * shape.parts * size / (_MEMORY_RATE * tiles.blocks)
+    weights = shape.inputs * shape.columns * shape.parts * size / (rates.memory * tiles.blocks)
     return max(waves * unit, weights) + _FILL_CYCLES
 
 

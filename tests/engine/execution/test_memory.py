@@ -22,10 +22,12 @@ from jaxinfer.engine.execution.memory import (
     plan_memory,
 )
 from jaxinfer.engine.execution.prepare import resolve_for
+from jaxinfer.gpu_check.llama import LLAMA_8B
 from jaxinfer.llm import LLM
 from jaxinfer.loading import abstract_model, load_model
-from jaxinfer.models.model import Model
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.sampling_params import SamplingParams
+from pallas_kernels.check.target import DEVICES
 from tests.fakes import llama_json, random_model
 
 GIB, MIB = 2**30, 2**20
@@ -171,6 +173,40 @@ def test_an_accelerators_pool_takes_what_weights_and_programs_leave(monkeypatch)
     assert plan.needs.weights == sum(x.nbytes for x in jax.tree.leaves(model.params))
     assert plan.pages == (int(64 * MIB * 0.9) - plan.needs.fixed) // plan.needs.page
     assert plan.pages > 2 * 8  # more than every row can fill: the rest is cache
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "pages"), [("h100", 0.92, 6_100), ("h200", 0.92, 12_300), ("h200", 0.75, 9_600)]
+)
+def test_the_pool_of_an_8b_fills_a_described_gpu(monkeypatch, caplog, device, share, pages):
+    """What JAX may take is a share of the memory; the pool of 16-bit numbers ends below what 32-bit offsets reach."""
+    plan = plan_for_8b(monkeypatch, device, share)
+    assert pages < plan.pages < 1.1 * pages
+    assert plan.needs.weights == pytest.approx(16.06e9, rel=1e-3)
+    assert plan.needs.page == 8 * MIB
+    assert 0 <= plan.unused < plan.needs.page
+    assert caplog.messages == []
+
+
+def test_where_offsets_bound_the_pool_the_start_says_so(monkeypatch, caplog):
+    """Of 8-bit numbers an H200 would hold more pages of an 8B than 2**31 - 1 elements a layer are."""
+    plan = plan_for_8b(monkeypatch, "h200", 0.92, kv_cache_dtype="fp8")
+    elements = 2 * 8 * 64 * 128
+    assert plan.pages * elements <= 2**31 - 1 < (plan.pages + 1) * elements
+    (said,) = caplog.messages
+    assert f"{plan.pages} pages" in said
+    assert f"{plan.unused / GIB:.1f} GiB" in said
+    assert 20 * GIB < plan.unused < 50 * GIB
+    caplog.clear()
+    plan_for_8b(monkeypatch, "h200", 0.92, kv_cache_dtype="fp8", kv_cache_bytes=16 * GIB)
+    assert caplog.messages == []
+
+
+def plan_for_8b(monkeypatch, device, share, **settings):
+    total = int(re.search(r"device_memory_size: (\d+)", DEVICES[device].description)[1])
+    with_budget(monkeypatch, int(total * share))
+    monkeypatch.setattr(memory, "_temporaries", lambda *_: GIB)
+    return plan_engine(abstract(LLAMA_8B, "bfloat16"), EngineConfig(**settings), "gpu")
 
 
 def test_the_bytes_of_the_cache_can_be_bounded_on_an_accelerator(monkeypatch):
