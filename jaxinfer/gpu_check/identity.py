@@ -35,7 +35,7 @@ def run(report: Report) -> None:
     if not report.wanted("together"):
         return
     with report.attempt("together"):
-        engine = planned(model, config)
+        engine = planned(model, config, report)
         expected = answers(engine, requests)
         _in_one_engine(report, engine, requests, expected)
         del engine
@@ -89,7 +89,7 @@ def _preempted(
     report: Report, name: str, model: Model, config: EngineConfig, requests: Requests, expected: Answers
 ) -> None:
     """The same on a pool that is too small. It says nothing if nobody had to leave."""
-    engine = planned(model, config)
+    engine = planned(model, config, report)
     _compare(report, name, expected, answers(engine, requests))
     counted = dict(engine.stats().preemptions)
     report.put(f"{name}: preemptions", ok=sum(counted.values()) > 0, **counted)

@@ -62,16 +62,21 @@ def _check(report: Report, operands: dict[str, Operands], path: str, problem: Pr
         if str(problem) not in operands:
             with jax.default_device(jax.devices("cpu")[0]):  # float64 is the CPU's business
                 operands[str(problem)] = problem.build(report.quick)
-        report.put(key, path=path, **_checked(problem, operands[str(problem)], path))
+            report.goes_on(f"operands of {key}")
+        runner = _Run(problem, operands[str(problem)].options, path, lambda: report.goes_on(f"compiled {key}"))
+        report.put(key, path=path, **_checked(runner, operands[str(problem)]))
 
 
 class _Run:
-    """One path of a problem, as it is called here: interpreted, or compiled for each new shape of its operands."""
+    """One path of a problem, as it is called here: interpreted, or compiled for each new shape of its operands.
 
-    def __init__(self, problem: Problem, options: dict[str, Any], path: str) -> None:
+    ``compiled`` is called behind each compilation.
+    """
+
+    def __init__(self, problem: Problem, options: dict[str, Any], path: str, compiled: Callable[[], None]) -> None:
         self.interpret = path == MOSAIC and jax.default_backend() != "gpu"
         extra = {"interpret": compat.interpret_params(), **problem.interpreted_tiles()} if self.interpret else {}
-        self.problem = problem
+        self.problem, self.path, self._compiled = problem, path, compiled
         self._function = functools.partial(problem.function(path), **options, **extra)
         self._programs: dict[Any, Callable[..., Any]] = {}
 
@@ -90,15 +95,15 @@ class _Run:
             with _TRACING:
                 lowered = jax.jit(self._function).lower(**operands)
             self._programs[shapes] = lowered.compile()
+            self._compiled()
         return self._programs[shapes]
 
 
-def _checked(problem: Problem, operands: Operands, path: str) -> dict[str, Any]:
-    runner = _Run(problem, operands.options, path)
+def _checked(runner: _Run, operands: Operands) -> dict[str, Any]:
     got = runner(operands.arrays)
-    found = _compared(got, operands, operands.expected(path), problem.bound)
+    found = _compared(got, operands, operands.expected(runner.path), runner.problem.bound)
     # XLA chooses another program for another number of rows: only kernels promise the same bits.
-    bits = _bits(runner, operands, got, alone=path == MOSAIC)
+    bits = _bits(runner, operands, got, alone=runner.path == MOSAIC)
     return {**found, **bits, "interpreted": runner.interpret, "ok": found["ok"] and all(bits.values())}
 
 

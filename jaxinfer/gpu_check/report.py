@@ -85,6 +85,10 @@ class Report:
         self.put(f"not run: {step}", reason="no time was left")
         return False
 
+    def goes_on(self, what: str) -> None:
+        """Write that a step got somewhere, so that the patience of its section begins anew."""
+        self._journal.put(goes_on=what)
+
     def left(self) -> float:
         """Seconds until this section is stopped."""
         return self._end - time.monotonic()

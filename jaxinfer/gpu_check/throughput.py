@@ -74,7 +74,7 @@ def measure(report: Report, name: str, model: Model, config: EngineConfig, loads
     if not wanted:
         return
     start = time.perf_counter()
-    engine = planned(model, config)
+    engine = planned(model, config, report)
     report.put(f"{name}engine", seconds_to_start=round(time.perf_counter() - start, 1), **_settings(engine))
     for load in wanted:
         if not report.time_for(f"{name}{load}", _RESERVE_S):
@@ -83,9 +83,14 @@ def measure(report: Report, name: str, model: Model, config: EngineConfig, loads
             report.put(f"{name}{load}", **_measure(report, engine, model.with_cache(config.kv_cache_dtype), load))
 
 
-def planned(model: Model, config: EngineConfig) -> EngineCore:
+def planned(model: Model, config: EngineConfig, report: Report | None = None) -> EngineCore:
     """An engine whose pool is what memory leaves, unless ``config`` says how large it is."""
-    return make_engine(model, config, jax.default_backend())
+
+    def compiled(done: int, total: int) -> None:
+        if report is not None:
+            report.goes_on(f"{done} of {total} programs")
+
+    return make_engine(model, config, jax.default_backend(), compiled)
 
 
 def _settings(engine: EngineCore) -> dict[str, Any]:

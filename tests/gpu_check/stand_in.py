@@ -40,6 +40,10 @@ def take(report, step, what):
                 raise jax.errors.JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
             case "fails":
                 raise RuntimeError("no room")
+            case "goes on":
+                for part in range(8):
+                    time.sleep(1)
+                    report.goes_on(f"part {part}")
             case seconds:
                 time.sleep(seconds)
         report.put(step, ok=True, process=os.getpid(), alone=report.alone, temporary=tempfile.gettempdir())

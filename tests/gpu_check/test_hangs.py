@@ -88,8 +88,9 @@ def test_another_process_has_the_time_that_is_left(section):
 
 
 def test_a_step_longer_than_the_patience_is_none_that_hangs_if_it_says_so(section):
-    _, records = section({"one": 3.0}, patience=10.0)
+    _, records = section({"one": "goes on", "two": 30.0}, patience=4.0)
     assert records["one"]["ok"]
+    assert records["two"]["hung"]
 
 
 def test_what_is_no_steps_fault_ends_the_section(section):
