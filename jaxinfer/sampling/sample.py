@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxinfer.sampling.drafts import DraftRows, advance, params_of_rows, state_of_rows
 from jaxinfer.sampling.logprobs import Logprobs, wanted_logprobs
 from jaxinfer.sampling.processors import process
+from jaxinfer.sampling.reductions import to_lanes, total
 from jaxinfer.sampling.select import select
 from jaxinfer.sampling.slots import SlotParams, SlotState, first_rows
 from jaxinfer.sampling.typical import take_typical
 
 NOT_FINITE = -1
 """In place of the token of a row that has NaN or infinities among its logits."""
-_INFINITY = 0x7F800000  # its bits: those of NaN without a sign are larger, those of numbers smaller
 
 
 class Sampled(NamedTuple):
@@ -69,9 +68,9 @@ def sample(
 
 
 def _finite(logits: Float32[Array, "rows vocab"]) -> Bool[Array, " rows"]:
-    """Whether all logits of a row are finite. Their bits are compared: XLA's maximum of floats may pass NaN over."""
-    bits = lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
-    return jnp.max(bits, axis=-1) < _INFINITY
+    """Whether all logits of a row are finite: 0 times others is NaN, and so is a sum with it. (XLA's maximum of floats
+    may pass NaN over, and one of their bits takes four times as long on a CPU.)"""
+    return jnp.isfinite(total(to_lanes(logits, 0) * 0))
 
 
 def guess(

@@ -28,6 +28,10 @@ find_python() {
 }
 
 if cmp -s "$here/requirements.txt" "$done_with"; then exit 0; fi
+if [ -L "$venv" ]; then # others may use what it points to
+    echo "$venv is a link, and what it points to was not made of these requirements: make it anew there" >&2
+    exit 3
+fi
 python=$(find_python)
 if [ -z "$python" ]; then
     echo "no usable Python ${wanted:-3.11} for the oracle (tools/oracle/make_venv.sh $venv PYTHON names another)" >&2
