@@ -32,6 +32,8 @@ from jaxinfer.weights.safetensors.checkpoint import Tensors
 
 _log = logging.getLogger("jaxinfer")
 
+_OF_FILES_BESIDE = (".qweight", ".weight_scale")  # what the formats have that a file beside config.json describes
+
 Adapter = Callable[[RawTensors, Fields], dict[str, StoredWeight]]
 
 ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
@@ -70,12 +72,13 @@ def quantized_weights(
     config = _config(config_json, file)
     if config is None:
         return {}, set()
-    method = config.choice("quant_method", tuple(ADAPTERS))
     tensors = RawTensors(checkpoint)
+    if file != CONFIG_FILE and not tensors.ending(*_OF_FILES_BESIDE):
+        _log.warning(f"{file} of {checkpoint.folder} is passed over: no weight is stored quantised")
+        return {}, set()
+    method = config.choice("quant_method", tuple(ADAPTERS))
     weights = ADAPTERS[method](tensors, config)
-    if not weights and file != CONFIG_FILE:
-        _log.warning(f"{file} of {checkpoint.folder} is passed over: no weight is of the format that it describes")
-    elif not weights:
+    if not weights:
         raise CheckpointError(f"{file} says {method}, but {checkpoint.folder} holds no weight of this format")
     if twice := sorted(weights.keys() & checkpoint.tensors.keys() - tensors.taken):
         raise CheckpointError(f"{checkpoint.folder} holds weights quantised and plain as well: {listed(twice)}")

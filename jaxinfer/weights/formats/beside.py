@@ -52,7 +52,8 @@ def with_method(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
     elif not method:
         method = next((shown for sign, shown in _SIGNS.items() if quantization.get(sign) is not None), None)
     if isinstance(method, str):
-        return {**quantization, _METHOD: _SAME.get(method.lower(), method)}
+        others = {name: value for name, value in quantization.items() if name != "method"}
+        return {**others, _METHOD: _SAME.get(method.lower(), method)}
     return quantization
 
 

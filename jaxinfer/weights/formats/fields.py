@@ -23,7 +23,6 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "bits": ("w_bit", "wbits"),
         "group_size": ("q_group_size", "groupsize"),
         "desc_act": ("act_order",),
-        "quant_method": ("method",),
         "checkpoint_format": ("format",),
         "version": ("format", "checkpoint_format"),
     }

@@ -18,6 +18,7 @@ CONFIG = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": Fals
 FIRST = [
     {},
     {"packing_format": "auto_round:auto_gptq"},
+    {"quant_method": None, "method": "intel/auto-round"},
     {"packing_format": "auto_round:gptq", "backend": "auto", "act_bits": 16},
     {"packing_format": "auto_gptq", "quant_method": "auto_round"},
     {"packing_format": "auto_round:auto_gptq:exllamav2", "block_name_to_quantize": ["model.layers"]},

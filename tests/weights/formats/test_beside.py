@@ -66,9 +66,12 @@ def test_a_file_that_is_no_object(tmp_path: pathlib.Path, text: str) -> None:
         open_files(tmp_path)
 
 
-def test_a_file_of_other_weights_is_passed_over(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("said", [GPTQ, {"some": "thing"}, {"quant_method": "hqq"}, {**GPTQ, "bits": 9}])
+def test_a_file_of_other_weights_is_passed_over(
+    said: dict[str, Any], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Somebody has dequantised the model, and left the file."""
-    opened = open_files(written(tmp_path, {"a.weight": np.ones((2, 2), np.float32)}, quantize_config=GPTQ))
+    opened = open_files(written(tmp_path, {"a.weight": np.ones((2, 2), np.float32)}, quantize_config=said))
     with caplog.at_level(logging.WARNING, logger="jaxinfer"):
         assert not opened.quantized
     assert ["quantize_config.json" in record.getMessage() for record in caplog.records] == [True]

@@ -9,6 +9,7 @@ import pytest
 from jaxinfer.weights import open_checkpoint
 from jaxinfer.weights.formats import quantized_weights
 from tests.weights.files import refused
+from tests.weights.formats import test_awq
 from tests.weights.formats.checkpoints import save
 
 TENSORS = {
@@ -58,3 +59,10 @@ def test_what_is_refused(tmp_path: pathlib.Path, config: Any, sentence: str) -> 
     save(tmp_path, TENSORS)
     with refused(sentence):
         quantized_weights(open_checkpoint(tmp_path), {"quantization_config": config})
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path: pathlib.Path) -> None:
+    tensors, _ = test_awq.made()
+    save(tmp_path, {**tensors, "a.weight": np.ones((test_awq.OUT, test_awq.INPUTS), np.float32)})
+    with refused("holds weights quantised and plain as well: 'a.weight'"):
+        quantized_weights(open_checkpoint(tmp_path), {"quantization_config": test_awq.CONFIG})
