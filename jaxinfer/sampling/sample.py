@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxinfer.sampling.drafts import DraftRows, advance, params_of_rows, state_of_rows
