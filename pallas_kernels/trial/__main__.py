@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as mosaic_gpu  # registers the custom call that runs its kernels
 from jax.export import deserialize
 
 
