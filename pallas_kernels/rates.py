@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pallas_kernels.choice import lowering_target
-
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
@@ -31,8 +29,3 @@ RATES = {H100: Rates(15, 20, 27), H200: Rates(20, 27, 27)}
 def rates_of(device_kind: str | None) -> Rates:
     """The rates of a Hopper GPU: an H100's, where the table has none."""
     return RATES.get(device_kind or H100, RATES[H100])
-
-
-def target_rates() -> Rates:
-    """The rates of the device that the program is lowered for, see `choice`."""
-    return rates_of(lowering_target().device_kind)

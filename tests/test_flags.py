@@ -62,6 +62,8 @@ EVERY = {
     "exactness": (["--exactness", "relaxed"], "relaxed"),
     "attention_backend": (["--attention-backend", "xla"], "xla"),
     "gemm_backend": (["--gemm-backend", "xla"], "xla"),
+    "kernel_trial": (["--kernel-trial", "error"], "error"),
+    "decode_sizes": (["--decode-sizes", "2", "8"], (2, 8)),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
     "expert_parallel_size": (["--expert-parallel-size", "4"], 4),
     "pipeline_parallel_size": (["--pipeline-parallel-size", "2"], 2),

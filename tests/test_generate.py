@@ -79,7 +79,7 @@ def test_json_says_where_drafts_were_not_kept_exactly(capsys):
 def test_engine_flags_reach_the_engine(monkeypatch):
     seen = {}
 
-    def make(model, dtype, *, family, config, check_finite, compilation_cache_dir):
+    def make(model, dtype, *, family, config, check_finite, chat_template, compilation_cache_dir):
         seen.update(model=model, family=family, config=config, cache=compilation_cache_dir)
         raise RequestError(None, "enough")
 
@@ -175,7 +175,7 @@ def test_a_conversation_remembers(capsys, monkeypatch):
     monkeypatch.setattr(
         type(model.chat_template),
         "render",
-        lambda self, messages, **k: seen.append(list(messages)) or render(self, messages, **k),
+        lambda self, messages, *rest, **k: seen.append(list(messages)) or render(self, messages, *rest, **k),
     )
     assert main(["--model", "demo-draft", "--chat", *FAST]) == 0
     assert [[m["role"] for m in messages] for messages in seen] == [["user"], ["user", "assistant", "user"]]

@@ -252,6 +252,7 @@ def section_main(arguments: argparse.Namespace) -> None:
         quick=arguments.quick,
         limits=json.loads(arguments.limits),
         alone=arguments.alone,
+        answers=importlib.import_module("jaxinfer.gpu_check.device").answers,
     )
     getattr(importlib.import_module(f"jaxinfer.gpu_check.{module}"), function or "run")(report)
 

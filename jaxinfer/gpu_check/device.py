@@ -9,11 +9,21 @@ import subprocess
 
 import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.gpu_check.report import Report
 
 _QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
+
+
+def answers() -> bool:
+    """Whether JAX's device still computes: after some errors of CUDA nothing runs in a process any more."""
+    try:
+        jax.block_until_ready(jnp.zeros(8) + 1)
+    except jax.errors.JaxRuntimeError as error:
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return True
 
 
 def run(report: Report) -> None:

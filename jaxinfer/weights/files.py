@@ -82,6 +82,11 @@ class ModelFiles:
         """Bytes of all weights, as they are stored."""
         return sum(info.nbytes for info in self.tensors.tensors.values())
 
+    @property
+    def shows_ties(self) -> bool:
+        """Whether the folder has tensors as a model was saved with them: one to be planned has config.json alone."""
+        return any(self.path.glob("*.safetensors"))
+
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
         """The parameters, with the names that this checkpoint gives to its tensors (see `Family.prefix`)."""
         shapes = self.shapes

@@ -30,6 +30,8 @@ def with_stored_head(files: ModelFiles, untied: ParamTree, prefix: str) -> Model
         The files; those whose config ties nothing where the checkpoint has a head that differs from the table, and
         those that read the head in place of the table where the checkpoint has no table.
     """
+    if not files.shows_ties:
+        return files
     specs = dict(walk_specs(files.named(untied, prefix)))
     found = [source.name for path in (EMBEDDING, HEAD) if path in specs for source in specs[path].sources]
     if len(found) != 2 or found[1] not in files.shapes:

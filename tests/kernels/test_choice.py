@@ -31,7 +31,7 @@ def test_an_abstract_device_is_what_is_lowered_for_also_while_tracing():
 def test_a_gpu_of_unknown_capability_takes_xla():
     device = jax.sharding.AbstractDevice(device_kind="another GPU", num_cores=100, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        assert choose("auto", None).path == "xla"
+        assert choose("op", "auto", None).path == "xla"
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_a_gpu_of_unknown_capability_takes_xla():
     ],
 )
 def test_auto(target, refusal, path, why):
-    chosen = choose("auto", refusal, target=target)
+    chosen = choose("op", "auto", refusal, target=target)
     assert chosen.path == path
     assert why in chosen.why
 
 
 def test_a_path_can_be_forced_on_every_platform():
-    assert choose("mosaic", None, target=Target("cpu")).path == "mosaic"
-    assert choose("xla", None, target=HOPPER) == Choice("xla", "The XLA path was asked for.")
+    assert choose("op", "mosaic", None, target=Target("cpu")).path == "mosaic"
+    assert choose("op", "xla", None, target=HOPPER) == Choice("xla", "The XLA path was asked for.")
     with pytest.raises(ValueError, match="no page"):
-        choose("mosaic", "no page", target=HOPPER)
+        choose("op", "mosaic", "no page", target=HOPPER)

@@ -56,6 +56,7 @@ OWN = {
     "kv_cache_host_pages": "gauge",
     "replayed_tokens": "counter",
     "replay_mismatches": "counter",
+    "not_finite_outputs": "counter",
     "engine_steps": "counter",
     "compilations": "counter",
     "engine_step_seconds": "histogram",

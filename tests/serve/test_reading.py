@@ -11,7 +11,8 @@ from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.reading import BodyReader, LongTexts
-from tests.serve.fake_engine import BOS, fake_tokenizer, write_fake_folder
+from jaxinfer.text import find_tokenizer
+from tests.serve.fake_engine import fake_tokenizer, write_fake_folder
 
 VALUES = 100
 
@@ -61,14 +62,17 @@ def test_a_reader_that_is_killed_is_started_again():
 def test_texts(tmp_path):
     """By the tokenizer of the folder, with what it says of special tokens."""
     folder, here = write_fake_folder(tmp_path / "model"), fake_tokenizer()
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": true}')
+    names = '{"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["Grüße"]}'
+    (folder / "tokenizer_config.json").write_text(names, encoding="utf-8")
+    declared = find_tokenizer(folder)
 
     async def run() -> None:
         texts = LongTexts(folder)
         try:
             text = "Grüße </s> 🦊 " * 10_000
-            assert list(await texts.encode("prompt", text, False, "")) == here.encode(text, False)
-            assert list(await texts.encode("prompt", text, True, "")) == [BOS, *here.encode(text, False)]
+            assert here.encode(text) != declared.encode(text)
+            assert list(await texts.encode("prompt", text, False, "")) == declared.encode(text, False)
+            assert list(await texts.encode("prompt", text, True, "")) == declared.encode(text, True)
             with pytest.raises(RequestError, match="prompt: the text has a lone surrogate at character 1"):
                 await texts.encode("prompt", "a\ud800", True, "")
         finally:

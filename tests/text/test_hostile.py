@@ -113,7 +113,7 @@ WRONG = (
     *(("special_tokens_map", "eos_token", value) for value in (2, ["</s>"], {"content": None})),
     *(("special_tokens_map", "additional_special_tokens", value) for value in ({"a": "b"}, [{"text": "x"}])),
     *(("added_tokens", "<new>", value) for value in ("400", -1, None, 1.5, True)),
-    *(("generation_config", "eos_token_id", value) for value in ("</s>", [2, "3"], 2.0, True, {})),
+    *(("generation_config", "eos_token_id", value) for value in ("</s>", [2, "x"], 2.5, True, {})),
     *(("config", "bos_token_id", value) for value in ("<s>", [[1]])),
 )
 

@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import compat
+from pallas_kernels.choice import lowering_target
 from pallas_kernels.matmul.mosaic.kernel import Barriers, Smem, body
 from pallas_kernels.matmul.reference import check
 from pallas_kernels.matmul.tile_keys import MATMUL, matmul_key
@@ -48,7 +49,7 @@ from pallas_kernels.matmul.types import (
     outputs_of,
 )
 from pallas_kernels.matmul.xla import result_dtype
-from pallas_kernels.rates import Rates, target_rates
+from pallas_kernels.rates import Rates, rates_of
 from pallas_kernels.thread_block import SHARED_BYTES
 from pallas_kernels.tiles import pick
 
@@ -246,7 +247,7 @@ def heuristic_tiles(
     Args:
         rates: of the GPU; None: of that which the program is lowered for.
     """
-    known = rates or target_rates()
+    known = rates or rates_of(lowering_target().device_kind)
     depth = 64 if jnp.dtype(x.dtype).itemsize == 2 else 128
     shapes = []
     for consumers, columns, (row_blocks, column_blocks) in itertools.product(CONSUMERS, COLUMNS, _PAIRS):

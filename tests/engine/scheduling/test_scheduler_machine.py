@@ -292,6 +292,9 @@ def run_episode(
     return world
 
 
+NEVER = ("error", "not_finite")  # no grammars, and no logits, here
+
+
 def _count(counts: dict[str, float], world: World) -> None:
     loop = world.loop
     stats = loop.scheduler.stats.snapshot()
@@ -299,7 +302,7 @@ def _count(counts: dict[str, float], world: World) -> None:
         "steps": loop.steps,
         "requests": world.count,
         **{f"preempted by {kind}": number for kind, number in stats.preemptions.items()},
-        **{f"ended by {why}": count for why, count in stats.finished.items() if why != "error"},  # no grammars here
+        **{f"ended by {why}": count for why, count in stats.finished.items() if why not in NEVER},
         **{name: getattr(stats, name) for name in ("prefix_hits", "draft_tokens", "draft_accepted", "replayed_tokens")},
         **loop.device.moved,
     }
