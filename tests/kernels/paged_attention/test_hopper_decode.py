@@ -3,7 +3,8 @@
 Mutations, each of which must be caught (`MUTATIONS` and `test_a_missing_wait_is_caught`): a removed wait at each of
 the barriers that race detection guards; off by one at the mask's end, at its start (window), in a chunk's causal bound
 and in a tree's bits; values of unseen keys not cleared; a page's place in its block; keys' and values' halves swapped;
-the page's scale taken from its neighbour; a split skipped in the merge; sinks forgotten; a head's offset in its tile.
+the page's scale taken from its neighbour; a split skipped in the merge; a cut head's sums in another's slots; an uncut
+head's sums read from the wrong slot; sinks forgotten; a head's offset in its tile.
 """
 
 import dataclasses
@@ -14,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.check.cases import Case, attention_case
 from pallas_kernels.paged_attention import AttentionOptions
-from pallas_kernels.paged_attention.hopper.decode import consumer, producer, schedule
+from pallas_kernels.paged_attention.hopper.decode import consumer, producer, schedule, slots
 from pallas_kernels.paged_attention.hopper.decode import launch as kernel
 from pallas_kernels.paged_attention.hopper.decode.launch import Tiles, heuristic_tiles, refusal
 from pallas_kernels.paged_attention.spans import span
@@ -140,6 +143,13 @@ def test_neighbours_pages_and_table_width_change_no_bit():
     assert together[:1].tobytes() == run(alone, dataclasses.replace(TINY, blocks=1)).tobytes()
 
 
+def test_the_number_of_blocks_changes_no_bit():
+    """Of an int8 pool, sums of heads in one block wait in memory, too: in all, in some and in no block."""
+    case = attention_case((130, 70, 200), kv_heads=2, pool_dtype=INT8, scales="head")
+    one, *others = (run(case, dataclasses.replace(TINY, blocks=blocks)).tobytes() for blocks in (1, 2, 17))
+    assert all(other == one for other in others)
+
+
 class _Hopper(jax.sharding.AbstractDevice):
     compute_capability = "9.0"
 
@@ -187,11 +197,18 @@ MUTATIONS = {
     "place of a page": (producer, "pl.ds(index * shape.piece", "pl.ds((index ^ 1) * shape.piece", {}),
     "halves": (producer, "where, to = (piece.page, piece.half,", "where, to = (piece.page, 1 - piece.half,", {}),
     "a page's scale": (consumer, "gmem.scales[page, half,", "gmem.scales[page, 0,", {"scales": "head"}),
-    "order of the merge": (consumer, "unit.keys.last_split + 1, add", "unit.keys.last_split, add", {}),
+    "order of the merge": (consumer, "0, in_head, add", "0, in_head - 1, add", {}),
+    "a cut head's slots": (consumer, "first_split, run.began)", "first_split, run.block)", {"kv_heads": 4}),
+    "an uncut head's slots": (
+        consumer,
+        "uncut_slot(shape, head, split - 1",
+        "uncut_slot(shape, head, split",
+        {"lengths": (130, 70), "scales": "head"},
+    ),
     "sinks": (consumer, "if not shape.options.sinks", "if True", {"sinks": True}),
     "offset in the tile": (consumer, "smem.output.at[pl.ds(offset,", "smem.output.at[pl.ds(offset * 0,", {}),
 }
-FAST_MUTATIONS = ("mask's end", "order of the merge")
+FAST_MUTATIONS = ("mask's end", "order of the merge", "a cut head's slots", "an uncut head's slots")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +244,7 @@ def test_the_plan_covers_every_unit_once_in_equal_shares(blocks, window):
     lengths = np.concatenate([rng.integers(0, 5000, 12), [0, 1, 64, 20000, 0]]).astype(np.int32)
     tiles, kv_heads = Tiles(blocks=blocks), 3
     starts = np.maximum(lengths - 1, 0)
-    spans, (row, within, count) = plan_of(starts, lengths, window=window, tiles=tiles, kv_heads=kv_heads)
+    spans, (row, within, count, _) = plan_of(starts, lengths, window=window, tiles=tiles, kv_heads=kv_heads)
     in_head = spans.last_split - spans.first_split + 1
     before = np.concatenate([[0], np.cumsum(in_head * kv_heads)])
     first = before[row] + within
@@ -238,6 +255,75 @@ def test_the_plan_covers_every_unit_once_in_equal_shares(blocks, window):
     units = np.concatenate([_costs(spans, i, kv_heads, 8) for i in range(len(lengths))])
     most = max(units[f : f + n].sum() for f, n in zip(first, count, strict=True))
     assert most <= cost / blocks + 2 * (8 + 1)
+
+
+def shape_of(rows, keys, *, kv_heads, tiles, chunk=1, window=None, pool_dtype=jnp.bfloat16, head_dim=64):
+    q = jax.ShapeDtypeStruct((rows, chunk, kv_heads * 4, head_dim), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((1, 2, kv_heads, 64, head_dim), pool_dtype)
+    tables = jax.ShapeDtypeStruct((rows, keys // 64), jnp.int32)
+    return kernel._shape_of(q, pool, tables, AttentionOptions(1.0, window=window), tiles, False)
+
+
+def walk(shape, spans, plan):
+    """What each block does, by the rules of `consume`: (block, head, split from the head's first one, run) a unit."""
+    in_head = np.repeat(spans.last_split - spans.first_split + 1, shape.kv_heads)
+    units = [(head, split) for head, splits in enumerate(in_head) for split in range(splits)]
+    before = np.concatenate([[0], np.cumsum(in_head)])[:: shape.kv_heads]
+    for block, (row, within, count, began) in enumerate(plan.T.tolist()):
+        mine = units[before[row] + within :][:count]
+        for index, (head, split) in enumerate(mine):
+            borrowed = mine[0][1] > 0 and head == mine[0][0]
+            ends_here = in_head[head] - 1 - split < count - index
+            yield block, head, split, consumer._Run(block, began if borrowed else block, borrowed, ends_here)
+
+
+SIZES = {
+    "rows": st.sampled_from([1, 2, 7]),
+    "kv_heads": st.sampled_from([1, 3]),
+    "blocks": st.sampled_from([1, 2, 3, 5, 16, 40]),
+    "keys_per_split": st.sampled_from([64, 128]),
+    "window": st.one_of(st.none(), st.integers(1, 400)),
+    "chunk": st.sampled_from([1, 4]),
+    "pool_dtype": st.sampled_from([jnp.bfloat16, INT8]),
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), **SIZES)
+def test_no_two_sums_that_are_needed_share_a_slot(
+    data, rows, kv_heads, blocks, keys_per_split, window, chunk, pool_dtype
+):
+    most = 1024
+    lengths = np.asarray(data.draw(st.lists(st.integers(0, most), min_size=rows, max_size=rows)), np.int32)
+    starts = np.maximum(lengths - data.draw(st.integers(1, chunk)), 0)
+    tiles = Tiles(keys_per_split=keys_per_split, blocks=blocks)
+    sizes = {"kv_heads": kv_heads, "tiles": tiles, "window": window}
+    shape = shape_of(rows, most, chunk=chunk, pool_dtype=pool_dtype, **sizes)
+    spans, plan = plan_of(starts, lengths, **sizes)
+    assert slots.slots(shape) <= rows * kv_heads * shape.splits
+    assert (spans.last_split - spans.first_split).max() < shape.splits
+    lent, gathered, uncut = {}, {}, {}
+    for block, head, split, run in walk(shape, spans, plan):
+        if run.borrowed or not run.ends_here:
+            lent[head, split] = slots.cut_slot(shape, head, split, run.began)
+        elif shape.parks and shape.splits > 1:
+            uncut.setdefault(slots.uncut_slot(shape, head, split, block), set()).add(block)
+            assert slots.uncut_slot(shape, head, split, block) != slots.uncut_slot(shape, head, split + 1, block)
+        if run.borrowed and run.ends_here:
+            gathered |= {(head, each): slots.cut_slot(shape, head, each, plan[3, block]) for each in range(split + 1)}
+    assert lent == gathered
+    assert len({*lent.values(), *uncut}) == len(lent) + len(uncut)
+    assert all(len(users) == 1 for users in uncut.values())
+    assert all(0 <= slot < slots.slots(shape) for slot in (*lent.values(), *uncut))
+
+
+def test_memory_for_sums_follows_from_the_blocks():
+    """Llama-3.1's heads and context at 256 rows had 2,048 heads of 256 splits each; few heads have what they had."""
+    heads = {"kv_heads": 8, "head_dim": 128}
+    assert slots.slots(shape_of(256, 131_072, tiles=Tiles(blocks=264), **heads)) == 263 * 256
+    assert slots.slots(shape_of(256, 131_072, tiles=Tiles(blocks=264), pool_dtype=INT8, **heads)) == 263 * 256 + 2 * 264
+    assert slots.slots(shape_of(256, 131_072, tiles=Tiles(blocks=264), window=1024, **heads)) == 263 * 3
+    assert slots.slots(shape_of(4, 4096, tiles=Tiles(blocks=264), **heads)) == 4 * 8 * 8
 
 
 def _costs(spans, row, kv_heads, per_split):

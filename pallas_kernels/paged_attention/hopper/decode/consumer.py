@@ -32,6 +32,7 @@ from pallas_kernels.paged_attention.hopper.decode.producer import (
     slot_of,
     unit_at,
 )
+from pallas_kernels.paged_attention.hopper.decode.slots import cut_slot, uncut_slot
 from pallas_kernels.paged_attention.hopper.decode.sums import (
     MATRIX,
     PER_COLUMN,
@@ -72,14 +73,17 @@ def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: A
     if shape.interpret and shape.total_by_ones:
         smem.ones[...] = jnp.ones(smem.ones.shape, shape.dtype)
     place, count = run_of(shape, block, gmem)
-    begun = _begun_elsewhere(shape, gmem, place)
+    begun, began = _begun_elsewhere(shape, gmem, place), gmem.plan[3, block]
 
     def attend_unit(index: Any, carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
         at, step, whole = carry
         unit = unit_at(shape, gmem, at)
         part = _attend(shape, unit, index, step, gmem, smem, barriers)
+        borrowed = begun & (unit.row == place.row) & (unit.head == place.head)
         run = _Run(
-            borrowed=begun & (unit.row == place.row) & (unit.head == place.head),
+            block=block,
+            began=jnp.where(borrowed, began, block),
+            borrowed=borrowed,
             ends_here=unit.keys.last_split - unit.split < count - index,
         )
         finish: Callable[..., Any] = _finish_parked if shape.parks else _finish
@@ -90,13 +94,15 @@ def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: A
     if shape.splits > 1:
         unit = unit_at(shape, gmem, place)
         mine = (count > 0) & begun & (unit.keys.last_split - unit.split < count)
-        pl.when(mine)(functools.partial(_gather, shape, unit, unit.split, gmem, smem, arrived))
+        pl.when(mine)(functools.partial(_gather, shape, unit, began, gmem, smem, arrived))
     plgpu.wait_smem_to_gmem(0)
 
 
 class _Run(NamedTuple):
     """The part of a head's splits that is this block's."""
 
+    block: Any
+    began: Any  # the block that has the first one
     borrowed: Any  # not the first ones
     ends_here: Any  # the last one
 
@@ -107,23 +113,34 @@ def _finish(shape: Shape, unit: Unit, run: _Run, part: Sums, whole: Sums, gmem: 
     last = ~run.borrowed & (unit.split == unit.keys.last_split)
     pl.when(last)(functools.partial(_write, shape, unit, whole, gmem, smem))
     if shape.splits > 1:
-        lend = functools.partial(_lend, shape, unit, part, ~run.ends_here, gmem, arrived)
-        pl.when(run.borrowed | ~run.ends_here)(lend)
+        pl.when(run.borrowed | ~run.ends_here)(functools.partial(_lend, shape, unit, run, part, gmem, arrived))
     return whole
 
 
 def _finish_parked(
     shape: Shape, unit: Unit, run: _Run, part: Sums, whole: tuple[()], gmem: Gmem, smem: Smem, arrived: Any
 ) -> tuple[()]:
-    """The same where registers hold the sums of one split only: a head of several parks all of them."""
-    alone = unit.keys.first_split == unit.keys.last_split
-    pl.when(alone)(lambda: _write(shape, unit, merge(nothing(shape), part), gmem, smem))
-    if shape.splits > 1:
-        lend = functools.partial(_lend, shape, unit, part, ~run.ends_here, gmem, arrived)
-        pl.when(~alone)(lend)
-        last = ~alone & ~run.borrowed & (unit.split == unit.keys.last_split)
-        pl.when(last)(functools.partial(_gather, shape, unit, unit.keys.first_split, gmem, smem, arrived))
+    """The same where registers hold the sums of one split only: those of the head so far are parked in memory."""
+    if shape.splits == 1:
+        _write(shape, unit, merge(nothing(shape), part), gmem, smem)
+        return whole
+    cut = run.borrowed | ~run.ends_here
+    pl.when(cut)(functools.partial(_lend, shape, unit, run, part, gmem, arrived))
+    pl.when(~cut)(functools.partial(_park, shape, unit, run.block, part, gmem, smem))
     return whole
+
+
+def _park(shape: Shape, unit: Unit, block: Any, part: Sums, gmem: Gmem, smem: Smem) -> None:
+    """Merge a unit with those before it, which are in memory; the sums go back there, or out."""
+    head, split = _head(shape, unit), unit.split - unit.keys.first_split
+
+    def unpark(_: Any, sums: Sums) -> Sums:
+        return merge(sums, _load(gmem, uncut_slot(shape, head, split - 1, block)))
+
+    whole = merge(lax.fori_loop(0, jnp.minimum(split, 1), unpark, nothing(shape)), part)
+    last = unit.split == unit.keys.last_split
+    pl.when(last)(functools.partial(_write, shape, unit, whole, gmem, smem))
+    pl.when(~last)(functools.partial(_store, gmem, uncut_slot(shape, head, split, block), whole))
 
 
 def _begun_elsewhere(shape: Shape, gmem: Gmem, place: Place) -> Any:
@@ -408,37 +425,45 @@ def _sinks_of_columns(shape: Shape, unit: Unit, gmem: Gmem) -> Any:
     return _pick(per_column(_columns_of(shape) - offset - _query_of_column(shape, unit) * shape.group), sinks)
 
 
-def _lend(shape: Shape, unit: Unit, part: Sums, tell: Any, gmem: Gmem, arrived: Any) -> None:
+def _lend(shape: Shape, unit: Unit, run: _Run, part: Sums, gmem: Gmem, arrived: Any) -> None:
     """Leave a split's sums to the block that has the head's last split, and tell it (unless this is that block)."""
-    where = (unit.row, unit.head, unit.split)
-    compat.store(gmem.parts.at[where], part.mixed)
-    compat.store(gmem.stats.at[(*where, 0)], part.top)
-    compat.store(gmem.stats.at[(*where, 1)], part.total)
+    head = _head(shape, unit)
+    _store(gmem, cut_slot(shape, head, unit.split - unit.keys.first_split, run.began), part)
     if arrived is not None:
-        pl.when(tell)(lambda: pl.semaphore_signal(arrived.at[unit.row * shape.kv_heads + unit.head]))
+        pl.when(~run.ends_here)(lambda: pl.semaphore_signal(arrived.at[head]))
 
 
-def _gather(shape: Shape, unit: Unit, mine: Any, gmem: Gmem, smem: Smem, arrived: Any) -> None:
-    """Merge a head's splits in order, once all before ``mine`` have arrived from other blocks.
+def _gather(shape: Shape, unit: Unit, began: Any, gmem: Gmem, smem: Smem, arrived: Any) -> None:
+    """Merge a head's splits in order, once all before ``unit`` have arrived from other blocks.
 
     Those are blocks before this one, each of which leaves its sums before it waits for anybody: no order in which
     blocks are run can lock up as long as earlier blocks start first.
     """
+    head = _head(shape, unit)
     if arrived is not None:
-        others = mine - unit.keys.first_split
-        pl.semaphore_wait(arrived.at[unit.row * shape.kv_heads + unit.head], others, decrement=False)
+        pl.semaphore_wait(arrived.at[head], unit.split - unit.keys.first_split, decrement=False)
 
     def add(split: Any, sums: Sums) -> Sums:
-        where = (unit.row, unit.head, split)
-        load = functools.partial(plgpu.load, optimized=False)
-        return merge(
-            sums,
-            Sums(
-                load(gmem.parts.at[where], layout=MATRIX),
-                load(gmem.stats.at[(*where, 0)], layout=PER_COLUMN),
-                load(gmem.stats.at[(*where, 1)], layout=PER_COLUMN),
-            ),
-        )
+        return merge(sums, _load(gmem, cut_slot(shape, head, split, began)))
 
-    sums = lax.fori_loop(unit.keys.first_split, unit.keys.last_split + 1, add, nothing(shape))
-    _write(shape, unit, sums, gmem, smem)
+    in_head = unit.keys.last_split - unit.keys.first_split + 1
+    _write(shape, unit, lax.fori_loop(0, in_head, add, nothing(shape)), gmem, smem)
+
+
+def _head(shape: Shape, unit: Unit) -> Any:
+    return unit.row * shape.kv_heads + unit.head
+
+
+def _store(gmem: Gmem, slot: Any, sums: Sums) -> None:
+    compat.store(gmem.parts.at[slot], sums.mixed)
+    compat.store(gmem.stats.at[slot, 0], sums.top)
+    compat.store(gmem.stats.at[slot, 1], sums.total)
+
+
+def _load(gmem: Gmem, slot: Any) -> Sums:
+    load = functools.partial(plgpu.load, optimized=False)
+    return Sums(
+        load(gmem.parts.at[slot], layout=MATRIX),
+        load(gmem.stats.at[slot, 0], layout=PER_COLUMN),
+        load(gmem.stats.at[slot, 1], layout=PER_COLUMN),
+    )

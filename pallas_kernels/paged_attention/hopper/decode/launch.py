@@ -19,8 +19,9 @@ nobody sees) and waited on by the consumer; the ``*_free`` ones the other way ro
 arrivals, so that no barrier ends in the middle of a phase.
 
 A head whose splits all lie in one block is merged there, in registers. Otherwise every split's sums go to device
-memory (they stay in the L2 cache), and the block that has the last split merges them in order after its own work, once
-a semaphore says that all are there. The same splits are merged in the same order either way, to the same bits.
+memory (`slots`; they stay in the L2 cache), and the block that has the last split merges them in order after its own
+work, once a semaphore says that all are there. The same splits are merged in the same order either way, to the same
+bits.
 
 Online softmax: Milakov and Gimelshein 2018. Splitting over keys with a log-sum-exp merge: Dao et al. 2023
 (Flash-Decoding). Equal shares of one list of units: Osama et al. 2023 (Stream-K, arXiv:2301.03598).
@@ -43,6 +44,7 @@ from pallas_kernels import compat
 from pallas_kernels.paged_attention.hopper.decode import schedule, types
 from pallas_kernels.paged_attention.hopper.decode.consumer import consume
 from pallas_kernels.paged_attention.hopper.decode.producer import produce
+from pallas_kernels.paged_attention.hopper.decode.slots import slots
 from pallas_kernels.paged_attention.hopper.decode.types import Gmem, Shape, Tiles
 from pallas_kernels.paged_attention.hopper.softmax import sink_levels
 from pallas_kernels.paged_attention.options import AttentionOptions
@@ -250,7 +252,7 @@ def _shape_of(q: Any, pool: Any, tables: Any, options: AttentionOptions, tiles: 
         group=heads // kv_heads,
         page=page,
         head_dim=head_dim,
-        splits=pl.cdiv(tables.shape[1] * page, tiles.keys_per_split),
+        splits=_most_splits(tables.shape[1] * page, chunk, tiles.keys_per_split, options.window),
         dtype=jnp.dtype(q.dtype),
         pool_dtype=jnp.dtype(pool.dtype),
         scaled_by=None if scales is None else {3: "head", 4: "token"}[scales.ndim],
@@ -258,6 +260,13 @@ def _shape_of(q: Any, pool: Any, tables: Any, options: AttentionOptions, tiles: 
         tiles=tiles,
         interpret=interpret,
     )
+
+
+def _most_splits(keys: int, chunk: int, keys_per_split: int, window: int | None) -> int:
+    """The most splits that a row of at most ``keys`` keys sees any key of. Its queries are its last keys, ``chunk`` at
+    most, and the window of the first one may begin anywhere in a split."""
+    most = pl.cdiv(keys, keys_per_split)
+    return most if window is None else min(most, pl.cdiv(window + chunk - 2, keys_per_split) + 1)
 
 
 def _flat_queries(shape: Shape, q: Array) -> Array:
@@ -286,13 +295,12 @@ def _scales_of(shape: Shape, tables: Int[Array, "sequences width"], scales: Arra
 
 
 def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Any:
-    part = (shape.rows, shape.kv_heads, shape.splits)
     flat = (shape.rows * shape.kv_heads * shape.queries, shape.head_dim)
     results = {"output": jax.ShapeDtypeStruct(flat, shape.dtype)}
     scratch: dict[str, Any] = {"smem": types.smem(shape), "barriers": types.barriers(shape)}
     if shape.splits > 1:
-        results["parts"] = jax.ShapeDtypeStruct((*part, shape.value_dim, shape.columns), jnp.float32)
-        results["stats"] = jax.ShapeDtypeStruct((*part, 2, shape.columns), jnp.float32)
+        results["parts"] = jax.ShapeDtypeStruct((slots(shape), shape.value_dim, shape.columns), jnp.float32)
+        results["stats"] = jax.ShapeDtypeStruct((slots(shape), 2, shape.columns), jnp.float32)
     return compat.kernel(
         functools.partial(_body, shape, (*names, *results)),
         out_type=tuple(results.values()),
@@ -309,7 +317,7 @@ def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGP
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """The cost as if every row filled its table: lengths are not known when the step is compiled."""
+    """The cost as if every row filled its table or window: lengths are not known when the step is compiled."""
     keys = shape.rows * shape.kv_heads * shape.splits * shape.tiles.keys_per_split
     return pl.CostEstimate(
         flops=4 * keys * shape.queries * shape.head_dim,

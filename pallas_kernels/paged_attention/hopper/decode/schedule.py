@@ -18,8 +18,9 @@ from pallas_kernels.paged_attention.spans import Span
 _UNIT_COST = 1
 
 
-def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> Int[Array, "3 blocks"]:
-    """Each thread block's run of units: row of the first, its index within that row, how many.
+def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> Int[Array, "4 blocks"]:
+    """Each thread block's run of units: row of the first, its index within that row, how many; and, where the run
+    begins in the middle of a head, the block that has the head's first split.
 
     A block begins at the first unit that starts at or after its share of the total cost. One step of a model computes
     this once: it depends on the lengths alone, which all layers share.
@@ -36,11 +37,14 @@ def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> I
     step = blocks_per_split + _UNIT_COST
     split = jnp.where(left > 0, -((-left - cut[row]) // step), 0)
     before = jnp.where(row > 0, unit_end[row - 1], 0)
-    first = jnp.minimum(before + head * in_head[row] + split, unit_end[-1])
+    head_first = before + head * in_head[row]
+    first = jnp.minimum(head_first + split, unit_end[-1])
+    # The last block that begins there or earlier: it is not empty, as the next begins later.
+    began = (first[None, :] <= head_first[:, None]).sum(1) - 1
     end = jnp.concatenate([first[1:], unit_end[-1:]])
     row = _count(unit_end, first)
     within = first - jnp.where(row > 0, unit_end[row - 1], 0)
-    return jnp.stack([row, within, end - first]).astype(jnp.int32)
+    return jnp.stack([row, within, end - first, began]).astype(jnp.int32)
 
 
 def _running_sum(x: jax.Array) -> jax.Array:

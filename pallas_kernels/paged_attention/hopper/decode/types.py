@@ -59,7 +59,7 @@ class Shape(NamedTuple):
     group: int
     page: int
     head_dim: int
-    splits: int  # most that a table of this width holds
+    splits: int  # most that a head has: its table's width and its window bound them
     dtype: Any
     pool_dtype: Any
     scaled_by: str | None  # "head", "token" or None
@@ -131,14 +131,14 @@ class Gmem(NamedTuple):
     tables: Any  # [rows, width]
     starts: Any  # [rows]
     lengths: Any  # [rows]
-    plan: Any  # [3, blocks]
+    plan: Any  # [4, blocks]: see `schedule.plan`
     sinks: Any  # [heads], in units of log 2
     scales: Any  # [pages, 2, kv_heads], [pages, 2, kv_heads, page], or [rows, 2, kv_heads, keys] if `Shape.gathered`
     seen: Any  # [rows, chunk] int32: bit i: does the query see token i of its chunk?
     depths: Any  # [rows, chunk]: positions of the queries, counted from the row's start
     output: Any  # [rows * kv_heads * queries, head_dim]
-    parts: Any  # [rows, kv_heads, splits, value_dim, columns] float32: sums of splits that are merged later
-    stats: Any  # [rows, kv_heads, splits, 2, columns] float32: their maxima and weights
+    parts: Any  # [slots, value_dim, columns] float32: sums that are merged later (`slots`)
+    stats: Any  # [slots, 2, columns] float32: their maxima and weights
 
 
 class Smem(NamedTuple):
