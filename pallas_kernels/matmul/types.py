@@ -12,7 +12,9 @@ Layout = Literal["in first", "in last"]
 GROUP = 64  # rows of one consumer: those of a wgmma
 CONSUMERS = (1, 2, 4)
 COLUMNS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # of a block: those of a wgmma, or of one for gate and up each
-TOGETHER = (1, 2)  # blocks of a cluster, which share what one of them reads
+TOGETHER = (1, 2, 4)  # blocks of a cluster along rows or columns, which share what each of them reads a part of
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))  # blocks along rows and along columns
+_GPC = 16  # multiprocessors
 LINE = 128  # bytes of a swizzled line
 PROMOTED = 128  # inputs of float8 that a tensor core sums by itself
 
@@ -27,9 +29,10 @@ class Tiles:
         depth: inputs of one pipeline slot: 64 or 128.
         stages: pipeline slots, 2 at least: one is multiplied while all others are on their way from memory.
         row_blocks: blocks of a cluster with the same columns, each of which reads a part of the weights for all.
-        column_blocks: blocks of a cluster with the same rows, each of which reads a part of x for all.
+        column_blocks: blocks of a cluster with the same rows, each of which reads a part of x for all. With both a
+            cluster is a rectangle, of 4 blocks at most.
         panel: how many clusters' rows are together in the L2 cache.
-        blocks: thread blocks, which share the work.
+        blocks: thread blocks, which share the work; of clusters of 4 no more are launched than run together.
 
     Raises:
         ValueError: other numbers than these.
@@ -47,14 +50,24 @@ class Tiles:
     def __post_init__(self) -> None:
         if self.consumers not in CONSUMERS or self.columns not in COLUMNS or self.depth not in (64, 128):
             raise ValueError(f"consumers must be of {CONSUMERS}, columns of {COLUMNS}, depth 64 or 128: {self}")
-        if {self.row_blocks, self.column_blocks} - set(TOGETHER) or 1 not in (self.row_blocks, self.column_blocks):
-            raise ValueError(f"a cluster has 1 or 2 blocks, along rows or along columns: {self}")
+        if (self.row_blocks, self.column_blocks) not in CLUSTERS:
+            raise ValueError(f"the blocks of a cluster along rows and along columns must be of {CLUSTERS}: {self}")
         if self.stages < 2 or self.panel < 1 or self.blocks < self.cluster:
             raise ValueError(f"there are at least two stages, a panel of one and the blocks of a cluster: {self}")
 
     @property
     def cluster(self) -> int:
         return self.row_blocks * self.column_blocks
+
+    @property
+    def clusters(self) -> int:
+        """Clusters that run together.
+
+        The blocks of one lie in one GPC, of 16 or 18 multiprocessors on an H100 and an H200: either has room for four
+        clusters of 4. So 128 of 132 multiprocessors can be had; a cluster more would begin when another one ends.
+        """
+        reached = self.blocks // _GPC * _GPC if self.cluster > 2 else self.blocks
+        return (reached or self.blocks) // self.cluster
 
     @property
     def rows(self) -> int:

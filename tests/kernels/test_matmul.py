@@ -141,6 +141,7 @@ def test_forced_to_the_kernel_it_is_one_launch_and_gradients_and_batches_are_xla
         ((BF16, 3, 64), (BF16, 64, 32), {"dtype": jnp.int32}, "int32"),
         ((BF16, 3, 64), (BF16, 64, 32), {"tiles": Tiles(columns=48)}, "lines of 32"),
         ((BF16, 3, 64), (BF16, 64, 96), {"tiles": Tiles(columns=64)}, "lines of 64"),
+        ((BF16, 3, 64), (BF16, 96, 64), LAST | {"tiles": Tiles(columns=48, row_blocks=4)}, "cannot share"),
         ((BF16, 3, 64), (BF16, 64, 2, 32), {"gated": True, "tiles": Tiles(columns=160)}, "registers"),
         ((BF16, 3, 64), (BF16, 64, 256), {"tiles": Tiles(columns=256, stages=9)}, "shared memory"),
         ((FP8, 3, 128), (FP8, 32, 128), LAST | {"tiles": Tiles(depth=64)}, "lines of 128 bytes"),
@@ -181,8 +182,15 @@ def test_operands_that_do_not_fit_each_other(weights, extras, how, why):
 
 
 def test_tiles_of_impossible_numbers_are_refused():
-    wrong = ({"consumers": 3}, {"columns": 40}, {"depth": 32}, {"row_blocks": 2, "column_blocks": 2}, {"row_blocks": 3})
-    for fields in (*wrong, {"stages": 1}, {"panel": 0}, {"row_blocks": 2, "blocks": 1}):
+    wrong = ({"consumers": 3}, {"columns": 40}, {"depth": 32}, {"row_blocks": 4, "column_blocks": 2}, {"row_blocks": 3})
+    for fields in (
+        *wrong,
+        {"column_blocks": 8},
+        {"row_blocks": 4, "blocks": 3},
+        {"stages": 1},
+        {"panel": 0},
+        {"row_blocks": 2, "blocks": 1},
+    ):
         with pytest.raises(ValueError, match=r"consumers|cluster|there"):
             Tiles(**fields)
 
@@ -215,9 +223,9 @@ def test_heuristic_tiles_fit(rows, how):
 
 def test_heuristic_tiles_are_narrow_for_few_rows_and_wide_for_many():
     assert heuristic(1, 4096, 4096).columns == 32
-    assert (heuristic(64, 4096, 4096).columns, heuristic(64, 4096, 4096).column_blocks) == (32, 2)
+    assert (heuristic(64, 4096, 4096).columns, heuristic(64, 4096, 4096).column_blocks) == (32, 4)
     many = heuristic(8192, 4096, 6144)
-    assert (many.consumers, many.columns, many.row_blocks) == (2, max(COLUMNS), 2)
+    assert (many.consumers, many.columns, many.row_blocks) == (2, max(COLUMNS), 4)
 
 
 LAYER = {
@@ -230,18 +238,18 @@ LAYER = {
 # Columns, consumers, blocks along rows and along columns, for 2, 8, 64, 256 and 2,048 rows of Llama-3.1-8B.
 CHOSEN = {
     rates.H100: {
-        "qkv": ((64, 1, 1, 1), (64, 1, 1, 1), (64, 1, 1, 2), (192, 1, 2, 1), (256, 2, 2, 1)),
-        "out": ((32, 1, 1, 1), (32, 1, 1, 1), (32, 1, 1, 2), (128, 1, 2, 1), (256, 2, 2, 1)),
-        "gate_up": ((128, 1, 1, 1), (128, 1, 1, 1), (128, 1, 1, 2), (64, 4, 1, 2), (128, 2, 2, 1)),
-        "down": ((32, 1, 1, 1), (32, 1, 1, 1), (32, 1, 1, 2), (128, 1, 2, 1), (256, 2, 2, 1)),
-        "head": ((256, 1, 1, 1), (256, 1, 1, 1), (256, 1, 1, 1), (256, 2, 1, 2), (256, 2, 2, 1)),
+        "qkv": ((64, 1, 1, 1), (64, 1, 1, 1), (64, 1, 1, 4), (192, 1, 4, 1), (256, 2, 4, 1)),
+        "out": ((32, 1, 1, 1), (32, 1, 1, 1), (32, 1, 1, 4), (128, 1, 2, 2), (256, 2, 4, 1)),
+        "gate_up": ((128, 1, 1, 1), (128, 1, 1, 1), (128, 1, 1, 1), (128, 2, 2, 2), (128, 2, 4, 1)),
+        "down": ((32, 1, 1, 1), (32, 1, 1, 1), (32, 1, 1, 4), (128, 1, 2, 2), (256, 2, 4, 1)),
+        "head": ((256, 1, 1, 1), (256, 1, 1, 1), (256, 1, 1, 1), (256, 2, 2, 2), (256, 2, 4, 1)),
     },
     rates.H200: {
-        "qkv": ((64, 1, 1, 1), (64, 1, 1, 2), (64, 1, 1, 2), (192, 1, 2, 1), (256, 2, 2, 1)),
-        "out": ((32, 1, 1, 1), (32, 1, 1, 2), (32, 1, 1, 2), (128, 1, 2, 1), (256, 2, 2, 1)),
-        "gate_up": ((16, 1, 1, 1), (128, 1, 1, 1), (128, 1, 1, 2), (64, 4, 1, 2), (128, 2, 2, 1)),
-        "down": ((32, 1, 1, 1), (32, 1, 1, 2), (32, 1, 1, 2), (128, 1, 2, 1), (256, 2, 2, 1)),
-        "head": ((256, 1, 1, 1), (256, 1, 1, 1), (256, 1, 1, 2), (256, 2, 2, 1), (256, 2, 2, 1)),
+        "qkv": ((64, 1, 1, 1), (64, 1, 1, 4), (64, 1, 1, 4), (192, 1, 4, 1), (256, 2, 4, 1)),
+        "out": ((32, 1, 1, 1), (32, 1, 1, 4), (32, 1, 1, 4), (128, 1, 2, 2), (256, 2, 4, 1)),
+        "gate_up": ((16, 1, 1, 1), (16, 1, 1, 4), (128, 1, 1, 4), (128, 2, 2, 2), (128, 2, 4, 1)),
+        "down": ((32, 1, 1, 1), (32, 1, 1, 2), (32, 1, 1, 4), (128, 1, 2, 2), (256, 2, 4, 1)),
+        "head": ((256, 1, 1, 1), (256, 1, 1, 1), (256, 1, 1, 2), (256, 2, 2, 2), (256, 2, 4, 1)),
     },
 }
 
@@ -257,9 +265,57 @@ def test_what_the_heuristic_chooses_for_a_device(kind):
     assert found == CHOSEN[kind]
 
 
+# MB of x and weights that all blocks together read through the L2 cache, for 2, 64 and 256 rows.
+TRAFFIC = {
+    rates.H100: {
+        "qkv": (52, 63, 117),
+        "out": (36, 50, 101),
+        "gate_up": (237, 294, 352),
+        "down": (125, 176, 352),
+        "head": (1059, 1313, 1577),
+    },
+    rates.H200: {
+        "qkv": (52, 63, 117),
+        "out": (36, 50, 101),
+        "gate_up": (250, 250, 352),
+        "down": (125, 176, 352),
+        "head": (1059, 1182, 1577),
+    },
+}
+
+
+def traffic(rows, inputs, columns, layout, gated, **of):
+    """Bytes: each of a cluster's blocks reads a part, and clusters read x for all columns, weights for all rows."""
+    tiles, outputs = heuristic(rows, inputs, columns, layout=layout, gated=gated, **of), columns * (1 + gated)
+    across = -(-columns // (tiles.columns * tiles.column_blocks))
+    down = -(-rows // (tiles.rows * tiles.row_blocks))
+    return 2 * inputs * (rows * across + outputs * down)
+
+
+@pytest.mark.parametrize("kind", TRAFFIC)
+def test_what_is_read_through_the_cache(kind):
+    """By clusters of two blocks at most, 256 rows read 168, 134, 470 and 470 MB for the four products of a layer."""
+    found = {
+        name: tuple(round(traffic(rows, *product, rates=rates.rates_of(kind)) / 1e6) for rows in (2, 64, 256))
+        for name, product in LAYER.items()
+    }
+    assert found == TRAFFIC[kind]
+
+
+@pytest.mark.parametrize("rows", [2, 64, 65, 256, 1000, 8192])
+def test_clusters_of_four_run_together_and_no_block_of_one_has_zeros_alone(rows):
+    """132 multiprocessors have room for 32 clusters of 4: in a GPC of 18 two are left over."""
+    assert (Tiles(row_blocks=4).clusters, Tiles(column_blocks=2).clusters, Tiles().clusters) == (32, 66, 132)
+    assert Tiles(row_blocks=2, column_blocks=2, blocks=8).clusters == 2
+    for inputs, columns in SHAPES:
+        found = heuristic(rows, inputs, columns)
+        assert (found.row_blocks - 1) * found.rows < rows
+        assert found.panel == {1: 8, 2: 8, 4: 4}[found.row_blocks]
+
+
 def test_the_device_is_that_of_the_program():
     hopper = type("Hopper", (jax.sharding.AbstractDevice,), {"compute_capability": "9.0"})
-    for kind, expected in {rates.H100: 1, rates.H200: 2, "NVIDIA H20": 1}.items():
+    for kind, expected in {rates.H100: 1, rates.H200: 4, "NVIDIA H20": 1}.items():
         device = hopper(device_kind=kind, num_cores=132, platform="gpu")
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
             assert heuristic(8, 4096, 4096).column_blocks == expected

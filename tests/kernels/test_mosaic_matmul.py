@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import pytest
 from pallas_kernels import compat
 from pallas_kernels.matmul import Extras, reference
 from pallas_kernels.matmul.mosaic import kernel, launch
-from pallas_kernels.matmul.types import Tiles
+from pallas_kernels.matmul.types import CLUSTERS, Tiles
 from tests.kernels.matmul_cases import BF16, F32, FP8, FP16, INT8, NAMES, assert_close, operands
 
 LAST = {"layout": "in last"}
@@ -40,6 +42,17 @@ CASES = {
         Tiles(1, 64, 64, 2, column_blocks=2, blocks=2),
     ),
     "a cluster along rows": ((131, 64, 64), {"extras": ("bias",)}, Tiles(1, 64, 64, 2, row_blocks=2, blocks=2)),
+    "a cluster of four along rows": ((200, 64, 64), {}, Tiles(1, 32, 64, 2, row_blocks=4, blocks=4)),
+    "a cluster of four along columns": (
+        (65, 112, 64),
+        LAST | {"extras": WITHOUT_SCALES},
+        Tiles(1, 16, 64, 2, column_blocks=4, blocks=4),
+    ),
+    "a cluster of two by two": (
+        (140, 192, 192),
+        {"extras": ("residual",)},
+        Tiles(1, 64, 64, 2, row_blocks=2, column_blocks=2, blocks=4),
+    ),
     "int8": ((66, 48, 256), LAST | {"dtype": INT8, "extras": NAMES}, Tiles(1, 32, 128, 2, blocks=2)),
     "fp8": ((66, 48, 384), LAST | {"dtype": FP8, "extras": NAMES}, Tiles(1, 32, 128, 2, blocks=2)),
 }
@@ -47,6 +60,11 @@ SLOW = {
     "whole blocks of 128 x 256": ((256, 512, 128), {}, Tiles(2, 256, 64, 3, blocks=2)),
     "four consumers": ((300, 192, 64), {"extras": ("residual",)}, Tiles(4, 128, 64, 2, blocks=2)),
     "a cluster of two consumers": ((200, 80, 192), LAST, Tiles(2, 48, 64, 2, row_blocks=2, blocks=4)),
+    "gated, two by two, of two consumers": (
+        (300, 112, 192),
+        LAST | {"gated": True},
+        Tiles(2, 32, 64, 2, row_blocks=2, column_blocks=2, blocks=8),
+    ),
     "float16": ((9, 96, 192), {"dtype": FP16, "result": FP16, "extras": WITHOUT_SCALES}, Tiles(1, 32, 128, 2)),
     "to float32": ((70, 80, 192), LAST | {"result": F32, "extras": ("bias",)}, Tiles(2, 96, 64, 2, blocks=2)),
     "float32, gated": ((70, 32, 64), {"result": F32, "gated": True, "extras": ("residual",)}, Tiles(1, 32, 64, 2)),
@@ -116,6 +134,9 @@ PIECES = (
     Tiles(4, 32, 64, 2, blocks=2),
     Tiles(1, 64, 64, 4, column_blocks=2, blocks=2),
     Tiles(2, 128, 64, 2, panel=1, blocks=5),
+    Tiles(1, 64, 64, 3, row_blocks=2, column_blocks=2, blocks=4),
+    Tiles(1, 32, 64, 2, row_blocks=4, blocks=8),
+    Tiles(2, 32, 64, 2, column_blocks=4, blocks=4),
 )
 SIZES = {"n": 192, "k": 320}
 SLOTS = np.exp2([0, -13, 5, -18, 9]).repeat(64)
@@ -148,7 +169,10 @@ def assert_same_bits(count, place, tiles):
     assert np.isnan(np.delete(got, place, axis=0)).all()
 
 
-@pytest.mark.parametrize(("count", "place", "piece"), [(1, 0, 1), (2, 1, 4), (64, 63, 0), (65, 64, 2), (300, 191, 5)])
+@pytest.mark.parametrize(
+    ("count", "place", "piece"),
+    [(1, 0, 1), (2, 1, 4), (64, 63, 0), (65, 64, 2), (300, 191, 5), (130, 129, 6), (300, 290, 7), (70, 3, 8)],
+)
 def test_no_bit_of_a_row_depends_on_others_their_number_or_its_place(count, place, piece):
     assert_same_bits(count, place, PIECES[piece])
 
@@ -183,19 +207,70 @@ def test_what_lies_beyond_the_operands_is_not_read():
     assert_close(run(arrays, Tiles(2, 64, 64, 2, row_blocks=2, blocks=2), **LAST), arrays, **LAST)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(2, 1), (1, 2), (1, 1)])
-@pytest.mark.parametrize("panel", [1, 3, 8])
-def test_units_are_each_piece_once(rows, columns, panel):
+def shape_of(rows, columns, panel=8):
+    """22 x 6 pieces of a product, by clusters of so many blocks along rows and columns."""
     tiles = Tiles(1, 32, 64, 2, row_blocks=rows, column_blocks=columns, panel=panel, blocks=8)
     x, weights = (jax.ShapeDtypeStruct(dims, BF16) for dims in ((64 * 21 + 1, 64), (64, 32 * 5 + 8)))
-    shape = launch._shape_of(x, weights, Extras(), "in first", False, None, tiles)
-    found = set()
-    for member in range(tiles.cluster):
+    return launch._shape_of(x, weights, Extras(), "in first", False, None, tiles)
+
+
+@pytest.mark.parametrize(("rows", "columns"), CLUSTERS)
+@pytest.mark.parametrize("panel", [1, 3, 8])
+def test_units_are_each_piece_once(rows, columns, panel):
+    shape, found = shape_of(rows, columns, panel), set()
+    for member in itertools.product(range(rows), range(columns)):
         for number in range(shape.row_units * shape.column_units):
-            found.add(tuple(map(int, kernel.unit_at(shape, jnp.int32(number), jnp.int32(member)))))
+            found.add(tuple(map(int, kernel.unit_at(shape, jnp.int32(number), *map(jnp.int32, member)))))
     assert found >= {(64 * row, 32 * column) for row in range(22) for column in range(6)}
-    assert len(found) == shape.row_units * shape.column_units * tiles.cluster
+    assert len(found) == shape.row_units * shape.column_units * rows * columns
     assert max(found) == (shape.padded_rows - 64, shape.padded_columns - 32)
+
+
+class Operand(NamedTuple):
+    """Stands for a reference: what is cut out of it is its name and where the pieces begin."""
+
+    name: str
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        return self.name, tuple(int(getattr(one, "start", one)) for one in index)
+
+
+def copies_of(shape, member, monkeypatch):
+    """What a block of a cluster copies in the first step of the fourth unit: where from, for blocks of which axis."""
+    found = {}
+
+    def copy(source, _slot, _ready, *, collective_axes):
+        name, start = source
+        found[name] = start, collective_axes
+
+    monkeypatch.setattr(kernel.pl, "multiple_of", lambda number, _: number)
+    monkeypatch.setattr(kernel.plgpu, "copy_gmem_to_smem", copy)
+    gmem, smem, barriers = (made(*map(Operand, made._fields)) for made in (kernel.Gmem, kernel.Smem, kernel.Barriers))
+    unit = kernel.unit_at(shape, jnp.int32(3), *map(jnp.int32, member))
+    kernel._copy_step(shape, unit, 0, 0, gmem, smem, barriers)
+    return found
+
+
+@pytest.mark.parametrize(("rows", "columns"), CLUSTERS)
+def test_what_is_read_for_others_is_what_they_need(rows, columns, monkeypatch):
+    """The blocks along a copy's axis ask for the same, and a slot is free when the blocks of all such axes say so.
+
+    The interpreter cannot show it: each block copies all for itself there.
+    """
+    shape, members = shape_of(rows, columns), list(itertools.product(range(rows), range(columns)))
+    found = {member: copies_of(shape, member, monkeypatch) for member in members}
+    alike = {"weights": [(row, 0) for row in range(rows)], "x": [(0, column) for column in range(columns)]}
+    for name, others in alike.items():
+        assert len({found[member][name] for member in others}) == 1
+        assert len({found[member][name] for member in members}) == len(members) // len(others)
+    axes = {axis for copies in found.values() for _, axis in copies.values() if axis}
+    assert axes == {axis for axis, size in ((kernel.ROW_AXIS, rows), (kernel.COLUMN_AXIS, columns)) if size > 1}
+    assert axes <= set(getattr(launch._barriers(shape).free, "collective_axes", ()))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -254,7 +329,8 @@ MUTATIONS = {
         "plain",
     ),
     "rounding of steps": ("return numbers.astype(self.shape.result).astype(jnp.float32)", "return numbers", "rounding"),
-    "a member of a cluster's rows": ("(member if tiles.row_blocks > 1 else 0)", "0", "cluster"),
+    "a member of a cluster's rows": ("tiles.row_blocks + row_member", "tiles.row_blocks", "cluster"),
+    "a member of a cluster's columns": ("tiles.column_blocks + column_member", "tiles.column_blocks", "cluster"),
     "an order that follows from tiles": (
         "pl.multiple_of(index * tiles.depth, ",
         "pl.multiple_of((index if tiles.consumers == 1 else shape.steps - 1 - index) * tiles.depth, ",
@@ -272,7 +348,7 @@ MUTATED = {
     "residual": ((70, 96, 128), {"extras": ("residual",)}, Tiles(1, 32, 64, 2, blocks=1)),
     "chunks": ((70, 256, 64), {"extras": ("residual",)}, Tiles(1, 256, 64, 2, blocks=1)),
     "gated": ((70, 80, 256), LAST | {"dtype": INT8, "gated": True, "extras": NAMES}, Tiles(1, 32, 128, 2, blocks=2)),
-    "cluster": ((140, 32, 64), {}, Tiles(1, 32, 64, 2, row_blocks=2, blocks=2)),
+    "cluster": ((140, 64, 64), {}, Tiles(1, 32, 64, 2, row_blocks=2, column_blocks=2, blocks=4)),
     "fp8": ((3, 32, 384), LAST | {"dtype": FP8}, Tiles(1, 32, 128, 2, blocks=1)),
 }
 FAST_MUTATIONS = ("wait for copies", "the order of steps", "gate and up", "what a neighbour adds")

@@ -1,6 +1,7 @@
 """What a thread block may ask of a GPU: by arithmetic, for every kernel, heuristic and candidate of the tuner."""
 
 import ast
+import math
 import pathlib
 
 import jax
@@ -75,7 +76,7 @@ def blocks(monkeypatch):
     launched = []
 
     def kernel(body, *, out_type, scratch_types, num_threads, cluster=(), **_):
-        launched.append(block_of(num_threads, max(cluster, default=1), scratch_types))
+        launched.append(block_of(num_threads, math.prod(cluster), scratch_types))
         return lambda *operands: jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), out_type)
 
     monkeypatch.setattr(compat.plgpu, "kernel", kernel)

@@ -9,10 +9,13 @@
                                                      per chunk: scaled, rounded, bias, silu x up, added
                                                        -> shared memory -> device memory
 
-``ready`` is arrived at by the copy engine, once per copy, and waited on by the consumers; ``free`` the other way round,
-by those of all blocks of a cluster: each block copies a part of what they share into the memory of all. The producer
-drains its last arrivals, so that no barrier ends in the middle of a phase and no block ends while another one writes to
-it. ``added`` is a consumer's own, for each of its two slots of results: what is to be added comes there first.
+``ready`` is arrived at by the copy engine, once per copy, and waited on by the consumers; ``free`` the other way round.
+The blocks of a cluster are a rectangle: those with the same columns share weights, those with the same rows share x.
+Each copies a part of what it shares into the memory of all that share it. So a slot is free for a block's producer once
+the consumers of its row and of its column of the rectangle have read theirs: the cross of both axes, whose arrivals
+``ClusterBarrier`` counts, without the block on the diagonal. The producer drains its last arrivals, so that no barrier
+ends in the middle of a phase and no block ends while another one writes to it. ``added`` is a consumer's own, for each
+of its two slots of results: what is to be added comes there first.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from pallas_kernels.thread_block import Split, split
 _MATRIX = plgpu.Layout.WGMMA
 _PER_ROW = _MATRIX.reduce(1)
 _PER_COLUMN = _MATRIX.reduce(0)
-_CLUSTER = "cluster"
+_PRODUCER = 32  # registers: with 24 one of a cluster of 2 x 2 spills
+# The axes of a cluster. A copy for all along one is split among them by tiles of 8 lines of shared memory.
+ROW_AXIS, COLUMN_AXIS = "row_block", "column_block"
 
 
 class Gmem(NamedTuple):
@@ -80,30 +85,32 @@ def body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Smem, barriers:
 def _each_unit(shape: Shape, work: Callable[[_Unit, Any], None]) -> Any:
     """Call ``work`` with each unit of this thread block and the steps before it; return the number of all steps."""
     cluster, clusters = lax.axis_index("block"), lax.axis_size("block")
-    member = lax.axis_index(_CLUSTER) if shape.tiles.cluster > 1 else jnp.int32(0)
+    tiles = shape.tiles
+    row_member = lax.axis_index(ROW_AXIS) if tiles.row_blocks > 1 else 0
+    column_member = lax.axis_index(COLUMN_AXIS) if tiles.column_blocks > 1 else 0
     count = lax.div(shape.row_units * shape.column_units - cluster + clusters - 1, jnp.int32(clusters))
 
     def one(index: Any, done: Any) -> Any:
-        work(unit_at(shape, cluster + index * clusters, member), done)
+        work(unit_at(shape, cluster + index * clusters, row_member, column_member), done)
         return done + shape.steps
 
     return lax.fori_loop(0, count, one, jnp.int32(0))
 
 
-def unit_at(shape: Shape, number: Any, member: Any) -> _Unit:
-    """The unit of a cluster's number and a member: all rows of a panel for some columns, then the next columns."""
+def unit_at(shape: Shape, number: Any, row_member: Any, column_member: Any) -> _Unit:
+    """The unit of a cluster's number and a block in it: all rows of a panel for some columns, then the next columns."""
     tiles = shape.tiles
     panel = lax.div(number, jnp.int32(tiles.panel * shape.column_units))
     first, within = panel * tiles.panel, number - panel * tiles.panel * shape.column_units
     size = jnp.minimum(shape.row_units - first, tiles.panel)
-    row = (first + lax.rem(within, size)) * tiles.row_blocks + (member if tiles.row_blocks > 1 else 0)
-    column = lax.div(within, size) * tiles.column_blocks + (member if tiles.column_blocks > 1 else 0)
+    row = (first + lax.rem(within, size)) * tiles.row_blocks + row_member
+    column = lax.div(within, size) * tiles.column_blocks + column_member
     return _Unit(row * tiles.rows, column * tiles.columns)
 
 
 def _registers(shape: Shape) -> Split | None:
     """How warpgroups share registers where those of the launch are too few for a consumer: of two 168, of four 96."""
-    return split(shape.tiles.consumers) if shape.tiles.consumers > 1 else None
+    return split(shape.tiles.consumers, _PRODUCER) if shape.tiles.consumers > 1 else None
 
 
 def _slot(shape: Shape, step: Any) -> Any:
@@ -139,11 +146,11 @@ def _copy_step(shape: Shape, unit: _Unit, index: Any, slot: Any, gmem: Gmem, sme
     inputs = pl.ds(pl.multiple_of(index * tiles.depth, tiles.depth), tiles.depth)
     columns = pl.ds(pl.multiple_of(unit.column, tiles.columns), tiles.columns)
     rows = pl.ds(pl.multiple_of(unit.row, GROUP), tiles.rows)
-    shared = _CLUSTER if tiles.row_blocks > 1 else None
+    shared = ROW_AXIS if tiles.row_blocks > 1 else None
     for part in range(shape.parts):
         own = (inputs, part, columns) if shape.layout == "in first" else (part, columns, inputs)
         plgpu.copy_gmem_to_smem(gmem.weights.at[own], smem.weights.at[slot, part], ready, collective_axes=shared)
-    shared = _CLUSTER if tiles.column_blocks > 1 else None
+    shared = COLUMN_AXIS if tiles.column_blocks > 1 else None
     plgpu.copy_gmem_to_smem(gmem.x.at[rows, inputs], smem.x.at[slot], ready, collective_axes=shared)
 
 

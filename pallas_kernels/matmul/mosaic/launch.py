@@ -10,8 +10,8 @@ As many thread blocks as there are multiprocessors take units (a block's rows an
 first copies run under the products and the epilogue of the one before. `kernel` is what a block does.
 
 Few rows: as narrow columns as leave each multiprocessor a unit, whose time is that of reading its weights; blocks of a
-cluster read x for each other. Many rows: 128 rows and 256 columns a block, and two blocks read weights for each other,
-because 128 x 256 of one block alone ask more of the L2 cache than it has.
+cluster read x for each other. Many rows: 128 rows and 256 columns a block, and four blocks read weights for each other,
+because 128 x 256 of one block alone ask more of the L2 cache than it has. Between them two by two do both.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from jaxtyping import Array, Float, Num
 
 from pallas_kernels import compat
 from pallas_kernels.choice import lowering_target
-from pallas_kernels.matmul.mosaic.kernel import Barriers, Smem, body
+from pallas_kernels.matmul.mosaic.kernel import COLUMN_AXIS, ROW_AXIS, Barriers, Smem, body
 from pallas_kernels.matmul.reference import check
 from pallas_kernels.matmul.tile_keys import MATMUL, matmul_key
 from pallas_kernels.matmul.types import (
+    CLUSTERS,
     COLUMNS,
     CONSUMERS,
     GROUP,
@@ -66,8 +67,9 @@ _MOST_OF_INT8 = {1: 256, 2: 256, 4: 96}  # of gate and up, each of which has sca
 # What the heuristic takes a multiprocessor for besides `rates`: bytes of shared memory and products a cycle.
 _SHARED_RATE, _PRODUCT_RATE = 128, 2048
 _WRITE_RATE = 20  # results a cycle
+_AS_FAST = 1.02
+_PANEL = 16  # blocks along rows, of 128 rows: as many rows as all blocks that run together then have columns
 _FILL_CYCLES = 2500  # until a block's first slot is there
-_PAIRS = ((1, 1), (2, 1), (1, 2))
 
 
 def matmul(
@@ -183,6 +185,10 @@ def _tiles_refusal(shape: Shape) -> str | None:
         return f"{tiles} and {shape.parts} x {tiles.columns} columns of {shape.dtype}: more than registers hold"
     if shape.layout == "in first" and (tiles.columns % shape.line or shape.columns % shape.line):
         return f"{tiles} and {shape.columns} outputs that lie as [in, out]: lines of {shape.line} do not divide both"
+    if shape.layout == "in last" and tiles.columns % (_TILE_ROWS * tiles.row_blocks):
+        return (
+            f"{tiles}: {tiles.row_blocks} blocks cannot share weights of {tiles.columns} columns {_TILE_ROWS} at a time"
+        )
     if tiles.depth * jnp.dtype(shape.dtype).itemsize % LINE or (shape.promoted and tiles.depth != PROMOTED):
         return f"{tiles} of {shape.dtype}: a slot has whole lines of {LINE} bytes"
     if (need := _bytes_of(shape)) > SHARED_BYTES:
@@ -250,19 +256,20 @@ def heuristic_tiles(
     known = rates or rates_of(lowering_target().device_kind)
     depth = 64 if jnp.dtype(x.dtype).itemsize == 2 else 128
     shapes = []
-    for consumers, columns, (row_blocks, column_blocks) in itertools.product(CONSUMERS, COLUMNS, _PAIRS):
-        blocks = max(multiprocessors, row_blocks * column_blocks)
-        tiles = Tiles(consumers, columns, depth, 4, row_blocks, column_blocks, blocks=blocks)
+    for consumers, columns, (row_blocks, column_blocks) in itertools.product(CONSUMERS, COLUMNS, CLUSTERS):
+        panel, blocks = min(8, _PANEL // row_blocks), max(multiprocessors, row_blocks * column_blocks)
+        tiles = Tiles(consumers, columns, depth, 4, row_blocks, column_blocks, panel, blocks)
         shape = _shape_of(x, weights, extras, layout, gated, dtype, tiles)
-        if _tiles_refusal(shape) is None:
+        if _tiles_refusal(shape) is None and (row_blocks - 1) * tiles.rows < shape.rows:  # no block of zeros alone
             shapes.append(shape)
-    return _fullest(min(shapes, key=functools.partial(_cost_order, known)))
+    cycles = {shape: _cycles(known, shape) for shape in shapes}
+    least = min(cycles.values())
+    return _fullest(min((shape for shape in shapes if cycles[shape] < _AS_FAST * least), key=_order))
 
 
-def _cost_order(rates: Rates, shape: Shape) -> tuple[int, int, int, int]:
-    """Cycles in steps of 2 %; of equals the smaller cluster, the wider columns, the fewer consumers."""
-    tiles = shape.tiles
-    return int(50 * math.log(_cycles(rates, shape))), tiles.cluster, -tiles.columns, tiles.consumers
+def _order(shape: Shape) -> tuple[int, int, int]:
+    """Of tiles that are as fast: the smaller cluster, the wider columns, the fewer consumers."""
+    return shape.tiles.cluster, -shape.tiles.columns, shape.tiles.consumers
 
 
 def _cycles(rates: Rates, shape: Shape) -> float:
@@ -273,10 +280,10 @@ def _cycles(rates: Rates, shape: Shape) -> float:
         tiles.rows * columns / (_PRODUCT_RATE * 2 / size),
         tiles.consumers * (shape.parts * GROUP + columns) * size / _SHARED_RATE,
         (rows / tiles.column_blocks + columns / tiles.row_blocks) * size / rates.cache,
-        columns * size / rates.own if shape.row_units == 1 else 0.0,
+        columns / tiles.row_blocks * size / rates.own if shape.row_units == 1 else 0.0,
     )
     unit = shape.inputs * (0.9 * max(each) + 0.1 * sum(each)) + tiles.rows * tiles.columns / _WRITE_RATE
-    waves = pl.cdiv(shape.row_units * shape.column_units, tiles.blocks // tiles.cluster)
+    waves = pl.cdiv(shape.row_units * shape.column_units, tiles.clusters)
     weights = shape.inputs * shape.columns * shape.parts * size / (rates.memory * tiles.blocks)
     return max(waves * unit, weights) + _FILL_CYCLES
 
@@ -297,15 +304,15 @@ def _fullest(shape: Shape) -> Tiles:
 
 def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Callable[..., Any]:
     tiles = shape.tiles
-    clusters = min(tiles.blocks // tiles.cluster, shape.row_units * shape.column_units)
+    clusters = min(tiles.clusters, shape.row_units * shape.column_units)
     return compat.kernel(
         functools.partial(body, shape, (*names, "output")),
         out_type=(jax.ShapeDtypeStruct((shape.rows, shape.columns), shape.result),),
         scratch_types={"smem": _smem(shape), "barriers": _barriers(shape)},
         grid=(clusters,),
         grid_names=("block",),
-        cluster=(tiles.cluster,) if tiles.cluster > 1 else (),
-        cluster_names=("cluster",) if tiles.cluster > 1 else (),
+        cluster=(tiles.row_blocks, tiles.column_blocks) if tiles.cluster > 1 else (),
+        cluster_names=(ROW_AXIS, COLUMN_AXIS) if tiles.cluster > 1 else (),
         num_threads=tiles.consumers + 1,
         thread_name="warpgroup",
         kernel_name="matmul",
@@ -350,9 +357,9 @@ def _tiled(dims: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
 def _barriers(shape: Shape) -> Barriers:
     tiles = shape.tiles
     free: dict[str, Any] = {"num_arrivals": tiles.consumers, "num_barriers": tiles.stages}
-    alone = tiles.cluster == 1
+    alone, axes = tiles.cluster == 1, (ROW_AXIS, COLUMN_AXIS)
     return Barriers(
         ready=plgpu.Barrier(num_arrivals=1 + shape.parts, num_barriers=tiles.stages),
-        free=plgpu.Barrier(**free) if alone else plgpu.ClusterBarrier(collective_axes=("cluster",), **free),
+        free=plgpu.Barrier(**free) if alone else plgpu.ClusterBarrier(collective_axes=axes, **free),
         added=plgpu.Barrier(num_barriers=tiles.consumers * shape.slots) if "residual" in shape.extras else (),
     )
