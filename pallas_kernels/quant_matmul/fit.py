@@ -149,7 +149,8 @@ def heuristic_tiles(given: Operands, *, multiprocessors: int = 132) -> Tiles:
         few = dataclasses.replace(few, splits=1)
     if given.grouped or given.x.shape[0] > 1 or given.x.shape[1] > FEW_ROWS:
         few = dataclasses.replace(few, consumers=_consumers(given, multiprocessors))
-    others = (dataclasses.replace(few, consumers=consumers) for consumers in range(few.consumers, 0, -1))
+    counts = dict.fromkeys((*range(few.consumers, 0, -1), 2))  # two: of one, zeros may be too few to be copied
+    others = (dataclasses.replace(few, consumers=consumers) for consumers in counts)
     choices = next(filter(None, (_of_all_depths(given, tiles) for tiles in others)))
     return next((tiles for tiles in choices if tiles.stages >= 3), choices[0])
 
