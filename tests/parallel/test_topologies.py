@@ -32,7 +32,8 @@ pytestmark = pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA pl
 )
 def test_some_layers_of_a_mixture_on_eight_gpus_keep_the_rules(work: Work):
     (part,) = run(work, default_folder())
-    assert set(part.programs) == {"decode", "prefill", "prefill_logprobs"}
+    kinds = {name for name in part.programs if not name.startswith("decode_")}
+    assert kinds == {"decode", "prefill", "prefill_logprobs"}
     assert part.broken == []
 
 
@@ -46,7 +47,7 @@ def test_norms_of_some_tokens_turn_each_sum_into_a_pair(name, layers):
     spread = run(dataclasses.replace(plain, norms=True), default_folder())
     for part, before in zip(spread, run(plain, default_folder()), strict=True):
         assert part.programs["decode"] == before.programs["decode"]
-        prefills = [program for name, program in part.programs.items() if name != "decode"]
+        prefills = [program for name, program in part.programs.items() if not name.startswith("decode")]
         assert [one for program in prefills for one in program.findings if one.broken] == []
         assert part.programs["prefill"].temporaries < before.programs["prefill"].temporaries
 
