@@ -1,8 +1,8 @@
 """The check of compiled programs: its reading of HLO and of what is launched, its rules, and the engine's own steps."""
 
 import dataclasses
-import re
 import json
+import re
 from types import SimpleNamespace
 
 import jax
