@@ -215,7 +215,8 @@ async def _quiet(victim: Victim, client: Doors, report: Report) -> None:
 def _faults_logged(log: str) -> list[str]:
     """Faults of the server's own, not of what was taken from it."""
     found = re.findall(r"^.*(?:\n(?!\d{4}-).*)*Traceback(?:\n(?!\d{4}-).*)*|^.*internal error.*", log, re.MULTILINE)
-    return [each for each in found if not re.search(r"\[Errno (24|28)\]", each)]
+    taken = r"\[Errno (24|28)\]|accept\(\) out of system resource"  # asyncio's words for the first
+    return [each for each in found if not re.search(taken, each)]
 
 
 async def _held(victim: Victim, client: Doors) -> Held:
