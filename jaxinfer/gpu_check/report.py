@@ -92,7 +92,7 @@ class Report:
 
     @contextlib.contextmanager
     def attempt(self, step: str) -> Iterator[None]:
-        """Turn a failure of one step into a record, so that the others still run. Whoever enters asks `wanted` before.
+        """Turn a failure of one step into a record, so that the others still run. The caller asks `wanted` first.
 
         After an error of the device that leaves it unusable for this process, the process ends; another one goes on.
         """

@@ -217,7 +217,7 @@ class LocalExecutor:
         return self._first.arrive(tokens)
 
     def _masks_of_nobody(self, last: StageRuntime) -> dict[int, Array]:
-        """All tokens for all rows, on the device, by rows: what steps are given in which nobody has a grammar."""
+        """All tokens for all rows, on the device, by rows: the masks of steps without a grammar."""
         if not self._engine.grammars:
             return {}
         words = mask_words(self.microbatches[0].sampler)
