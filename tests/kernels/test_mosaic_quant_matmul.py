@@ -239,7 +239,7 @@ def test_refuses_what_it_cannot_do():
         launch.matmul(x, weights, scales, tiles=Tiles(4))
     with pytest.raises(ValueError, match="shared memory"):
         launch.matmul(jnp.zeros((64, 512), jnp.bfloat16), weights, scales, tiles=Tiles(2, 256, 8))
-    with pytest.raises(ValueError, match="registers for more"):
+    with pytest.raises(ValueError, match="2 consumers have the registers for 72 rows"):
         launch.matmul(jnp.zeros((72, 512), jnp.bfloat16), *operands(n=256)[1:3], tiles=Tiles(4))
     with pytest.raises(ValueError, match="multiples of 128 can be copied"):
         launch.matmul(*operands(n=64, group=128, zeros=True), tiles=TINY)
