@@ -35,8 +35,9 @@ _LLAMA = Markers(_PYTHON_TAG, _FENCE, "[", "{")
 _BRACKETS, _BRACE = Markers("[", "{"), Markers("{")
 _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MISTRAL = Markers(_CALLS, _ID, _ARGS)
-_AFTER_NAME = Markers(_ID, _ARGS, _CALLS, "{")
-_AFTER_ID = Markers(_ARGS, "{")
+_OBJECTS = ("{", '"{')  # also as a text
+_AFTER_NAME = Markers(_ID, _ARGS, _CALLS, *_OBJECTS)
+_AFTER_ID = Markers(_ARGS, *_OBJECTS)
 
 
 def hermes(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
@@ -117,10 +118,10 @@ def _named(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     if marker == _CALLS:
         text = text.removesuffix(marker)
         source.unread(marker)
-    if marker not in (_ARGS, "{") or not (known or NAME.fullmatch(name.strip())):
+    if marker not in (_ARGS, *_OBJECTS) or not (known or NAME.fullmatch(name.strip())):
         emitter.content(text)
         return
-    if marker == "{":
+    if marker != _ARGS:
         source.unread(marker)
     emitter.start(known or name.strip(), name_id)
     yield from open_fence(source)

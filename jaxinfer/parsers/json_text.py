@@ -29,7 +29,7 @@ _FENCE = "```"
 _ESCAPES = frozenset('"\\/bfnrt')
 _BEHIND_STRING = frozenset(",;:=}])\"'`")
 _ESCAPED = re.compile(r"\\u[0-9a-fA-F]{4}")
-_HIGH, _LOW = re.compile(r"\\u[dD][89abAB]..", re.DOTALL), re.compile(r"\\u[dD][c-fC-F]..")
+_HIGH, _LOW = (re.compile(rf"\\u[dD][{digits}][0-9a-fA-F]{{2}}") for digits in ("89abAB", "c-fC-F"))
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

@@ -208,7 +208,7 @@ class _Calls:
         self._arguments.end()
         if marker is None:
             self._emitter.content(text)
-        elif marker == _OPEN:
+        elif marker in (_OPEN, _FUNCTION):
             self._source.unread(marker)
 
     def _objects(self) -> Wait[bool]:
@@ -270,13 +270,9 @@ class _Qwen(_Calls):
 
     def _parameters(self, marker: str | None) -> Wait[None]:
         text: list[str] = []
-        while True:
+        while marker not in (_FUNCTION_END, _CLOSE, _OPEN, None) and not (marker == _FUNCTION and self._arguments):
             if marker == _PARAMETER:
                 marker = yield from self._parameter()
-            elif marker in (_FUNCTION_END, _CLOSE, _OPEN, None) or (
-                marker == _FUNCTION and (self._arguments or not (yield from self._source.look(self._begins(marker))))
-            ):
-                break
             else:
                 text.clear()
                 marker = yield from self._source.until(_QWEN, text.append)

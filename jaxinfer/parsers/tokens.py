@@ -26,10 +26,11 @@ from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.parsers.values import BEHIND_CALLS, MAX_NAME, NAME, open_fence
 
+_OBJECTS = ("{", '"{')  # also as a text
 _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK = Markers(_SECTION, _SECTION_END, _CALL, _SEPARATOR, _CALL_END)
-_DEEPSEEK_HEAD = Markers(_SEPARATOR, _CALL_END, _SECTION_END, _CALL, _SECTION, "{", "```", "\n")
+_DEEPSEEK_HEAD = Markers(_SEPARATOR, _CALL_END, _SECTION_END, _CALL, _SECTION, *_OBJECTS, "```", "\n")
 _FUNCTION = "function"
 
 _KIMI_SECTIONS = (
@@ -41,7 +42,7 @@ _KIMI_SECTIONS = (
 _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _KIMI = Markers(*_KIMI_SECTIONS, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END)
 _KIMI_BEGINS = (_KIMI_SECTIONS[0], _KIMI_SECTIONS[2])
-_AFTER_ID = Markers(_KIMI_ARGUMENTS, _KIMI_CALL, _KIMI_END, *_KIMI_SECTIONS, "{")
+_AFTER_ID = Markers(_KIMI_ARGUMENTS, _KIMI_CALL, _KIMI_END, *_KIMI_SECTIONS, *_OBJECTS)
 _KIMI_NAME = re.compile(r"[\w.-]{1,240}")
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+):\d+")
 
@@ -84,7 +85,7 @@ def kimi_k2(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
         emitter.gap()
         if marker == _KIMI_CALL or marker in _KIMI_BEGINS:
             head, after = yield from source.gather(_AFTER_ID, MAX_NAME)
-            name = _kimi_name(head.strip(), tools) if after in (_KIMI_ARGUMENTS, "{") else None
+            name = _kimi_name(head.strip(), tools) if after in (_KIMI_ARGUMENTS, *_OBJECTS) else None
             if after is not None and after != _KIMI_ARGUMENTS:
                 source.unread(after)
             name_id = head.strip() if _KIMI_ID.fullmatch(head.strip()) else f"functions.{name}:{emitter.calls}"

@@ -18,7 +18,7 @@ STRING = "string"
 MOST_PYTHON = 1 << 14
 """Characters of Python that are parsed, but for strings: a few hundredths of a second."""
 _MOST_DEPTH = 8
-_MOST_PREFIXES = 4
+_MOST_AFFIXES = 5
 _AROUND_NAME = " \t\r\n\"'`<>()"
 _PREFIX, _COUNTER = re.compile(r"(?:functions?|tools?|default_api)[\s._:/]*"), re.compile(r"[\s._:#-]*[0-9]{1,9}$")
 _GROUPED = re.compile(r"[+-]?\d[\d.]*_[\w.+-]*")
@@ -55,7 +55,7 @@ class Tools:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._parameters = dict(found for tool in tools or () if (found := _function(tool)) is not None)
-        spellings = collections.Counter(map(_spelling, self._parameters))
+        spellings = collections.Counter(filter(None, map(_spelling, self._parameters)))
         self._spelt = {_spelling(name): name for name in self._parameters if spellings[_spelling(name)] == 1}
         self._types: dict[tuple[str, str], frozenset[str]] = {}
 
@@ -64,22 +64,19 @@ class Tools:
         return list(self._parameters)
 
     def named(self, head: str) -> str | None:
-        """The function that the head of a call names, in whatever spelling: ``functions.f:0``, ``functions_f_0``, ``F``.
+        """The function of the request that the head of a call names, in whatever spelling: ``functions.f:0``, ``F``.
 
-        None: none of the request's.
+        None: there is none.
         """
         text = head.strip(_AROUND_NAME)
-        for _ in range(_MOST_PREFIXES):
-            for each in (text, _COUNTER.sub("", text)):
-                if each in self._parameters:
-                    return each
-                found = self._spelt.get(_spelling(each))
+        for _ in range(_MOST_AFFIXES):
+            bare = _COUNTER.sub("", text)
+            for each in (text, bare):
+                found = each if each in self._parameters else self._spelt.get(_spelling(each))
                 if found is not None:
                     return found
             shorter = _PREFIX.sub("", text, count=1)
-            if shorter == text:
-                return None
-            text = shorter
+            text = bare if shorter == text else shorter
         return None
 
     def know(self, name: str) -> bool:

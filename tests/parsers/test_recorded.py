@@ -75,7 +75,8 @@ def test_no_marker_is_shown(case: Recorded) -> None:
 
 @pytest.mark.parametrize("case", CALLING, ids=lambda case: case.name)
 def test_arguments_are_json(case: Recorded) -> None:
-    assert all(isinstance(json.loads(call.arguments), object) for call in total(parse(case, [])).calls)
+    for call in total(parse(case, [])).calls:
+        json.loads(call.arguments)
 
 
 def test_every_parser_has_cases() -> None:
