@@ -196,18 +196,18 @@ def _types(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) 
     if not isinstance(schema, Mapping) or depth == 0 or id(schema) in seen:
         return set()
     seen.add(id(schema))
+    null = {"null"} if schema.get("nullable") is True else set[str]()
     found = schema.get("type")
     if found is not None:
         words = found if isinstance(found, list) else [found]
-        return {_WORDS.get(each, each) for each in words if isinstance(each, str)}
+        return null | {_WORDS.get(each, each) for each in words if isinstance(each, str)}
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
-        return {kind for value in values for kind, types in _KINDS.items() if type(value) in types} | {
-            STRING for value in values if isinstance(value, str)
-        }
+        kinds = {kind for value in values for kind, types in _KINDS.items() if type(value) in types}
+        return null | kinds | {STRING for value in values if isinstance(value, str)}
     listed = [each for word in ("anyOf", "oneOf", "allOf") if isinstance(each := schema.get(word), list)]
     others = [*(one for each in listed for one in each), referred(schema.get("$ref"), root)]
-    return {kind for each in others for kind in _types(each, root, depth - 1, seen)}
+    return null | {kind for each in others for kind in _types(each, root, depth - 1, seen)}
 
 
 def _json(text: str) -> tuple[Any, ...]:

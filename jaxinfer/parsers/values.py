@@ -17,15 +17,26 @@ NAME = re.compile(r"[\w.:/-]{1,256}")
 _ARGUMENTS = frozenset({"arguments", "parameters", "args", "input"})
 _NAMES = frozenset({"name", "function", "tool", "tool_name", "function_name"})
 _LABELS = frozenset({"id", "type", "index"})
-_MAX_OBJECT_HEAD = 64
-_OBJECT = re.compile(rf"\s*(?:```\w*)?\s*\[?\s*\{{\s*[\"']?(?:{'|'.join(sorted(_NAMES | _ARGUMENTS | _LABELS))})\b")
+_KEYS = _NAMES | _ARGUMENTS | _LABELS
+_LONGEST_KEY = max(map(len, _KEYS))
 LANGUAGE = re.compile(r"[a-zA-Z_]*")
 BEHIND_CALLS = re.compile(r"[ \t\r\n}\])`,;]*")
 
 
 def object_follows(source: Source) -> Wait[bool]:
-    """Whether an object follows that looks like a call's."""
-    return _OBJECT.match((yield from source.peek(_MAX_OBJECT_HEAD))) is not None
+    """Whether an object follows that looks like a call's: what does not is known at its first character."""
+    yield from open_fence(source)
+    if (yield from source.starts("[")):
+        yield from source.skip_space()
+    if not (yield from source.starts("{")):
+        return False
+    yield from source.skip_space()
+    if (yield from source.peek(1)) in ("'", '"'):
+        source.take(1)
+    key = ""
+    while len(key) < _LONGEST_KEY and (letter := (yield from source.peek(1))) and (letter.isalpha() or letter == "_"):
+        key += source.take(1)
+    return key in _KEYS
 
 
 def open_fence(source: Source) -> Wait[None]:

@@ -186,22 +186,10 @@ def _fenced(text: str) -> Pieces:
 
 def deepseek_v3(rng: random.Random, calls: Calls, write: Write) -> Pieces:
     parts = [
-        [
-            "<｜tool▁call▁begin｜>",
-            "function",
-            "<｜tool▁sep｜>",
-            name,
-            "\n",
-            "```json",
-            "\n",
-            write(rng, arguments),
-            "\n",
-            "```",
-        ]
-        + ["<｜tool▁call▁end｜>"]
+        [_DEEPSEEK[2], "function", _DEEPSEEK[4], name, "\n", *_fenced(write(rng, arguments)), _DEEPSEEK[3]]
         for name, arguments in calls
     ]
-    return ["<｜tool▁calls▁begin｜>", *_joined(parts, "\n"), "<｜tool▁calls▁end｜>"]
+    return [_DEEPSEEK[0], *_joined(parts, "\n"), _DEEPSEEK[1]]
 
 
 def deepseek_v31(rng: random.Random, calls: Calls, write: Write) -> Pieces:
