@@ -14,6 +14,7 @@ from jaxinfer.serve.faults import answer_to
 from jaxinfer.serve.room import Place, nowhere
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.serve.tracing import NOTHING, Trace
+from jaxinfer.structured.answers import UNAVAILABLE
 from jaxinfer.text.output import NOT_FINITE, Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, SequenceDelta
@@ -179,6 +180,9 @@ class Generation:
         if delta.finish_reason is FinishReason.NOT_FINITE:
             beside = "" if self.lora is None else f", with the adapter {self.lora.name!r}"
             self._cut, new.finish_reason = ServeError(Kind.INTERNAL, NOT_FINITE + beside), None
+            return new if new.token_ids else None
+        if new.finish_reason == FinishReason.ERROR and delta.stop_reason == UNAVAILABLE:
+            self._cut, new.finish_reason = ServeError(Kind.UNAVAILABLE, UNAVAILABLE, retry_after=1.0), None
             return new if new.token_ids else None
         if new.finish_reason == FinishReason.ERROR:
             self._cut = ServeError(Kind.INVALID, f"structured_outputs: {delta.stop_reason}", "structured_outputs")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 STOPPED = "stopped"
+UNAVAILABLE = "no helper process for grammars can be started now: the machine lacks descriptors, processes or memory"
+"""A state that is about the machine, not about the grammar: it is worth trying again."""
 
 
 class Answer(NamedTuple):
@@ -15,9 +17,11 @@ class Answer(NamedTuple):
         tokens: that must follow, as models would say it.
         masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
         slow: the grammar was known, and the mask took long all the same.
+        seconds: of the processor, for all of it, also to learn the grammar.
     """
 
     state: str | None
     tokens: list[int]
     masks: list[list[int] | None]
     slow: bool = False
+    seconds: float = 0.0

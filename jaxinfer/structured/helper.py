@@ -53,14 +53,19 @@ Item = tuple[int, tuple[str, str, str] | None, Sequence[int]]
 """Of a matcher: its number, its grammar (kind, text and scope; None: it is known), the tokens by which it goes on."""
 
 
-def ask(items: Sequence[Item], end: Sequence[int]) -> bytes:
-    """A question for masks. ``end``: numbers of matchers that are to be forgotten."""
+def ask(items: Sequence[Item], end: Sequence[int], *, quick: bool = False) -> bytes:
+    """A question for masks.
+
+    Args:
+        end: numbers of matchers that are to be forgotten.
+        quick: new grammars were learnt elsewhere, in no time: nobody need stand back for them.
+    """
     texts = [b"" if grammar is None else grammar[1].encode() for _, grammar, _ in items]
     heads = [
         (number, None if grammar is None else (grammar[0], len(text), grammar[2]), list(tokens))
         for (number, grammar, tokens), text in zip(items, texts, strict=True)
     ]
-    return b"\n".join([json.dumps({"ask": heads, "end": list(end)}).encode(), b"".join(texts)])
+    return b"\n".join([json.dumps({"ask": heads, "end": list(end), "quick": quick}).encode(), b"".join(texts)])
 
 
 def main() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import json
+import logging
 import threading
 import time
 import weakref
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxinfer.helper_process import Helper
-from jaxinfer.structured.answers import STOPPED, Answer
+from jaxinfer.structured.answers import STOPPED, UNAVAILABLE, Answer
 from jaxinfer.structured.helper import MODULE, Item, setup
 from jaxinfer.structured.helper import ask as ask_for
 from jaxinfer.structured.matcher import Vocabulary
@@ -24,6 +26,12 @@ _WALL_SECONDS = 60.0  # for one that waits, and uses no processor
 _LONG_SECONDS = 0.002
 """For masks of known grammars: ten times what they take. Who takes longer stands back, as helpers do that learn one:
 the processor is the steps' first."""
+_QUICK_SECONDS = 0.05
+"""Of the processor. A grammar that is learnt, or a mask, in less is no burden on others."""
+_REMEMBERED = 4096
+_PAUSES = (0.1, 0.3, 1.0)
+"""Seconds between attempts to start a helper."""
+_log = logging.getLogger(__name__)
 _TOO_LONG = "the grammar took too long, or too much memory: its helper was stopped"
 
 
@@ -38,6 +46,7 @@ class Held:
         error: why there will be no mask.
         late: it was waited for, and was not there in time.
         slow: its last mask took long: to wait for the next is no use.
+        seconds: of the processor, that the last answer took.
     """
 
     __slots__ = (
@@ -51,6 +60,7 @@ class Held:
         "number",
         "ready",
         "said",
+        "seconds",
         "slow",
         "stopped",
         "told",
@@ -63,6 +73,7 @@ class Held:
         self.masks: list[np.ndarray] = []
         self.forced: list[int] = []
         self.error: str | None = None
+        self.seconds = 0.0
         self.generation, self.told = -1, 0  # of the helper that knows it, and how much of what was said
 
     @property
@@ -89,6 +100,12 @@ class Held:
         self.stopped = answer.state == STOPPED
         self.error = None if self.stopped else answer.state
         self.masks, self.forced, self.ready, self.slow = found, answer.tokens, True, answer.slow
+        self.seconds = answer.seconds
+
+    @property
+    def key(self) -> int:
+        """Of its grammar and whose it is."""
+        return hash(self.grammar)
 
 
 class Masks:
@@ -97,43 +114,78 @@ class Masks:
     Nothing here waits but `wait`. A helper that takes too long, or too much memory, is killed and replaced; the one
     whose grammar it was has an error then, and the others of this helper are late.
 
+    What takes long keeps nobody else waiting. A new grammar is learnt by one helper; one that is quick goes on in the
+    others, where the questions of all are one, and one that is slow in a helper for slow ones. Where grammars are learnt
+    or slow, scopes (tenants) take turns, one question a turn.
+
     Args:
         vocabulary: asked for once, by a thread; None: no sequence has a grammar.
-        helpers: processes; 0: the same.
+        helpers: processes for quick grammars; 0: no sequence has a grammar.
         ahead: tokens of a text that must follow, of which the masks are asked, too.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary] | None, helpers: int, ahead: int = 0) -> None:
         self._came, self._workers = threading.Condition(), list[_Worker]()
-        if vocabulary is not None:
+        self.helpers = 0 if vocabulary is None else helpers
+        if vocabulary is not None and helpers:
             once = functools.cache(vocabulary)
             self._workers = [_Worker(once, self._came, ahead) for _ in range(helpers)]
+            self._workers += [_Worker(once, self._came, ahead, in_turn=True) for _ in ("learns", "is slow")]
         self._numbers = itertools.count()
         self._owners = weakref.WeakKeyDictionary[Held, _Worker]()
+        self._known = collections.OrderedDict[int, bool]()  # grammars by whether they are quick
         weakref.finalize(self, _stop, self._workers)
-
-    @property
-    def helpers(self) -> int:
-        return len(self._workers)
 
     def open(self, kind: str, text: str, scope: str = "") -> Held:
         """Begin an output in a grammar; its first mask is on its way with the next `send`."""
         held = Held(next(self._numbers), (kind, text, scope))
-        worker = min(self._workers, key=lambda each: each.members)
-        worker.members += 1
-        self._owners[held] = worker
-        worker.waiting[held] = None
+        self._give(held, self._worker_of(self._known.get(held.key)))
         return held
 
     def advance(self, held: Held, tokens: Iterable[int]) -> None:
         """Note what the sequence has said; its next mask is on its way with the next `send`."""
         with self._came:  # an answer may be coming in
-            ready = held.say(tokens)
+            was_ready, ready = held.ready, held.say(tokens)
+        if was_ready:  # nothing is being asked
+            self._sort(held)
         if not ready:
             self._owners[held].waiting[held] = None
 
+    def _sort(self, held: Held) -> None:
+        """Move a sequence to where grammars are that take as long as its own."""
+        worker = self._worker_of(self._note(held))
+        if worker.in_turn != self._owners[held].in_turn or (worker.in_turn and worker is not self._owners[held]):
+            self._take(held)
+            held.generation = -1
+            self._give(held, worker)
+
+    def _note(self, held: Held) -> bool:
+        """Remember whether a grammar is quick, by its last answer."""
+        is_quick = self._known[held.key] = held.seconds < _QUICK_SECONDS
+        self._known.move_to_end(held.key)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return is_quick
+
+    def _worker_of(self, is_quick: bool | None) -> _Worker:
+        *quick, learns, slow = self._workers
+        if is_quick is None:
+            return learns
+        return min(quick, key=lambda each: each.members) if is_quick else slow
+
+    def _give(self, held: Held, worker: _Worker) -> None:
+        worker.members += 1
+        self._owners[held] = worker
+        if not held.ready:
+            worker.waiting[held] = None
+
     def close(self, held: Held) -> None:
         """Forget a sequence."""
+        if held.ready:
+            self._note(held)
+        self._take(held)
+
+    def _take(self, held: Held) -> None:
         worker = self._owners.pop(held)
         worker.members -= 1
         worker.ended.append(held.number)
@@ -171,11 +223,15 @@ def _stop(workers: Iterable[_Worker]) -> None:
 class _Worker:
     """A helper, and the thread that asks it. ``waiting``, ``ended`` and ``members`` belong to the engine's thread."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], came: threading.Condition, ahead: int) -> None:
+    def __init__(
+        self, vocabulary: Callable[[], Vocabulary], came: threading.Condition, ahead: int, *, in_turn: bool = False
+    ) -> None:
         self._vocabulary, self._came, self._ahead = vocabulary, came, ahead
+        self.in_turn = in_turn
         self.members, self.waiting, self.ended = 0, dict[Held, None](), list[int]()
         self._sent = threading.Condition()
         self._ask, self._end = list[Held](), list[int]()
+        self._turns = collections.OrderedDict[str, None]()  # scopes, the last one that had its turn at the end
         self._helper: Helper | None = None
         self._thread: threading.Thread | None = None
         self._generation, self._words, self._since = 0, 0, 0.0
@@ -188,19 +244,31 @@ class _Worker:
         if not self.waiting and not self.ended:
             return
         with self._sent:
-            self._ask = [held for held in (*self._ask, *self.waiting) if held.number not in self.ended]
+            waiting = dict.fromkeys((*self._ask, *self.waiting))
+            self._ask = [held for held in waiting if held.number not in self.ended]
             self._end += self.ended
             self.waiting, self.ended = {}, []
             self._sent.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="jaxinfer-masks", daemon=True)
-            self._thread.start()
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="jaxinfer-masks", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as cause:  # as many as there may be
+            _log.warning("no thread for grammars: %s", cause)
+            with self._sent:
+                ask, self._ask = self._ask, []
+            self._tell(ask, UNAVAILABLE)
+        else:
+            self._thread = thread
 
     def _hurry(self, helper: Helper, seconds: float) -> None:
         """See to a helper that has been asked ``seconds`` ago."""
         if seconds > _WALL_SECONDS:
             helper.kill()
-        elif seconds > _LONG_SECONDS and not self._hurried:
+        elif seconds > (_LONG_SECONDS if self.in_turn else _QUICK_SECONDS) and not self._hurried:
             self._hurried = True
             helper.stand_back()
 
@@ -215,47 +283,85 @@ class _Worker:
         while not self._stopped:
             with self._sent:
                 self._sent.wait_for(lambda: self._ask or self._stopped)
-                ask, end, self._ask, self._end = self._ask, self._end, [], []
+                ask, end = self._next(), self._end
+                self._end = []
             if not self._stopped:
                 self._answer(ask, end)
 
+    def _next(self) -> list[Held]:
+        """What is asked next: all, or in turn one of the scope that has waited longest for its turn."""
+        if not self.in_turn or not self._ask:
+            ask, self._ask = self._ask, []
+            return ask
+        waiting = {held.grammar[2]: held for held in reversed(self._ask)}
+        scope = next((each for each in waiting if each not in self._turns), None)
+        if scope is None:
+            scope = next(each for each in self._turns if each in waiting)
+        self._turns[scope] = None
+        self._turns.move_to_end(scope)
+        if len(self._turns) > _REMEMBERED:
+            self._turns.popitem(last=False)
+        self._ask.remove(waiting[scope])
+        return [waiting[scope]]
+
     def _answer(self, ask: list[Held], end: list[int]) -> None:
+        if not self._start():
+            self._end += end
+            self._tell(ask, UNAVAILABLE)
+            return
         answer = self._asked(ask, end)
         if answer is None and len(ask) > 1 and not self._stopped:
             for each in ask:  # whose grammar it was shows when each is asked by itself
                 self._answer([each], [])
-            return
-        states, masks = [Answer(_TOO_LONG, [], [])] * len(ask), b""
-        if answer is not None:
+        elif answer is None:
+            self._tell(ask, _TOO_LONG)
+        else:
             head, _, masks = answer.partition(b"\n")
-            states = [Answer(*each) for each in json.loads(head)]
+            self._hear(ask, [Answer(*each) for each in json.loads(head)], masks)
+
+    def _tell(self, ask: list[Held], state: str) -> None:
+        for held in ask:
+            held.told = len(held.said)  # of this nobody is asked again
+        seconds = CPU_SECONDS if state == _TOO_LONG else 0.0
+        self._hear(ask, [Answer(state, [], [], seconds=seconds)] * len(ask), b"")
+
+    def _hear(self, ask: list[Held], states: list[Answer], masks: bytes) -> None:
         rows = iter(np.frombuffer(masks, np.int32).reshape(-1, max(1, self._words)))
         with self._came:
             for held, state in zip(ask, states, strict=True):
                 held.hear(state, rows, self._words)
             self._came.notify_all()
 
+    def _start(self) -> bool:
+        """Start the helper if it does not run, at a few attempts. False: the machine has not what it takes now."""
+        for pause in (*_PAUSES, None):
+            try:
+                if self._helper is None:
+                    vocabulary = self._vocabulary()
+                    self._words = vocabulary.words
+                    self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead))
+                if self._helper.start():
+                    self._generation += 1
+            except (OSError, RuntimeError, MemoryError) as cause:
+                if self._stopped:
+                    return False
+                _log.warning("a helper for grammars does not start: %s", cause)
+                if pause is None:
+                    return False
+                time.sleep(pause)
+            else:
+                return True
+        return False
+
     def _asked(self, ask: list[Held], end: list[int]) -> bytes | None:
         """Ask the helper, which learns the grammars that it does not know; None: it was killed, or died."""
-        try:
-            helper = self._started()
-        except RuntimeError:  # it does not start
-            return None
+        assert self._helper is not None
         items = [self._item(held) for held in ask]
-        self._hurried = any(grammar is not None for _, grammar, _ in items)  # it stands back by itself
+        self._hurried = self.in_turn and any(grammar is not None for _, grammar, _ in items)  # it stands back by itself
         self._since = time.monotonic()
-        answer = helper.ask(ask_for(items, end))
+        answer = self._helper.ask(ask_for(items, end, quick=not self.in_turn))
         self._since = 0.0
         return answer
-
-    def _started(self) -> Helper:
-        if self._helper is None:
-            vocabulary = self._vocabulary()
-            self._words = vocabulary.words
-            self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead))
-        if self._helper.start():
-            self._generation += 1
-        return self._helper
 
     def _item(self, held: Held) -> Item:
         """What a matcher is asked: one that the helper knows is told what is new, another one all."""

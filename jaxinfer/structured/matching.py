@@ -50,7 +50,7 @@ class Matching:
         question = json.loads(head)
         for number in question["end"]:
             self._known.pop(number, None)
-        if any(grammar is not None for _, grammar, _ in question["ask"]):
+        if not question["quick"] and any(grammar is not None for _, grammar, _ in question["ask"]):
             stand_back()
         answers, whole, at = list[Answer](), list[bytes](), 0
         for number, grammar, tokens in question["ask"]:
@@ -69,8 +69,8 @@ class Matching:
             answer, masks = self._next(number, grammar, tokens)
         except GrammarError as error:
             return _failed(str(error) or "the grammar failed"), []
-        slow = grammar is None and time.thread_time() - start > _SLOW_SECONDS
-        return answer._replace(slow=slow), masks
+        seconds = time.thread_time() - start
+        return answer._replace(slow=grammar is None and seconds > _SLOW_SECONDS, seconds=seconds), masks
 
     def _next(self, number: int, grammar: Grammar | None, tokens: list[int]) -> tuple[Answer, list[bytes]]:
         """The answer of a matcher, and the masks that are not in it."""

@@ -95,7 +95,9 @@ def neighbour(masks: Masks) -> Held:
 
 def asked(masks: Masks, held: Held) -> float:
     """Seconds of the processor that the answer to what was noted has taken; each death of the helper is one's own."""
-    helper: Any = masks._workers[0]._helper
+    worker = masks._owners[held]
+    assert worker._start()
+    helper: Any = worker._helper
 
     def answer() -> object:
         ready(masks, held)
@@ -106,7 +108,7 @@ def asked(masks: Masks, held: Held) -> float:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_masks_come_in_time_or_not_at_all(masks: Masks, neighbour: Held, name: str) -> None:
-    """A walk over tokens that are allowed. The neighbour in the same helper goes on."""
+    """A walk over tokens that are allowed. The neighbour goes on."""
     held, chance = masks.open(*grammar_of(HOSTILE[name]())), random.Random(name)
     try:
         for _ in range(STEPS):
@@ -138,7 +140,7 @@ def test_many_grammars_leave_nothing_behind(checker: Helper, count: int) -> None
         assert held[0].mask is not None
         masks.close(held[0])
         if number in (count // 2, count - 1):
-            processes: Any = checker._process, masks._workers[0]._helper._process  # type: ignore[union-attr]
+            processes: Any = checker._process, masks._workers[-1]._helper._process  # type: ignore[union-attr]
             sizes.append((resident_mib(processes[0].pid), resident_mib(processes[1].pid)))
     grown = [then - before for before, then in zip(*sizes, strict=True)]
     assert max(grown) < 8, sizes

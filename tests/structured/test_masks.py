@@ -133,8 +133,8 @@ def test_what_a_helper_knew_is_told_to_its_successor(masks):
 def test_a_helper_that_dies_between_two_questions_is_nobodys_fault(masks):
     held = masks.open("regex", "abcd")
     ready(masks, held)
-    masks._workers[0]._helper._process.kill()
-    masks._workers[0]._helper._process.wait()
+    masks._workers[-1]._helper._process.kill()
+    masks._workers[-1]._helper._process.wait()
     masks.advance(held, b"a")
     ready(masks, held)
     assert held.error is None
@@ -144,7 +144,7 @@ def test_a_helper_that_dies_between_two_questions_is_nobodys_fault(masks):
 def test_an_answer_that_comes_while_one_looks_at_the_clock_ends_no_helper(masks, monkeypatch):
     held = masks.open("regex", "ab")
     ready(masks, held)
-    worker = masks._workers[0]
+    worker = masks._workers[-1]
 
     def monotonic() -> float:
         worker._since = 0.0
@@ -170,7 +170,7 @@ def test_a_helper_that_hangs_is_stopped_and_the_others_go_on(masks, monkeypatch)
 
 def stand_back(masks: Masks) -> bool:
     """Whether all threads of the helper do but the first, which starts the others."""
-    helper = masks._workers[0]._helper
+    helper = masks._workers[-1]._helper
     assert helper is not None
     assert helper._process is not None
     first = helper._process.pid
@@ -184,7 +184,7 @@ def test_who_takes_long_for_a_mask_stands_back_and_comes_forward_for_the_next(ma
     held = masks.open("regex", "a*")
     ready(masks, held)
     wait_until(lambda: not stand_back(masks))  # another thread than that which has learned it
-    (worker,) = masks._workers
+    worker = masks._workers[-1]
     worker._since, worker._hurried = time.monotonic() - masking._LONG_SECONDS - 0.001, False
     masks.send()
     assert stand_back(masks)
@@ -264,7 +264,7 @@ def test_a_helper_ends_when_nobody_refers_to_its_masks():
     masks = Masks(lambda: BYTES, 1)
     held = masks.open("regex", "a")
     ready(masks, held)
-    process = masks._workers[0]._helper._process
+    process = masks._workers[-1]._helper._process
     del masks
     gc.collect()
     wait_until(lambda: process.poll() is not None)
