@@ -17,11 +17,11 @@ class Answer(NamedTuple):
         tokens: that must follow, as models would say it.
         masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
         slow: the grammar was known, and the mask took long all the same.
-        seconds: of the processor, for all of it, also to learn the grammar.
+        burden: seconds of the processor for a mask, to learn the grammar shared out over some masks.
     """
 
     state: str | None
     tokens: list[int]
     masks: list[list[int] | None]
     slow: bool = False
-    seconds: float = 0.0
+    burden: float = 0.0

@@ -26,8 +26,8 @@ _WALL_SECONDS = 60.0  # for one that waits, and uses no processor
 _LONG_SECONDS = 0.002
 """For masks of known grammars: ten times what they take. Who takes longer stands back, as helpers do that learn one:
 the processor is the steps' first."""
-_QUICK_SECONDS = 0.05
-"""Of the processor. A grammar that is learnt, or a mask, in less is no burden on others."""
+_QUICK_SECONDS = 0.02
+"""The burden (`Answer.burden`) of a grammar that holds nobody else up."""
 _REMEMBERED = 4096
 _PAUSES = (0.1, 0.3, 1.0)
 """Seconds between attempts to start a helper."""
@@ -46,11 +46,12 @@ class Held:
         error: why there will be no mask.
         late: it was waited for, and was not there in time.
         slow: its last mask took long: to wait for the next is no use.
-        seconds: of the processor, that the last answer took.
+        burden: of the last answer.
     """
 
     __slots__ = (
         "__weakref__",
+        "burden",
         "error",
         "forced",
         "generation",
@@ -60,7 +61,6 @@ class Held:
         "number",
         "ready",
         "said",
-        "seconds",
         "slow",
         "stopped",
         "told",
@@ -73,7 +73,7 @@ class Held:
         self.masks: list[np.ndarray] = []
         self.forced: list[int] = []
         self.error: str | None = None
-        self.seconds = 0.0
+        self.burden = 0.0
         self.generation, self.told = -1, 0  # of the helper that knows it, and how much of what was said
 
     @property
@@ -100,7 +100,7 @@ class Held:
         self.stopped = answer.state == STOPPED
         self.error = None if self.stopped else answer.state
         self.masks, self.forced, self.ready, self.slow = found, answer.tokens, True, answer.slow
-        self.seconds = answer.seconds
+        self.burden = answer.burden
 
     @property
     def key(self) -> int:
@@ -160,8 +160,9 @@ class Masks:
             self._give(held, worker)
 
     def _note(self, held: Held) -> bool:
-        """Remember whether a grammar is quick, by its last answer."""
-        is_quick = self._known[held.key] = held.seconds < _QUICK_SECONDS
+        """Remember whether a grammar is quick, by its last answer; one that was slow once may be so again."""
+        is_quick = held.burden < _QUICK_SECONDS and self._known.get(held.key, True)
+        self._known[held.key] = is_quick
         self._known.move_to_end(held.key)
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
@@ -293,7 +294,9 @@ class _Worker:
         if not self.in_turn or not self._ask:
             ask, self._ask = self._ask, []
             return ask
-        waiting = {held.grammar[2]: held for held in reversed(self._ask)}
+        waiting = dict[str, Held]()
+        for held in self._ask:
+            waiting.setdefault(held.grammar[2], held)
         scope = next((each for each in waiting if each not in self._turns), None)
         if scope is None:
             scope = next(each for each in self._turns if each in waiting)
@@ -322,8 +325,8 @@ class _Worker:
     def _tell(self, ask: list[Held], state: str) -> None:
         for held in ask:
             held.told = len(held.said)  # of this nobody is asked again
-        seconds = CPU_SECONDS if state == _TOO_LONG else 0.0
-        self._hear(ask, [Answer(state, [], [], seconds=seconds)] * len(ask), b"")
+        burden = CPU_SECONDS if state == _TOO_LONG else 0.0
+        self._hear(ask, [Answer(state, [], [], burden=burden)] * len(ask), b"")
 
     def _hear(self, ask: list[Held], states: list[Answer], masks: bytes) -> None:
         rows = iter(np.frombuffer(masks, np.int32).reshape(-1, max(1, self._words)))

@@ -15,6 +15,8 @@ from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary, is_empty
 
 _FEW = 64
 """Bytes of a mask whose tokens are told as such: a text that must follow has few, and a mask may have kilobytes."""
+_LEARNT_FOR = 10
+"""Masks for which a grammar is learnt, at least."""
 _SLOW_SECONDS = 0.001
 """Of the processor: some ten times what masks take."""
 
@@ -70,7 +72,8 @@ class Matching:
         except GrammarError as error:
             return _failed(str(error) or "the grammar failed"), []
         seconds = time.thread_time() - start
-        return answer._replace(slow=grammar is None and seconds > _SLOW_SECONDS, seconds=seconds), masks
+        burden = seconds if grammar is None else seconds / _LEARNT_FOR
+        return answer._replace(slow=grammar is None and seconds > _SLOW_SECONDS, burden=burden), masks
 
     def _next(self, number: int, grammar: Grammar | None, tokens: list[int]) -> tuple[Answer, list[bytes]]:
         """The answer of a matcher, and the masks that are not in it."""

@@ -1,5 +1,6 @@
 """Masks from helper processes: those that hang or die are replaced, and nobody but the culprit notices."""
 
+import errno
 import gc
 import io
 import os
@@ -7,13 +8,14 @@ import sys
 import threading
 import time
 import types
+from typing import Any
 
 import pytest
 
 from jaxinfer.helper_process import BAD, GOOD, in_threads, read_frame, stands_back, write_frame
 from jaxinfer.structured import helper, matching
 from jaxinfer.structured import masks as masking
-from jaxinfer.structured.answers import Answer
+from jaxinfer.structured.answers import UNAVAILABLE, Answer
 from jaxinfer.structured.masks import Held, Masks
 from tests.serve.processes import wait_until
 from tests.structured import stuck_helper
@@ -133,8 +135,8 @@ def test_what_a_helper_knew_is_told_to_its_successor(masks):
 def test_a_helper_that_dies_between_two_questions_is_nobodys_fault(masks):
     held = masks.open("regex", "abcd")
     ready(masks, held)
-    masks._workers[-1]._helper._process.kill()
-    masks._workers[-1]._helper._process.wait()
+    masks._workers[-2]._helper._process.kill()
+    masks._workers[-2]._helper._process.wait()
     masks.advance(held, b"a")
     ready(masks, held)
     assert held.error is None
@@ -144,7 +146,7 @@ def test_a_helper_that_dies_between_two_questions_is_nobodys_fault(masks):
 def test_an_answer_that_comes_while_one_looks_at_the_clock_ends_no_helper(masks, monkeypatch):
     held = masks.open("regex", "ab")
     ready(masks, held)
-    worker = masks._workers[-1]
+    worker = masks._workers[-2]
 
     def monotonic() -> float:
         worker._since = 0.0
@@ -168,12 +170,9 @@ def test_a_helper_that_hangs_is_stopped_and_the_others_go_on(masks, monkeypatch)
     assert "took too long" in (stuck.error or "")
 
 
-def stand_back(masks: Masks) -> bool:
+def stand_back(worker: Any) -> bool:
     """Whether all threads of the helper do but the first, which starts the others."""
-    helper = masks._workers[-1]._helper
-    assert helper is not None
-    assert helper._process is not None
-    first = helper._process.pid
+    first = worker._helper._process.pid
     threads = [int(each) for each in os.listdir(f"/proc/{first}/task")]
     assert os.sched_getscheduler(first) == os.SCHED_OTHER
     return all(os.sched_getscheduler(each) == os.SCHED_IDLE for each in threads if each != first)
@@ -183,14 +182,16 @@ def stand_back(masks: Masks) -> bool:
 def test_who_takes_long_for_a_mask_stands_back_and_comes_forward_for_the_next(masks, monkeypatch):
     held = masks.open("regex", "a*")
     ready(masks, held)
-    wait_until(lambda: not stand_back(masks))  # another thread than that which has learned it
-    worker = masks._workers[-1]
-    worker._since, worker._hurried = time.monotonic() - masking._LONG_SECONDS - 0.001, False
-    masks.send()
-    assert stand_back(masks)
     masks.advance(held, b"a")
     ready(masks, held)
-    wait_until(lambda: not stand_back(masks))
+    worker = masks._owners[held]
+    wait_until(lambda: not stand_back(worker))  # another thread than that which has started
+    worker._since, worker._hurried = time.monotonic() - masking._QUICK_SECONDS - 0.001, False
+    masks.send()
+    assert stand_back(worker)
+    masks.advance(held, b"a")
+    ready(masks, held)
+    wait_until(lambda: not stand_back(worker))
 
 
 @on_linux
@@ -264,7 +265,85 @@ def test_a_helper_ends_when_nobody_refers_to_its_masks():
     masks = Masks(lambda: BYTES, 1)
     held = masks.open("regex", "a")
     ready(masks, held)
-    process = masks._workers[-1]._helper._process
+    process = masks._workers[-2]._helper._process
     del masks
     gc.collect()
     wait_until(lambda: process.poll() is not None)
+
+
+def test_a_quick_grammar_leaves_those_that_are_learnt_and_a_slow_one_stays_apart(masks):
+    quick, learns, slow = masks._workers
+    one, other = masks.open("regex", "a*", "x"), masks.open("regex", "b*", "x")
+    assert masks._owners[one] is masks._owners[other] is learns
+    ready(masks, one, other)
+    other.burden = masking._QUICK_SECONDS
+    for held in (one, other):
+        masks.advance(held, held.grammar[1][:1].encode())
+    assert (masks._owners[one], masks._owners[other]) == (quick, slow)
+    ready(masks, one, other)
+    assert allowed(one) == [ord("a"), 256]
+    assert allowed(other) == [ord("b"), 256]
+    again = [masks.open("regex", text, "x") for text in ("a*", "b*")]
+    assert [masks._owners[held] for held in again] == [quick, slow]
+    assert masks._owners[masks.open("regex", "a*", "y")] is learns  # another tenant's says nothing
+    masks.advance(other, b"b")
+    assert masks._owners[other] is slow  # what was slow once
+
+
+def test_scopes_take_turns_where_grammars_are_learnt(masks):
+    worker = masks._workers[-2]
+    worker._ask = [Held(number, ("regex", "a", scope)) for number, scope in enumerate("xxxxyz")]
+    assert [worker._next()[0].grammar[2] for _ in range(6)] == ["x", "y", "z", "x", "x", "x"]
+    assert worker._next() == []
+    quick = masks._workers[0]
+    quick._ask = [Held(number, ("regex", "a", scope)) for number, scope in enumerate("xxy")]
+    assert len(quick._next()) == 3
+
+
+def failing(times: int) -> Any:
+    """`Helper.start`, which fails so many times for want of descriptors."""
+    left, start = [times], masking.Helper.start
+
+    def tried(helper: masking.Helper) -> bool:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return start(helper)
+
+    return tried
+
+
+def test_a_helper_that_cannot_start_is_tried_again(masks, monkeypatch):
+    monkeypatch.setattr(masking, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(masking.Helper, "start", failing(2))
+    held = masks.open("regex", "a")
+    ready(masks, held)
+    assert held.error is None
+    assert allowed(held) == [ord("a")]
+
+
+def test_requests_fail_while_no_helper_can_start_and_the_next_are_served(masks, monkeypatch):
+    monkeypatch.setattr(masking, "_PAUSES", (0.0,))
+    monkeypatch.setattr(masking.Helper, "start", failing(2))
+    one, other = masks.open("regex", "a"), masks.open("regex", "b")
+    masks.send()
+    masks.wait([one], PATIENCE)
+    assert one.error == UNAVAILABLE
+    ready(masks, other)
+    assert allowed(other) == [ord("b")]
+
+
+def test_requests_fail_while_no_thread_can_start_and_the_next_are_served(masks, monkeypatch):
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    held = masks.open("regex", "a")
+    ready(masks, held)
+    assert held.error == UNAVAILABLE
+    monkeypatch.setattr(threading.Thread, "start", start)
+    held = masks.open("regex", "a")
+    ready(masks, held)
+    assert allowed(held) == [ord("a")]
