@@ -16,8 +16,6 @@ from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import run, serving
 from tests.serve.test_frontend import served
 
-pytestmark = pytest.mark.attack
-
 SLOW = Mischief(seconds=0.01)
 SMALL = {"max_num_seqs": 2, "max_waiting_requests": 20, "max_waiting_sequences": 30, "max_waiting_tokens": 400}
 

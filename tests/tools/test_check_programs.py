@@ -534,7 +534,7 @@ def test_the_engines_steps_keep_the_rules():
         ("Llama-3.1-8B", "int4"),
         ("Llama-3.1-8B", "nf4"),
         ("gpt-oss-20b", "mxfp4"),
-        pytest.param("Llama-3.1-8B", "fp8-activations", marks=pytest.mark.turn),
+        ("Llama-3.1-8B", "fp8-activations"),
     ],
 )
 def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
@@ -554,7 +554,6 @@ def test_the_steps_of_sums_that_do_not_divide_keep_the_rules():
 
 
 @pytest.mark.slow
-@pytest.mark.turn
 @compiles
 def test_the_steps_of_a_draft_model_keep_the_rules():
     """The host waits for nothing between drafting and the step that verifies."""
@@ -567,7 +566,6 @@ def test_the_steps_of_a_draft_model_keep_the_rules():
 
 
 @pytest.mark.slow
-@pytest.mark.turn
 @compiles
 def test_the_steps_of_a_draft_head_keep_the_rules():
     """The step keeps what the head reads, and the head drafts, without the host."""
@@ -580,7 +578,6 @@ def test_the_steps_of_a_draft_head_keep_the_rules():
 
 
 @pytest.mark.slow
-@pytest.mark.turn
 @compiles
 def test_the_steps_of_adapters_keep_the_rules():
     """Every adapted weight by the kernels, in one command buffer, and no bank moved."""
