@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 from jaxinfer.engine.scheduling.stats import EngineStats
@@ -33,7 +33,7 @@ from jaxinfer.speculative import GRAMMAR
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.intake import Intake
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import Request
+from jaxinfer.types import FinishReason, Request
 from jaxinfer.validate import SamplingLimits, check_token_ids
 
 _LIMITS = ServeLimits()
@@ -107,6 +107,7 @@ class Frontend:
             concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, name) for name in ("jaxinfer-text", "jaxinfer-long")
         )
         self._stopped = False
+        self._finished = dict.fromkeys(FinishReason, 0)
         self._active: dict[str, Generation | None] = {}  # by `engine_id`; None: being prepared
         self._idle = asyncio.Event()
         self._idle.set()
@@ -308,9 +309,9 @@ class Frontend:
     # ---- the engine
 
     async def stats(self) -> EngineStats:
-        """Statistics of the engine, as of now."""
+        """Statistics of the engine, as of now; outputs that ended are counted here, where stop strings are found."""
         with answered():
-            return await self._backend.stats()
+            return dataclasses.replace(await self._backend.stats(), finished=dict(self._finished))
 
     async def flush_prefix_cache(self) -> int:
         """See `Backend.reset_prefix_cache`."""
@@ -341,6 +342,11 @@ class Frontend:
             raise DuplicateIdError("request_id", f"={own_id(request_id)!r} is in use")
         self._active[request_id] = None
         self._idle.clear()
+
+    def _ended(self, request_id: str, reasons: Collection[FinishReason]) -> None:
+        for reason in reasons:
+            self._finished[reason] += 1
+        self._leave(request_id)
 
     def _leave(self, request_id: str) -> None:
         del self._active[request_id]
@@ -373,7 +379,7 @@ class Frontend:
         stream = await self._backend.submit(request)
         seconds = None if request.deadline is None else request.deadline - self._clock()
         tokenizer = self.tokenizer.showing(shown) if self.tokenizer is not None and shown else self.tokenizer
-        generation = Generation(self._backend, stream, tokenizer, self._leave, seconds, place)
+        generation = Generation(self._backend, stream, tokenizer, self._ended, seconds, place)
         self._active[request.request_id] = generation
         if self._stopped:
             generation.cut(_stopping())

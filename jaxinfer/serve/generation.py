@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
 from jaxinfer.serve.async_engine import EngineDeadError
 from jaxinfer.serve.backend import Backend, BackendStream
@@ -30,7 +30,7 @@ class Generation:
     Leaving it early aborts the request. A slow reader costs the others nothing: what it has not fetched is merged.
 
     Args:
-        left: called once, with the engine's id, which is free then: nothing more will come.
+        left: called once, with the engine's id, which is free then, and with how each output ended.
         seconds: until the deadline (None: there is none). The engine knows it too, but may be stuck.
         place: where it waits until its first token.
 
@@ -46,7 +46,7 @@ class Generation:
         backend: Backend,
         stream: BackendStream,
         tokenizer: Tokenizer | None,
-        left: Callable[[str], None],
+        left: Callable[[str, Collection[FinishReason]], None],
         seconds: float | None,
         place: Place | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class Generation:
         self._failure: ServeError | None = None
         self._closed = False
         self.trace: Trace = NOTHING
-        self._reasons: dict[int, str] = {}
+        self._reasons: dict[int, FinishReason] = {}
         self._aborting: set[asyncio.Future[None]] = set()  # kept, or they might be collected before they ran
         self._deadline: asyncio.TimerHandle | None = None
         if seconds is not None:
@@ -130,7 +130,12 @@ class Generation:
             self._closed = True
             if self._deadline is not None:
                 self._deadline.cancel()
-            self._left(self._engine_id)
+            cause = (
+                FinishReason.DEADLINE
+                if self._cut is not None and self._cut.kind is Kind.DEADLINE
+                else FinishReason.ABORT
+            )
+            self._left(self._engine_id, [self._reasons.get(index, cause) for index in range(self.n)])
             self._place.leave()
             self._trace_end()
             await self._stream.aclose()
@@ -140,7 +145,7 @@ class Generation:
         if self._running:
             self.trace.failed(self._failure or self._cut or gone(), self.usage)
         else:
-            self.trace.finished(self.usage, [reason for _, reason in sorted(self._reasons.items())])
+            self.trace.finished(self.usage, [reason.value for _, reason in sorted(self._reasons.items())])
 
     def cut(self, error: ServeError) -> None:
         """End it now, whatever the engine does: the reader gets ``error`` instead of more pieces."""
@@ -173,6 +178,7 @@ class Generation:
             new.prompt_logprobs = None
         if new.finish_reason is None:
             return new
+        self._reasons[index] = FinishReason(new.finish_reason)
         if new.finish_reason == FinishReason.DEADLINE:
             self._cut, new.finish_reason = expired(), None
             return new if new.token_ids else None
@@ -186,7 +192,6 @@ class Generation:
             return new if new.token_ids else None
         self._running -= 1
         self._place.ended()
-        self._reasons[index] = new.finish_reason
         if delta.finish_reason is None and self._running:
             self._aborting.add(asyncio.ensure_future(self._abort(index)))
         return new

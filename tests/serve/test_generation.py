@@ -67,7 +67,7 @@ def delta(index: int, text: str, finish: FinishReason | None = None, cached: int
 
 
 def generation_of(script: Script, seconds: float | None = None) -> Generation:
-    return Generation(script, script, fake_tokenizer(), lambda request_id: None, seconds)
+    return Generation(script, script, fake_tokenizer(), lambda request_id, reasons: None, seconds)
 
 
 def scripted(*deltas: SequenceDelta, dead: bool = False, **params: object) -> Script:

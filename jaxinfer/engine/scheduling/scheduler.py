@@ -138,12 +138,12 @@ class Scheduler:
             self._drafts.reset()
         return self._kv.reset_prefix_cache()
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request, or one of its samples, wherever it is. Its pages are free at once: launched steps run
         before any later one that could be given them."""
         for sequence in list(self._requests.get(request_id, ())):
             if index in (None, sequence.index):
-                self._end(sequence, FinishReason.ABORT)
+                self._end(sequence, reason)
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         assert request.params.max_tokens is not None  # resolved when the request was validated

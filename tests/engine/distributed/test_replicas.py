@@ -52,7 +52,7 @@ class FakeEngine(Engine):
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
 
-    def abort(self, request_id: str, index: int | None) -> None:
+    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
         self.aborted.append((request_id, index))
 
     def finish(self, request_id: str, index: int = 0) -> None:
