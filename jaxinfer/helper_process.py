@@ -34,6 +34,7 @@ def begin(memory: int) -> None:
     """Bound this process, whose argument is the process that started it: ``memory`` in bytes, and the processor's time
     of its start."""
     die_with(int(sys.argv[1]))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which asks the server, perhaps with all its processes, to reload
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # else whoever started this process might have it ignored
     allow_cpu(START_CPU_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.descriptors import OPERATORS
 from jaxinfer.serve.http.app import build_app, build_metrics_app
 from jaxinfer.serve.http.connection import Bounds, Connection
@@ -43,8 +44,16 @@ class HttpServer:
         ServeConfigError: the files of TLS cannot be used.
     """
 
-    def __init__(self, config: ServeConfig, door: Door, app: ASGIApp | None = None, *, metrics: bool = False) -> None:
-        self._config, self._door = config, door
+    def __init__(
+        self,
+        config: ServeConfig,
+        door: Door,
+        app: ASGIApp | None = None,
+        *,
+        metrics: bool = False,
+        background: Background | None = None,
+    ) -> None:
+        self._config, self._door, self._background = config, door, background or Background()
         self._tls = ReloadingContext(config) if config.tls_cert is not None else None
         self._metrics = metrics
         own = (build_metrics_app if metrics else build_app)(door) if app is None else app
@@ -76,7 +85,7 @@ class HttpServer:
         listening.cancel()
         if serving.done():
             serving.result()
-        self._tasks = [serving, asyncio.ensure_future(self._sweep())]
+        self._tasks = [serving, self._background.start("http_connections", self._sweep)]
 
     async def stop(self, grace: float = 0.0) -> None:
         """Accept nothing more, give running answers ``grace`` seconds, and cut those that are left."""
@@ -129,8 +138,12 @@ class HttpServer:
             for connection in list(self._server.server_state.connections):
                 assert isinstance(connection, Connection)
                 connection.sweep(now)
-            if self._tls is not None:
-                self._tls.reload()
+            self.reload()
+
+    def reload(self) -> None:
+        """Read the certificate again if its file has changed."""
+        if self._tls is not None:
+            self._tls.reload()
 
 
 def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
