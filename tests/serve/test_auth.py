@@ -101,9 +101,9 @@ def test_a_file_that_is_replaced_is_read_again(file, tmp_path):
     "change",
     [
         lambda path: path.write_text("- nonsense"),
-        lambda path: path.unlink(),
-        lambda path: path.write_text(""),
         lambda path: path.write_text("- 2026-13-45"),
+        lambda path: path.write_text(""),  # as if it were being written
+        lambda path: path.unlink(),
     ],
 )
 def test_bad_changes_leave_the_keys_as_they_were(file, change, caplog):
