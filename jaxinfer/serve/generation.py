@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
 from jaxinfer.serve.async_engine import EngineDeadError
 from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import Usage
 from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import answer_to
+from jaxinfer.serve.faults import answer_to, unavailable
 from jaxinfer.serve.room import Place, nowhere
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.serve.tracing import NOTHING, Trace
 from jaxinfer.text.output import NOT_FINITE, Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, SequenceDelta
+
+_log = logging.getLogger("jaxinfer.serve")
 
 
 class Generation:
@@ -178,23 +181,35 @@ class Generation:
             new.prompt_logprobs = None
         if new.finish_reason is None:
             return new
-        self._reasons[index] = FinishReason(new.finish_reason)
-        if new.finish_reason == FinishReason.DEADLINE:
-            self._cut, new.finish_reason = expired(), None
-            return new if new.token_ids else None
-        if delta.finish_reason is FinishReason.NOT_FINITE:
-            beside = "" if self.lora is None else f", with the adapter {self.lora.name!r}"
-            self._cut, new.finish_reason = ServeError(Kind.INTERNAL, NOT_FINITE + beside), None
-            return new if new.token_ids else None
-        if new.finish_reason == FinishReason.ERROR:
-            self._cut = ServeError(Kind.INVALID, f"structured_outputs: {delta.stop_reason}", "structured_outputs")
-            new.finish_reason = None
+        stopped = new.finish_reason == FinishReason.STOP  # be it by a stop string that the last token completed
+        self._reasons[index] = reason = FinishReason.STOP if stopped else delta.finish_reason or FinishReason.ABORT
+        if (cut := self._cut_by(reason, delta.stop_reason)) is not None:
+            self._cut, new.finish_reason = cut, None
             return new if new.token_ids else None
         self._running -= 1
         self._place.ended()
         if delta.finish_reason is None and self._running:
             self._aborting.add(asyncio.ensure_future(self._abort(index)))
         return new
+
+    def _cut_by(self, reason: FinishReason, why: int | str | None) -> ServeError | None:
+        """The error that all outputs end with when one of them has ended for ``reason``; None: with none."""
+        adapter = "" if self.lora is None else f"the adapter {self.lora.name!r}"
+        match reason:
+            case FinishReason.DEADLINE:
+                return expired()
+            case FinishReason.NOT_FINITE:
+                return ServeError(Kind.INTERNAL, NOT_FINITE + (adapter and f", with {adapter}"))
+            case FinishReason.ERROR:
+                return ServeError(Kind.INVALID, f"structured_outputs: {why}", "structured_outputs")
+            case (
+                FinishReason.UNAVAILABLE
+            ):  # of files and processes of the server, whose log says more than clients learn
+                what = f"{adapter or 'a process for structured outputs'} is not available now"
+                _log.error("request %r: %s: %s", self.request_id, what, why)
+                return unavailable(f"{what}: the server's log says why")
+            case _:
+                return None
 
     async def _abort(self, index: int) -> None:
         with contextlib.suppress(EngineDeadError):  # whose readers are told by their streams

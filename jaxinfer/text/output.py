@@ -83,6 +83,8 @@ class Output:
                 made.stop_reason, reason = stop, FinishReason.STOP
         if reason is FinishReason.NOT_FINITE:
             self.ended, made.finish_reason, made.stop_reason = True, FinishReason.ERROR.value, NOT_FINITE
+        elif reason is FinishReason.UNAVAILABLE:
+            self.ended, made.finish_reason, made.stop_reason = True, FinishReason.ERROR.value, delta.stop_reason
         elif reason is not None:
             self.ended, made.finish_reason, made.acceptance = True, reason.value, self._acceptance
             if reason is FinishReason.ERROR or (made.stop_reason is None and delta.stop_reason in self._stop_token_ids):

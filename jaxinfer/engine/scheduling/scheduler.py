@@ -261,7 +261,7 @@ class Scheduler:
         """What is loaded before the step; those whose adapters cannot be had end."""
         loads, failed = self._loras.begin()
         for sequence, error in failed:
-            self._end_between(sequence, FinishReason.ERROR, error)
+            self._end_between(sequence, FinishReason.UNAVAILABLE, error)
         return [LoraLoad(*load) for load in loads]
 
     def _end_between(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
