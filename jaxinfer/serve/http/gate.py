@@ -18,6 +18,7 @@ from jaxinfer.serve.faults import answer_to, unavailable
 from jaxinfer.serve.http.anthropic import errors as anthropic
 from jaxinfer.serve.http.door import ADMIN, INFER, OPEN, SCOPES, Door, route_of
 from jaxinfer.serve.http.errors import error_body, error_headers
+from jaxinfer.serve.request_log import asked
 
 CROWDED = "jaxinfer.crowded"
 """Set in the scope of requests on connections beyond those that are allowed."""
@@ -50,6 +51,7 @@ class Gate:
         answer = _Answer(send, request_id(Headers(scope=scope)), route, last=self._door.is_leaving)
         metrics = self._door.metrics
         named, leash = route or _UNKNOWN, _Leash()
+        asked(named, scope["path"], ":".join(map(str, scope.get("client") or ())))
         with metrics.http_in_flight.track_inprogress(), metrics.http_seconds.labels(named).time():
             try:
                 with self._enter(scope, route, answer.request_id, leash):
