@@ -68,6 +68,24 @@ def test_sighup_to_all_processes_reloads_and_ends_nothing(tmp_path):
         assert server.core == core
 
 
+def test_bodies_that_never_end_leave_no_traceback_when_a_drain_is_over(tmp_path):
+    heads = ("content-length: 100000\r\n\r\n{", "transfer-encoding: chunked\r\n\r\n5\r\n{")
+    with fake_server(tmp_path, drain_seconds=0.5) as server, contextlib.ExitStack() as stack:
+        open_ = []
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"):
+            for head in heads:
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", server.http_port), timeout=60))
+                first = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                client.sendall((first + head).encode())
+                open_.append(client)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics", timeout=60) as page:
+            assert page.status == 200  # they were all accepted before this one
+        server.signal(signal.SIGTERM)
+        assert {client.recv(12) for client in open_} == {b"HTTP/1.1 503"}
+        assert server.wait() == 0
+        assert "Traceback" not in server.log()
+
+
 def test_a_server_without_http_has_figures(tmp_path):
     """From the first second on, and it ends with the others."""
     with fake_server(tmp_path, http_port=None, metrics_port=0) as server:

@@ -57,7 +57,7 @@ class Gate:
                 with self._enter(scope, route, answer.request_id, leash):
                     await self.inner(scope, receive, answer.send)
             except asyncio.CancelledError:
-                await self._end_revoked(leash.taken(), scope, receive, answer)
+                await self._end(leash.taken(), scope, receive, answer)
             except Exception as error:  # noqa: BLE001 - the border of the server: every fault gets an answer
                 await self._refuse(error, scope, receive, answer)
         metrics.http_requests.labels(named, str(answer.status)).inc()
@@ -83,10 +83,11 @@ class Gate:
         state["tenant"], scope[ALLOWED] = caller.name, True
         return self._door.authoriser.during(caller, needed, leash.cut)
 
-    async def _end_revoked(self, error: ServeError, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        """End a request whose key is gone: a stream of events by an error, as any other that fails."""
+    async def _end(self, error: ServeError, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """End a request whose task was cancelled: a stream of events by an error, as any other that fails."""
         if not answer.streams:
-            await self._refuse(error, scope, receive, answer)
+            if not answer.status:
+                await self._refuse(error, scope, receive, answer)
             return
         self._door.refused(error, scope["state"])
         told = b"event: error\ndata: " + error_json(error, scope["state"]) + b"\n\n"
@@ -105,7 +106,7 @@ class Gate:
 
 
 class _Leash:
-    """Ends the task that answers a request when the request's key is taken away."""
+    """Ends the task that answers a request when the request's key is taken away, and says why it was ended."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
@@ -117,11 +118,10 @@ class _Leash:
             self._task.cancel()
 
     def taken(self) -> ServeError:
-        """Return why the task was ended, which ends nothing else. Raises CancelledError: by somebody else."""
-        if self._error is None or self._task is None:
-            raise asyncio.CancelledError
+        """Return why the task was ended, which ends nothing else: by `cut`, or since the server stops."""
+        assert self._task is not None
         self._task.uncancel()
-        return self._error
+        return self._error or unavailable("the server stops: try another, or later")
 
 
 class _Answer:
