@@ -526,17 +526,12 @@ def test_the_engines_steps_keep_the_rules():
     assert unasked == {("decode_many", "GEMMs with a weight")}
 
 
+STORED = [("Llama-3.1-8B", kind) for kind in ("int4", "nf4", "fp8-activations")] + [("gpt-oss-20b", "mxfp4")]
+
+
 @pytest.mark.slow
 @compiles
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        ("Llama-3.1-8B", "int4"),
-        ("Llama-3.1-8B", "nf4"),
-        ("gpt-oss-20b", "mxfp4"),
-        ("Llama-3.1-8B", "fp8-activations"),
-    ],
-)
+@pytest.mark.parametrize(("model", "kind"), STORED)
 def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
     """The kernel's, of experts, too, and those made plain piece by piece: in one command buffer all the same."""
     (part,) = door.run(Work(model, door.PAGES, layers=2, weights=kind), default_folder())
