@@ -126,6 +126,8 @@ class ChatTemplate:
         """
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
+        if tools is None and TOOL_USE in self._templates and any(map(_calls, messages)):
+            tools = []  # the default one need not know what they have returned
         named = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         taken = ARGUMENTS & (extra or {}).keys()
         if taken:
@@ -207,6 +209,11 @@ def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.
         raise TemplateError(f"the chat template {name} is not valid: {cause.message} (line {cause.lineno})") from cause
     except _FAULTS as cause:
         raise TemplateError(f"the chat template {name} is not valid: {_said(cause)}") from cause
+
+
+def _calls(message: Mapping[str, Any]) -> bool:
+    """Whether a message has calls, or what one has returned."""
+    return bool(message.get("tool_calls")) or message.get("role") == "tool"
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:

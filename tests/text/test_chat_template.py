@@ -295,3 +295,12 @@ def test_a_message_that_is_not_written_cannot_go_on() -> None:
     two = [{"content": "a"}, {"content": "b"}]
     with pytest.raises(TemplateError, match="cannot be continued"):
         ChatTemplate("{{ messages[0].content }}").render(two, continue_final_message=True)
+
+
+def test_what_tools_have_returned_is_the_named_templates_also_without_tools() -> None:
+    template = ChatTemplate({"default": "no tools{{ tools }}", "tool_use": "{{ tools }}{{ messages[-1].content }}"})
+    assert template.render([{"role": "user", "content": "a"}]) == "no toolsNone"
+    assert template.render([{"role": "tool", "content": "a"}]) == "[]a"
+    assert template.render([{"role": "assistant", "content": "a", "tool_calls": [{}]}]) == "[]a"
+    assert template.render([{"role": "user", "content": "a"}], tools=[{}]) == "[{}]a"
+    assert ChatTemplate("{{ tools }}").render([{"role": "tool", "content": "a"}]) == "None"
