@@ -84,12 +84,13 @@ test-slow: $(DEV) ## the tests that take minutes (ARGS="tests/serve")
 test-slice: $(DEV) ## of these, those that CI runs
 	@tools/test.sh slow $(RUN) $(SLOW_SLICE) $(ARGS)
 
-# Routers, proxies and Ray: other people's programs, in an environment of their own behind which .venv lies.
-$(FLEET): $(DEV) tests/fleet/requirements.txt
+# Routers, proxies, Ray and clients: other people's programs, in an environment of their own behind which .venv lies.
+$(FLEET): $(DEV) tests/fleet/requirements.txt tests/fleet/requirements_alone.txt
 	@$(RUN) -m venv --clear build/fleet
 	@$(RUN) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	    >"$$(build/fleet/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
 	@build/fleet/bin/python -m pip install --quiet --disable-pip-version-check -r tests/fleet/requirements.txt
+	@build/fleet/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/fleet/requirements_alone.txt
 	@touch $@
 
 test-fleet: $(FLEET) ## other people's routers and proxies in front of replicas (docs/deploying.md; FLEET_TESTS="-k ...")

@@ -1,7 +1,7 @@
-"""Clients and agents' frameworks as they are published, against the demo model: each runs a loop with two tools, asks for
-a schema, and reads a stream.
+"""Clients and frameworks for agents as they are published, against the demo model: each runs a loop with two tools,
+asks for a schema, and reads a stream.
 
-The model does not know what it says, so its calls are forced (`tool_choice`): the engine's masks hold them to the tools.
+The model does not know what it says, so its calls are forced (`tool_choice`): the engine's masks hold them to tools.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def test_anthropic(server: Live) -> None:
             messages.append({"role": "assistant", "content": message.content})  # type: ignore[dict-item]
             messages.append({"role": "user", "content": results or "Well?"})  # type: ignore[dict-item]
         assert [name for name, _ in done.calls] == list(NAMES)
-        parsed = client.messages.parse(model="demo", max_tokens=MOST, messages=asked["messages"][:1], output_format=Answer)
+        first: Any = {"model": "demo", "max_tokens": MOST, "messages": messages[:1]}
+        parsed = client.messages.parse(**first, output_format=Answer)
         assert isinstance(parsed.parsed_output, Answer)
         with client.messages.stream(**asked, tool_choice={"type": "tool", "name": "clock"}) as stream:
             assert stream.get_final_message().stop_reason == "tool_use"
@@ -234,29 +235,65 @@ def test_openai_agents(url: str, api: str) -> None:
 def test_pydantic_ai(url: str, kind: Any) -> None:
     done = Done()
     model = kind("demo", provider=OpenAIProvider(base_url=url, api_key="none"))
-    settings = pydantic_ai.ModelSettings(max_tokens=MOST, parallel_tool_calls=False, timeout=SECONDS, seed=3)
-    agent = pydantic_ai.Agent(model, output_type=Answer, model_settings=settings, retries=3)
+    agent = pydantic_ai.Agent(model, output_type=Answer, retries=3)
 
-    @agent.tool_plain
+    async def once(context: Any, definition: Any) -> Any:
+        """Offer a tool until it was called."""
+        return None if definition.name in dict(done.calls) else definition
+
+    @agent.tool_plain(prepare=once)
     def weather(city: Literal["Rome", "Oslo"]) -> str:
         """How warm it is."""
         return done.weather(city)
 
-    @agent.tool_plain
+    @agent.tool_plain(prepare=once)
     def clock(city: Literal["Rome", "Oslo"]) -> str:
         """What time it is."""
         return done.clock(city)
 
-    for _ in range(6):  # the model chooses among its tools and the one that ends the loop
-        assert isinstance(agent.run_sync(QUESTION).output, Answer)
+    for seed in range(9):  # among the tools and the one that ends the loop the model chooses as it likes
+        settings = pydantic_ai.ModelSettings(
+            max_tokens=MOST, parallel_tool_calls=False, timeout=SECONDS, temperature=1.5, seed=seed
+        )
+        assert isinstance(agent.run_sync(QUESTION, model_settings=settings).output, Answer)
+        if {name for name, _ in done.calls} == set(NAMES):
+            break
     assert {name for name, _ in done.calls} == set(NAMES)
+
+    async def streamed() -> list[str]:
+        plain = pydantic_ai.Agent(model, model_settings=pydantic_ai.ModelSettings(max_tokens=30))
+        async with plain.run_stream(QUESTION) as result:
+            return [text async for text in result.stream_text(delta=True)]
+
+    assert "".join(asyncio.run(streamed()))
 
 
 def test_instructor(url: str) -> None:
+    done = Done()
     with openai.OpenAI(base_url=url, api_key="none", timeout=SECONDS) as plain:
         for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
             client = instructor.from_openai(plain, mode=mode)
-            asked: Any = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": MOST}
+            messages: Any = [{"role": "user", "content": QUESTION}]
+            for kind in (weather_call, clock_call):  # each is a tool of its own, and its result goes back
+                call = client.create(model="demo", messages=messages, max_tokens=MOST, response_model=kind)
+                found = done.run(kind.__name__.removesuffix("_call"), call.model_dump())
+                messages.append({"role": "assistant", "content": call.model_dump_json()})
+                messages.append({"role": "user", "content": found})
+            asked: Any = {"model": "demo", "messages": messages, "max_tokens": MOST}
             assert isinstance(client.create(**asked, response_model=Answer), Answer)
-            parts = list(client.create_partial(**asked, response_model=Answer))
-            assert parts[-1].degrees in (10, 20, 30)
+            assert list(client.create_partial(**asked, response_model=Answer))[-1].degrees in (10, 20, 30)
+    assert [name for name, _ in done.calls] == [*NAMES, *NAMES]
+
+
+class _Call(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    city: Literal["Rome", "Oslo"]
+
+
+class weather_call(_Call):  # noqa: N801 - the name of the tool
+    """How warm it is."""
+
+
+class clock_call(_Call):  # noqa: N801
+    """What time it is."""
