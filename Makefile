@@ -68,12 +68,13 @@ test-devices: $(DEV) ## run the tests on eight devices of a CPU
 test-interpreted: $(DEV) ## run GPU kernels, interpreted on the CPU
 	@tools/test.sh interpreted $(RUN) $(ARGS)
 
-# Routers, proxies and Ray: other people's programs, in an environment of their own behind which .venv lies.
-$(FLEET): $(DEV) tests/fleet/requirements.txt
+# Routers, proxies, Ray and clients: other people's programs, in an environment of their own behind which .venv lies.
+$(FLEET): $(DEV) tests/fleet/requirements.txt tests/fleet/requirements_alone.txt
 	@$(RUN) -m venv --clear build/fleet
 	@$(RUN) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	    >"$$(build/fleet/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
 	@build/fleet/bin/python -m pip install --quiet --disable-pip-version-check -r tests/fleet/requirements.txt
+	@build/fleet/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/fleet/requirements_alone.txt
 	@touch $@
 
 test-fleet: $(FLEET) ## other people's routers and proxies in front of replicas (docs/deploying.md; ARGS="tests/fleet -k ...")

@@ -112,6 +112,11 @@ class Frontend:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def ends_thoughts(self) -> bool:
+        """See `Intake`."""
+        return self._intake.ends_thoughts
+
     # ---- life
 
     async def warm(self) -> None:
@@ -355,7 +360,8 @@ class Frontend:
 
     async def _request(self, call: Call, request_id: str, params: SamplingParams) -> Request:
         prompt, special = call.prompt, call.add_special_tokens
-        make = functools.partial(self._intake.request, answers=isinstance(prompt, Conversation))
+        answers = isinstance(prompt, Conversation) and not prompt.continue_final_message
+        make = functools.partial(self._intake.request, answers=answers)
         if isinstance(prompt, Conversation):
             prompt, special = await self._rendered(prompt, call.tenant), False  # the template writes them itself
         if isinstance(prompt, str):

@@ -85,6 +85,7 @@ class Server:
             requests=self._requests,
             reasoning_fields=REASONING_FIELDS[config.reasoning_field],
             operated=config.api_keys is not None or is_loopback(config.host),
+            stream_ping_seconds=config.stream_ping_seconds,
         )
         self._grpc = GrpcServers(
             config,

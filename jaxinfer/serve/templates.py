@@ -187,6 +187,7 @@ def _packed(conversation: Conversation) -> bytes:
         "add_generation_prompt": conversation.add_generation_prompt,
         "variables": dict(conversation.variables),
         "template": conversation.template,
+        "continue_final_message": conversation.continue_final_message,
     }
     try:
         return pack(question)

@@ -357,6 +357,7 @@ def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
         assert helper.stdin is not None
         assert helper.stdout is not None
         asked = {"messages": [], "tools": None, "add_generation_prompt": True, "variables": {}}
+        asked |= {"continue_final_message": False}
         write_frame(helper.stdin, setup)
         assert read_frame(helper.stdout) == GOOD
         spin = "{% for i in range(10**4) %}{% for j in range(60) %}{% endfor %}{% endfor %}ok"

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxinfer.serve import ignored
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to, unavailable
 from jaxinfer.serve.http.anthropic import errors as anthropic
@@ -54,7 +55,7 @@ class Gate:
         asked(named, scope["path"], ":".join(map(str, scope.get("client") or ())))
         with metrics.http_in_flight.track_inprogress(), metrics.http_seconds.labels(named).time():
             try:
-                with self._enter(scope, route, answer.request_id, leash):
+                with self._enter(scope, route, answer.request_id, leash), ignored.collecting() as answer.ignored:
                     await self.inner(scope, receive, answer.send)
             except asyncio.CancelledError:
                 await self._end(leash.taken(), scope, receive, answer)
@@ -129,12 +130,16 @@ class _Answer:
 
     Args:
         last: ends the connection behind it: a client that keeps it open would come back to a server that leaves.
+
+    Attributes:
+        ignored: fields that have no effect.
     """
 
     def __init__(self, send: Send, request_id: str, route: str | None, *, last: bool = False) -> None:
         self._last = last
         self._names = ("x-request-id", *(("request-id",) if route in anthropic.ROUTES else ()))
         self._send, self.request_id, self.status, self.streams = send, request_id, 0, False
+        self.ignored: list[str] = []
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -144,6 +149,8 @@ class _Answer:
                 headers.setdefault(name, headers.get("x-request-id", self.request_id))
             if self._last:
                 headers["connection"] = "close"
+            if self.ignored and self.status < 400:
+                headers[ignored.HEADER] = ignored.header_of(self.ignored)
             self.streams = headers.get("content-type", "").startswith("text/event-stream")
         elif not message.get("more_body"):
             self.streams = False

@@ -20,6 +20,7 @@ from jaxinfer.serve.http.connection import Bounds, Connection
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.idle import Idle
 from jaxinfer.serve.http.tls import ReloadingContext
+from jaxinfer.serve.ignored import HEADER
 from jaxinfer.serve.ports import listen
 from jaxinfer.serve.settings import ServeConfig
 
@@ -151,7 +152,7 @@ def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     asks first, without the page's key. Keys come in a header, never in a cookie: no page can use another's."""
     if not origins:
         return app
-    methods, shown = ("GET", "POST"), ("x-request-id", "request-id", "retry-after", "retry-after-ms")
+    methods, shown = ("GET", "POST"), ("x-request-id", "request-id", "retry-after", "retry-after-ms", HEADER)
     return CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=shown)
 
 
