@@ -41,7 +41,7 @@ _SPECULATION: dict[str, Any] = {
 }
 Speculates = Annotated[Any, WithJsonSchema({"anyOf": [_SPECULATION, {"type": "null"}]})]
 _SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
-_OLD = Field(deprecated=True, description="vLLM's older name for a field of structured_outputs.")
+_OLD = Field(json_schema_extra={"deprecated": True}, description="vLLM's older name for a field of structured_outputs.")
 _STRUCTURED: dict[str, Any] = {
     "type": "object",
     "description": "Exactly one of these; enable_in_reasoning holds the thought, too.",
