@@ -116,6 +116,7 @@ def differing(model: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
 @pytest.mark.parity
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_live(architecture: str, live_answers: Callable[[str], Answers], tmp_path: pathlib.Path) -> None:
+    """All architectures take twenty minutes of a processor: some twenty models each are loaded and compiled."""
     model = live_answers("config_fields")[architecture]
     assert overlooked(architecture, model) == []
     assert differing(model, tmp_path / architecture) == []

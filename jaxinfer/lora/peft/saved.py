@@ -8,18 +8,16 @@ head is the table of embeddings, that changes both.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Float32
 
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft.config import PeftConfig, ends_with
-from jaxinfer.lora.peft.places import Path, Place, Places
-from jaxinfer.lora.peft.tensors import AdapterFiles
-from jaxinfer.lora.peft.tokens import unit_of_rows
+from jaxinfer.lora.peft.config import ends_with
+from jaxinfer.lora.peft.places import Path, Place
+from jaxinfer.lora.peft.tokens import RowReader, unit_of_rows
 from jaxinfer.lora.peft.units import BIAS, OF_LORA, WEIGHT, Unit
 from jaxinfer.types import EMBEDDING, HEAD
 from jaxinfer.weights.errors import quoted
@@ -32,20 +30,8 @@ _KEY = "modules_to_save"
 _MERGE = "merge the adapter into the model (PEFT's merge_and_unload, then save_pretrained) and serve that"
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedReader:
-    """Reads units of the rows in which saved tables differ from the model's own.
-
-    Attributes:
-        max_rank: the largest rank that is served.
-        base: the model's own parameter at a path, for a reason that a message gives.
-    """
-
-    files: AdapterFiles
-    config: PeftConfig
-    places: Places
-    max_rank: int
-    base: Callable[[Path, str], np.ndarray]
+class SavedReader(RowReader):
+    """Reads units of the rows in which saved tables differ from the model's own."""
 
     def units(self) -> Iterator[Unit]:
         """All units of saved modules.

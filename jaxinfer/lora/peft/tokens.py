@@ -26,8 +26,8 @@ _KEY = "trainable_token_indices"
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenReader:
-    """Reads units of rows.
+class RowReader:
+    """What a reader of rows reads them from.
 
     Attributes:
         max_rank: the largest rank that is served.
@@ -39,6 +39,10 @@ class TokenReader:
     places: Places
     max_rank: int
     base: Callable[[Path, str], np.ndarray]
+
+
+class TokenReader(RowReader):
+    """Reads units of rows that the file has by their tokens."""
 
     def units(self) -> Iterator[Unit]:
         """All units of rows of the adapter.
