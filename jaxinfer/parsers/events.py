@@ -6,6 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxinfer.parsers.source import Markers
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Content:
@@ -88,13 +90,16 @@ class Emitter:
 
     Args:
         new_id: makes the id of the call of an index, where the model gives none.
+        hidden: markers, which are never content.
 
     Attributes:
         calls: how many have begun.
     """
 
-    def __init__(self, new_id: Callable[[int], str]) -> None:
+    def __init__(self, new_id: Callable[[int], str], hidden: Sequence[str] = ()) -> None:
         self.calls = 0
+        self._hidden: Markers | None = Markers(*hidden) if hidden else None
+        self._held = ""
         self._new_id = new_id
         self._events: list[Event] = []
         self._kind: type[Content] | type[Reasoning] | type[Arguments] = Content
@@ -103,7 +108,18 @@ class Emitter:
         self._space: list[str] = []
         self._open = self._written = False
 
+    def hide(self, markers: Markers) -> None:
+        """Hide these markers from now on."""
+        self._hidden = markers
+
     def content(self, text: str) -> None:
+        if self._hidden is not None:
+            text = self._hidden.pattern.sub("", self._held + text)
+            begun = self._hidden.begun(text, 0)  # a marker may stand within another one
+            text, self._held = text[: len(text) - begun], text[len(text) - begun :]
+        self._show(text)
+
+    def _show(self, text: str) -> None:
         if self._bare:
             self._space.append(text)
             if not text or text.isspace():
@@ -116,18 +132,12 @@ class Emitter:
         if self.calls:
             self._space = []
 
-    def closing(self, marker: str) -> None:
-        """A marker that closes a call: nothing, unless there was none."""
-        if self.calls:
-            self.gap()
-        else:
-            self.content(marker)
-
     def reasoning(self, text: str) -> None:
         self._add(Reasoning, text)
 
     def start(self, name: str, name_id: str | None = None) -> None:
         """Begin a call; the one before has ended."""
+        self._let_go()
         self._flush()
         self._space, self._bare, self._open, self._written = [], True, True, False
         self._events.append(CallStart(self.calls, name_id or self._new_id(self.calls), name))
@@ -149,10 +159,16 @@ class Emitter:
 
     def close(self, *, cut: bool) -> None:
         """End the answer: space alone is an answer, but not beside calls."""
+        self._let_go()
         self.end(cut=cut)
         if self._space and not self.calls:
             self._add(Content, "".join(self._space))
         self._space = []
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, ""
+        if held:
+            self._show(held)
 
     def drain(self) -> list[Event]:
         """The events since the last time."""

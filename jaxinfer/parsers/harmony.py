@@ -21,9 +21,10 @@ from jaxinfer.parsers.forms import (
     star,
     tag,
 )
-from jaxinfer.parsers.source import Markers, Sink, Source, Wait
+from jaxinfer.parsers.json_text import JsonReader
+from jaxinfer.parsers.source import Markers, Sink, Source, Wait, ignore
 from jaxinfer.parsers.tools import Tools
-from jaxinfer.parsers.values import NAME
+from jaxinfer.parsers.values import NAME, open_fence
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -31,7 +32,7 @@ _HEAD = Markers(_START, _CHANNEL, _MESSAGE, *_ENDS)
 _HEAD_END = Markers(_MESSAGE, *_ENDS)
 _BODY_END = Markers(_START, _CHANNEL, *_ENDS)
 _MAX_HEAD = 1024
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_RECIPIENT = re.compile(r"\bto\s*=\s*([^\s<{]+)")
 _ON = re.compile(r"<\|channel\|>\s*(\w+)")
 _FILLER = re.compile(r"\s*(?:assistant|analysis|commentary|final)\s*")
 _MAX_FILLER = 32
@@ -90,6 +91,10 @@ def _head(source: Source, emitter: Emitter, marker: str, content: _Paragraphs) -
     head, end = yield from source.gather(_HEAD_END, _MAX_HEAD)
     if end == _MESSAGE:
         return marker + head
+    if end is not None and "{" in head and _RECIPIENT.search(head):  # the marker in front of the message is missing
+        head, brace, body = head.partition("{")
+        source.unread(brace + body + end)
+        return marker + head
     if end is not None:
         content.begin()
         content(_NAME_OF_CHANNEL.sub("", head.rpartition(_CHANNEL)[2], count=1))
@@ -104,13 +109,14 @@ def _body(
     """Read a message. Returns what ends it, if that is the head of the next."""
     to, on = _RECIPIENT.search(head), _ON.search(head)
     name = _function(to[1], tools) if to else None
+    sink: Sink = ignore
     if name is not None:
         emitter.start(name)
-        sink: Sink = emitter.arguments
+        yield from open_fence(source)
+        yield from JsonReader(source, emitter.arguments, _BODY_END.texts).read()
     else:
-        paragraphs = sinks[0 if (on and on[1] == "analysis") or to else 1]
+        sink = paragraphs = sinks[0 if (on and on[1] == "analysis") or to else 1]
         paragraphs.begin()
-        sink = paragraphs
     marker = yield from source.until(_BODY_END, sink)
     if marker is not None:
         emitter.end()
@@ -120,8 +126,8 @@ def _body(
 def _function(recipient: str, tools: Tools) -> str | None:
     """The function's name; other recipients are the model's own tools, which nobody has here."""
     name = recipient.removeprefix(_FUNCTIONS)
-    known = recipient.startswith(_FUNCTIONS) or name in tools.names
-    return name if known and NAME.fullmatch(name) else None
+    unknown = name if recipient.startswith(_FUNCTIONS) and NAME.fullmatch(name) else None
+    return tools.named(recipient) or unknown
 
 
 # ---- its form, see `jaxinfer.parsers.forms.Form`

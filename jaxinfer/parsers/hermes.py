@@ -23,116 +23,109 @@ from jaxinfer.parsers.forms import (
     tag,
     unmarked,
 )
-from jaxinfer.parsers.source import Markers, Source, Wait
+from jaxinfer.parsers.json_text import JsonReader
+from jaxinfer.parsers.source import Markers, Source, Wait, ignore
 from jaxinfer.parsers.tools import Tools
-from jaxinfer.parsers.values import MAX_NAME, NAME, CallObject, Value
+from jaxinfer.parsers.values import BEHIND_CALLS, LANGUAGE, MAX_NAME, NAME, CallObject, call_objects, open_fence
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_TAGS = Markers(_OPEN, _CLOSE)
-_PYTHON_TAG = "<|python_tag|>"
-_LLAMA = Markers(_PYTHON_TAG, "{")
+_TAGS, _AGAIN = Markers(_OPEN, _CLOSE), Markers(_OPEN)
+_PYTHON_TAG, _FENCE = "<|python_tag|>", "```"
+_LLAMA = Markers(_PYTHON_TAG, _FENCE, "[", "{")
+_BRACKETS, _BRACE = Markers("[", "{"), Markers("{")
 _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_MISTRAL = Markers(_CALLS)
-_AFTER_NAME = Markers(_ID, _ARGS, _CALLS, "{")
-_AFTER_ID = Markers(_ARGS)
+_MISTRAL = Markers(_CALLS, _ID, _ARGS)
+_OBJECTS = ("{", '"{')  # also as a text
+_AFTER_NAME = Markers(_ID, _ARGS, _CALLS, *_OBJECTS)
+_AFTER_ID = Markers(_ARGS, *_OBJECTS)
 
 
 def hermes(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``. What is no call stays text, its tag included."""
+    """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``. What is no call stays text, without its tags."""
     while marker := (yield from source.until(_TAGS, emitter.content)):
-        if marker == _CLOSE:
-            emitter.closing(marker)
-            continue
-        source.copy(marker)
-        found = yield from _tagged(source, emitter)
-        while found:
-            source.copy()
-            yield from source.skip_space()
-            found = (yield from source.starts(",")) and (yield from _tagged(source, emitter))
-        emitter.content(source.copied())
+        if marker == _OPEN:
+            yield from tagged_objects(source, emitter, tools)
+        else:
+            emitter.gap()
 
 
-def _tagged(source: Source, emitter: Emitter) -> Wait[bool]:
-    """Read a call: some models put several into a tag, with commas between."""
-    yield from source.skip_space()
-    return (yield from source.starts("{")) and (yield from CallObject(source, emitter, stop=_CLOSE, bare=True).read())
+def tagged_objects(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
+    """Read what stands in a tag: some models put several calls into one."""
+    yield from call_objects(source, emitter, tools, (_CLOSE,), _AGAIN)
 
 
 def llama3_json(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``{"name": ..., "parameters": ...}``, anywhere, several with ";" between; Llama 3.1 puts its tag in front.
+    """``{"name": ..., "parameters": ...}``, anywhere, in a list or several with ";" or "," between; Llama 3.1 puts its
+    tag in front.
 
     Since nothing marks them, objects are calls only if their function is one of the request's.
     """
     while marker := (yield from source.until(_LLAMA, emitter.content)):
         if marker == _PYTHON_TAG:
+            emitter.gap()
             continue
         source.copy(marker)
-        found = yield from CallObject(source, emitter, tools.know).read()
-        text = source.copied()
-        if found:
+        if marker == _FENCE:
+            yield from source.skip(LANGUAGE)
             yield from source.skip_space()
-            yield from source.starts(";")
-            continue
-        emitter.content(text)
-        if '"' in text and not text.endswith("}"):  # an object of another kind: what is in it is none either
-            yield from Value(source, emitter.content).nested(depth=1)
+            marker = yield from source.which(_BRACKETS)
+        if marker == "[":
+            yield from source.skip_space()
+            marker = yield from source.which(_BRACE)
+        if marker == "{" and (yield from CallObject(source, emitter, tools, marked=False).read()):
+            source.copied()
+            yield from source.skip(BEHIND_CALLS)
+        else:
+            yield from _other(source, emitter, source.copied(), inside=marker == "{")
+
+
+def _other(source: Source, emitter: Emitter, text: str, *, inside: bool) -> Wait[None]:
+    """Read on in what is no call: in an object of another kind there is none either."""
+    emitter.content(text)
+    if inside and '"' in text and not text.endswith("}"):
+        source.echo(emitter.content)
+        yield from JsonReader(source, ignore).read_on()
+        source.copied()
 
 
 def mistral(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     """``[TOOL_CALLS][{"name": ..., "arguments": ...}, ...]``, and since its tokenizer of version 11
     ``[TOOL_CALLS]name{...}`` or ``[TOOL_CALLS]name[ARGS]{...}``, once for each call."""
     while marker := (yield from source.until(_MISTRAL, emitter.content)):
-        source.copy(marker)
-        yield from source.skip_space()
-        while (yield from source.starts(_CALLS)):  # some write it twice
-            yield from source.skip_space()
-        found = yield from _mistral_calls(source, emitter)
-        text = source.copied()
-        if not found:
-            emitter.content(text)
+        if marker != _CALLS or (yield from source.look(_next_is(source, _CALLS))):  # some write it twice
+            emitter.gap()
+        elif (yield from source.look(_next_is(source, "[", "{", _FENCE))):
+            yield from call_objects(source, emitter, tools, (_CALLS,))
+        else:
+            yield from _named(source, emitter, tools)
 
 
-def _mistral_calls(source: Source, emitter: Emitter) -> Wait[bool]:
-    if (yield from source.starts("[")):
-        return (yield from _listed(source, emitter))
-    if (yield from source.starts("{")):  # an object without its list
-        return (yield from CallObject(source, emitter, stop=_CALLS).read())
-    return (yield from _named(source, emitter))
-
-
-def _listed(source: Source, emitter: Emitter) -> Wait[bool]:
-    while True:
-        yield from source.skip_space()
-        if (yield from source.starts("]")):
+def _next_is(source: Source, *texts: str) -> Wait[bool]:
+    yield from source.skip_space()
+    for text in texts:
+        if (yield from source.starts(text)):
             return True
-        if not (yield from source.starts("{")) or not (yield from CallObject(source, emitter, stop=_CALLS).read()):
-            return False
-        source.copy()
-        yield from source.skip_space()
-        yield from source.starts(",")
+    return False
 
 
-def _named(source: Source, emitter: Emitter) -> Wait[bool]:
+def _named(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
+    source.copy()
     name, marker = yield from source.gather(_AFTER_NAME, MAX_NAME)
     name_id = None
     if marker == _ID:
         name_id, marker = yield from source.gather(_AFTER_ID, MAX_NAME)
-    if marker not in (_ARGS, "{") or not NAME.fullmatch(name.strip()):
-        return False
-    emitter.start(name.strip(), name_id)
-    yield from _named_arguments(source, emitter, marker)
-    return True
-
-
-def _named_arguments(source: Source, emitter: Emitter, marker: str) -> Wait[None]:
-    """Read an object whose bracket may be the marker that came last."""
-    value = Value(source, emitter.arguments, _CALLS)
-    if marker == "{":
-        emitter.arguments(marker)
-        yield from value.nested(depth=1)
-    elif (yield from source.peek(1)):
-        yield from source.skip_space()
-        yield from value.read()
+    text, known = source.copied(), tools.named(name)
+    if marker == _CALLS:
+        text = text.removesuffix(marker)
+        source.unread(marker)
+    if marker not in (_ARGS, *_OBJECTS) or not (known or NAME.fullmatch(name.strip())):
+        emitter.content(text)
+        return
+    if marker != _ARGS:
+        source.unread(marker)
+    emitter.start(known or name.strip(), name_id)
+    yield from open_fence(source)
+    yield from JsonReader(source, emitter.arguments, (_CALLS,)).read()
     if (yield from source.peek(1)):
         emitter.end()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxinfer.parsers.events import Content, Emitter, Event
@@ -29,11 +29,11 @@ class ProgramParser:
     """Parser that is a program's.
 
     Args:
-        new_id: see `Emitter`.
+        new_id, hidden: see `Emitter`.
     """
 
-    def __init__(self, program: Program, new_id: Callable[[int], str]) -> None:
-        self._source, self._emitter = Source(), Emitter(new_id)
+    def __init__(self, program: Program, new_id: Callable[[int], str], hidden: Sequence[str] = ()) -> None:
+        self._source, self._emitter = Source(), Emitter(new_id, hidden)
         self._running = program(self._source, self._emitter)
 
     def feed(self, text: str) -> list[Event]:
@@ -42,7 +42,7 @@ class ProgramParser:
         return self._emitter.drain()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        self._source.end()
+        self._source.end(cut=cut)
         next(self._running, None)
         self._emitter.close(cut=cut)
         return self._emitter.drain()

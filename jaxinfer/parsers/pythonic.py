@@ -26,13 +26,14 @@ from jaxinfer.parsers.forms import (
 from jaxinfer.parsers.literals import MOST_PARAMETERS, Literals, listed
 from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import MOST_PYTHON, Tools, literal_json, parsed, quoted
-from jaxinfer.parsers.values import MAX_NAME
+from jaxinfer.parsers.values import LANGUAGE, MAX_NAME, close_fence
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
-_LIST = Markers(_BEGIN, _END, "[")
+_FENCE = "```"
+_LIST = Markers(_BEGIN, _END, _FENCE, "[")
 _AFTER_NAME = re.compile(r"[^\w.]")
 _BRACKETS = re.compile(r"""["'(\[{)\]}]""")
-_QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
+_QUOTES = {quote: re.compile(rf"[{quote}\\\n]") for quote in "'\""}
 _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
@@ -40,11 +41,17 @@ def pythonic(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     """A list of calls with literals by name, anywhere. Each comes out when it is whole: only then is it known to be
     one. Since nothing marks them, they are calls only if their function is one of the request's."""
     while marker := (yield from source.until(_LIST, emitter.content)):
-        if marker != "[":
+        if marker in (_BEGIN, _END):
             emitter.gap()
             continue
         source.copy(marker)
-        yield from _list(source, emitter, tools)
+        if marker == _FENCE:
+            yield from source.skip(LANGUAGE)
+            yield from source.skip_space()
+        if marker == "[" or (yield from source.starts("[")):
+            yield from _list(source, emitter, tools)
+        else:
+            emitter.content(source.copied())
 
 
 def _list(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
@@ -59,9 +66,14 @@ def _list(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
         if (yield from source.starts("]")):
             break
         yield from source.starts(",")
+        yield from source.skip_space()
+        if (yield from source.starts("]")):
+            break
     text = source.copied()
     if is_call is None or emitter.calls == calls:
         emitter.content(text)
+    else:
+        yield from source.attempt(close_fence(source))
 
 
 def _call(source: Source, emitter: Emitter, tools: Tools) -> Wait[bool | None]:
@@ -70,15 +82,15 @@ def _call(source: Source, emitter: Emitter, tools: Tools) -> Wait[bool | None]:
     parts: list[str] = []
     if (yield from source.scan(_AFTER_NAME, parts.append)) != "(":
         return None
-    name = "".join(parts)
-    if not name or len(name) > MAX_NAME or not tools.know(name):
+    head = "".join(parts)
+    if not head or len(head) > MAX_NAME or not tools.know(head):
         return None
     size = yield from _parenthesis(source, parts)
     if size is None:
         return None
     arguments = _arguments("".join(parts)) if size <= MOST_PYTHON else None
     if arguments is not None:
-        emitter.start(name)
+        emitter.start(tools.named(head) or head)
         emitter.arguments(arguments)
         emitter.end()
     return arguments is not None
@@ -119,6 +131,8 @@ def _string(source: Source, parts: list[str], quote: str) -> Wait[None]:
             parts.append(end)
             return
         parts.append(source.take(1))
+        if character == "\n" and end == quote:  # which Python has as an escape alone
+            parts[-1] = "\\n"
         if character == "\\":
             yield from source.peek(1)
             parts.append(source.take(1))
@@ -129,13 +143,13 @@ def _arguments(call: str) -> str | None:
     node = parsed(call)
     if not isinstance(node, ast.Call) or node.args:
         return None
-    found = []
+    found: dict[str, str] = {}
     for each in node.keywords:
         value = literal_json(each.value)
         if each.arg is None or value is None:
             return None
-        found.append(f'"{quoted(each.arg)}": {value}')
-    return f"{{{', '.join(found)}}}"
+        found.setdefault(quoted(each.arg), value)
+    return f"{{{', '.join(f'"{name}": {value}' for name, value in found.items())}}}"
 
 
 # ---- its form, see `jaxinfer.parsers.forms.Form`

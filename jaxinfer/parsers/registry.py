@@ -19,10 +19,18 @@ from jaxinfer.parsers.pythonic import pythonic, pythonic_form
 from jaxinfer.parsers.response_template.regions import TemplateParser
 from jaxinfer.parsers.response_template.template import ResponseTemplate
 from jaxinfer.parsers.source import Source, Wait
-from jaxinfer.parsers.tagged import glm45, glm45_form, qwen3_coder, qwen3_coder_form
-from jaxinfer.parsers.thought import Thought
+from jaxinfer.parsers.tagged import (
+    function_follows,
+    glm45,
+    glm45_form,
+    pair_follows,
+    qwen3_coder,
+    qwen3_coder_form,
+)
+from jaxinfer.parsers.thought import NO_SIGNS, Sign, Thought
 from jaxinfer.parsers.tokens import deepseek, deepseek_v3_form, deepseek_v31_form, kimi_k2, kimi_k2_form
 from jaxinfer.parsers.tools import Tools
+from jaxinfer.parsers.values import object_follows
 
 AUTO, OFF = "auto", "off"
 OPENAI, GPT_OSS = "openai", "openai_gptoss"
@@ -110,14 +118,24 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
     "qwen3_coder": _TOOL_CALL,
 }
 
-# Texts that nobody writes without meaning a call: models call within a thought that they have not closed.
-_CALL_SIGNS: Mapping[str, tuple[str, ...]] = {
-    "deepseek_v3": _DEEPSEEK[:1],
-    "deepseek_v31": _DEEPSEEK[:1],
-    "hermes": tuple(f'<tool_call>{space}{{"name"' for space in ("", "\n")),
-    "kimi_k2": (f"<|tool_{_KIMI[0]}|>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "qwen3_coder": tuple(f"<tool_call>{space}<function=" for space in ("", "\n")),
+
+def _always(source: Source) -> Wait[bool]:
+    yield from ()
+    return True
+
+
+# What begins a call also within a thought that the model has not closed: special tokens, and tags with a call behind.
+_CALL_SIGNS: Mapping[str, Mapping[str, Sign]] = {
+    "deepseek_v3": dict.fromkeys((_DEEPSEEK[0], _DEEPSEEK[2]), _always),
+    "deepseek_v31": dict.fromkeys((_DEEPSEEK[0], _DEEPSEEK[2]), _always),
+    "glm45": {_TOOL_CALL[0]: pair_follows},
+    "glm47": {_TOOL_CALL[0]: pair_follows},
+    "hermes": {_TOOL_CALL[0]: object_follows},
+    "kimi_k2": dict.fromkeys((f"<|tool_{_KIMI[0]}|>", f"<|tool_{_KIMI[2]}|>"), _always),
+    "llama4_pythonic": {_PYTHON[0]: _always},
+    "mistral": {"[TOOL_CALLS]": _always},
+    "pythonic": {_PYTHON[0]: _always},
+    "qwen3_coder": {_TOOL_CALL[0]: function_follows},
 }
 
 PROMPT_TOKENS = 16
@@ -187,7 +205,7 @@ class Parsers:
         thought = self.thought
         if thought is None:
             return None
-        signs = _CALL_SIGNS.get(self.tool_calls or "", ()) if tools is not None else ()
+        signs = _CALL_SIGNS.get(self.tool_calls or "", NO_SIGNS) if tools is not None else NO_SIGNS
         return ProgramParser(functools.partial(thought.read, prompt=prompt, calls=signs), str)
 
     def _carried(self, tools: Tools, prompt: str, new_id: Callable[[int], str] | None) -> Parser:
@@ -200,7 +218,8 @@ class Parsers:
 
     def _program(self, read: ToolFormat, tools: Tools, new_id: Callable[[int], str] | None) -> Parser:
         made = new_id or (_short_id if self.tool_calls == "mistral" else _long_id)
-        return ProgramParser(functools.partial(read, tools=tools), made)
+        hidden = _MARKERS.get(OPENAI if read is harmony else self.tool_calls or "", ())
+        return ProgramParser(functools.partial(read, tools=tools), made, hidden)
 
 
 def chosen(tool_calls: str, reasoning: str, template: str, carried: ResponseTemplate | None = None) -> Parsers:

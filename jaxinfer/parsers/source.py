@@ -27,6 +27,7 @@ class Markers:
         for marker in markers:
             if not marker or any(other != marker and other.startswith(marker) for other in markers):
                 raise ValueError(f"the marker {marker!r} begins another")
+        self.texts = markers
         self.pattern = re.compile("|".join(map(re.escape, markers)))
         self._longest = max(map(len, markers))
         self._beginnings = {marker[:size] for marker in markers for size in range(1, len(marker))}
@@ -38,29 +39,71 @@ class Markers:
 
 
 class Source:
-    """The text so far, from where it has been read to."""
+    """The text so far, from where it has been read to.
+
+    Attributes:
+        position: how many characters were read.
+        cut: the text has ended before the model ended it.
+    """
 
     def __init__(self) -> None:
         self._text, self._at, self._ended = "", 0, False
-        self._copy: list[str] | None = None
+        self._copy: Sink | None = None
+        self._copied: list[str] = []
+        self.position, self.cut = 0, False
 
     def add(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
 
-    def end(self) -> None:
+    def end(self, *, cut: bool = False) -> None:
         """There will be no more."""
-        self._ended = True
+        self._ended, self.cut = True, cut
 
     # ---- what may have to be given back
 
     def copy(self, text: str = "") -> None:
         """Begin to copy what is read, behind ``text``."""
-        self._copy = [text]
+        self._copied = [text]
+        self._copy = self._copied.append
 
     def copied(self) -> str:
         """The copy, which ends."""
-        parts, self._copy = self._copy or [], None
+        parts, self._copied, self._copy = self._copied, [], None
         return "".join(parts)
+
+    def echo(self, sink: Sink) -> None:
+        """Let a sink have what is read, until `copied`."""
+        self._copied, self._copy = [], sink
+
+    def unread(self, text: str) -> None:
+        """Give back the marker that was read last."""
+        if self._copied and self._copied[-1] == text:
+            self._copied.pop()
+        self._give_back(text)
+
+    def _give_back(self, text: str) -> None:
+        self._text, self._at = text + self._text[self._at :], 0
+        self.position -= len(text)
+
+    def look[T](self, reader: Wait[T]) -> Wait[T]:
+        """The result of a reader, whose text stays unread."""
+        return (yield from self._tried(reader, lambda found: False))
+
+    def attempt[T](self, reader: Wait[T]) -> Wait[T]:
+        """The result of a reader, whose text stays unread where that is false."""
+        return (yield from self._tried(reader, bool))
+
+    def _tried[T](self, reader: Wait[T], keep: Callable[[T], bool]) -> Wait[T]:
+        outer = self._copy, self._copied
+        self.copy()
+        found = yield from reader
+        text = self.copied()
+        self._copy, self._copied = outer
+        if not keep(found):
+            self._give_back(text)
+        elif self._copy is not None:
+            self._copy(text)
+        return found
 
     # ---- reading
 
@@ -68,8 +111,9 @@ class Source:
         """Read so many characters that are there."""
         text = self._text[self._at : self._at + count]
         self._at += count
+        self.position += len(text)
         if self._copy is not None:
-            self._copy.append(text)
+            self._copy(text)
         return text
 
     def more(self) -> Wait[bool]:
@@ -101,12 +145,28 @@ class Source:
             self.take(len(marker))
         return found
 
-    def skip_space(self) -> Wait[None]:
+    def skip(self, run: re.Pattern[str]) -> Wait[None]:
+        """Read all characters of a class. ``run``: any number of them."""
         while True:
-            match = _SPACE.match(self._text, self._at)
+            match = run.match(self._text, self._at)
             self.take(match.end() - self._at if match else 0)
             if self._at < len(self._text) or not (yield from self.more()):
                 return
+
+    def skip_space(self) -> Wait[None]:
+        yield from self.skip(_SPACE)
+
+    def ended(self) -> Wait[bool]:
+        """Whether nothing but space comes."""
+        yield from self.skip_space()
+        return not (yield from self.peek(1))
+
+    def which(self, markers: Markers) -> Wait[str]:
+        """Read the marker that comes next; "": none does."""
+        for marker in markers.texts:
+            if (yield from self.starts(marker)):
+                return marker
+        return ""
 
     def scan(self, character: re.Pattern[str], sink: Sink) -> Wait[str]:
         """Read up to a character of a class, which stays unread. Returns it; "": there is none."""

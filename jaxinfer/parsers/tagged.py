@@ -27,153 +27,420 @@ from jaxinfer.parsers.forms import (
     star,
     tag,
 )
-from jaxinfer.parsers.source import Markers, Source, Wait, ignore
+from jaxinfer.parsers.source import Markers, Sink, Source, Wait, ignore
 from jaxinfer.parsers.tools import STRING, Tools, json_value, quoted
-from jaxinfer.parsers.values import MAX_NAME, NAME
+from jaxinfer.parsers.values import MAX_NAME, NAME, call_objects, object_follows, open_fence
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_QWEN = Markers(_OPEN, _CLOSE, _FUNCTION)
-_ANGLE = Markers(">")
-_WITHIN = Markers(_PARAMETER, _FUNCTION_END, _CLOSE)
-# A model may forget to close a parameter: then the next one, or the function's end, closes it.
+_QWEN_TEXT = Markers(_OPEN, _CLOSE, _FUNCTION)
+_QWEN_TAGS = (_OPEN, _CLOSE, _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END)
+_QWEN = Markers(*_QWEN_TAGS)
 _ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _CLOSE)
-_VALUE_END = Markers(*_ENDS, *(f"\n{end}" for end in _ENDS))
+_QWEN_VALUE = Markers(*_QWEN_TAGS, *(f"\n{tag}" for tag in _QWEN_TAGS))
+_CLOSERS = (_PARAMETER_END, _FUNCTION_END, _CLOSE)
+_FILLER = re.compile(r"[\s=\"'>]*")
+_NAME_END = Markers(">", "\n", "<")
+_AROUND_KEY = " \t\r\n\"'"
 
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _GLM_VALUE_END = "<arg_value>", "</arg_value>"
-_GLM = Markers(_OPEN, _CLOSE)
-_AFTER_GLM_NAME = Markers(_KEY, _CLOSE, "\n")
-_GLM_WITHIN = Markers(_KEY, _CLOSE)
-_AFTER_KEY = Markers(_KEY_END, _VALUE, _CLOSE)
-_BEFORE_VALUE = Markers(_VALUE, _CLOSE)
-_AFTER_VALUE = Markers(_GLM_VALUE_END)
+_GLM_TAGS = (_OPEN, _CLOSE, _KEY, _KEY_END, _VALUE, _GLM_VALUE_END)
+_GLM = Markers(*_GLM_TAGS)
+_GLM_VALUES = Markers(*_GLM_TAGS, *(f"\n{tag}" for tag in (_KEY, _CLOSE, _OPEN)))
+_BEFORE_VALUE = Markers(_KEY_END, _VALUE)
+_GLM_HEAD = Markers(*_GLM_TAGS, "\n")
+_AGAIN = Markers(_OPEN)
 
 
 class _Object:
     """Writer of a call's arguments, of texts whose types the function's schema tells. Strings come out as they come in.
+    Of a parameter that is named twice the first counts.
 
     Args:
+        tags: of the format, which stand in no value but a string.
         loose: parameters without a known type are read as JSON where they are JSON; else they are strings.
     """
 
-    def __init__(self, emitter: Emitter, tools: Tools, name: str, *, loose: bool) -> None:
+    def __init__(self, emitter: Emitter, tools: Tools, name: str, tags: Markers, *, loose: bool) -> None:
         self._emitter, self._tools, self._name, self._loose = emitter, tools, name, loose
-        self._first = True
+        self._tags = tags.pattern
+        self._keys: set[str] = set()
         self._types: frozenset[str] = frozenset()
         self._text: list[str] | None = None
+        self._emit: Sink = emitter.arguments
+
+    def has(self, parameter: str) -> bool:
+        """Whether the function has this parameter, or nothing is known of them."""
+        known = self._tools.parameters(self._name)
+        return parameter in known or not known
+
+    def __bool__(self) -> bool:
+        """Whether there is an argument."""
+        return bool(self._keys)
 
     def key(self, parameter: str) -> None:
         """Begin a parameter."""
-        self._emitter.arguments(f"{'{' if self._first else ', '}{json.dumps(parameter, ensure_ascii=False)}: ")
-        self._first = False
+        self._emit = ignore if parameter in self._keys else self._emitter.arguments
+        self._emit(f'{", " if self._keys else "{"}"{quoted(parameter)}": ')
+        self._keys.add(parameter)
         self._types = self._tools.types(self._name, parameter)
         as_string = self._types == {STRING} or not (self._types or self._loose)
         self._text = None if as_string else []
         if as_string:
-            self._emitter.arguments('"')
+            self._emit('"')
 
     def value(self, text: str) -> None:
         """More of the parameter's text."""
         if self._text is None:
-            self._emitter.arguments(quoted(text))
+            self._emit(quoted(text))
         else:
             self._text.append(text)
 
     def value_end(self) -> None:
-        written = '"' if self._text is None else json_value("".join(self._text), self._types)
-        self._emitter.arguments(written)
+        self._emit('"' if self._text is None else self._typed("".join(self._text)))
+
+    def _typed(self, text: str) -> str:
+        written = json_value(text, self._types)
+        if written.startswith('"') and STRING not in self._types:
+            between = next((part for part in self._tags.split(text) if part.strip()), text)
+            return json_value(between, self._types)
+        return written
 
     def end(self) -> None:
-        if not self._first:
+        if self._keys:
             self._emitter.arguments("}")
         self._emitter.end()
 
 
+class _TaggedValue:
+    """Reader of values without quotes, up to the tags that end them. Which tags do is decided by what follows.
+
+    A tag ends a value for certain where the rest of the call follows. One that other text follows may be text itself:
+    it is kept back until a tag ends the value for certain (then it was text), or until the next call or the end (then
+    it was a tag).
+
+    Args:
+        tags: of the format.
+        ends: whether a tag that was read ends the value; None: that is not certain.
+        begins: whether behind a tag a call begins.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tags: Markers,
+        ends: Callable[[str], Wait[bool | None]],
+        begins: Callable[[str], Wait[bool]],
+    ) -> None:
+        self._source, self._tags, self._ends, self._begins = source, tags, ends, begins
+        self._decided = 0  # up to here what is kept back was no text
+
+    def read(self, sink: Sink) -> Wait[str | None]:
+        """Read a value. Returns the tag that ends it; None: the text ends first."""
+        kept: list[str] = []
+        while marker := (yield from self._source.until(self._tags, kept.append if kept else sink)):
+            ends = yield from self._source.look(self._ends(marker))
+            if ends or (ends is None and self._source.position <= self._decided):
+                for text in kept:
+                    sink(text)
+                return marker
+            if kept and (yield from self._source.look(self._begins(marker))):
+                return self._cut([*kept, marker])
+            if ends is None or kept:
+                kept.append(marker)
+            else:
+                sink(marker)
+        return self._cut(kept) if kept else None
+
+    def _cut(self, kept: list[str]) -> str:
+        """End the value at the tag that was kept back first."""
+        self._decided = self._source.position
+        self._source.unread("".join(kept[1:]))
+        return kept[0]
+
+
+class _Calls:
+    """What the readers of both formats share.
+
+    Args:
+        loose: see `_Object`.
+    """
+
+    tags: Markers
+    value_tags: Markers
+
+    def __init__(self, source: Source, emitter: Emitter, tools: Tools, *, loose: bool) -> None:
+        self._source, self._emitter, self._tools = source, emitter, tools
+        self._arguments = _Object(emitter, tools, "", self.tags, loose=loose)
+        self._loose = loose
+        self._value = _TaggedValue(source, self.value_tags, self._ends, self._begins)
+
+    def _ends(self, marker: str) -> Wait[bool | None]:
+        raise NotImplementedError
+
+    def _begins(self, marker: str) -> Wait[bool]:
+        raise NotImplementedError
+
+    def _start(self, name: str) -> None:
+        self._emitter.start(name)
+        self._arguments = _Object(self._emitter, self._tools, name, self.tags, loose=self._loose)
+
+    def _read_value(self) -> Wait[str | None]:
+        """Read a value of the parameter that has begun. Returns the tag that comes next."""
+        marker = yield from self._value.read(self._arguments.value)
+        if marker is not None or not self._source.cut:
+            self._arguments.value_end()
+        return None if marker is None else marker.removeprefix("\n")
+
+    def _over(self) -> Wait[bool | None]:
+        """Whether the call is over: the next one follows, or nothing. None: other text does."""
+        if (yield from self._source.ended()):
+            return True
+        marker = yield from self._source.which(self.tags)
+        return (bool(marker) and (yield from self._begins(marker))) or None
+
+    def _end(self, text: str, marker: str | None) -> None:
+        """End the call at a tag, or at the end of the text, where other text may stand in front."""
+        if marker is None and self._source.cut:
+            return
+        self._arguments.end()
+        if marker is None:
+            self._emitter.content(text)
+        elif marker in (_OPEN, _FUNCTION):
+            self._source.unread(marker)
+
+    def _objects(self) -> Wait[bool]:
+        """Read calls in JSON, if they are."""
+        is_json = yield from self._source.look(_is_json(self._source))
+        if is_json:
+            yield from call_objects(self._source, self._emitter, self._tools, (_CLOSE,), _AGAIN)
+        return is_json
+
+
+def _is_json(source: Source) -> Wait[bool]:
+    yield from open_fence(source)
+    return (yield from source.peek(1)) in ("{", "[")
+
+
+class _Qwen(_Calls):
+    tags, value_tags = _QWEN, _QWEN_VALUE
+    _line = False
+
+    def read(self) -> Wait[None]:
+        markers = _QWEN_TEXT
+        while marker := (yield from self._source.until(markers, self._emitter.content)):
+            if marker == _FUNCTION:
+                yield from self._call("")
+            elif marker == _OPEN:
+                self._emitter.hide(_QWEN)
+                markers = _QWEN
+                if not (yield from self._objects()):
+                    yield from self._call(marker)
+            else:
+                self._emitter.gap()
+
+    def _call(self, opened: str) -> Wait[None]:
+        self._source.copy("" if opened else _FUNCTION)
+        if opened:
+            yield from self._source.skip_space()
+        name, marker = yield from self._head(opened)
+        text = self._source.copied()
+        if name is None:
+            self._emitter.content(text)
+        else:
+            self._start(name)
+            yield from self._parameters(marker)
+
+    def _head(self, opened: str) -> Wait[tuple[str | None, str]]:
+        """Read the function's name, and a parameter's tag where one stands in its place."""
+        if opened and (yield from self._source.starts(_PARAMETER)):
+            key = yield from self._source.look(self._key())
+            return self._tools.with_parameter(key or ""), _PARAMETER
+        if opened:
+            yield from self._source.starts("<function")
+            yield from self._source.skip(_FILLER)
+        text, end = yield from self._source.gather(_NAME_END, MAX_NAME)
+        known, name = self._tools.named(text), text.strip(_AROUND_KEY)
+        if end == "<":
+            self._source.unread(end)
+        is_name = known or (end == ">" and name == text and NAME.fullmatch(name))
+        return (known or name if is_name else None), ""
+
+    def _parameters(self, marker: str | None) -> Wait[None]:
+        text: list[str] = []
+        while marker not in (_FUNCTION_END, _CLOSE, _OPEN, None) and not (marker == _FUNCTION and self._arguments):
+            if marker == _PARAMETER:
+                marker = yield from self._parameter()
+            else:
+                text.clear()
+                marker = yield from self._source.until(_QWEN, text.append)
+        self._end("".join(text), marker)
+
+    def _parameter(self) -> Wait[str | None]:
+        key = yield from self._key()
+        if key is None:
+            return None
+        self._arguments.key(key)
+        self._line = yield from self._source.starts("\n")
+        return (yield from self._read_value())
+
+    def _key(self) -> Wait[str | None]:
+        key, end = yield from self._source.gather(_NAME_END, MAX_NAME)
+        if end == "<":
+            self._source.unread(end)
+        return None if end is None else key.strip(_AROUND_KEY)
+
+    def _ends(self, marker: str) -> Wait[bool | None]:
+        tag = marker.removeprefix("\n")
+        if tag == _PARAMETER:
+            return (marker != tag or not self._line) and (yield from self._is_parameter())
+        if tag not in _CLOSERS:
+            return False
+        yield from self._source.skip_space()
+        if tag == _PARAMETER_END and (yield from self._source.starts(_PARAMETER)):
+            return (yield from self._is_parameter()) or None
+        for closer in _CLOSERS[_CLOSERS.index(tag) + 1 :]:
+            yield from self._source.starts(closer)
+            yield from self._source.skip_space()
+        return (yield from self._over())
+
+    def _is_parameter(self) -> Wait[bool]:
+        key = yield from self._key()
+        return key is not None and self._arguments.has(key)
+
+    def _begins(self, marker: str) -> Wait[bool]:
+        tag = marker.removeprefix("\n")
+        if tag == _OPEN:
+            yield from self._source.skip_space()
+            tag = _FUNCTION if (yield from self._source.starts(_FUNCTION)) else ""
+        return tag == _FUNCTION and self._tools.named((yield from self._key()) or "") is not None
+
+
 def qwen3_coder(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     """``<tool_call><function=f><parameter=p>...</parameter></function></tool_call>``; the outer tag may be missing."""
-    while marker := (yield from source.until(_QWEN, emitter.content)):
-        if marker == _CLOSE:
-            emitter.closing(marker)
-            continue
-        source.copy(marker)
-        name = yield from _qwen_name(source, opened=marker == _FUNCTION)
-        text = source.copied()
-        if name is None:
-            emitter.content(text)
-        else:
-            emitter.start(name)
-            yield from _parameters(source, _Object(emitter, tools, name, loose=False))
+    yield from _Qwen(source, emitter, tools, loose=False).read()
 
 
-def _qwen_name(source: Source, *, opened: bool) -> Wait[str | None]:
+def function_follows(source: Source) -> Wait[bool]:
+    """Whether the tag of a function follows, or JSON of a call."""
     yield from source.skip_space()
-    if not opened and not (yield from source.starts(_FUNCTION)):
-        return None
-    name, angle = yield from source.gather(_ANGLE, MAX_NAME)
-    return name if angle is not None and NAME.fullmatch(name) else None
+    return (yield from source.starts(_FUNCTION)) or (yield from object_follows(source))
 
 
-def _parameters(source: Source, arguments: _Object) -> Wait[None]:
-    marker = yield from source.until(_WITHIN, ignore)
-    while marker == _PARAMETER:
-        marker = yield from _parameter(source, arguments)
-    yield from _close(source, arguments, marker)
+class _Glm(_Calls):
+    tags, value_tags = _GLM, _GLM_VALUES
 
+    def read(self) -> Wait[None]:
+        while marker := (yield from self._source.until(_GLM, self._emitter.content)):
+            if marker != _OPEN:
+                self._emitter.gap()
+            elif not (yield from self._objects()):
+                yield from self._call()
 
-def _parameter(source: Source, arguments: _Object) -> Wait[str | None]:
-    """Read one, behind the tag that begins it. Returns the tag that comes next."""
-    key, angle = yield from source.gather(_ANGLE, MAX_NAME)
-    if angle is None:
-        return None
-    arguments.key(key)
-    yield from source.starts("\n")
-    end = yield from source.until(_VALUE_END, arguments.value)
-    if end is None:
-        return None
-    arguments.value_end()
-    end = end.removeprefix("\n")
-    return (yield from source.until(_WITHIN, ignore)) if end == _PARAMETER_END else end
+    def _call(self) -> Wait[None]:
+        self._source.copy()
+        yield from self._source.skip_space()
+        name, marker = yield from self._head()
+        text = self._source.copied()
+        if name is None:
+            self._emitter.content(text)
+        else:
+            self._start(name)
+            yield from self._pairs(marker)
 
+    def _head(self) -> Wait[tuple[str | None, str | None]]:
+        """Read the function's name and the tag behind it."""
+        text, marker = yield from self._source.gather(_GLM_HEAD, MAX_NAME)
+        name = text.strip()
+        if marker == "\n":
+            yield from self._source.skip_space()
+            marker = yield from self._source.which(_GLM)
+        if marker == _KEY and not name:
+            key, _ = yield from self._source.look(self._source.gather(_GLM, MAX_NAME))
+            return self._tools.with_parameter(key.strip()), marker
+        if marker == _KEY_END:  # the tag in front of the first key is missing
+            name, key = next(
+                ((each, name[len(each) :]) for each in self._tools.names if self._is_call(each, name)), (name, "")
+            )
+            self._source.unread(key + marker)
+            marker = ""
+        elif marker == _OPEN:
+            self._source.unread(marker)
+        known = self._tools.named(name)
+        is_name = known or (marker in (_KEY, _CLOSE) and NAME.fullmatch(name))
+        return (known or name if is_name and marker is not None else None), marker
 
-def _close(source: Source, arguments: _Object, marker: str | None) -> Wait[None]:
-    """End the arguments, unless the text has ended within them."""
-    if marker is not None or (yield from source.peek(1)):
-        arguments.end()
+    def _is_call(self, name: str, text: str) -> bool:
+        return text.startswith(name) and text[len(name) :].strip() in self._tools.parameters(name)
+
+    def _pairs(self, marker: str | None) -> Wait[None]:
+        text: list[str] = []
+        key = ""
+        while marker is not None and marker not in (_CLOSE, _OPEN):
+            if marker == _KEY:
+                key, marker = yield from self._source.gather(_GLM, MAX_NAME)
+                continue
+            if marker in (_KEY_END, _VALUE):
+                marker = yield from self._pair((key or "".join(text)).strip(), marker)
+                key = ""
+                text.clear()
+                continue
+            text.clear()
+            marker = yield from self._source.until(_GLM, text.append)
+        self._end("".join(text), marker)
+
+    def _pair(self, key: str, marker: str) -> Wait[str | None]:
+        """Read a value behind the tag that ends its key, or that begins the value."""
+        while marker == _KEY_END:
+            yield from self._source.skip_space()
+            following = yield from self._source.look(self._source.which(_GLM))
+            if following in (_KEY, _CLOSE, _OPEN) or not (yield from self._source.peek(1)):
+                return (yield from self._source.until(_GLM, ignore))  # there is none
+            marker = yield from self._source.which(_BEFORE_VALUE)
+        self._arguments.key(key)
+        return (yield from self._read_value())
+
+    def _ends(self, marker: str) -> Wait[bool | None]:
+        tag = marker.removeprefix("\n")
+        if tag == _KEY:
+            return (yield from self._is_key())
+        if tag == _CLOSE:
+            return (yield from self._over())
+        if tag != _GLM_VALUE_END:
+            return False
+        yield from self._source.skip_space()
+        if (yield from self._source.starts(_KEY)):
+            return True
+        if not (yield from self._source.starts(_CLOSE)) and (yield from self._source.look(self._is_key())):
+            return True
+        return (yield from self._over())
+
+    def _is_key(self) -> Wait[bool]:
+        """Whether a key and the end of its tag follow."""
+        key, end = yield from self._source.gather(_GLM, MAX_NAME)
+        return end in (_KEY_END, _VALUE) and self._arguments.has(key.strip())
+
+    def _begins(self, marker: str) -> Wait[bool]:
+        if marker.removeprefix("\n") != _OPEN:
+            return False
+        yield from self._source.skip_space()
+        name, end = yield from self._source.gather(_GLM_HEAD, MAX_NAME)
+        return end is not None and self._tools.named(name) is not None
 
 
 def glm45(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     """``<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``, with or without line breaks."""
-    while marker := (yield from source.until(_GLM, emitter.content)):
-        if marker == _CLOSE:
-            emitter.closing(marker)
-            continue
-        source.copy(marker)
-        yield from source.skip_space()
-        name, after = yield from source.gather(_AFTER_GLM_NAME, MAX_NAME)
-        text, name = source.copied(), name.strip()
-        if after is None or not NAME.fullmatch(name):
-            emitter.content(text)
-        else:
-            emitter.start(name)
-            yield from _pairs(source, _Object(emitter, tools, name, loose=True), after)
+    yield from _Glm(source, emitter, tools, loose=True).read()
 
 
-def _pairs(source: Source, arguments: _Object, marker: str | None) -> Wait[None]:
-    if marker == "\n":
-        marker = yield from source.until(_GLM_WITHIN, ignore)
-    while marker == _KEY:
-        key, marker = yield from source.gather(_AFTER_KEY, MAX_NAME)
-        if marker == _KEY_END:
-            marker = yield from source.until(_BEFORE_VALUE, ignore)
-        if marker == _VALUE:
-            arguments.key(key.strip())
-            if (yield from source.until(_AFTER_VALUE, arguments.value)) is None:
-                return
-            arguments.value_end()
-            marker = yield from source.until(_GLM_WITHIN, ignore)
-    yield from _close(source, arguments, marker)
+def pair_follows(source: Source) -> Wait[bool]:
+    """Whether a name and the tag of a key or of the call's end follow, or JSON of a call."""
+    if (yield from source.look(object_follows(source))):
+        return True
+    name, end = yield from source.gather(_GLM, MAX_NAME)
+    return end in (_KEY, _CLOSE) and NAME.fullmatch(name.strip()) is not None
 
 
 # ---- their forms, see `jaxinfer.parsers.forms.Form`

@@ -21,15 +21,17 @@ from jaxinfer.parsers.forms import (
     several,
     tag,
 )
+from jaxinfer.parsers.json_text import JsonReader
 from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import Tools
-from jaxinfer.parsers.values import MAX_NAME, NAME, Value
+from jaxinfer.parsers.values import BEHIND_CALLS, MAX_NAME, NAME, open_fence
 
+_OBJECTS = ("{", '"{')  # also as a text
 _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK = Markers(_SECTION, _SECTION_END, _CALL, _SEPARATOR, _CALL_END)
-_AFTER_WORD = Markers(_SEPARATOR, _CALL_END, _SECTION_END)
-_AFTER_LINE = Markers("\n")
+_DEEPSEEK_HEAD = Markers(_SEPARATOR, _CALL_END, _SECTION_END, _CALL, _SECTION, *_OBJECTS, "```", "\n")
+_FUNCTION = "function"
 
 _KIMI_SECTIONS = (
     "<|tool_calls_section_begin|>",
@@ -39,7 +41,8 @@ _KIMI_SECTIONS = (
 )
 _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _KIMI = Markers(*_KIMI_SECTIONS, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END)
-_AFTER_ID = Markers(_KIMI_ARGUMENTS, _KIMI_CALL, _KIMI_END, *_KIMI_SECTIONS)
+_KIMI_BEGINS = (_KIMI_SECTIONS[0], _KIMI_SECTIONS[2])
+_AFTER_ID = Markers(_KIMI_ARGUMENTS, _KIMI_CALL, _KIMI_END, *_KIMI_SECTIONS, *_OBJECTS)
 _KIMI_NAME = re.compile(r"[\w.-]{1,240}")
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+):\d+")
 
@@ -47,47 +50,46 @@ _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+):\d+")
 def deepseek(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     """Of V3 and R1 ``function<sep>name`` with arguments in a fenced block, of V3.1 ``name<sep>{...}``."""
     while marker := (yield from source.until(_DEEPSEEK, emitter.content)):
-        if marker != _CALL:
-            emitter.gap()
-            continue
-        source.copy(marker)
-        name = yield from _deepseek_name(source)
-        text = source.copied()
-        if name is None:
-            emitter.content(text)
-            continue
-        emitter.start(name)
-        yield from _arguments(source, emitter, _CALL_END)
+        emitter.gap()
+        if marker in (_CALL, _SECTION):
+            source.copy()
+            name = yield from _deepseek_name(source, tools, marked=marker == _CALL)
+            text = source.copied()
+            yield from _call(source, emitter, name, text, (_CALL_END, _SECTION_END, _CALL, _SECTION))
 
 
-def _deepseek_name(source: Source) -> Wait[str | None]:
-    word, marker = yield from source.gather(_AFTER_WORD, MAX_NAME)
-    if marker != _SEPARATOR:
-        return None
-    if (yield from source.peek(1)) in ("{", "") or (yield from source.ahead(_CALL_END)):
-        name = word
-    else:
-        name, _ = yield from source.gather(_AFTER_LINE, MAX_NAME)
-        yield from source.skip_space()
-        if (yield from source.starts("```")):
-            yield from source.starts("json")
-    return name.strip() if NAME.fullmatch(name.strip()) else None
+def _deepseek_name(source: Source, tools: Tools, *, marked: bool) -> Wait[str | None]:
+    """Read a head: the word "function" and the name, in any order of separators, breaks and fences."""
+    separated = False
+    while True:
+        text, marker = yield from source.gather(_DEEPSEEK_HEAD, MAX_NAME)
+        word = text.strip()
+        name = tools.named(word) or tools.named(word.removeprefix(_FUNCTION))
+        separated = separated or marker == _SEPARATOR
+        if marker is not None and marker not in (_SEPARATOR, "\n"):
+            source.unread(marker)
+        if name is not None:
+            break
+        if word not in ("", _FUNCTION):
+            return word if separated and marked and NAME.fullmatch(word) else None
+        if marker not in (_SEPARATOR, "\n"):
+            return None
+    yield from source.skip_space()
+    yield from source.starts(_SEPARATOR)
+    return name
 
 
 def kimi_k2(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     """``<call>functions.name:0<arguments>{...}<end>``: the id is the model's, and names the function."""
     while marker := (yield from source.until(_KIMI, emitter.content)):
-        if marker != _KIMI_CALL:
-            emitter.gap()
-            continue
-        source.copy(marker)
-        name_id, after = yield from source.gather(_AFTER_ID, MAX_NAME)
-        text, name = source.copied(), _kimi_name(name_id.strip(), tools)
-        if name is None or after != _KIMI_ARGUMENTS:
-            emitter.content(text)
-            continue
-        emitter.start(name, name_id.strip())
-        yield from _arguments(source, emitter, _KIMI_END)
+        emitter.gap()
+        if marker == _KIMI_CALL or marker in _KIMI_BEGINS:
+            head, after = yield from source.gather(_AFTER_ID, MAX_NAME)
+            name = _kimi_name(head.strip(), tools) if after in (_KIMI_ARGUMENTS, *_OBJECTS) else None
+            if after is not None and after != _KIMI_ARGUMENTS:
+                source.unread(after)
+            name_id = head.strip() if _KIMI_ID.fullmatch(head.strip()) else f"functions.{name}:{emitter.calls}"
+            yield from _call(source, emitter, name, head, (_KIMI_END, _KIMI_CALL, *_KIMI_SECTIONS), name_id)
 
 
 def _kimi_name(name_id: str, tools: Tools) -> str | None:
@@ -95,16 +97,21 @@ def _kimi_name(name_id: str, tools: Tools) -> str | None:
     if name_id.isdecimal() and len(tools.names) == 1:
         return tools.names[0]
     match = _KIMI_ID.fullmatch(name_id)
-    return match[1] if match else None
+    return tools.named(name_id) or (match[1] if match else None)
 
 
-def _arguments(source: Source, emitter: Emitter, end: str) -> Wait[None]:
-    """A JSON value, and the space or the fence that closes it."""
-    yield from source.skip_space()
-    if not (yield from source.ahead(end)):
-        yield from Value(source, emitter.arguments, end, firm=True).read()
-        yield from source.skip_space()
-        yield from source.starts("```")
+def _call(
+    source: Source, emitter: Emitter, name: str | None, head: str, stops: Sequence[str], name_id: str | None = None
+) -> Wait[None]:
+    """Read arguments behind a head that names a function: a JSON value, perhaps in a fenced block. Without a name the
+    head is content."""
+    if name is None:
+        emitter.content(head)
+        return
+    emitter.start(name, name_id)
+    yield from open_fence(source)
+    yield from JsonReader(source, emitter.arguments, stops).read()
+    yield from source.skip(BEHIND_CALLS)
     if (yield from source.peek(1)):
         emitter.end()
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ast
+import collections
 import json
 import math
 import re
+import urllib.parse
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
+
+from jaxinfer.parsers.json_text import whole_text
 
 STRING = "string"
 MOST_PYTHON = 1 << 14
 """Characters of Python that are parsed, but for strings: a few hundredths of a second."""
 _MOST_DEPTH = 8
+_MOST_AFFIXES = 5
+_AROUND_NAME = " \t\r\n\"'`<>()"
+_PREFIX, _COUNTER = re.compile(r"(?:functions?|tools?|default_api)[\s._:/]*"), re.compile(r"[\s._:#-]*[0-9]{1,9}$")
 _GROUPED = re.compile(r"[+-]?\d[\d.]*_[\w.+-]*")
 """Python's numbers with their digits in groups, as names and dates have them, too."""
 _WORDS = {
@@ -48,15 +55,43 @@ class Tools:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._parameters = dict(found for tool in tools or () if (found := _function(tool)) is not None)
+        spellings = collections.Counter(filter(None, map(_spelling, self._parameters)))
+        self._spelt = {_spelling(name): name for name in self._parameters if spellings[_spelling(name)] == 1}
         self._types: dict[tuple[str, str], frozenset[str]] = {}
 
     @property
     def names(self) -> Sequence[str]:
         return list(self._parameters)
 
+    def named(self, head: str) -> str | None:
+        """The function of the request that the head of a call names, in whatever spelling: ``functions.f:0``, ``F``.
+
+        None: there is none.
+        """
+        text = head.strip(_AROUND_NAME)
+        for _ in range(_MOST_AFFIXES):
+            bare = _COUNTER.sub("", text)
+            for each in (text, bare):
+                found = each if each in self._parameters else self._spelt.get(_spelling(each))
+                if found is not None:
+                    return found
+            shorter = _PREFIX.sub("", text, count=1)
+            text = bare if shorter == text else shorter
+        return None
+
     def know(self, name: str) -> bool:
-        """Whether a function has this name; True for all names where there are no tools."""
-        return name in self._parameters or not self._parameters
+        """Whether ``name`` names a function; True for all names where there are no tools."""
+        return not self._parameters or self.named(name) is not None
+
+    def parameters(self, name: str) -> Collection[str]:
+        """The names of a function's parameters; empty: any, or none."""
+        properties = self._parameters.get(name, {}).get("properties")
+        return properties if isinstance(properties, Mapping) else ()
+
+    def with_parameter(self, parameter: str) -> str | None:
+        """The one function that has this parameter; None: none, or several."""
+        found = [name for name in self._parameters if parameter in self.parameters(name)]
+        return found[0] if len(found) == 1 else None
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
         """The JSON schema's types of a function's parameter; empty: any, or unknown."""
@@ -90,14 +125,14 @@ def json_value(text: str, types: frozenset[str]) -> str:
 def json_text(value: Any) -> str | None:
     """JSON of a value; None: it has none."""
     try:
-        return json.dumps(_finite(value), ensure_ascii=False)
+        return whole_text(json.dumps(_finite(value), ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         return None
 
 
 def quoted(text: str) -> str:
     """``text`` within a JSON string: of texts one behind the other it is the same, one behind the other."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return json.dumps(whole_text(text), ensure_ascii=False)[1:-1]
 
 
 def parsed(expression: str) -> ast.expr | None:
@@ -105,15 +140,28 @@ def parsed(expression: str) -> ast.expr | None:
     try:
         with warnings.catch_warnings():  # of escapes that Python does not know
             warnings.simplefilter("ignore")
-            return ast.parse(expression, mode="eval").body
+            return _JsonWords().visit(ast.parse(expression, mode="eval")).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Takes JSON's words for Python's."""
+
+    _values: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.copy_location(ast.Constant(self._values[node.id]), node) if node.id in self._values else node
 
 
 def literal_json(node: ast.expr) -> str | None:
     """JSON of a Python literal; None: it is none, or has no JSON."""
     found = _literal(node)
     return json_text(found[0]) if found else None
+
+
+def _spelling(name: str) -> str:
+    return "".join(each for each in name if each.isalnum()).casefold()
 
 
 def _function(tool: object) -> tuple[str, Mapping[str, Any]] | None:
@@ -126,12 +174,16 @@ def _function(tool: object) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def referred(reference: object, root: Mapping[str, Any]) -> object:
-    """What a ``$ref`` within a schema names; None: nothing."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
+    """What a ``$ref`` within a schema names (RFC 6901, as a fragment); None: nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: object = root
-    for part in reference[2:].split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    for part in urllib.parse.unquote(reference[1:]).split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(part)] if part.isdecimal() and int(part) < len(found) else None
+        else:
+            found = found.get(part) if isinstance(found, Mapping) else None
     return found
 
 
@@ -144,18 +196,18 @@ def _types(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) 
     if not isinstance(schema, Mapping) or depth == 0 or id(schema) in seen:
         return set()
     seen.add(id(schema))
+    null = {"null"} if schema.get("nullable") is True else set[str]()
     found = schema.get("type")
     if found is not None:
         words = found if isinstance(found, list) else [found]
-        return {_WORDS.get(each, each) for each in words if isinstance(each, str)}
+        return null | {_WORDS.get(each, each) for each in words if isinstance(each, str)}
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
-        return {kind for value in values for kind, types in _KINDS.items() if type(value) in types} | {
-            STRING for value in values if isinstance(value, str)
-        }
+        kinds = {kind for value in values for kind, types in _KINDS.items() if type(value) in types}
+        return null | kinds | {STRING for value in values if isinstance(value, str)}
     listed = [each for word in ("anyOf", "oneOf", "allOf") if isinstance(each := schema.get(word), list)]
     others = [*(one for each in listed for one in each), referred(schema.get("$ref"), root)]
-    return {kind for each in others for kind in _types(each, root, depth - 1, seen)}
+    return null | {kind for each in others for kind in _types(each, root, depth - 1, seen)}
 
 
 def _json(text: str) -> tuple[Any, ...]:

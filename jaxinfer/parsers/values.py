@@ -1,135 +1,163 @@
-"""JSON in a model's text: where a value ends, and calls that are objects with a name and arguments."""
+"""Calls that are JSON objects with a name and arguments."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from jaxinfer.parsers.events import Emitter
-from jaxinfer.parsers.source import Sink, Source, Wait, ignore
+from jaxinfer.parsers.json_text import JsonReader
+from jaxinfer.parsers.source import Markers, Sink, Source, Wait, ignore
+from jaxinfer.parsers.tools import Tools
 
 MAX_NAME = 256
 """Characters of a function's name; OpenAI allows 64."""
 NAME = re.compile(r"[\w.:/-]{1,256}")
 
-_STRUCTURE = re.compile(r'["{}\[\]<]')
-_IN_STRING = re.compile(r'["\\]')
-_IN_STRING_OR_TAG = re.compile(r'["\\<]')
-_AFTER_SCALAR = re.compile(r"[,}\]\s<]")
-_ARGUMENTS = frozenset({"arguments", "parameters"})
-_LABELS = frozenset({"id", "type"})
+_ARGUMENTS = frozenset({"arguments", "parameters", "args", "input"})
+_NAMES = frozenset({"name", "function", "tool", "tool_name", "function_name"})
+_LABELS = frozenset({"id", "type", "index"})
+_KEYS = _NAMES | _ARGUMENTS | _LABELS
+_LONGEST_KEY = max(map(len, _KEYS))
+LANGUAGE = re.compile(r"[a-zA-Z_]*")
+BEHIND_CALLS = re.compile(r"[ \t\r\n}\])`,;]*")
 
 
-class Value:
-    """Reader of one JSON value, by its brackets and quotes alone: what is wrong within stays as it is.
+def object_follows(source: Source) -> Wait[bool]:
+    """Whether an object follows that looks like a call's: what does not is known at its first character."""
+    yield from open_fence(source)
+    if (yield from source.starts("[")):
+        yield from source.skip_space()
+    if not (yield from source.starts("{")):
+        return False
+    yield from source.skip_space()
+    if (yield from source.peek(1)) in ("'", '"'):
+        source.take(1)
+    key = ""
+    while len(key) < _LONGEST_KEY and (letter := (yield from source.peek(1))) and (letter.isalpha() or letter == "_"):
+        key += source.take(1)
+    return key in _KEYS
+
+
+def open_fence(source: Source) -> Wait[None]:
+    """Read space, and the beginning of a fenced block."""
+    yield from source.skip_space()
+    if (yield from source.starts("```")):
+        yield from source.skip(LANGUAGE)
+        yield from source.skip_space()
+
+
+def close_fence(source: Source) -> Wait[bool]:
+    """Read space, and the end of a fenced block."""
+    yield from source.skip_space()
+    return (yield from source.starts("```"))
+
+
+def call_objects(
+    source: Source, emitter: Emitter, tools: Tools, stops: Sequence[str] = (), again: Markers | None = None
+) -> Wait[None]:
+    """Read marked calls: an object, or several in a list or with commas between, also in a fenced block. All else is
+    content.
 
     Args:
-        stop: a marker that ends it early, and stays unread.
-        firm: also within a string: it is a token of its own, not text.
+        stops, again: see `JsonReader`.
     """
-
-    def __init__(self, source: Source, sink: Sink, stop: str = "", *, firm: bool = False) -> None:
-        self._source, self._sink, self._stop = source, sink, stop
-        self._in_string = _IN_STRING_OR_TAG if firm else _IN_STRING
-
-    def read(self) -> Wait[bool]:
-        """Whether it is whole."""
-        first = yield from self._source.peek(1)
-        if first in ("{", "["):
-            return (yield from self.nested())
-        if first == '"':
-            return (yield from self._string())
-        return (yield from self._source.scan(_AFTER_SCALAR, self._sink)) != ""
-
-    def nested(self, depth: int = 0) -> Wait[bool]:
-        """Read up to the bracket that closes the outermost of ``depth`` open ones."""
-        while character := (yield from self._source.scan(_STRUCTURE, self._sink)):
-            if character == '"':
-                if not (yield from self._string()):
-                    return False
-            elif self._stop.startswith(character) and (yield from self._source.ahead(self._stop)):
-                return False
-            else:
-                self._sink(self._source.take(1))
-                depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(character, 0)
-                if depth <= 0 and character != "<":
-                    return True
-        return False
-
-    def _string(self) -> Wait[bool]:
-        self._sink(self._source.take(1))
-        while character := (yield from self._source.scan(self._in_string, self._sink)):
-            if character == "<" and (yield from self._source.ahead(self._stop)):
-                return False
-            pair = yield from self._source.peek(2 if character == "\\" else 1)
-            self._sink(self._source.take(len(pair)))
-            if character == '"':
-                return True
-        return False
+    source.copy()
+    yield from open_fence(source)
+    if (yield from source.starts("[")):
+        yield from source.skip_space()
+    count = emitter.calls
+    while (yield from source.starts("{")):
+        if not (yield from CallObject(source, emitter, tools, stops, again).read()):
+            emitter.content(source.copied())
+            return
+        source.copied()
+        yield from source.skip(BEHIND_CALLS)
+        source.copy()
+    text = source.copied()
+    emitter.content(text[len(text.rstrip()) :] if emitter.calls > count else text)
 
 
 class CallObject:
-    """Reader of ``{"name": ..., "arguments": {...}}``, with "parameters" as another word, in any order.
+    """Reader of ``{"name": ..., "arguments": {...}}``, with other words and members, in any order, also as OpenAI nests
+    them (``{"type": "function", "function": {...}}``).
 
     Args:
-        knows: whether a name is one of a function.
-        stop: see `Value`.
-        bare: whether a name alone is a call, too. Only what marks a call tells one from any object with a name.
+        stops, again: see `JsonReader`.
+        marked: something marks the call. Else only a known name with arguments tells one from any object.
     """
 
     def __init__(
         self,
         source: Source,
         emitter: Emitter,
-        knows: Callable[[str], bool] = lambda name: True,
-        stop: str = "",
+        tools: Tools,
+        stops: Sequence[str] = (),
+        again: Markers | None = None,
         *,
-        bare: bool = False,
+        marked: bool = True,
     ) -> None:
-        self._source, self._emitter, self._knows, self._stop, self._bare = source, emitter, knows, stop, bare
+        self._source, self._emitter, self._tools, self._marked = source, emitter, tools, marked
+        self._stops, self._again = stops, again
         self._name: str | None = None
         self._early: list[str] | None = None
-        self._started = False
+        self._depth, self._started, self._more = 1, False, False
 
     def read(self) -> Wait[bool]:
         """Read what follows the opening brace. False: it is no call, and nothing has been emitted."""
-        closed = False
-        while not closed and (yield from self._member()):
-            yield from self._source.skip_space()
-            closed = yield from self._source.starts("}")
-            if not closed and not (yield from self._source.starts(",")):
-                break
-        if closed and self._bare and not self._started:
+        while self._depth and (yield from self._member()):
+            while self._depth:
+                yield from self._source.skip_space()
+                if not (yield from self._source.starts("}")):
+                    yield from self._source.starts(",")
+                    break
+                self._depth -= 1
+        if not self._started and self._marked and not self._more and (yield from self._over()):
             self._start(self._name)
         if self._started:
             self._emitter.end()
         return self._started
 
+    def _over(self) -> Wait[bool]:
+        """Whether a call of a name alone ends here."""
+        if not self._depth:
+            return True
+        for stop in self._stops:
+            if (yield from self._source.ahead(stop)):
+                return True
+        return not self._source.cut and not (yield from self._source.peek(1))
+
+    def _reader(self, sink: Sink = ignore) -> JsonReader:
+        return JsonReader(self._source, sink, self._stops, self._again)
+
     def _member(self) -> Wait[bool]:
         yield from self._source.skip_space()
-        key = yield from self._text()
+        if (yield from self._source.peek(1)) in ("}", ""):
+            return (yield from self._source.peek(1)) != ""
+        key = yield from self._reader().key()
         yield from self._source.skip_space()
         if key is None or not (yield from self._source.starts(":")):
             return False
         yield from self._source.skip_space()
-        if key == "name" and self._name is None:
-            return (yield from self._read_name())
+        if key in _NAMES and self._name is None:
+            return (yield from self._read_name(key))
         if key in _ARGUMENTS and not self._started and self._early is None:
             return (yield from self._read_arguments())
-        return key in _LABELS and (yield from Value(self._source, ignore, self._stop).read())
+        self._more = self._more or key not in _LABELS
+        if not self._marked and key not in _LABELS and self._name is None:
+            return False
+        return (yield from self._reader().read())
 
-    def _text(self) -> Wait[str | None]:
-        """A JSON string; None: there is none."""
-        if not (yield from self._source.ahead('"')):
-            return None
-        parts: list[str] = []
-        whole = yield from Value(self._source, parts.append).read()
-        return _decoded("".join(parts)) if whole else None
-
-    def _read_name(self) -> Wait[bool]:
-        name = yield from self._text()
-        if name is None or not NAME.fullmatch(name) or not self._knows(name):
+    def _read_name(self, key: str) -> Wait[bool]:
+        if key == "function" and (yield from self._source.starts("{")):
+            self._depth += 1
+            return True
+        quoted = (yield from self._source.peek(1)) in ("'", '"')
+        text = yield from self._reader().key()
+        name = self._tools.named(text or "")
+        if name is None and quoted and (self._marked or not self._tools.names) and NAME.fullmatch(text or ""):
+            name = text
+        if name is None:
             return False
         self._name = name
         if self._early is not None:
@@ -138,40 +166,13 @@ class CallObject:
         return True
 
     def _read_arguments(self) -> Wait[bool]:
-        sink: Sink = self._emitter.arguments
         if self._name is None:
             self._early = []
-            sink = self._early.append
-        if (yield from self._source.ahead("{")):
-            self._start(self._name)
-            return (yield from Value(self._source, sink, self._stop).read())
-        parts: list[str] = []
-        whole = yield from Value(self._source, parts.append, self._stop).read()
-        if whole:
-            self._start(self._name)
-            sink(_unwrapped("".join(parts)))
-        return whole
+            return (yield from self._reader(self._early.append).read())
+        self._start(self._name)
+        return (yield from self._reader(self._emitter.arguments).read())
 
     def _start(self, name: str | None) -> None:
         if name is not None:
             self._started = True
             self._emitter.start(name)
-
-
-def _decoded(text: str) -> str | None:
-    try:
-        value = json.loads(text, strict=False)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
-
-
-def _unwrapped(text: str) -> str:
-    """Arguments that are an object in a string, as that object; null as an empty one; all else as it is."""
-    if text == "null":
-        return "{}"
-    inner = _decoded(text) if text.startswith('"') else None
-    try:
-        return inner if inner is not None and isinstance(json.loads(inner), dict) else text
-    except (ValueError, RecursionError):
-        return text

@@ -67,11 +67,13 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Tokens. ``completion`` is of all outputs; ``cached`` were found in the prefix cache."""
+    """Tokens. ``completion`` is of all outputs; ``cached`` were found in the prefix cache; ``reasoning``, of
+    ``completion``, said thoughts (None: was not counted)."""
 
     prompt: int
     completion: int
     cached: int
+    reasoning: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

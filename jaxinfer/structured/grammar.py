@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.structured import lark
+from jaxinfer.structured.schemas import SchemaError
 from jaxinfer.structured.tags import Held, held
 
 LIMITS = LLParserLimits(verbose_errors=False)  # whose message would repeat the grammar
@@ -46,6 +47,8 @@ def compiled(
     try:
         found = held(text, special or {}) if kind == TAGS else None
         grammar = _MAKE[kind](text) if found is None else json.dumps({"grammars": found.grammars})
+    except SchemaError as error:
+        raise GrammarError(str(error), error.place) from error
     except Exception as error:  # what the converter of GBNF raises has no class of its own
         raise GrammarError(short(str(error))) from error
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LIMITS)

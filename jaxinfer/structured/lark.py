@@ -9,6 +9,8 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from jaxinfer.structured.schemas import plain
+
 EXTENSION = "x-guidance"
 """A schema's key for options of the library's, such as to pass over keywords that it does not know: ours, not the
 client's."""
@@ -25,8 +27,13 @@ SPACED = {**COMPACT, "item_separator": ", ?", "key_separator": ": ?"}
 """As templates write the arguments of calls, or compact."""
 
 
-def schema(found: Mapping[str, Any] | bool, options: Mapping[str, Any]) -> str:
-    """What a rule is that holds JSON of a schema."""
+def schema(found: Mapping[str, Any] | bool, options: Mapping[str, Any], place: str = "") -> str:
+    """What a rule is that holds JSON of a schema.
+
+    Raises:
+        SchemaError: it cannot be held. ``place``: of the request, that it is about.
+    """
+    found = plain(found, place)
     if isinstance(found, bool):
         found = {} if found else {"not": {}}
     return f"%json {json.dumps({**found, EXTENSION: options})}"

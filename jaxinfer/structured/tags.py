@@ -217,7 +217,7 @@ class _Writer:
         return found
 
     def _json(self, node: Json) -> str:
-        rule = lark.schema(node.schema, lark.SPACED)
+        rule = lark.schema(node.schema, lark.SPACED, node.place)
         if rule not in self._known:
             self.schemas.append((node.place, rule))
         return self._rule("json", rule)

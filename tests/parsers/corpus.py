@@ -187,7 +187,7 @@ CASES = [
     Case(
         KIMI,
         _section(_kimi("functions.add:0", '{"a": "x'), _kimi("functions.now:1", "{}")),
-        (("add", '{"a": "x '), ("now", {})),
+        (("add", {"a": "x "}), ("now", {})),
     ),
     Case(OPENAI, "Plain <| text", content="Plain <| text"),
     Case(

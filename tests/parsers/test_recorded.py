@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.parsers.events import Event, Message, message_of
-from jaxinfer.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from jaxinfer.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from jaxinfer.parsers.tools import Tools
 from tests.parsers.recorded import DATA, FILES, RECORDED, Recorded
 from tests.parsers.test_registry import assert_begins, partitions, said
@@ -62,20 +62,21 @@ def test_what_has_come_out_begins_the_whole(case: Recorded) -> None:
         assert_begins(total(parts[:count]), whole)
 
 
-# Calls that the model got wrong are content, their markers included.
-MALFORMED = {
-    "kimi_k2/invalid_funcall_id_skipped",
-    "kimi_k2/e2e_unparsable_tool_id_does_not_wedge_stream",
-    "qwen3_coder/none_tool_calls_filtered-chat_completion",
-}
-WELL_FORMED = [case for case in RECORDED if case.calls and not case.differs and case.name not in MALFORMED]
+CALLING = [case for case in RECORDED if case.parsers.tool_calls is not None]
 
 
-@pytest.mark.parametrize("case", WELL_FORMED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CALLING, ids=lambda case: case.name)
 def test_no_marker_is_shown(case: Recorded) -> None:
+    """Also of calls that the model got wrong."""
     message = total(parse(case, characters(case)))
-    shown = [message.content, message.reasoning, *(call.name for call in message.calls)]
-    assert not any(marker in text for marker in case.parsers.markers for text in shown)
+    shown = [message.content, *(call.name for call in message.calls)]
+    assert not any(marker in text for marker in Parsers(case.parsers.tool_calls).markers for text in shown)
+
+
+@pytest.mark.parametrize("case", CALLING, ids=lambda case: case.name)
+def test_arguments_are_json(case: Recorded) -> None:
+    for call in total(parse(case, [])).calls:
+        json.loads(call.arguments)
 
 
 def test_every_parser_has_cases() -> None:

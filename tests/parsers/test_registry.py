@@ -139,7 +139,7 @@ def test_text_comes_at_once(parsers: Parsers) -> None:
 def test_arguments_come_while_they_are_written(name: str) -> None:
     (case, *_) = [each for each in CASES if each.parsers.tool_calls == name and each.calls]
     events = parse(case, list(range(1, len(case.text))))
-    assert sum(isinstance(event, Arguments) for event in events) > 15
+    assert sum(isinstance(event, Arguments) for event in events) > 12
 
 
 @pytest.mark.parametrize("parsers", ALL)

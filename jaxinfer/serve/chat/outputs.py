@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from jaxinfer.parsers.parser import Parser
@@ -12,6 +12,7 @@ from jaxinfer.parsers.registry import Parsers
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.serve.chat.continued import continuing
 from jaxinfer.serve.chat.terms import ChatTerms
+from jaxinfer.serve.chat.token_texts import TokenTexts
 from jaxinfer.serve.generation import Generation
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
@@ -48,20 +49,32 @@ class Shown:
 
 
 class ParsedOutput:
-    """One output, read by a parser of its own. It takes every delta once, in order."""
+    """One output, read by a parser of its own. It takes every delta once, in order.
 
-    def __init__(self, parser: Parser, shown: Shown) -> None:
-        self._parser, self._shown = parser, shown
+    Attributes:
+        reasoning_tokens: those that have said the thought, be it shown or not. Markers are none of them.
+    """
+
+    def __init__(self, parser: Parser, shown: Shown, tokens: TokenTexts) -> None:
+        self._parser, self._shown, self._tokens = parser, shown, tokens
         self._called = False
+        self.reasoning_tokens = 0
 
     def read(self, delta: OutputDelta) -> list[Event]:
         """The events of a delta that are shown."""
-        events = self._parser.feed(delta.text)
+        events = [event for text in self._tokens.texts(delta) for event in self._counted(self._parser.feed(text))]
         if delta.finish_reason is not None:
-            events += self._parser.finish(cut=delta.finish_reason != FinishReason.STOP)
+            events += self._counted(self._parser.finish(cut=delta.finish_reason != FinishReason.STOP))
         shown = [event for event in events if self._shown.shows(event)]
         self._called = self._called or any(isinstance(event, CallStart) for event in shown)
         return shown
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if not isinstance(event, CallStart | CallEnd):
+                said = self._tokens.taken(event.text)
+                self.reasoning_tokens += len(said) if isinstance(event, Reasoning) else 0
+        return events
 
     def reason(self, delta: OutputDelta) -> str | None:
         """The finish reason of a delta that was read: `TOOL_CALLS` where the model has called and ended by itself."""
@@ -70,15 +83,29 @@ class ParsedOutput:
 
 
 def outputs_of(
-    generation: Generation, terms: ChatTerms, parsers: Parsers, tokenizer: Tokenizer | None
+    generation: Generation,
+    terms: ChatTerms,
+    parsers: Parsers,
+    tokenizer: Tokenizer | None,
+    spell: Callable[[int], bytes],
+    *,
+    skips_special: bool = True,
 ) -> list[ParsedOutput | None]:
     """One for each output of a generation; None: there is nothing to parse, the text is the answer.
 
     Args:
         parsers: those of `ChatTerms.parsers`.
+        spell: the bytes of a token.
+        skips_special: special tokens but the parsers' markers are no part of the text.
     """
     made = new_parsers(generation, terms, parsers, tokenizer)
-    return [None if parser is None else ParsedOutput(parser, Shown.of(terms)) for parser in made]
+    shown, hidden = Shown.of(terms), hidden_tokens(parsers, tokenizer) if skips_special else frozenset[int]()
+    return [None if parser is None else ParsedOutput(parser, shown, TokenTexts(spell, hidden)) for parser in made]
+
+
+def hidden_tokens(parsers: Parsers, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Special tokens that are no part of a text that these parsers read."""
+    return frozenset() if tokenizer is None else frozenset(tokenizer.showing(parsers.markers).special_ids)
 
 
 def new_parsers(

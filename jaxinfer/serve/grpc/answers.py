@@ -69,4 +69,5 @@ async def answering(frontend: Frontend, request: pb.GenerateRequest, rpc: Rpc) -
         accepted = await frontend.generate(dataclasses.replace(call, shown=parsers.markers))
     async with accepted as generation:
         model = frontend.card.name if call.model is None else call.model
-        yield Answer(frontend, generation, model, outputs_of(generation, terms, parsers, frontend.tokenizer))
+        outputs = outputs_of(generation, terms, parsers, frontend.tokenizer, frontend.token_bytes)
+        yield Answer(frontend, generation, model, outputs)

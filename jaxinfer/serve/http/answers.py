@@ -375,19 +375,23 @@ async def _pump(
 def _total(replies: Sequence[Reply]) -> Usage:
     """Usage of all replies, as the client sees them."""
     usages = [(reply.generation.usage, reply.shown) for reply in replies]
+    counted = [count for reply in replies for each in reply.choices if (count := each.reasoning_tokens) is not None]
     return Usage(
         prompt=sum(usage.prompt for usage, _ in usages),
         completion=sum(usage.completion * shown for usage, shown in usages),
         cached=sum(usage.cached for usage, _ in usages),
+        reasoning=None if not counted else sum(counted),
     )
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
+    reasoning = {} if usage.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": usage.reasoning}}
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
+        **reasoning,
     }
 
 

@@ -60,6 +60,11 @@ class Echo:
 class Choice(Protocol):
     """An output; it takes its deltas either for chunks or for the whole."""
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of its thought so far; None: it has no place for one."""
+        ...
+
     def opening(self) -> str:
         """A chunk's choice before the first delta, "" if there is none."""
         ...
@@ -110,6 +115,8 @@ class _Parts:
 
 class TextChoice:
     """Choice of ``/v1/completions``. ``index``: of the choice; ``echo``: goes in front of the first delta."""
+
+    reasoning_tokens = None
 
     def __init__(
         self, index: int, words: Words, wanted: Wanted, prompt: Sequence[int], echo: Echo | None = None
@@ -178,6 +185,10 @@ class TextChoice:
 
 class ChatChoice:
     """Choice of ``/v1/chat/completions``."""
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return 0
 
     def __init__(self, index: int, words: Words, wanted: Wanted) -> None:
         self._index, self._words, self._wanted = index, words, wanted

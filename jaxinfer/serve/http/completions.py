@@ -165,7 +165,14 @@ def _chat_choices(door: Door, chat: Chat) -> list[ChatChoice]:
     body, frontend = chat.body, chat.frontend
     wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
     names = () if body.include_reasoning is False else door.reasoning_fields
-    outputs = outputs_of(chat.generation, chat.terms, chat.parsers, frontend.tokenizer)
+    outputs = outputs_of(
+        chat.generation,
+        chat.terms,
+        chat.parsers,
+        frontend.tokenizer,
+        frontend.token_bytes,
+        skips_special=bool(wanted.hidden),
+    )
     return [
         ChatChoice(index, frontend, wanted) if output is None else MessageChoice(index, frontend, wanted, output, names)
         for index, output in enumerate(outputs)

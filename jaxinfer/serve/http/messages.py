@@ -22,6 +22,10 @@ class MessageChoice(ChatChoice):
         self._output, self._names = output, names
         self._events: list[Event] = []
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return self._output.reasoning_tokens
+
     def chunks(self, delta: OutputDelta) -> Sequence[str]:
         fields = self._fields(self._output.read(delta))
         found = []

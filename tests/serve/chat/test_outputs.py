@@ -12,6 +12,7 @@ from jaxinfer.parsers.registry import Parsers
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.serve.chat.outputs import CallDelta, ParsedOutput, Shown, call_deltas
 from jaxinfer.serve.chat.terms import ChatTerms
+from jaxinfer.serve.chat.token_texts import TokenTexts
 from jaxinfer.text.output import OutputDelta
 
 CALLS = "".join(f'<tool_call>{{"name": "f", "arguments": {{"a": {i}}}}}</tool_call>' for i in range(2))
@@ -21,7 +22,7 @@ ANSWER = f"<think>Hm.</think>So.{CALLS}"
 def output(shown: Shown) -> ParsedOutput:
     parser = Parsers("hermes", "qwen3").make(Tools(), new_id=lambda index: f"id{index}")
     assert parser is not None
-    return ParsedOutput(parser, shown)
+    return ParsedOutput(parser, shown, TokenTexts(lambda token: b"", frozenset()))
 
 
 def read(found: ParsedOutput, parts: Sequence[str], reason: str) -> tuple[list[list[Event]], str | None]:

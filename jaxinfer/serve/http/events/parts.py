@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from jaxinfer.parsers.parser import Parser
 from jaxinfer.serve.chat.outputs import Shown
+from jaxinfer.serve.chat.token_texts import TokenTexts
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.http.choices import Words
 from jaxinfer.text.output import OutputDelta
@@ -101,7 +101,7 @@ class PartReader:
 
     def __init__(self, parser: Parser | None, shown: Shown, words: Words, hidden: frozenset[int]) -> None:
         self._parser, self._shown = parser or PlainText(), shown
-        self._tokens = _Tokens(words, hidden)
+        self._tokens = TokenTexts(words.token_bytes, hidden)
         self._open: Part | None = None
         self.parts: list[Part] = []
         self.reasoning_tokens = 0
@@ -179,54 +179,3 @@ class PartReader:
         if self._open is not None:
             self._open.cut, part, self._open = cut, self._open, None
             steps.append(Closed(part))
-
-
-@dataclasses.dataclass(slots=True)
-class _Said:
-    """A token, and what it has said: nothing, if it is within a character."""
-
-    text: str
-    logprobs: PositionLogprobs | None
-
-
-class _Tokens:
-    """Parts a text by its tokens, and keeps those of which no event has told yet.
-
-    A parser may hold text back, and gives it later: the events that come are of the last tokens.
-    """
-
-    def __init__(self, words: Words, hidden: frozenset[int]) -> None:
-        self._words, self._hidden = words, hidden
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._ahead = 0  # characters of tokens whose text is held back, for a stop string
-        self._said: list[_Said] = []
-
-    def texts(self, delta: OutputDelta) -> Iterator[str]:
-        """What each token says; a rest that is no token's own comes with the last one."""
-        at, last = 0, len(delta.token_ids) - 1
-        for rank, token in enumerate(delta.token_ids):
-            characters = self._spelt(token)
-            end = len(delta.text) if rank == last else min(max(at, at + self._ahead + characters), len(delta.text))
-            self._ahead += characters - (end - at)
-            if token not in self._hidden:
-                self._said.append(_Said(delta.text[at:end], delta.logprobs[rank] if delta.logprobs else None))
-            yield delta.text[at:end]
-            at = end
-        if not delta.token_ids and delta.text:
-            yield delta.text
-
-    def taken(self, text: str) -> list[_Said]:
-        """The last tokens, which said ``text``. Those in front of them have said a marker, or a space that is left
-        out: they are no part's."""
-        found: list[_Said] = []
-        while self._said and (text or not self._said[-1].text):
-            last = self._said[-1].text
-            if found and not (text.endswith(last) or last.endswith(text)):  # a parser has put something in front
-                break
-            found.append(self._said.pop())
-            text = text[: len(text) - len(last)] if len(last) < len(text) else ""
-        self._said.clear()
-        return found[::-1]
-
-    def _spelt(self, token: int) -> int:
-        return 0 if token in self._hidden else len(self._characters.decode(self._words.token_bytes(token)))

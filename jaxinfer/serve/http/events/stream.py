@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from jaxinfer.serve.chat.outputs import Shown, new_parsers
+from jaxinfer.serve.chat.outputs import Shown, hidden_tokens, new_parsers
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.http.answers import ServerSentEvents, put, while_connected
@@ -68,8 +68,7 @@ def reader_of(chat: Chat) -> PartReader:
     """Of a chat's one output."""
     tokenizer = chat.frontend.tokenizer
     (parser,) = new_parsers(chat.generation, chat.terms, chat.parsers, tokenizer)
-    hidden = frozenset[int]() if tokenizer is None else tokenizer.showing(chat.parsers.markers).special_ids
-    return PartReader(parser, Shown.of(chat.terms), chat.frontend, frozenset(hidden))
+    return PartReader(parser, Shown.of(chat.terms), chat.frontend, hidden_tokens(chat.parsers, tokenizer))
 
 
 async def written(request: Request, chat: Chat, writer: Writer) -> Response:
