@@ -39,7 +39,7 @@ def message_of(path: str, message: Any, none: bool = True) -> dict[str, Any]:
     made = {name: value for name, value in message.items() if value is not None}
     if made.get("tool_calls") == []:  # templates ask whether there are some by the field alone
         del made["tool_calls"]
-    if "content" in message or made["role"] == "assistant":
+    if "content" in message or made["role"] in ("assistant", "tool"):
         said = [text_of(f"{path}.{name}", made.pop(name, None)) for name in ("content", "refusal")]
         keeps = message.get("content") is None and none and "tool_calls" in made and not any(said)
         made["content"] = None if keeps else "\n".join(filter(None, said))

@@ -74,6 +74,6 @@ def arguments_of(text: str) -> dict[str, Any]:
 def _told(call: Any) -> Any:
     """OpenAI sends a call's arguments as JSON in a string; templates are written for the object."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(function.get("arguments") or "", str):
         return call
-    return {**call, "function": {**function, "arguments": arguments_of(function["arguments"])}}
+    return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments") or "")}}

@@ -37,6 +37,13 @@ class Metadata(Body):
 class CountTokensRequest(Body):
     """``POST /v1/messages/count_tokens``."""
 
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "container": NOTHING,
+        "diagnostics": NOTHING,
+        "inference_geo": NOTHING,
+        "mcp_servers": (None, []),
+        "service_tier": (None, "auto", "standard_only"),
+    }
     without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "betas": (None, []),
         "cache_control": NOTHING,
@@ -67,14 +74,6 @@ class CountTokensRequest(Body):
 
 class MessagesRequest(CountTokensRequest):
     """``POST /v1/messages``."""
-
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": NOTHING,
-        "diagnostics": NOTHING,
-        "inference_geo": NOTHING,
-        "mcp_servers": (None, []),
-        "service_tier": (None, "auto", "standard_only"),
-    }
 
     max_tokens: Annotated[int, Field(strict=True)]
     stop_sequences: Strings = None

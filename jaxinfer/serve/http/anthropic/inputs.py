@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.serve.calls import ServeLimits
@@ -69,12 +69,21 @@ async def chat_of(body: CountTokensRequest, limits: ServeLimits, frontend: Front
     """
     check_count("messages", body.messages, limits.messages)
     messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.messages, body.tools, body.system)
-    begun = {"add_generation_prompt": False, "continue_final_message": True}
-    begun = begun if messages and messages[-1]["role"] == "assistant" else {}
     passed = {name: getattr(body, name, None) for name in PASSED}
     with in_its_words():
         renamed = _renamed(body) | _thinking(body, frontend)
-        return chat_body(messages=messages, tools=tools, **passed, **begun, **renamed)
+        return chat_body(messages=messages, tools=tools, **passed, **_begun(body, messages), **renamed)
+
+
+def _begun(body: CountTokensRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of a chat whose last message, the assistant's, goes on."""
+    last = messages[-1] if messages else {"role": ""}
+    if last["role"] != "assistant":
+        return {}
+    if "tool_calls" in last:
+        place, reason = f"messages[{len(body.messages) - 1}].content", "cannot be continued: its tool_result is missing"
+        refuse(place, "tool_use", reason)
+    return {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
