@@ -103,7 +103,7 @@ class Spoken:
 def over_chat(delta: OutputDelta) -> list[dict[str, Any]]:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
     chat = Spoken(checked(ChatCompletionRequest, {"messages": [HI], "tools": tools})).chat
-    (output,) = outputs_of(chat.generation, chat.terms, chat.parsers, TOKENS)
+    (output,) = outputs_of(chat.generation, chat.terms, chat.parsers, TOKENS, TOKENS.token_bytes)
     assert output is not None
     choice = MessageChoice(0, chat.frontend, Wanted(), output, ("reasoning", "reasoning_content"))
     choice.take(delta)

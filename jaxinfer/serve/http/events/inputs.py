@@ -48,7 +48,7 @@ def served(kinds: Kinds) -> str:
 
 
 def _meant(kind: Any, kinds: Kinds) -> str:
-    near = advice(kind, kinds) if isinstance(kind, str) else ""
+    near = advice(re.sub(r"_[0-9]{8}$", "", kind), kinds) if isinstance(kind, str) else ""
     return f": {near}" if near else ""
 
 
