@@ -73,7 +73,9 @@ class Output:
         reason = delta.finish_reason
         made = OutputDelta(delta.index, "", delta.token_ids, delta.logprobs, prompt_logprobs=delta.prompt_logprobs)
         if self._text is not None:
-            made.text, stop, used = self._text.push(delta.token_ids, ended_by_token=reason is FinishReason.STOP)
+            # A grammar that is whole ends an output, too: behind its last token, without another.
+            by_token = reason is FinishReason.STOP and delta.stop_reason is not None
+            made.text, stop, used = self._text.push(delta.token_ids, ended_by_token=by_token)
             if stop is not None:
                 made.token_ids, made.logprobs = delta.token_ids[:used], delta.logprobs[:used]
             elif reason is not None:

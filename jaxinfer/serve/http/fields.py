@@ -63,8 +63,13 @@ def checked[B: Body](kind: type[B], fields: Mapping[str, Any], at: str = "") -> 
 def left_out(path: str, kind: Any, kinds: Mapping[str, type[Body] | None]) -> bool:
     """Whether something of the type ``kind``, which may end with a date, is left out of the prompt, which is noted:
     ``kinds`` has None for it."""
-    name = kind if not isinstance(kind, str) or kind in kinds else _DATED.sub("", kind)
+    name = kind if not isinstance(kind, str) or kind in kinds else undated(kind)
     return isinstance(name, str) and kinds.get(name, Body) is None and ignore(f"{path}.type={kind}")
+
+
+def undated(kind: str) -> str:
+    """The type without the date of its version."""
+    return _DATED.sub("", kind)
 
 
 def _is_passed_over(kind: type[Body], name: str, value: Any, place: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from jaxinfer.names import advice
 from jaxinfer.serve.chat.messages import by_place
 from jaxinfer.serve.errors import Kind, ServeError, short
-from jaxinfer.serve.http.fields import Body, checked, left_out
+from jaxinfer.serve.http.fields import Body, checked, left_out, undated
 from jaxinfer.serve.http.requests import ChatCompletionRequest
 from jaxinfer.serve.ignored import renaming
 from jaxinfer.text import contents
@@ -48,7 +48,7 @@ def served(kinds: Kinds) -> str:
 
 
 def _meant(kind: Any, kinds: Kinds) -> str:
-    near = advice(re.sub(r"_[0-9]{8}$", "", kind), kinds) if isinstance(kind, str) else ""
+    near = advice(undated(kind), kinds) if isinstance(kind, str) else ""
     return f": {near}" if near else ""
 
 

@@ -238,7 +238,7 @@ REFUSED = [
                 {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
             ]
         },
-        "messages[1].tool_calls=[",
+        "messages[1].content='tool_use' cannot be continued",
     ),
     ({"system": 3}, "system=3 must be text"),
     ({"system": [{"type": "image"}]}, "system[0].type='image' is not served"),
