@@ -110,8 +110,8 @@ class Model:
     def apply(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
         """Logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it.
 
-        Every token is read: padding on the right changes nothing before it (tokens of no expert compete for room), but
-        padding on the left is a text that the others see. `jaxinfer.research.apply` takes a mask.
+        Every token is read. Padding on the right changes no logits before it; on the left it is a text before the
+        others, and shifts their positions: `jaxinfer.research.apply` takes a mask.
         """
         apply: Any = self.module.apply
         return apply({"params": params}, self.hidden(params, tokens), method="head")
