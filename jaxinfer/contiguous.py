@@ -1,7 +1,7 @@
-"""Attention and recurrences over rows that stand side by side: padded on either side, with a cache of fixed size or none.
+"""Attention and recurrences over rows of contiguous slots, some of them padding, with a cache of fixed size or none.
 
-`Contiguous` is passed to a module in the place of the engine's paged `attend`. A token's position is the number of tokens
-before it in its row; padding stands at -1, where no query, key, state or expert reads it.
+`Contiguous` is passed to a module in the place of the engine's paged `attend`. A token's position is the number of
+tokens before it in its row; padding stands at -1: no query, state or expert reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class KV(NamedTuple):
 
     k: Float[Array, "batch length kv_heads head_dim"]
     v: Float[Array, "batch length kv_heads value_dim"] | None = None
-    index: Float[Array, "batch length dim"] | None = None
+    index_k: Float[Array, "batch length dim"] | None = None
 
 
 class Cache(NamedTuple):
@@ -75,8 +75,10 @@ def positions_of(mask: Bool[Array, "batch time"], first: Any = 0) -> Int[Array, 
 
 @dataclasses.dataclass(frozen=True)
 class Contiguous:
-    """`ChoosingAttend` and `Recur` over rows. The cache of a layer that attends is a `KV`, or None for whole rows; that of
-    a layer with states is a `StatePool`, or None for whole rows without padding.
+    """`ChoosingAttend` and `Recur` over rows.
+
+    The cache of a layer that attends is a `KV`, or None for whole rows; that of a layer with states is a `StatePool`, or
+    None for whole rows without padding.
 
     Attributes:
         queries, keys: positions of new tokens, and of all slots with them.
@@ -116,7 +118,8 @@ class Contiguous:
     ) -> tuple[Float[Array, "batch time heads result_dim"], Bool[Array, "batch time keys"] | None, KV]:
         """See `ChoosingAttend`."""
         kept = self._written(cache, KV(k, None, index.k))
-        chosen = causal_choice(index._replace(k=kept.index), layer, self._distance)
+        assert kept.index_k is not None, layer
+        chosen = causal_choice(index._replace(k=kept.index_k), layer, self._distance)
         return self._attended(q, kept, layer, scale, None, chosen), chosen, kept
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
@@ -132,13 +135,11 @@ class Contiguous:
         return jnp.where(keys >= 0, self.queries[:, :, None] - keys, -1)
 
     def _written(self, cache: KV | None, new: KV) -> KV:
-        def write(kept: jax.Array, x: jax.Array) -> jax.Array:
-            return lax.dynamic_update_slice_in_dim(kept, x.astype(kept.dtype), self.used, axis=1)
+        def write(kept: Any, x: Any) -> Any:
+            # Layers that take another's choice have no index keys.
+            return kept if x is None else lax.dynamic_update_slice_in_dim(kept, x.astype(kept.dtype), self.used, axis=1)
 
-        if cache is None:
-            return new
-        # Layers that take another's choice have no index keys.
-        return KV(*(kept if x is None else write(kept, x) for kept, x in zip(cache, new, strict=True)))
+        return new if cache is None else KV(*map(write, cache, new))
 
     def _attended(
         self, q: jax.Array, kept: KV, layer: LayerSpec, scale: float, sinks: Any, chosen: Any

@@ -157,7 +157,9 @@ def init_cache(model: Model, batch: int, length: int) -> Cache:
     config = _decoder(model, "init_cache").up_to(length).config
     chunk = getattr(config, "chunk", None)
     if chunk is not None and length > chunk:
-        raise ValueError(f"init_cache: length {length} is beyond the attention_chunk_size ({chunk}) of {_family(model)}")
+        raise ValueError(
+            f"init_cache: length {length} is beyond the attention_chunk_size ({chunk}) of {_family(model)}"
+        )
     if any(isinstance(each, RopeConfig) and each.kind == "dynamic" for each in vars(config).values()):
         raise ValueError(f"init_cache: length {length} is beyond the context of {_family(model)} with dynamic RoPE")
     return new_cache(model.cache_spec, batch, length, model.dtype)

@@ -302,11 +302,18 @@ def test_a_layer_without_attention_has_no_map(root: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda m, t: research.attention_maps(m, t, [2]), "attention_maps: layer 2 must be from -2 to 1, those of Llama"),
+        (
+            lambda m, t: research.attention_maps(m, t, [2]),
+            "attention_maps: layer 2 must be from -2 to 1, those of Llama",
+        ),
         (lambda m, t: research.logit_lens(m, t, [-3]), "logit_lens: layer -3 must be from -2 to 1, those of Llama"),
         (lambda m, t: research.run(m, m.hidden(m.params, t), 1, 3), "run: layers 1 to 3 must be within 0 to 2"),
         (lambda m, t: research.run(m, m.hidden(m.params, t), 2, 1), "run: layers 2 to 1 must be within 0 to 2"),
-        (lambda m, t: research.apply(m, t, t[:, :-1] > 0), r"apply: mask is \(1, 3\), and must be \(1, 4\)"),
+        (
+            lambda m, t: research._mask(t.shape, t[:, :-1] > 0, "apply"),
+            r"apply: mask is \(1, 3\), and must be \(1, 4\)",
+        ),
+        (lambda m, t: research._shape(t[0], "apply"), r"apply: tokens is \(4,\), and must be \[batch, time\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Any, sentence: str) -> None:
