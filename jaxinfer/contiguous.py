@@ -77,8 +77,8 @@ def positions_of(mask: Bool[Array, "batch time"], first: Any = 0) -> Int[Array, 
 class Contiguous:
     """`ChoosingAttend` and `Recur` over rows.
 
-    The cache of a layer that attends is a `KV`, or None for whole rows; that of a layer with states is a `StatePool`, or
-    None for whole rows without padding.
+    The cache of a layer that attends is a `KV`, or None for whole rows; that of a layer with states is a `StatePool`,
+    or None for whole rows without padding.
 
     Attributes:
         queries, keys: positions of new tokens, and of all slots with them.

@@ -60,7 +60,7 @@ def hidden_states(
     """The residual stream: what the first layer takes, and the output of each of the layers.
 
     As ``output_hidden_states`` of transformers, but for the last one, which has not gone through the final norm: `run`
-    continues from any of them, and `logits` of the last are the model's. Gemma 3n has several streams between its layers.
+    continues from any of them, and `logits` of the last are the model's. Gemma 3n has several streams.
 
     Raises: as `apply`.
     """
@@ -78,8 +78,8 @@ def attention_maps(
 ) -> dict[int, Float[Array, "batch heads time time"]]:
     """The weights with which queries (third axis) sum the values of keys (last axis), float32, by layer.
 
-    As ``output_attentions`` of transformers' eager attention: after soft-caps, windows and the choice of sparse attention,
-    and without the share of attention sinks, so that rows of gpt-oss sum to less than 1. Rows of padding are 0.
+    As ``output_attentions`` of transformers' eager attention: after soft-caps, windows and the choice of sparse
+    attention, and without the share of sinks, so that rows of gpt-oss sum to less than 1. Rows of padding are 0.
 
     Args:
         layers: -1 is the last one; None: all that attend (some of a hybrid model have states instead).
@@ -131,8 +131,8 @@ def run(
     ``run(model, states[i], i, j)`` of `hidden_states` is ``states[j]``.
 
     Raises:
-        ValueError: there are no such layers, or they need more than hidden states: keys of earlier layers or embeddings of
-            their own (Gemma 3n and 4), tokens that an earlier layer chose (some of GLM-5).
+        ValueError: there are no such layers, or they need more than hidden states: keys of earlier layers or embeddings
+            of their own (Gemma 3n and 4), tokens that an earlier layer chose (some of GLM-5).
     """
     module, count = _decoder(model, "run"), len(model.config.layers)
     stop = count if stop is None else stop
@@ -157,9 +157,7 @@ def init_cache(model: Model, batch: int, length: int) -> Cache:
     config = _decoder(model, "init_cache").up_to(length).config
     chunk = getattr(config, "chunk", None)
     if chunk is not None and length > chunk:
-        raise ValueError(
-            f"init_cache: length {length} is beyond the attention_chunk_size ({chunk}) of {_family(model)}"
-        )
+        raise ValueError(f"init_cache: length {length} is beyond attention_chunk_size ({chunk}) of {_family(model)}")
     if any(isinstance(each, RopeConfig) and each.kind == "dynamic" for each in vars(config).values()):
         raise ValueError(f"init_cache: length {length} is beyond the context of {_family(model)} with dynamic RoPE")
     return new_cache(model.cache_spec, batch, length, model.dtype)
@@ -170,8 +168,8 @@ def decode(
 ) -> tuple[Float[Array, "batch time vocab"], Cache]:
     """Logits (float32) of tokens that follow those of the cache, and the cache with them: `apply` in pieces.
 
-    The pieces may have any length; the cache's shapes stay, so that `jax.lax.scan` can carry it. longrope has the factors
-    for texts of the cache's length, as in an engine with that ``max_model_len``.
+    The pieces may have any length; the cache's shapes stay, so that `jax.lax.scan` can carry it. longrope has the
+    factors for texts of the cache's length, as in an engine with that ``max_model_len``.
 
     Raises:
         ValueError: the cache has too few free slots (within `jax.jit`, where their number is unknown, logits are NaN);

@@ -39,8 +39,9 @@ def test_a_folder_is_served_by_the_pages_family(repo: pathlib.Path, tmp_path: pa
     params = {**plain.params, layer: {**plain.params[layer], "direction": direction}}
     model, folder = plain.replace(family=family["STEERED"], params=params), tmp_path / "model"
     model.save(folder)
-    few = "--dtype float32 --max-num-seqs 2 --max-model-len 64 --prefill-sizes 16 --http-port 0 --grpc-port 0"
-    arguments = ["-m", "jaxinfer", "serve", str(folder), "--family", "steered:STEERED", *few.split()]
+    few = ["--max-num-seqs", "2", "--max-model-len", "64", "--page-size", "16", "--prefill-sizes", "16"]
+    named = ["--family", "steered:STEERED", "--dtype", "float32", "--http-port", "0", "--grpc-port", "0"]
+    arguments = ["-m", "jaxinfer", "serve", str(folder), *named, *few]
     server = ServerProcess(arguments, tmp_path / "server.log", environment={"PYTHONPATH": str(tmp_path)})
     try:
         server.until_logged("ready: ")

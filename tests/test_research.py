@@ -135,12 +135,11 @@ def test_layers_run_from_any_state_that_suffices(model: Model) -> None:
     tokens, count, ran = drawn(model, 1, 12), len(model.config.layers), 0
     states = research.hidden_states(model, tokens)
     for start in range(count):
-        try:
-            found = [research.run(model, states[start], start, stop) for stop in range(start, count + 1)]
-        except ValueError as error:
-            assert model.module.bound or not model.module.begins(start)
-            assert f" of {type(model.module).__name__} need more" in str(error)
+        if model.module.bound or not model.module.begins(start):
+            with pytest.raises(ValueError, match=rf" of {type(model.module).__name__} need more"):
+                research.run(model, states[start], start)
             continue
+        found = [research.run(model, states[start], start, stop) for stop in range(start, count + 1)]
         ran += 1
         for state, expected in zip(found, states[start:], strict=True):
             close(state, expected)

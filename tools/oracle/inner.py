@@ -1,7 +1,8 @@
 """What transformers computes within: hidden states and attention weights of some golden cases, in float64.
 
-Run as ``python -m tools.oracle.inner OUT`` from the repository root, in the oracle's environment: it writes ``OUT/<case>.npz``
-for cases of ``tests/goldens/models``, whose weights and prompts they share.
+.venv-oracle/bin/python -m tools.oracle.inner tests/goldens/inner
+
+It writes a file for each case, which shares weights and prompt with the case in ``tests/goldens/models``.
 """
 
 from __future__ import annotations
