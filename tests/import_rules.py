@@ -53,11 +53,13 @@ STOREY = {
     "engine": 7,
     "serve": 8,
     "edited": 8,
+    "contiguous": 8,
     "heads": 8,
     "families": 8,
     "progress": 8,
     # the doors, in the order in which they open one another
     "loading": 9,
+    "research": 9,
     "flags": 9,
     "cli": 10,
     "llm": 10,
