@@ -15,15 +15,8 @@ MODEL ?= demo
 PROMPT ?= ROMEO:
 MAX_TOKENS ?= 128
 ARGS ?=
-PARITY ?=
-# Rooms that run without jax, and the house's own rules: below two minutes on two cores.
-FAST_TESTS := tests/kv tests/engine/scheduling tests/text tests/spec tests/client tests/test_types.py \
-    tests/test_sampling_params.py tests/test_validate.py \
-    tests/test_imports.py tests/test_house.py tests/test_flags.py
-# Of the slow tier: two processes, faults at random, 20,000 wrong requests, the steps compiled for an H100 (of stored weights apart).
-SLOW_SLICE := tests/tools/test_check_programs.py tests/serve/test_multi_host.py tests/serve/attack \
-    --dist worksteal \
-    -k 'two_processes_serve or under_load and 12 or fuzzed_requests or keep_the_rules and not stored and not sums'
+ATTACKED := tests/serve tests/kv tests/engine/scheduling tests/text/test_hostile.py tests/lora/test_hostile_adapters.py \
+    tests/weights/gguf/test_hostile.py tests/weights/test_hostile_folders.py
 PROTOC := build/protos/.installed
 FLEET := build/fleet/.installed
 GENERATOR := grpcio-tools==1.71.2 setuptools<81
@@ -37,7 +30,7 @@ export PYTHON MODEL PROMPT # through the environment, so that quotes in them sur
 # Images for containers often ask for no bytecode: then each of some hundred processes compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-fleet test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-oldest check-programs check-gpu clean
+.PHONY: help demo serve bench-serve test test-slow test-devices test-interpreted test-fleet test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-oldest check-programs check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,42 +56,34 @@ serve: $(BASE) ## serve the embedded model over gRPC and HTTP (docs/serving.md; 
 bench-serve: $(BASE) ## put load on a server that runs here (docs/load_testing.md; ARGS=...)
 	@$(RUN) -m jaxinfer.bench serve --target grpc://localhost:50051 $(ARGS)
 
-test: $(DEV) ## run the tests, but those of the targets below (ARGS="tests/text -k emoji")
+test: $(DEV) ## run the fast tier of the tests (ARGS="tests/text -k emoji": a part of both tiers)
 	@tools/test.sh host $(RUN) $(ARGS)
 
-test-fast: $(DEV) ## the tests of rooms without jax, last failures first, stopping at the first
-	@$(RUN) -m pytest -q -x --failed-first -n 2 --dist loadfile $(FAST_TESTS) $(ARGS)
-
-test-extended: $(DEV) ## the other half of the tests, in files that seldom are the first to fail
-	@tools/test.sh extended $(RUN) $(ARGS)
-
-test-devices: $(DEV) ## the tests on eight devices of a CPU
-	@tools/test.sh devices $(RUN) $(ARGS)
-
-test-interpreted: $(DEV) ## GPU kernels, interpreted on the CPU
-	@tools/test.sh interpreted $(RUN) $(ARGS)
-
-test-slow: $(DEV) ## the tests that take minutes (ARGS="tests/serve")
+test-slow: $(DEV) ## run the slow tier (ARGS="tests/serve")
 	@tools/test.sh slow $(RUN) $(ARGS)
 
-test-slice: $(DEV) ## of these, those that CI runs
-	@tools/test.sh slow $(RUN) $(SLOW_SLICE) $(ARGS)
+test-devices: $(DEV) ## run the tests on eight devices of a CPU
+	@tools/test.sh devices $(RUN) $(ARGS)
 
-# Routers, proxies and Ray: other people's programs, in an environment of their own behind which .venv lies.
-$(FLEET): $(DEV) tests/fleet/requirements.txt
+test-interpreted: $(DEV) ## run GPU kernels, interpreted on the CPU
+	@tools/test.sh interpreted $(RUN) $(ARGS)
+
+# Routers, proxies, Ray and clients: other people's programs, in an environment of their own behind which .venv lies.
+$(FLEET): $(DEV) tests/fleet/requirements.txt tests/fleet/requirements_alone.txt
 	@$(RUN) -m venv --clear build/fleet
 	@$(RUN) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	    >"$$(build/fleet/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
 	@build/fleet/bin/python -m pip install --quiet --disable-pip-version-check -r tests/fleet/requirements.txt
+	@build/fleet/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/fleet/requirements_alone.txt
 	@touch $@
 
-test-fleet: $(FLEET) ## other people's routers and proxies in front of replicas (docs/deploying.md; FLEET_TESTS="-k ...")
-	@build/fleet/bin/python -m pytest -m fleet tests/fleet $(FLEET_TESTS)
+test-fleet: $(FLEET) ## other people's routers and proxies in front of replicas (docs/deploying.md; ARGS="tests/fleet -k ...")
+	@build/fleet/bin/python -m pytest -m fleet $(or $(ARGS),tests/fleet)
 
-test-all: test test-extended test-devices test-interpreted test-slice ## all of that; with slices of test-parity and more: .ci/run
+test-all: test test-slow test-devices test-interpreted ## all of that (test-fleet and test-parity: other environments)
 
 attack: $(DEV) ## the attacks on the server, with fresh seeds (docs/security.md; ARGS="--seed 7")
-	@$(RUN) -m pytest -n 2 --dist loadfile --fresh -m "attack and not slow" $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadfile --fresh $(ATTACKED) $(ARGS)
 	@$(RUN) -m tests.serve.attack chaos --seconds 30
 
 fuzz: $(DEV) ## wrong requests at every door of a server; the corpus grows (ARGS="--cases 1000000")
@@ -107,8 +92,8 @@ fuzz: $(DEV) ## wrong requests at every door of a server; the corpus grows (ARGS
 chaos: $(DEV) ## faults at random under load, and what became of each stream (ARGS="--seconds 600 --model demo")
 	@$(RUN) -m tests.serve.attack chaos $(ARGS)
 
-test-parity: $(DEV) ## compare live with transformers, in an environment of its own (PARITY="-k ...")
-	@$(RUN) -m pytest -m parity $(PARITY)
+test-parity: $(DEV) ## compare live with transformers, in an environment of its own (ARGS="-k ...")
+	@$(RUN) -m pytest -m parity $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format
 	@$(RUN) -m ruff check .

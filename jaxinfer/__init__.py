@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxinfer import research
     from jaxinfer.config import EngineConfig
     from jaxinfer.llm import LLM, RequestOutput
     from jaxinfer.loading import load_model
@@ -27,6 +28,7 @@ _HOMES = {
     "Speculation": "jaxinfer.sampling_params",
     "__version__": "jaxinfer.version",
     "load_model": "jaxinfer.loading",
+    "research": "jaxinfer.research",
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "SamplingParams",
     "Speculation",
     "load_model",
+    "research",
 ]
 
 
@@ -48,12 +51,12 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
     except ModuleNotFoundError as cause:
         if not (cause.name or "").startswith("jaxinfer."):
             raise
         raise ImportError(f"jaxinfer.{name} is not in jaxinfer-client: install jaxinfer, the whole of it") from cause
-    globals()[name] = value
+    value = globals()[name] = module if home == f"{__name__}.{name}" else getattr(module, name)
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import decimal
 import inspect
 import re
 import types
@@ -16,6 +17,8 @@ from jaxinfer.names import ALIASES
 
 _SWITCHES = {"on": True, "off": False}
 _METAVARS = {int: "N", float: "X"}
+_NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|[-+]?(inf|nan)", re.IGNORECASE)
+_SIZE = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)([kmgtKMGT])?(i?B)?")
 _SHORT = 2  # letters of names that others write with one dash: -tp
 
 
@@ -133,15 +136,35 @@ def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:
         return {"type": _switch, "metavar": "on|off"}
     if typing.get_origin(kind) is tuple:
         part = typing.get_args(kind)[0]
-        return {"type": part, "nargs": "+", "metavar": _METAVARS.get(part, "NAME")}
-    return {"type": kind, "metavar": _METAVARS.get(kind, "NAME")}
+        return {"type": whole_number if part is int else part, "nargs": "+", "metavar": _METAVARS.get(part, "NAME")}
+    read = {int: whole_number, float: _gibibytes if name.endswith("_gib") else float}.get(kind, kind)
+    return {"type": read, "metavar": _METAVARS.get(kind, "NAME")}
+
+
+def whole_number(text: str) -> int:
+    """An integer, also with a unit: 32K and 4GiB count in powers of 1024, 32k and 4GB in powers of 1000."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
+    number, prefix, unit = decimal.Decimal(found[1]), found[2] or "", found[3] or ""
+    base = 1000 if unit == "B" or prefix.islower() else 1024
+    value = number * base ** ("_KMGT".index(prefix.upper() or "_"))
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(value)
+
+
+def _gibibytes(text: str) -> float:
+    """A number of GiB, also with another unit (512MiB)."""
+    return float(text) if _NUMBER.fullmatch(text) else whole_number(text) / 2**30
 
 
 def _number_or_off(text: str) -> int | str:
     """What `off` stands for is the setting's to say: here None is what was not given."""
-    if text == "off" or text.removeprefix("-").isdecimal():
-        return text if text == "off" else int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor off")
+    try:
+        return text if text == "off" else whole_number(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor off") from error
 
 
 def _switch(text: str) -> bool:

@@ -26,6 +26,9 @@ MAX_FRAME_BYTES = 256 << 20
 START_CPU_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
+_ENDING_SECONDS = 1.0  # from the end of a process's output to its own
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
+"""Exit codes of a process that somebody else ended."""
 
 # ---- within a helper
 
@@ -34,6 +37,7 @@ def begin(memory: int) -> None:
     """Bound this process, whose argument is the process that started it: ``memory`` in bytes, and the processor's time
     of its start."""
     die_with(int(sys.argv[1]))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which asks the server, perhaps with all its processes, to reload
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # else whoever started this process might have it ignored
     allow_cpu(START_CPU_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -119,7 +123,7 @@ class Helper:
         self._command, self._setup = (sys.executable, "-m", module, str(os.getpid())), setup
         self._process: subprocess.Popen[bytes] | None = None
         self._reap: weakref.finalize[..., Helper] | None = None
-        self._killed = False
+        self._killed = self._stopped = False
 
     def start(self) -> bool:
         """Start it if it does not run; whether that was so: it knows nothing then.
@@ -136,7 +140,7 @@ class Helper:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), process_group=0
         )
-        self._reap, self._killed = weakref.finalize(self, _end, self._process), False
+        self._reap, self._killed, self._stopped = weakref.finalize(self, _end, self._process), False, False
         if self._exchange(self._setup) is None:
             raise RuntimeError(f"{self._command[2]} does not start")
         return True
@@ -158,9 +162,18 @@ class Helper:
 
     def kill(self) -> None:
         """Kill the helper, from any thread. Whoever waits for an answer gets none."""
-        self._killed = True
+        self._killed = self._stopped = True
         if self._process is not None:
             self._process.kill()
+
+    @property
+    def was_taken_away(self) -> bool:
+        """Whether a signal from outside ended it, such as the system's for want of memory: no fault of the question."""
+        if self._process is None or self._stopped:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_ENDING_SECONDS) in _FROM_OUTSIDE
+        return False
 
     def _exchange(self, frame: bytes) -> bytes | None:
         process = self._process

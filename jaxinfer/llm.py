@@ -25,7 +25,7 @@ from jaxinfer.text.contents import messages_of
 from jaxinfer.text.intake import Intake, Prompt, as_prompts, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import PositionLogprobs, Request, SequenceDelta
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
 # The fields of a request that are the prompt itself, as text or as tokens.
 _PROMPT = ("prompt", "prompt_token_ids")
@@ -394,7 +394,7 @@ class _Run:
             output.acceptance = new.acceptance
             self._open.discard(key)
             if delta.finish_reason is None:  # a stop string: the engine knows nothing of those
-                self._engine.abort(*key)
+                self._engine.abort(*key, FinishReason.STOP)
         return Delta(at, new.index, new.text, new.token_ids, new.finish_reason)
 
     def _take_logprobs(self, whole: RequestOutput, output: CompletionOutput, new: OutputDelta) -> None:

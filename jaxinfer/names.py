@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "model": ("model_path",),
+        "model": ("model_path", "m"),
         "served_model_name": ("alias",),
         "family": ("model_impl",),
         "http_port": ("port",),
@@ -34,6 +34,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "data_parallel_size": ("dp_size", "dp"),
         "expert_parallel_size": ("ep_size", "ep"),
         "max_tokens": ("max_new_tokens", "n_predict"),
+        "temperature": ("temp",),
+        "prompt": ("p",),
+        "prompt_file": ("file", "f"),
         "speculative": ("speculative_algorithm",),
         "speculative_model": ("speculative_draft_model_path", "model_draft"),
         "num_speculative_tokens": ("speculative_num_steps", "draft_max"),
@@ -68,6 +71,8 @@ _DRAFTS = {"draft_model": "demo-draft", "medusa": "demo-medusa", "eagle3": "demo
 """What drafts for the demo model, by the method."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _LONGEST = 120
+_SIMILAR = 0.72
+"""Share of letters that a misspelling has in common with the name; num_gpus and num_pages have less."""
 _DEMOS = pathlib.Path(__file__).parent / "demo"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -121,8 +126,16 @@ def advice(name: str, known: Iterable[str], shown: Callable[[str], str] = str) -
         return f"it is called {shown(ours)} here"
     if name in HINTS:
         return HINTS[name]
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {shown(near[0])}?" if near else ""
+    near = _near(name, names)
+    return f"did you mean {shown(near)}?" if near else ""
+
+
+def _near(name: str, names: Sequence[str]) -> str | None:
+    """The name that ``name`` may be a misspelling of, or the shortest that has all of its words; None: none is near."""
+    words = set(re.split(r"\W|_", name))
+    whole = [known for known in names if len(words) > 1 and words <= set(re.split(r"\W|_", known))]
+    alike = difflib.get_close_matches(name, names, n=1, cutoff=_SIMILAR)
+    return min(whole, key=len) if whole else next(iter(alike), None)
 
 
 _ALIASED = {alias: name for name, aliases in ALIASES.items() for alias in aliases}

@@ -27,6 +27,19 @@ class RequestError(ValueError):
         self.field = None if place is None else re.split(r"\W", place, maxsplit=1)[0]
 
 
+class ContextLengthError(RequestError):
+    """The prompt is too long for the context.
+
+    Attributes:
+        size: of the prompt, with its unit: "9000 tokens".
+        most: what it may be.
+    """
+
+    def __init__(self, place: str, reason: str, size: str, most: int) -> None:
+        super().__init__(place, reason)
+        self.size, self.most = size, most
+
+
 class QueueFullError(RequestError):
     """Too much is waiting already: try again later."""
 

@@ -111,6 +111,8 @@ class FinishReason(enum.StrEnum):
     DEADLINE = "deadline"
     ERROR = "error"
     """Its grammar failed; ``SequenceDelta.stop_reason`` says why."""
+    UNAVAILABLE = "unavailable"
+    """An adapter or a process for its grammar could not be had; ``SequenceDelta.stop_reason`` says why."""
     NOT_FINITE = "not_finite"
     """The model's logits were NaN or infinite."""
 

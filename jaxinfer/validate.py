@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.sampling_params import ContextLengthError, RequestError, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +99,12 @@ def check_prompt_length(count: int, max_model_len: int) -> None:
     if count == 0:
         raise RequestError("prompt_token_ids", "is empty: a prompt has at least one token")
     if count + 1 > max_model_len:
-        raise RequestError(
+        raise ContextLengthError(
             "prompt_token_ids",
             f"has {count} tokens, which leaves no room to generate: "
             f"prompt and output together have at most {max_model_len} (max_model_len)",
+            f"{count} tokens",
+            max_model_len,
         )
 
 

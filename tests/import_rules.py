@@ -9,7 +9,7 @@ import functools
 import graphlib
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 PACKAGES = ("jaxinfer", "pallas_kernels")
 SCRIPTS = ("tools", "benchmarks")
@@ -53,11 +53,13 @@ STOREY = {
     "engine": 7,
     "serve": 8,
     "edited": 8,
+    "contiguous": 8,
     "heads": 8,
     "families": 8,
     "progress": 8,
     # the doors, in the order in which they open one another
     "loading": 9,
+    "research": 9,
     "flags": 9,
     "cli": 10,
     "llm": 10,
@@ -262,10 +264,10 @@ class Module:
         return ".".join([*here, *([node.module] if node.module else [])])
 
 
-def read_modules(root: pathlib.Path) -> dict[str, Module]:
-    """Every Python file of the packages and scripts under ``root``, by dotted name."""
+def read_modules(root: pathlib.Path, packages: Sequence[str] = (*PACKAGES, *SCRIPTS)) -> dict[str, Module]:
+    """Every Python file of ``packages`` under ``root``, by dotted name."""
     modules = {}
-    for path in sorted(p for package in (*PACKAGES, *SCRIPTS) for p in (root / package).rglob("*.py")):
+    for path in sorted(p for package in packages for p in (root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
@@ -292,7 +294,7 @@ def _direction(module: Module, modules: dict[str, Module]) -> Iterator[str]:
     for line, target in module.imports:
         if target.split(".")[0] == "tests" and module.name != IMPORTS_TESTS:
             yield f"{module.name}:{line} imports {target}: only tests import tests"
-        if (to := _resolve(target, modules)) is None:
+        if (to := resolve(target, modules)) is None:
             continue
         room = modules[to].room
         if reason := _refusal(module.room, room) if room != module.room else _refusal_within(module.name, to):
@@ -371,7 +373,7 @@ def _graph(modules: dict[str, Module], at_run_time: bool) -> dict[str, set[str]]
     graph = {}
     for module in modules.values():
         pairs = _run_time_imports(module) if at_run_time else module.imports
-        names = {to for _, target in pairs if (to := _resolve(target, modules))}
+        names = {to for _, target in pairs if (to := resolve(target, modules))}
         if at_run_time:
             names |= {p for name in (module.name, *names) for p in _parents(name) if p in modules}
         graph[module.name] = names - {module.name}
@@ -403,7 +405,7 @@ def _cycles(modules: dict[str, Module]) -> Iterator[str]:
         yield f"import cycle: {' -> '.join(error.args[1])}"
 
 
-def _resolve(target: str, modules: dict[str, Module]) -> str | None:
+def resolve(target: str, modules: Collection[str]) -> str | None:
     """The longest prefix of a dotted name that is a module here; None for other people's packages."""
     parts = target.split(".")
     prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))

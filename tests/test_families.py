@@ -137,7 +137,7 @@ def test_a_model_of_an_unknown_architecture_is_served_by_a_named_family(tmp_path
         assert len(llm.generate([[1, 2, 3]])[0].outputs[0].token_ids) > 0
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_a_package_that_pip_installs_is_found_by_the_command_line(tmp_path: pathlib.Path) -> None:
     """From the wheel to the text, each in a process of its own, which only a search path tells of the package."""
     pip = [

@@ -222,7 +222,7 @@ def edit_config(**changes):
         (break_missing_tokenizer, ["tokenizer"]),
         (break_truncated_weights, ["model.safetensors"]),
         (break_lying_header, ["model.safetensors"]),
-        (edit_config(architectures=["BertModel"]), ["BertModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        (edit_config(architectures=["BertModel"]), ["BertModel", "LlamaForCausalLM", "docs/models.md"]),
         (edit_config(architectures=None), ["architectures"]),
         (edit_config(hidden_size=0), ["hidden_size", "0"]),
         (edit_config(hidden_size="wide"), ["hidden_size", "wide"]),

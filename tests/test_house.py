@@ -22,8 +22,9 @@ CORE = (
 # Speculation: draft heads, paths; masks, thoughts; adapters: banks, programs, figures; a journal; states; indexers;
 # defaults by platform; drafts of states; decode rows in the place of chunks;
 # one row on a CPU; heads beside tables that they are tied to, defaults of transformers, old names of fields,
-# logits that are not finite, what blocks sow; decode programs of several sizes and their proof, trials of kernels.
-CORE_LINES = 16_440
+# logits that are not finite, what blocks sow; decode programs of several sizes and their proof, trials of kernels;
+# attention at any distances.
+CORE_LINES = 16_470
 
 
 @functools.cache

@@ -186,7 +186,7 @@ def test_public_names_resolve() -> None:
 
     assert set(jaxinfer.__all__) <= set(dir(jaxinfer))
     for name in jaxinfer.__all__:
-        assert getattr(jaxinfer, name).__name__ == name
+        assert getattr(jaxinfer, name).__name__.removeprefix("jaxinfer.") == name
 
 
 def test_unknown_public_name_is_an_attribute_error() -> None:

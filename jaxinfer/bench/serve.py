@@ -32,7 +32,7 @@ from jaxinfer.bench.sweep import Knee, Search
 from jaxinfer.bench.target import Access, Item, Sampling, Served, Target
 from jaxinfer.bench.watch import Bounds, Watch
 
-OK, NOTHING_SUCCEEDED, OF_THE_GENERATOR, INTERRUPTED = 0, 1, 3, 130
+OK, NOTHING_SUCCEEDED, OF_THE_GENERATOR, SOME_FAILED, INTERRUPTED = 0, 1, 3, 4, 130
 """Exit codes; 2, that it cannot be measured, is `main`'s."""
 MOST_FAILED = 0.01  # share of the requests, of a rate that holds
 WARMUP_ROUND = 1 << 20  # requests of the warm-up are none of any run
@@ -291,5 +291,7 @@ def _exit_code(session: Session, knee: Knee | None) -> int:
         return INTERRUPTED
     if not any(run["completed"] for run in session.runs):
         return NOTHING_SUCCEEDED
+    if knee is None and any(run["errors"] for run in session.runs):  # a sweep looks for rates at which some fail
+        return SOME_FAILED
     doubted = knee.doubted if knee is not None else bool(session.runs[-1]["generator"]["doubts"])
     return OF_THE_GENERATOR if doubted else OK

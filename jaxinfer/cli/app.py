@@ -34,6 +34,7 @@ COMMANDS = {
     "bench": Command("put load on a server, and measure it", "jaxinfer.bench.options", "jaxinfer.bench.__main__"),
     "convert": Command("write a model as it loads fastest, or quantised", "jaxinfer.cli.convert", "jaxinfer.convert"),
     "compile": Command("compile a server's programs ahead of its start", "jaxinfer.cli.compile", "jaxinfer.compile"),
+    "control": Command("figures, drain, abort, flush of a server", "jaxinfer.cli.control", "jaxinfer.terminal.control"),
     "keys": Command("make API keys for a server", "jaxinfer.serve.keys", "jaxinfer.serve.keys"),
     "eval": Command("a text's perplexity under a model", "jaxinfer.cli.eval", "jaxinfer.eval.__main__"),
     "check-gpu": Command("measure this machine's GPU", "jaxinfer.gpu_check.__main__", "jaxinfer.gpu_check.__main__"),

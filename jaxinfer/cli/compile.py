@@ -7,7 +7,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from jaxinfer.cli.engine import add_dtype
+from jaxinfer.cli.engine import add_dtype, add_model_flag
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.flags import add_groups, given_settings
@@ -47,7 +47,7 @@ def make_parser() -> Parser:
     parser = Parser("jaxinfer compile", about, _EXAMPLES, _COMMON)
     parser.add_model()
     group = parser.add_argument_group("what for, and where to")
-    group.add_argument("--model", "--model-path", metavar="MODEL", help="the model, where it is not the first word")
+    add_model_flag(group)
     add_dtype(group)
     target = "this machine, or GPUs that need not be there"
     group.add_argument("--target", choices=(THIS, *GPUS), default=THIS, help=target)

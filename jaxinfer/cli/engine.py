@@ -8,7 +8,7 @@ import pathlib
 
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
-from jaxinfer.flags import add_groups, all_flags, given_settings
+from jaxinfer.flags import add_groups, all_flags, given_settings, whole_number
 from jaxinfer.names import DTYPES, known_dtype
 from jaxinfer.sampling_params import SamplingParams
 
@@ -42,13 +42,18 @@ def add_engine(parser: Parser, sequences: str) -> None:
     """Add the flags of model and engine; ``sequences``: the default of max_num_seqs, in words."""
     parser.add_model("demo")
     group = parser.add_argument_group("the model, and how it is loaded")
-    group.add_argument("--model", "--model-path", metavar="MODEL", help="the model, where it is not the first word")
+    add_model_flag(group)
     add_dtype(group)
     whose = "whose code computes the model: auto, jaxinfer, or a family of yours, which is imported (default: auto)"
     group.add_argument(*all_flags("family"), default="auto", metavar="MODULE:NAME", help=whose)
     group.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help='of compiled programs ("" keeps none)')
     add_groups(parser, EngineConfig, skip=_NO_FLAGS, defaults={"max_num_seqs": sequences})
+
+
+def add_model_flag(group: argparse._ArgumentGroup) -> None:
+    """Add ``--model``, and its other names."""
+    group.add_argument(*all_flags("model"), metavar="MODEL", help="the model, where it is not the first word")
 
 
 def add_dtype(group: argparse._ArgumentGroup) -> None:
@@ -81,7 +86,8 @@ def add_sampling(parser: Parser) -> None:
     for name, (kind, text) in SAMPLING.items():
         shown = text if own[name] is None else f"{text} (default: {own[name]})"
         value = {int: "N", float: "X"}[kind]
-        group.add_argument(*all_flags(name), dest=name, type=kind, metavar=value, help=shown)
+        read = whole_number if kind is int else kind
+        group.add_argument(*all_flags(name), dest=name, type=read, metavar=value, help=shown)
     _add_speculation(group)
     _add_structured(group)
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be given several times")

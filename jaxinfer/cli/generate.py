@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from jaxinfer.cli import chat
 from jaxinfer.cli.engine import add_engine, add_sampling, engine_settings, sampling_settings
 from jaxinfer.cli.parser import Parser
+from jaxinfer.flags import all_flags
 from jaxinfer.names import DEMO_ADAPTERS, demo_adapter
 
 _COMMON = (
     "prompt",
     "prompt_file",
+    "prompts",
     "max_tokens",
     "temperature",
     "seed",
@@ -22,11 +24,13 @@ _COMMON = (
     "stats",
     "tensor_parallel_size",
 )
+_PROMPTS = ("prompt", "prompt_file", "prompts")
 _EXAMPLES = (
     'jaxinfer generate demo --prompt "ROMEO:" --temperature 0.8',
     'jaxinfer generate demo --prompt "The sea" --temperature 0.8 --lora melville',
     "echo -n 'To be, or not to be' | jaxinfer generate demo --max-tokens 40",
     "jaxinfer generate path/to/folder --prompt-file letter.txt --json --logprobs 5",
+    "jaxinfer generate path/to/folder --prompts questions.jsonl --json",
 )
 
 
@@ -35,14 +39,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(argv)
     parser.take_model(args)
-    for name in ("json", "prompt", "prompt_file"):
+    for name in ("json", *_PROMPTS):
         if args.chat and getattr(args, name):
             parser.error(f"--chat and --{name.replace('_', '-')} exclude each other: a conversation is typed and read")
-    if args.prompt and args.prompt_file:
-        parser.error("--prompt and --prompt-file exclude each other")
+    given = [f"--{name.replace('_', '-')}" for name in _PROMPTS if getattr(args, name)]
+    if len(given) > 1:
+        parser.error(f"{' and '.join(given)} exclude each other")
     if args.system is not None and not args.chat:
         parser.error("--system is the first message of a conversation: it needs --chat")
-    if args.chat_template is not None and (args.prompt or args.prompt_file):
+    if args.chat_template is not None and given:
         parser.error("--chat-template renders conversations: it needs --chat")
     args.lora = [(name, path or _folder(parser, args.model, name)) for name, path in args.lora]
     args.settings, args.sampling = engine_settings(parser, args), sampling_settings(args)
@@ -55,8 +60,12 @@ def make_parser() -> Parser:
     """The parser."""
     parser = Parser("jaxinfer generate", "Text from a model, in this process.", _EXAMPLES, _COMMON)
     what = parser.add_argument_group("the prompt (without one: what is piped in, or a chat at a terminal)")
-    what.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
-    what.add_argument("--prompt-file", metavar="FILE", help="a file whose whole text is the prompt (- is stdin)")
+    text = "text to continue; may be given several times"
+    what.add_argument(*all_flags("prompt"), dest="prompt", action="append", metavar="TEXT", help=text)
+    whole = "a file whose whole text is the prompt (- is stdin)"
+    what.add_argument(*all_flags("prompt_file"), dest="prompt_file", metavar="FILE", help=whole)
+    each = 'a file of prompts, one a line; with the suffix .jsonl, each line is a JSON string or {"prompt": TEXT}'
+    what.add_argument("--prompts", metavar="FILE", help=each)
     what.add_argument("--chat", action="store_true", help="a conversation, as jaxinfer chat")
     chat.add_system(what)
     shipped = ", ".join(f"{name} ({what})" for name, what in DEMO_ADAPTERS.items())

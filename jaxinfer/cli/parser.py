@@ -59,6 +59,13 @@ class Parser(argparse.ArgumentParser):
         return found
 
     @override
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """argparse takes ``-t 2`` for ``-tp 2``, and does without abbreviations of long flags alone: of its findings,
+        those are right in which a flag of one letter is followed by its value (``-n3``)."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [each for each in found if each[1] == option_string[:2]]
+
+    @override
     def error(self, message: str) -> NoReturn:
         plain = re.sub(r"^argument ([^:/ ]+)[^:]*:", r"\1:", " ".join(message.split()))
         self.exit(2, f"error: {plain} ({self.prog} --help)\n")

@@ -1,12 +1,14 @@
-"""The client of those who run a server, for its control port: LoRA adapters."""
+"""The client of a server's control port: figures, requests, the prefix cache, LoRA adapters."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from jaxinfer.client.aio import translated as async_translated
 from jaxinfer.client.connect import TLS, checked_target, connection
@@ -91,6 +93,29 @@ class Control(_Connected):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def stats(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """The fields of `Stats` in protos/jaxinfer/v1/control.proto, by their names."""
+        with translated(self._explain):
+            return as_dict(self._stub.GetStats(pb.GetStatsRequest(), **self._settings(timeout)))
+
+    def abort(self, request_id: str, *, tenant: str | None = None, timeout: float | None = None) -> None:
+        """Ends a request wherever it is; an unknown id is ignored. ``tenant``: only that tenant's."""
+        request = abort_request(request_id, tenant)
+        with translated(self._explain):
+            self._stub.Abort(request, **self._settings(timeout))
+
+    def drain(self, within: float | None = None, *, timeout: float | None = None) -> int:
+        """Has the server accept no more requests, waits for those that run, and returns how many were aborted after
+        ``within`` seconds (None: the server's ``drain_seconds``)."""
+        request = drain_request(within)
+        with translated(self._explain):
+            return int(self._stub.Drain(request, **self._settings(timeout)).aborted)
+
+    def flush_prefix_cache(self, *, timeout: float | None = None) -> int:
+        """Forgets cached prefixes; returns the number of pages. Pages of running requests stay."""
+        with translated(self._explain):
+            return int(self._stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), **self._settings(timeout)).pages)
+
     def load_lora(
         self, lora_name: str, lora_path: str, *, load_inplace: bool = False, timeout: float | None = None
     ) -> Lora:
@@ -137,6 +162,29 @@ class AsyncControl(_Connected):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def stats(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """See `Control.stats`."""
+        async with async_translated(self._explain):
+            return as_dict(await self._stub.GetStats(pb.GetStatsRequest(), **self._settings(timeout)))
+
+    async def abort(self, request_id: str, *, tenant: str | None = None, timeout: float | None = None) -> None:
+        """See `Control.abort`."""
+        request = abort_request(request_id, tenant)
+        async with async_translated(self._explain):
+            await self._stub.Abort(request, **self._settings(timeout))
+
+    async def drain(self, within: float | None = None, *, timeout: float | None = None) -> int:
+        """See `Control.drain`."""
+        request = drain_request(within)
+        async with async_translated(self._explain):
+            return int((await self._stub.Drain(request, **self._settings(timeout))).aborted)
+
+    async def flush_prefix_cache(self, *, timeout: float | None = None) -> int:
+        """See `Control.flush_prefix_cache`."""
+        async with async_translated(self._explain):
+            answer = await self._stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), **self._settings(timeout))
+        return int(answer.pages)
+
     async def load_lora(
         self, lora_name: str, lora_path: str, *, load_inplace: bool = False, timeout: float | None = None
     ) -> Lora:
@@ -171,6 +219,39 @@ def unload_request(lora_name: str) -> pb.UnloadLoraRequest:
     request = pb.UnloadLoraRequest()
     set_field(request, "lora_name", lora_name)
     return request
+
+
+def abort_request(request_id: str, tenant: str | None) -> pb.AbortRequest:
+    """Raises ValueError: a value that the message cannot carry."""
+    request = pb.AbortRequest()
+    set_field(request, "request_id", request_id)
+    if tenant is not None:
+        set_field(request, "tenant", tenant)
+    return request
+
+
+def drain_request(within: float | None) -> pb.DrainRequest:
+    """Raises ValueError: ``within`` is negative or no number of seconds."""
+    request = pb.DrainRequest()
+    if within is not None:
+        if not 0 <= within < 10**9:
+            raise ValueError(f"within={within} must be seconds, 0 or more")
+        request.timeout.FromNanoseconds(int(within * 1e9))
+    return request
+
+
+def as_dict(message: Any) -> dict[str, Any]:
+    """A message's fields by their names, as Python's values; messages that are not set are left out."""
+    fields = [field for field in message.DESCRIPTOR.fields if not field.has_presence or message.HasField(field.name)]
+    return {field.name: _plain(getattr(message, field.name)) for field in fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    return as_dict(value) if isinstance(value, Message) else value
 
 
 def read_lora(lora: pb.Lora) -> Lora:

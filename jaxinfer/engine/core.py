@@ -23,7 +23,7 @@ from jaxinfer.lora.store import LoRAStore
 from jaxinfer.spec import Bounded, make_drafter
 from jaxinfer.structured.masks import Masks
 from jaxinfer.structured.matcher import Vocabulary
-from jaxinfer.types import Request, SequenceDelta
+from jaxinfer.types import FinishReason, Request, SequenceDelta
 from jaxinfer.validate import SamplingLimits
 
 
@@ -61,8 +61,8 @@ class EngineCore(Protocol):
         """Raise QueueFullError where `add` would; see `Scheduler.check_room`. From any thread, also in a step."""
         ...
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request (or one of its samples) without another delta."""
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request (or one of its samples) without another delta. ``reason`` is what statistics count."""
         ...
 
     def step(self) -> list[SequenceDelta]:
@@ -176,8 +176,8 @@ class EngineLoop:
         """Tokens of a prompt that would be found in the prefix cache now."""
         return self._scheduler.cached(request)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        self._scheduler.abort(request_id, index)
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
+        self._scheduler.abort(request_id, index, reason)
 
     def step(self) -> list[SequenceDelta]:
         return self.read(self.launch())

@@ -30,7 +30,7 @@ MOSAIC, XLA, CUDNN, JAX_XLA = "mosaic", "xla", "jax, cuDNN", "jax, XLA"
 REPEATS, QUICK_REPEATS = 8, 1
 _RESERVE_S = 8.0
 _AT_A_TIME = 6
-_TRACING = threading.Lock()  # nobody promises that kernels can be lowered by several threads at a time
+_TRACING = threading.Lock()  # JAX does not document that kernels may be lowered by several threads at a time
 _FEW_ROWS = 256  # of a weight: up to here its bytes are the limit
 # The XLA path of a long prefill takes seconds: it is timed where it is short.
 _XLA_OPERATIONS = 2e11

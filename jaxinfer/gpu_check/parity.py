@@ -26,7 +26,7 @@ from pallas_kernels.choice import lowering_target
 
 _RESERVE_S = 4.0
 _THREADS = 8
-_TRACING = threading.Lock()  # nobody promises that kernels can be lowered by several threads at a time
+_TRACING = threading.Lock()  # JAX does not document that kernels may be lowered by several threads at a time
 
 
 def run(report: Report) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import AllHeadsNorm, LayerNorm, RMSNorm, unit_rms
@@ -200,30 +200,47 @@ def causal_attend(
         assert cache is not None, layer
         k, v = cache
     v = k[..., : layer.latent_rank] if v is None else v
-    (time, heads, _), kv_heads = q.shape[-3:], k.shape[-2]
+    at = jnp.arange(q.shape[-3])
+    return distant_attend(q, k, v, at[:, None] - at[None, :], layer, scale, sinks, chosen)[0], (k, v)
+
+
+def distant_attend(
+    q: Float[Array, "*batch time heads head_dim"],
+    k: Float[Array, "*batch keys kv_heads head_dim"],
+    v: Float[Array, "*batch keys kv_heads value_dim"],
+    distance: Int[Array, "*#batch time keys"],
+    layer: LayerSpec,
+    scale: float,
+    sinks: Float[Array, " heads"] | None = None,
+    chosen: Bool[Array, "*batch time keys"] | None = None,
+) -> tuple[Float[Array, "*batch time heads value_dim"], Float[Array, "*batch heads time keys"]]:
+    """The plain equation of attention and its weights (float32), where each query is ``distance`` tokens behind each
+    key: below 0 it does not see it. The result of a query that sees nothing is finite, and nobody reads it."""
+    heads, kv_heads = q.shape[-2], k.shape[-2]
     grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
     scores = jnp.einsum("...qhgd,...khd->...hgqk", grouped, k, preferred_element_type=jnp.float32, precision=precision)
     scores = scores * scale
     if layer.softcap is not None:
         scores = layer.softcap * jnp.tanh(scores / layer.softcap)
-    distance = jnp.arange(time)[:, None] - jnp.arange(time)[None, :]
     visible = distance >= 0 if layer.window is None else (distance >= 0) & (distance < layer.window)
-    if chosen is not None:
-        visible = visible & chosen[..., None, None, :, :]
-    weights = _softmax(jnp.where(visible, scores, -jnp.inf), sinks, kv_heads).astype(v.dtype)
-    mixed = jnp.einsum("...hgqk,...khd->...qhgd", weights, v, precision=precision)
-    return mixed.reshape(*q.shape[:-1], v.shape[-1]), (k, v)
+    visible = (visible if chosen is None else visible & chosen)[..., None, None, :, :]
+    weights = _softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min), sinks, kv_heads)
+    mixed = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, precision=precision)
+    return mixed.reshape(*q.shape[:-1], v.shape[-1]), weights.reshape(*q.shape[:-3], heads, *weights.shape[-2:])
 
 
-def causal_choice(index: Index, layer: LayerSpec) -> Bool[Array, "*batch time time"] | None:
-    """The tokens of one contiguous sequence that each of its queries attends to; no gradient flows through a choice."""
-    time = index.k.shape[-2]
-    if layer.index_topk is None or time <= layer.index_topk:
+def causal_choice(
+    index: Index, layer: LayerSpec, distance: Int[Array, "*#batch time keys"] | None = None
+) -> Bool[Array, "*batch time keys"] | None:
+    """The keys that each query attends to, of one contiguous sequence unless a ``distance`` says what it sees (as
+    `distant_attend`); no gradient flows through a choice."""
+    keys = index.k.shape[-2]
+    if layer.index_topk is None or keys <= layer.index_topk:
         return None
     scores = token_index.scores(*map(lax.stop_gradient, index))
-    visible = jnp.broadcast_to(jnp.tri(time, dtype=bool), scores.shape)
-    return token_index.top_keys(scores, visible, layer.index_topk)
+    visible = jnp.tri(keys, dtype=bool) if distance is None else distance >= 0
+    return token_index.top_keys(scores, jnp.broadcast_to(visible, scores.shape), layer.index_topk)
 
 
 def _softmax(

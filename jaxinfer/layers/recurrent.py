@@ -46,10 +46,18 @@ def recur(
     *batch, time = rows
     count = math.prod(batch)
     cut = jax.tree.map(lambda x: x.reshape(count, time, *x.shape[len(rows) :]), inputs)
-    padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -time % _SIZE), *[(0, 0)] * (x.ndim - 2)]), cut)
     zeros = jnp.zeros((count, *spec.shape), jnp.float32 if spec.exact else dtype)
-    outputs, _ = function(padded, zeros, jnp.full(count, time), _SIZE)
-    return jax.tree.map(lambda x: x[:, :time].reshape(*rows, *x.shape[2:]), outputs), None
+    outputs, _ = run_whole(function, cut, zeros, jnp.full(count, time))
+    return jax.tree.map(lambda x: x.reshape(*rows, *x.shape[2:]), outputs), None
+
+
+def run_whole(function: Recurrence, inputs: Any, state: Any, lengths: Int[Array, " batch"]) -> tuple[Any, jax.Array]:
+    """Run a recurrence over pieces ``[batch, time, ...]`` of any length: their outputs, and the states behind them."""
+    time = jax.tree.leaves(inputs)[0].shape[1]
+    size = 1 if time == 1 else _SIZE
+    padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -time % size), *[(0, 0)] * (x.ndim - 2)]), inputs)
+    outputs, states = function(padded, state, lengths, size)
+    return jax.tree.map(lambda x: x[:, :time], outputs), states[:, -1]
 
 
 def short_conv(weight: Float[Array, "*channels taps"], bias: Float[Array, "*channels"] | None = None) -> Recurrence:

@@ -43,7 +43,7 @@ def _stretched(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     alpha, theta = inner.number("alpha"), inner.number("rope_theta", read.number("rope_theta", 1e4))
     dim = read.positive("head_dim", read.positive("hidden_size") // read.positive("num_attention_heads"))
-    inner.require(alpha > 0.0, "alpha", "must be > 0")
+    inner.require(0.0 < alpha <= 2**20, "alpha", "must be > 0 and at most 2**20")
     read.require(dim > 2, "head_dim", "must be > 2 where rope_type is dynamic")
     grown = {"rope_type": "default", "rope_theta": theta * alpha ** (dim / (dim - 2))}
     return {**config, "rope_scaling": None, "rope_parameters": grown}

@@ -144,8 +144,9 @@ def _hidden(read: ConfigReader) -> int:
         return given
     hidden, name = int(2 * given / 3), "block_ffn_dim_multiplier"
     if not (name in read.fields and read.fields[name] is None):
-        many = read.positive("block_multiple_of", 256)
-        hidden = -(-int(read.number(name, 1.0) * hidden) // many) * many
+        many, wide = read.positive("block_multiple_of", 256), read.number(name, 1.0) * hidden
+        read.require(0 <= wide < 2**31, name, f"comes to {wide:g} hidden numbers")
+        hidden = -(-int(wide) // many) * many
     read.require(hidden > 0, read.spelled("intermediate_size"), f"with {name} comes to {hidden} hidden numbers")
     return hidden
 

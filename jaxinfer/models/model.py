@@ -108,7 +108,11 @@ class Model:
         return self.apply(self.params, tokens)
 
     def apply(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
-        """Logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it."""
+        """Logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it.
+
+        Every token is read. Padding on the right changes no logits before it; on the left it is a text before the
+        others, and shifts their positions: `jaxinfer.research.apply` takes a mask.
+        """
         apply: Any = self.module.apply
         return apply({"params": params}, self.hidden(params, tokens), method="head")
 
@@ -118,7 +122,7 @@ class Model:
         Raises:
             TypeError: ``tokens`` is no array of integers, or one that lies on a mesh with Explicit axes.
         """
-        _require_ids(tokens)
+        require_ids(tokens)
         require_auto("params", jax.tree.leaves(params)[0])
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         apply: Any = self.module.apply
@@ -234,7 +238,7 @@ def _unflatten(rest: Model, children: Any) -> Model:
 jax.tree_util.register_pytree_with_keys(Model, _flatten, _unflatten)
 
 
-def _require_ids(tokens: Any) -> None:
+def require_ids(tokens: Any) -> None:
     if not hasattr(tokens, "dtype"):
         raise TypeError(f"tokens is a {type(tokens).__name__}: pass an array of token ids, jnp.array(...)")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):

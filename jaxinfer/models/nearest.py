@@ -1,4 +1,4 @@
-"""What to say of an architecture that is not known: the nearest known one, and in what its config.json differs."""
+"""What to say of an architecture that is not known: the nearest known ones, and in what its config.json differs."""
 
 from __future__ import annotations
 
@@ -62,16 +62,17 @@ class Difference:
         return f"{self.name}, which {', '.join(said) if said else 'reads all of its fields'}"
 
 
-def nearest(name: str, config_json: Mapping[str, Any], known: Readers) -> Difference | None:
-    """Find the known architecture that a config.json of another ``name`` has the most in common with: by fields that
-    are missing, refused and not read, and by how the names begin. None: none has anything in common with it."""
+def nearest(name: str, config_json: Mapping[str, Any], known: Readers, most: int = 3) -> list[Difference]:
+    """Find the known architectures that a config.json of another ``name`` has the most in common with, the nearest
+    first: by fields that are missing, refused and not read, and by how the names begin. None of them is one that has
+    nothing in common with it."""
     fields = _text_fields(config_json)
 
     def distance(found: Difference) -> float:
         return found.fields - _BY_NAME * _alike(_stem(name), _stem(found.name))
 
-    found = min((_compare(kind, fields, read) for kind, read in known.items()), key=distance)
-    return found if len(_telling(fields)) - len(found.unread) >= _READ else None
+    found = sorted((_compare(kind, fields, read) for kind, read in known.items()), key=distance)[:most]
+    return [each for each in found if len(_telling(fields)) - len(each.unread) >= _READ]
 
 
 def _alike(name: str, other: str) -> float:

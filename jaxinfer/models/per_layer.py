@@ -51,8 +51,10 @@ class PerLayerConfig(DecoderConfig):
 def common_fields(read: ConfigReader, most: float | None = None) -> dict[str, Any]:
     """Read the fields of `PerLayerConfig` but ``layers`` and the ropes; ``most``: the logits' soft-cap by default."""
     read.require(not read.flag("attention_bias", False), "attention_bias", "is not supported")
-    size = read.fields.get("hidden_size_per_layer_input", read.get("hidden_size_per_layer_input")) or 0
-    read.require(type(size) is int and size >= 0, "hidden_size_per_layer_input", "must be >= 0")
+    name = "hidden_size_per_layer_input"
+    given = read.fields.get(name, read.get(name))
+    size = 0 if given is None else given  # null is none, whatever the default is
+    read.require(type(size) is int and 0 <= size < 2**31, name, "must be >= 0")
     cap = read.fields.get("final_logit_softcapping", most)
     cap = None if cap is None else read.number("final_logit_softcapping", most)
     read.require(cap is None or cap > 0.0, "final_logit_softcapping", "must be > 0")

@@ -273,21 +273,23 @@ HEADS: dict[str, HeadFamily] = {
 """Draft heads by the name of their method (`SpeculativeConfig.speculative`)."""
 
 
+_PAGE = "docs/models.md lists what is, docs/add_a_model.md says how to add one with --family"
+
+
 def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = MappingProxyType({})) -> Family:
     """Find the family of this checkpoint: in ``families`` first, then in `FAMILIES`.
 
     Raises:
-        ConfigError: config.json names no architecture, or none that is known; the message says which known one is the
-            nearest, what differs, and lists the others.
+        ConfigError: config.json names no architecture, or none that is known; the message says which known ones are
+            the nearest, and what differs.
     """
     known = {**FAMILIES, **families}
     names = config_json.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"config.json: architectures = {shown(names)} must name one of {', '.join(known)}")
+        raise ConfigError(f"config.json: architectures = {shown(names)} must be a list of names ({_PAGE})")
     for name in names:
         if name in known:
             return known[name]
     near = nearest(names[0], config_json, {name: family.config for name, family in FAMILIES.items()})
-    beside = "" if near is None else f"; the nearest is {near}"
-    what = f"is not supported{beside} (known: {', '.join(known)}; --family names another)"
-    raise ConfigError(f"config.json: architectures = {shown(names)} {what}")
+    beside = f"; the nearest: {'; '.join(map(str, near))}" if near else ""
+    raise ConfigError(f"config.json: architectures = {shown(names)} is not supported{beside} ({_PAGE})")

@@ -44,9 +44,10 @@ async def serve(server: Server | Follower) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    loop.add_signal_handler(signal.SIGHUP, server.reload)
     try:
         await server.start()
-        tidying = asyncio.create_task(heap.tidy(lambda: server.active))
+        tidying = server.background.start("heap", lambda: heap.tidy(lambda: server.active))
         signalled, failed = asyncio.create_task(signals.get()), asyncio.create_task(server.until_failed())
         await asyncio.wait({signalled, failed}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.sampling_params import ContextLengthError, RequestError, SamplingParams
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.text.chat_template import ARGUMENTS as TEMPLATE_ARGUMENTS
@@ -77,11 +77,11 @@ def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -
     """Check a prompt's kind and size, before it is worked on.
 
     Raises:
-        RequestError: it is no prompt, or too large.
+        RequestError: it is no prompt, or too large (`ContextLengthError`: in characters).
     """
     match prompt:
         case str():
-            check_characters("prompt", len(prompt), limits)
+            _check_prompt_characters("prompt", len(prompt), limits)
         case Conversation():
             if prompt.template is not None and not allow_templates:
                 raise RequestError("template", ": this server uses no chat templates of requests")
@@ -90,7 +90,7 @@ def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -
             if len(prompt.messages) > limits.messages:
                 raise RequestError("messages", f"must be at most {limits.messages}, not {len(prompt.messages)}")
             parts = (prompt.messages, prompt.tools, dict(prompt.variables), prompt.template)
-            check_characters("messages", sum(map(len, _strings_in(parts))), limits)
+            _check_prompt_characters("messages", sum(map(len, _strings_in(parts))), limits)
         case bytes() | bytearray():
             raise RequestError("prompt", "must be text, token ids or messages, not bytes")
         case Sequence():
@@ -122,7 +122,16 @@ def _check_sizes(sampling: Mapping[str, Any], card: ModelCard, limits: ServeLimi
 def check_characters(field: str, characters: int, limits: ServeLimits) -> None:
     """Raises `RequestError`: a text has more than it may have."""
     if characters > limits.prompt_characters:
-        raise RequestError(field, f"must have at most {limits.prompt_characters} characters, not {characters}")
+        raise RequestError(field, _too_many(characters, limits))
+
+
+def _check_prompt_characters(field: str, characters: int, limits: ServeLimits) -> None:
+    if characters > (most := limits.prompt_characters):
+        raise ContextLengthError(field, _too_many(characters, limits), f"{characters} characters", most)
+
+
+def _too_many(characters: int, limits: ServeLimits) -> str:
+    return f"must have at most {limits.prompt_characters} characters, not {characters}"
 
 
 def _strings_in(value: object) -> Iterator[str]:

@@ -163,7 +163,10 @@ class Authoriser:
             return
         self._seen = version
         try:
-            self._use(read_keys(self._path))
+            keys = read_keys(self._path)
+            if not keys and self._path.stat().st_size == 0:
+                raise KeysError(f"{self._path} is empty, as if it were being written ([] takes all keys away)")
+            self._use(keys)
         except KeysError as error:
             _log.error("the API keys of before stay in use: %s", error)
         else:
@@ -201,7 +204,7 @@ def read_keys(path: pathlib.Path) -> tuple[_Key, ...]:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         entries = yaml.safe_load(data) if len(data) <= MAX_FILE_BYTES else None
-    except (OSError, yaml.YAMLError, RecursionError) as cause:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as cause:  # ValueError: 2026-13-45 is no date
         raise KeysError(f"cannot read the API keys in {path}: {' '.join(str(cause).split())}") from cause
     if len(data) > MAX_FILE_BYTES:
         raise KeysError(f"{path} has more than {MAX_FILE_BYTES} bytes of API keys")

@@ -18,6 +18,7 @@ class Conversation:
         variables: further variables of the template.
         template: the request's own template, refused unless the server allows it.
         reasoning_effort: how much the model should think, in OpenAI's words, if its template knows of that.
+        continue_final_message: the answer goes on where the content of the last message ends.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -26,6 +27,7 @@ class Conversation:
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template: str | None = None
     reasoning_effort: str | None = None
+    continue_final_message: bool = False
 
 
 Input = str | Sequence[int] | Conversation

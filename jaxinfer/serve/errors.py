@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from jaxinfer.sampling_params import QueueFullError, RequestError
+from jaxinfer.sampling_params import ContextLengthError, QueueFullError, RequestError
 
 
 class Kind(enum.Enum):
@@ -48,6 +48,7 @@ class ServeError(Exception):
         retry_after: seconds after which it is worth trying again, if it is.
         fault: under INTERNAL, the id in the message.
         logged: the log of requests has its line.
+        context: of a prompt that is too long, its size with the unit, and the most that it may be.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class ServeError(Exception):
     retry_after: float | None = None
     fault: str | None = None
     logged: bool = dataclasses.field(default=False, compare=False, repr=False)
+    context: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         return self.message
@@ -75,7 +77,8 @@ _KINDS = {QueueFullError: Kind.QUEUE_FULL, UnknownModelError: Kind.NOT_FOUND, Du
 def refused(error: RequestError, retry_after: float = 1.0) -> ServeError:
     """The answer to a refused request. ``retry_after``: the seconds that a full queue asks to wait."""
     kind = _KINDS.get(type(error), Kind.INVALID)
-    return ServeError(kind, str(error), error.field, retry_after if kind is Kind.QUEUE_FULL else None)
+    context = (error.size, error.most) if isinstance(error, ContextLengthError) else None
+    return ServeError(kind, str(error), error.field, retry_after if kind is Kind.QUEUE_FULL else None, context=context)
 
 
 def invalid(field: str, value: Any, reason: str) -> ServeError:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.ignored import ignore
+from jaxinfer.text.chat_template import TemplateError
 from jaxinfer.text.contents import asks_for_none
 
 _ADDS_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments['\"\]]*\s*\+")
@@ -23,7 +25,8 @@ def fitted(conversation: Conversation, sources: Sequence[str]) -> Conversation:
         sources: of the templates, of which one is used.
 
     Raises:
-        RequestError: there are tools, or there is an effort, and no template would show them to the model.
+        RequestError: there are tools, and no template would show them to the model; or there is an effort that none
+            knows, and nothing tells the client that it is ignored.
     """
     if conversation.tools and not _has_word(sources, "tools"):
         raise RequestError("tools", ": the model's chat template has no place for tools: leave them out")
@@ -39,14 +42,52 @@ def fitted(conversation: Conversation, sources: Sequence[str]) -> Conversation:
     return dataclasses.replace(conversation, messages=messages, variables=variables)
 
 
+def written(messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+    """The prompt that a template makes of messages. Templates may refuse system messages behind the first, or leave
+    them out: then all of them are one, in front.
+
+    Args:
+        write: renders messages by the template.
+
+    Raises:
+        TemplateError: the template takes the messages in neither form.
+    """
+    if not any(map(_instructs, messages[1:])) or _shows_all(messages, write):
+        return write(messages)
+    instructions = list(filter(_instructs, messages))
+    contents = (str(each.get("content") or "").strip() for each in instructions)
+    one = {**instructions[0], "content": "\n\n".join(filter(None, contents))}
+    try:
+        return write([one, *(each for each in messages if not _instructs(each))])
+    except TemplateError:
+        return write(messages)
+
+
+def _instructs(message: Mapping[str, Any]) -> bool:
+    return message.get("role") in ("system", "developer")
+
+
+def _shows_all(messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
+    """Whether a template shows the model each system message where it stands."""
+    places = [rank for rank, each in enumerate(messages) if _instructs(each)]
+    marks = {rank: {"content": f"instruction7c1d83f0{rank}x"} for rank in places}
+    try:
+        text = write([{**each, **marks.get(rank, {})} for rank, each in enumerate(messages)])
+    except TemplateError:
+        return False
+    return all(mark["content"] in text for mark in marks.values())
+
+
 def _effort(effort: str, sources: Sequence[str]) -> dict[str, Any]:
     """The variables for an effort. Some templates know no more than whether to think at all."""
     if _has_word(sources, "reasoning_effort"):
         return {"reasoning_effort": effort}
     switches = thinking_switches(sources)
-    if effort != "none" or not switches:
+    if effort == "none" and switches:
+        return dict.fromkeys(switches, False)
+    if not ignore("reasoning_effort"):
         raise RequestError("reasoning_effort", f"={effort!r}: the model's chat template knows no such effort")
-    return dict.fromkeys(switches, False)
+    return {}
 
 
 def thinking_switches(sources: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.core.supervisor import Supervisor
 from jaxinfer.serve.settings import ServeConfig
 
@@ -23,12 +24,16 @@ class Follower:
     active = 0
 
     def __init__(self, config: ServeConfig, command: Sequence[str] | None = None) -> None:
+        self.background = Background()
         self._supervisor = Supervisor(config, command)
         self._number = config.process_id
 
     async def start(self) -> None:
         self._supervisor.subscribe(self._log_state)
         await self._supervisor.start()
+
+    def reload(self) -> None:
+        """Do nothing: keys and certificates are process 0's."""
 
     async def until_failed(self) -> str:
         """Wait for what no restart mends; the sentence that says so."""

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 from jaxinfer.engine.scheduling.stats import EngineStats
@@ -33,7 +33,7 @@ from jaxinfer.speculative import GRAMMAR
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.intake import Intake
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import Request
+from jaxinfer.types import FinishReason, Request
 from jaxinfer.validate import SamplingLimits, check_token_ids
 
 _LIMITS = ServeLimits()
@@ -107,9 +107,15 @@ class Frontend:
             concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, name) for name in ("jaxinfer-text", "jaxinfer-long")
         )
         self._stopped = False
+        self._finished = dict.fromkeys(FinishReason, 0)
         self._active: dict[str, Generation | None] = {}  # by `engine_id`; None: being prepared
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def ends_thoughts(self) -> bool:
+        """See `Intake`."""
+        return self._intake.ends_thoughts
 
     # ---- life
 
@@ -308,9 +314,9 @@ class Frontend:
     # ---- the engine
 
     async def stats(self) -> EngineStats:
-        """Statistics of the engine, as of now."""
+        """Statistics of the engine, as of now; outputs that ended are counted here, where stop strings are found."""
         with answered():
-            return await self._backend.stats()
+            return dataclasses.replace(await self._backend.stats(), finished=dict(self._finished))
 
     async def flush_prefix_cache(self) -> int:
         """See `Backend.reset_prefix_cache`."""
@@ -342,6 +348,11 @@ class Frontend:
         self._active[request_id] = None
         self._idle.clear()
 
+    def _ended(self, request_id: str, reasons: Collection[FinishReason]) -> None:
+        for reason in reasons:
+            self._finished[reason] += 1
+        self._leave(request_id)
+
     def _leave(self, request_id: str) -> None:
         del self._active[request_id]
         if not self._active:
@@ -349,7 +360,8 @@ class Frontend:
 
     async def _request(self, call: Call, request_id: str, params: SamplingParams) -> Request:
         prompt, special = call.prompt, call.add_special_tokens
-        make = functools.partial(self._intake.request, answers=isinstance(prompt, Conversation))
+        answers = isinstance(prompt, Conversation) and not prompt.continue_final_message
+        make = functools.partial(self._intake.request, answers=answers)
         if isinstance(prompt, Conversation):
             prompt, special = await self._rendered(prompt, call.tenant), False  # the template writes them itself
         if isinstance(prompt, str):
@@ -373,7 +385,7 @@ class Frontend:
         stream = await self._backend.submit(request)
         seconds = None if request.deadline is None else request.deadline - self._clock()
         tokenizer = self.tokenizer.showing(shown) if self.tokenizer is not None and shown else self.tokenizer
-        generation = Generation(self._backend, stream, tokenizer, self._leave, seconds, place)
+        generation = Generation(self._backend, stream, tokenizer, self._ended, seconds, place)
         self._active[request.request_id] = generation
         if self._stopped:
             generation.cut(_stopping())

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
 from jaxinfer.serve.async_engine import EngineDeadError
 from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import Usage
 from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import answer_to
+from jaxinfer.serve.faults import answer_to, unavailable
 from jaxinfer.serve.room import Place, nowhere
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.serve.tracing import NOTHING, Trace
-from jaxinfer.structured.answers import UNAVAILABLE
 from jaxinfer.text.output import NOT_FINITE, Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, SequenceDelta
+
+_log = logging.getLogger("jaxinfer.serve")
 
 
 class Generation:
@@ -31,7 +33,7 @@ class Generation:
     Leaving it early aborts the request. A slow reader costs the others nothing: what it has not fetched is merged.
 
     Args:
-        left: called once, with the engine's id, which is free then: nothing more will come.
+        left: called once, with the engine's id, which is free then, and with how each output ended.
         seconds: until the deadline (None: there is none). The engine knows it too, but may be stuck.
         place: where it waits until its first token.
 
@@ -47,7 +49,7 @@ class Generation:
         backend: Backend,
         stream: BackendStream,
         tokenizer: Tokenizer | None,
-        left: Callable[[str], None],
+        left: Callable[[str, Collection[FinishReason]], None],
         seconds: float | None,
         place: Place | None = None,
     ) -> None:
@@ -68,7 +70,7 @@ class Generation:
         self._failure: ServeError | None = None
         self._closed = False
         self.trace: Trace = NOTHING
-        self._reasons: dict[int, str] = {}
+        self._reasons: dict[int, FinishReason] = {}
         self._aborting: set[asyncio.Future[None]] = set()  # kept, or they might be collected before they ran
         self._deadline: asyncio.TimerHandle | None = None
         if seconds is not None:
@@ -131,7 +133,12 @@ class Generation:
             self._closed = True
             if self._deadline is not None:
                 self._deadline.cancel()
-            self._left(self._engine_id)
+            cause = (
+                FinishReason.DEADLINE
+                if self._cut is not None and self._cut.kind is Kind.DEADLINE
+                else FinishReason.ABORT
+            )
+            self._left(self._engine_id, [self._reasons.get(index, cause) for index in range(self.n)])
             self._place.leave()
             self._trace_end()
             await self._stream.aclose()
@@ -141,7 +148,7 @@ class Generation:
         if self._running:
             self.trace.failed(self._failure or self._cut or gone(), self.usage)
         else:
-            self.trace.finished(self.usage, [reason for _, reason in sorted(self._reasons.items())])
+            self.trace.finished(self.usage, [reason.value for _, reason in sorted(self._reasons.items())])
 
     def cut(self, error: ServeError) -> None:
         """End it now, whatever the engine does: the reader gets ``error`` instead of more pieces."""
@@ -174,26 +181,33 @@ class Generation:
             new.prompt_logprobs = None
         if new.finish_reason is None:
             return new
-        if new.finish_reason == FinishReason.DEADLINE:
-            self._cut, new.finish_reason = expired(), None
-            return new if new.token_ids else None
-        if delta.finish_reason is FinishReason.NOT_FINITE:
-            beside = "" if self.lora is None else f", with the adapter {self.lora.name!r}"
-            self._cut, new.finish_reason = ServeError(Kind.INTERNAL, NOT_FINITE + beside), None
-            return new if new.token_ids else None
-        if new.finish_reason == FinishReason.ERROR and delta.stop_reason == UNAVAILABLE:
-            self._cut, new.finish_reason = ServeError(Kind.UNAVAILABLE, UNAVAILABLE, retry_after=1.0), None
-            return new if new.token_ids else None
-        if new.finish_reason == FinishReason.ERROR:
-            self._cut = ServeError(Kind.INVALID, f"structured_outputs: {delta.stop_reason}", "structured_outputs")
-            new.finish_reason = None
+        stopped = new.finish_reason == FinishReason.STOP  # be it by a stop string that the last token completed
+        self._reasons[index] = reason = FinishReason.STOP if stopped else delta.finish_reason or FinishReason.ABORT
+        if (cut := self._cut_by(reason, delta.stop_reason)) is not None:
+            self._cut, new.finish_reason = cut, None
             return new if new.token_ids else None
         self._running -= 1
         self._place.ended()
-        self._reasons[index] = new.finish_reason
         if delta.finish_reason is None and self._running:
             self._aborting.add(asyncio.ensure_future(self._abort(index)))
         return new
+
+    def _cut_by(self, reason: FinishReason, why: int | str | None) -> ServeError | None:
+        """The error that all outputs end with when one of them has ended for ``reason``; None: with none."""
+        adapter = "" if self.lora is None else f"the adapter {self.lora.name!r}"
+        match reason:
+            case FinishReason.DEADLINE:
+                return expired()
+            case FinishReason.NOT_FINITE:
+                return ServeError(Kind.INTERNAL, NOT_FINITE + (adapter and f", with {adapter}"))
+            case FinishReason.ERROR:
+                return ServeError(Kind.INVALID, f"structured_outputs: {why}", "structured_outputs")
+            case FinishReason.UNAVAILABLE:  # the log says more about files and processes than clients learn
+                what = f"{adapter or 'a process for structured outputs'} is not available now"
+                _log.error("request %r: %s: %s", self.request_id, what, why)
+                return unavailable(f"{what}: the server's log says why")
+            case _:
+                return None
 
     async def _abort(self, index: int) -> None:
         with contextlib.suppress(EngineDeadError):  # whose readers are told by their streams

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import logging
 
 from jaxinfer.helper_process import GOOD
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.calls import ModelCard
-from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.templates import Pool, Sizes
-from jaxinfer.structured.answers import UNAVAILABLE
 from jaxinfer.structured.helper import MODULE, check, setup
 from jaxinfer.structured.masks import CPU_SECONDS
 from jaxinfer.text.tokenizer import Tokenizer
 
-_log = logging.getLogger(__name__)
 _SIZES = Sizes(helpers=3, share=2, waiting=256)
 _CPU_SECONDS = CPU_SECONDS / 2
 """Of the processor. The engine's helper needs about twice as much: what is accepted here is served there."""
@@ -38,7 +34,7 @@ class Grammars:
         Raises:
             RequestError: it cannot be held exactly, or it takes too long to find out.
             QueueFullError: too many wait.
-            ServeError: UNAVAILABLE: no helper can be started now.
+            ServeError: UNAVAILABLE: no helper can be started.
         """
         if params.grammar is None:
             return
@@ -52,11 +48,7 @@ class Grammars:
             self._good.popitem(last=False)
 
     async def _ask(self, place: str, question: bytes, tenant: str) -> None:
-        try:
-            answer = await self._pool.ask(tenant, question)
-        except (OSError, RuntimeError, MemoryError) as cause:
-            _log.warning("a helper that checks grammars does not start: %s", cause)
-            raise ServeError(Kind.UNAVAILABLE, UNAVAILABLE, retry_after=1.0) from cause
+        answer = await self._pool.ask(tenant, question)
         if answer is None:
             raise RequestError(place, "was stopped: compiled, it takes too long, too much memory or too deep a stack")
         if answer[:1] != GOOD:

@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 from jaxinfer.engine.scheduling.stats import SECONDS, EngineStats, Histogram
 from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.serve import logs
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.core.supervisor import DEAD, READY, STARTING, STOPPED
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.event_loop import LONG_HOLD_SECONDS, Loop
@@ -40,6 +41,8 @@ class Life(Protocol):
     def state(self) -> str: ...
     @property
     def restarts(self) -> int: ...
+    @property
+    def background(self) -> Background: ...
 
 
 class ServerMetrics:
@@ -122,6 +125,8 @@ class _LifeCollector(Collector):
         states = {each: int(each == state) for each in (STARTING, READY, DEAD, STOPPED)}
         yield _gauge("engine_state", "1 for the state that the engine is in.", {}, _by("state", states))
         yield _counter("engine_restarts", "Engines that were started again after one died or hung.", {}, _one(restarts))
+        failures = _by("task", self._engine.background.failures)
+        yield _counter("background_task_failures", "Failures of background tasks, by task.", {}, failures)
 
     def describe(self) -> list[Metric]:
         """Return nothing: the engine's supervisor may not be there yet."""

@@ -10,7 +10,7 @@ from jaxinfer.names import demo_folder, draft_of, no_model
 from jaxinfer.serve.parsing import model_parsers
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.speculative import other_vocabulary
-from jaxinfer.text import TemplateError, TokenizerError, given_template, load_template
+from jaxinfer.text import TemplateError, TokenizerError, find_tokenizer, given_template, load_template
 
 _MOST_BYTES = 1 << 20
 _CONTEXT = ("max_position_embeddings", "n_positions")
@@ -28,7 +28,7 @@ def refuse_early(config: ServeConfig) -> None:
     _refuse_template(config)
     described = _described(config.model)
     _refuse_draft(config, described)
-    _refuse_response_template(config)
+    _refuse_texts(config)
     length = config.engine.max_model_len
     for name in _CONTEXT:
         context = described.get(name)
@@ -60,15 +60,18 @@ def _refuse_template(config: ServeConfig) -> None:
         raise ServeConfigError(str(error)) from error
 
 
-def _refuse_response_template(config: ServeConfig) -> None:
-    """Refuse what no parser can be made of."""
-    folder = demo_folder(config.model) or pathlib.Path(config.model)
-    if not folder.is_dir():
+def _refuse_texts(config: ServeConfig) -> None:
+    """Refuse a tokenizer or template that cannot be used, which the front end reads when the engine is ready, and a
+    template that no parser can be made of."""
+    path = demo_folder(config.model) or pathlib.Path(config.model)
+    if not path.exists():  # a hub id
         return
     try:
-        model_parsers(config, folder, load_template(folder, config.chat_template))
-    except (TokenizerError, TemplateError):  # the engine says it better
-        return
+        tokenizer, template = find_tokenizer(path), load_template(path, config.chat_template)
+    except (TokenizerError, TemplateError) as error:
+        raise ServeConfigError(f"model: {error}") from error
+    if path.is_dir():
+        model_parsers(config, path, template, tokenizer)
 
 
 def _described(model: str) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from jaxinfer.serve.calls import Call, Usage
 from jaxinfer.serve.errors import Kind, ServeError
@@ -15,7 +17,15 @@ from jaxinfer.types import Request
 REFUSED = "jaxinfer.serve.refusals"
 """The logger of requests that cost next to nothing: beyond a rate they are counted, not told (`log_queue.Limiter`)."""
 
+_asked = contextvars.ContextVar[Mapping[str, str]]("asked", default=MappingProxyType({}))
+_MOST_CHARACTERS = 200  # of a path
+
 _ended, _refused = logging.getLogger(REQUESTS), logging.getLogger(REFUSED)
+
+
+def asked(route: str, path: str, peer: str) -> None:
+    """Note what the request of this task asks for, and from which address: lines of refusals name them."""
+    _asked.set({"route": route, **({} if path == route else {"path": path[:_MOST_CHARACTERS]}), "peer": peer})
 
 
 class RequestLog:
@@ -80,7 +90,7 @@ class RequestLine:
 
 def _refusal(error: ServeError, about: dict[str, object]) -> None:
     error.logged = True
-    _refused.info("refused", extra=_known(about | _fault(error)))
+    _refused.info("refused", extra=_known({**_asked.get(), **about, **_fault(error)}))
 
 
 def _fault(error: ServeError) -> dict[str, object]:

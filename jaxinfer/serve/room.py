@@ -131,12 +131,12 @@ class Room:
             room = most + (free if name != "tokens" else 0)
             before, more = getattr(self._all, name), getattr(new, name)
             if before + more > room and (self._all.requests or new.requests > 1):
-                raise QueueFullError(f"{before} {name} wait already, {more} more are too many: {_limit(name, most)}")
+                raise QueueFullError(f"{before} {name} wait already, {more} more are too many: {self._limit(name)}")
             its = getattr(waiting, name)
             if tenant and before + its + 2 * more > room and (waiting.requests or new.requests > 1):
                 raise QueueFullError(
                     f"{its} {name} of {tenant!r} wait already, {more} more would leave others too little room: "
-                    f"{_limit(name, most)}"
+                    f"{self._limit(name)}"
                 )
 
     def _require_possible(self, tenant: str, name: str, new: Load) -> None:
@@ -146,17 +146,17 @@ class Room:
             raise RequestError(
                 "prompt",
                 f": {new.requests} prompts are {getattr(new, name)} {name}, and no more than {room} could wait: "
-                f"{_limit(name, self._most[name])}",
+                f"{self._limit(name)}",
             )
+
+    def _limit(self, name: str) -> str:
+        """The bound of the queue, and how many outputs run at once before it."""
+        return f"max_waiting_{name} = {self._most[name]}, behind {self._slots} slots (max_num_seqs)"
 
 
 def nowhere() -> Place:
     """A place that is not counted."""
     return Place(Room({}), "", Load())
-
-
-def _limit(name: str, most: int) -> str:
-    return f"max_waiting_{name} = {most}"
 
 
 def slots_of(engine: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import pathlib
 import socket
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxinfer.serve import descriptors
 from jaxinfer.serve.auth import Authoriser
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core.link import CoreLink
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, StartupEvent, Supervisor
@@ -51,6 +53,7 @@ class Server:
         ServeConfigError, KeysError: files of keys or certificates that cannot be used.
 
     Attributes:
+        background: its background tasks.
         frontend: None until the engine was READY for the first time.
         kv_events: what the engine tells of its cached pages.
     """
@@ -63,7 +66,7 @@ class Server:
         opened: Callable[[], None] | None = None,
     ) -> None:
         self.config = config = descriptors.within(config, descriptors.raise_limit())
-        self._opened = opened
+        self._opened, self.background = opened, Background()
         self.frontend: Frontend | None = None
         replicas = config.engine.data_parallel_size * config.engine.dp_ranks
         self.kv_events = KvEventsDoor(config, replicas, lambda: self._supervisor.card.name)
@@ -82,6 +85,7 @@ class Server:
             requests=self._requests,
             reasoning_fields=REASONING_FIELDS[config.reasoning_field],
             operated=config.api_keys is not None or is_loopback(config.host),
+            stream_ping_seconds=config.stream_ping_seconds,
         )
         self._grpc = GrpcServers(
             config,
@@ -92,9 +96,11 @@ class Server:
             observer=metrics.called,
             refused=self._requests.refused,
             cut=metrics.grpc_cut.inc,
+            background=self.background,
         )
-        self._http = HttpServer(config, self._door) if config.http_port is not None else None
-        self._metrics = HttpServer(config, self._door, metrics=True) if config.metrics_port is not None else None
+        http = functools.partial(HttpServer, config, self._door, background=self.background)
+        self._http = http() if config.http_port is not None else None
+        self._metrics = http(metrics=True) if config.metrics_port is not None else None
         self._throughput = Throughput()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -168,7 +174,8 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether a generation would be accepted."""
-        return self.frontend is not None and self.frontend.is_open and self.state == READY
+        open_ = self.frontend is not None and self.frontend.is_open
+        return open_ and self.state == READY and not self.background.broken
 
     @property
     def active(self) -> int:
@@ -197,13 +204,13 @@ class Server:
             ServeConfigError: a port cannot be had.
         """
         await self._open_doors()
-        self.kv_events.start()
+        self.kv_events.start(self.background)
         self._supervisor.subscribe(self._log_state)
         self._supervisor.subscribe(self.kv_events.changed)
         await self._supervisor.start()
         self._tasks = [asyncio.create_task(self._open()), asyncio.create_task(self._report())]
-        self._tasks.append(asyncio.create_task(self._authoriser.run()))
-        self._tasks.append(asyncio.create_task(self._throughput.run(lambda: self.frontend)))
+        self._tasks.append(self.background.start("api_keys", self._authoriser.run))
+        self._tasks.append(self.background.start("throughput", lambda: self._throughput.run(lambda: self.frontend)))
 
     async def _open_doors(self) -> None:
         await self._grpc.start()
@@ -212,6 +219,13 @@ class Server:
         for door, port in self._doors.items():
             if port is not None:
                 _log.info("%s listens on port %d", door, port)
+
+    def reload(self) -> None:
+        """Read API keys and certificates again, if their files have changed; nothing that runs is ended by it."""
+        self._authoriser.look()
+        for server in self._https:
+            server.reload()
+        _log.info("API keys and certificates were looked at again; other settings need another start")
 
     async def until_ready(self) -> None:
         """Raises:

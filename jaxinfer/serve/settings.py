@@ -186,6 +186,8 @@ class PatienceConfig:
         startup_timeout: seconds without progress until READY after which it does.
         slow_reader_seconds: a client that reads nothing for so long is cut off.
         keepalive_seconds: between pings on idle connections.
+        stream_ping_seconds: after which an HTTP stream that waits (queued, in a long prefill) gives a sign of life: a
+            comment, or Anthropic's event ping.
         header_seconds: for an HTTP client to send its request's head, and again its body; for a gRPC client to greet,
             and again to send a call's request.
         max_connections: of HTTP clients at once, and again of gRPC clients; where all are in use, idle ones give way.
@@ -199,6 +201,7 @@ class PatienceConfig:
     startup_timeout: float = 600.0
     slow_reader_seconds: float = 30.0
     keepalive_seconds: float = 30.0
+    stream_ping_seconds: float = 5.0
     header_seconds: float = 10.0
     max_connections: int = 1024
     max_receive_bytes: int = 268435456

@@ -9,10 +9,12 @@ once where its parent is killed, whatever it does. A frame is its length (4 byte
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 from jaxinfer.helper_process import BAD, GOOD, allow_cpu, begin, read_frame, write_frame
+from jaxinfer.serve.fitting import written
 from jaxinfer.serve.packing import pack, unpack
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 
@@ -37,9 +39,14 @@ def _answer(question: dict[str, Any], default: ChatTemplate | None, setup: dict[
         template = default if question["template"] is None else ChatTemplate(question["template"], setup["tokens"])
         if template is None:
             return BAD + b"there is no chat template"
-        text = template.render(
-            question["messages"], question["add_generation_prompt"], question["tools"], extra=question["variables"]
+        write = functools.partial(
+            template.render,
+            add_generation_prompt=question["add_generation_prompt"],
+            tools=question["tools"],
+            extra=question["variables"],
+            continue_final_message=question["continue_final_message"],
         )
+        text = written(question["messages"], write)
     except TemplateError as refusal:
         return BAD + str(refusal).encode(errors="surrogatepass")
     return GOOD + text.encode(errors="surrogatepass")

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from jaxinfer.helper_process import GOOD, Helper
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.faults import unavailable
 from jaxinfer.serve.packing import pack
 from jaxinfer.serve.turns import Turns
 from jaxinfer.text.chat_template import ChatTemplate
@@ -27,7 +31,10 @@ MAX_WAITING, MAX_WAITING_OWN = 4096, 256
 checkpoint's takes a millisecond or so, one of a request's own may take all the seconds that there are."""
 
 _START_SECONDS = 120.0  # of a second's work: who asks on a busy machine waits for it rather than for an error
+_START_PAUSES = (0.0, 0.2, 1.0)  # seconds before each attempt
 _MODULE = "jaxinfer.serve.template_helper"
+
+_log = logging.getLogger("jaxinfer.serve")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Renderer:
         Raises:
             RequestError: the template refuses the messages, fails on them, or takes too long.
             QueueFullError: too many wait.
+            ServeError: UNAVAILABLE: see `Pool.ask`.
         """
         pool = self._default if conversation.template is None else self._requests
         answer = await pool.ask(tenant, _packed(conversation))
@@ -106,7 +114,7 @@ class Pool:
 
     def __init__(self, module: str, sizes: Sizes, setup: bytes, seconds: float, what: str) -> None:
         self._helpers = [Helper(module, setup) for _ in range(sizes.helpers)]
-        self._share = sizes.share
+        self._share, self._what = sizes.share, what
         self._turns = Turns(self._helpers, sizes.share, sizes.waiting, f"{what} wait for a helper")
         self._threads = concurrent.futures.ThreadPoolExecutor(sizes.helpers, "jaxinfer-helper")
         self.seconds = seconds
@@ -117,15 +125,16 @@ class Pool:
         return self._turns.held
 
     async def warm(self) -> None:
-        """Start those that a tenant has at once."""
-        loop, first = asyncio.get_running_loop(), self._helpers[-self._share :]
-        await asyncio.gather(*(loop.run_in_executor(self._threads, helper.start) for helper in first))
+        """Start those that a tenant has at once. One that cannot be started is started when it is needed."""
+        with contextlib.suppress(ServeError):  # which is logged
+            await asyncio.gather(*(self._start(helper) for helper in self._helpers[-self._share :]))
 
     async def ask(self, tenant: str, question: bytes) -> bytes | None:
-        """The answer; None: the helper was killed, or died.
+        """The answer; None: the question took too long or too much memory.
 
         Raises:
             QueueFullError: too many wait.
+            ServeError: UNAVAILABLE: the helper could not be started, or the system ended it.
         """
         helper = await self._turns.take(tenant)
         # A client that leaves does not take the helper away in the midst of an answer.
@@ -133,10 +142,28 @@ class Pool:
 
     async def _ask(self, tenant: str, helper: Helper, question: bytes) -> bytes | None:
         try:
-            await self._within(_START_SECONDS, helper, helper.start)
-            return await self._within(self.seconds, helper, helper.ask, question)
+            await self._start(helper)
+            answer = await self._within(self.seconds, helper, helper.ask, question)
+            if answer is None and await asyncio.to_thread(getattr, helper, "was_taken_away"):
+                raise self._unavailable("was killed by the system")
+            return answer
         finally:
             self._turns.give(tenant, helper)
+
+    async def _start(self, helper: Helper) -> None:
+        for pause in _START_PAUSES:
+            await asyncio.sleep(pause)
+            try:
+                await self._within(_START_SECONDS, helper, helper.start)
+            except (OSError, RuntimeError) as error:  # no descriptors, no memory: perhaps for a moment
+                failed = error
+            else:
+                return
+        raise self._unavailable(f"cannot be started: {failed}") from failed
+
+    def _unavailable(self, what: str) -> ServeError:
+        _log.error("a helper process for %s %s", self._what, what)
+        return unavailable(f"a helper process {what}: try again later")
 
     async def _within[*A, T](self, seconds: float, helper: Helper, function: Callable[[*A], T], *args: *A) -> T:
         """``function`` in a thread; the helper is killed after ``seconds``, which ends it."""
@@ -160,6 +187,7 @@ def _packed(conversation: Conversation) -> bytes:
         "add_generation_prompt": conversation.add_generation_prompt,
         "variables": dict(conversation.variables),
         "template": conversation.template,
+        "continue_final_message": conversation.continue_final_message,
     }
     try:
         return pack(question)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 STOPPED = "stopped"
 UNAVAILABLE = "no helper process for grammars can be started now: the machine lacks descriptors, processes or memory"
-"""A state that is about the machine, not about the grammar: it is worth trying again."""
+"""The state of an answer that the machine prevents, not the grammar: a retry is worthwhile."""
 
 
 class Answer(NamedTuple):
@@ -17,7 +17,7 @@ class Answer(NamedTuple):
         tokens: that must follow, as models would say it.
         masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
         slow: the grammar was known, and the mask took long all the same.
-        burden: seconds of the processor for a mask, to learn the grammar shared out over some masks.
+        burden: CPU seconds per mask, with the compilation of the grammar shared out over some masks.
     """
 
     state: str | None

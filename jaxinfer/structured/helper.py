@@ -58,7 +58,7 @@ def ask(items: Sequence[Item], end: Sequence[int], *, quick: bool = False) -> by
 
     Args:
         end: numbers of matchers that are to be forgotten.
-        quick: new grammars were learnt elsewhere, in no time: nobody need stand back for them.
+        quick: new grammars were compiled quickly by another helper: this one keeps its priority.
     """
     texts = [b"" if grammar is None else grammar[1].encode() for _, grammar, _ in items]
     heads = [

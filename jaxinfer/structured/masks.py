@@ -27,7 +27,7 @@ _LONG_SECONDS = 0.002
 """For masks of known grammars: ten times what they take. Who takes longer stands back, as helpers do that learn one:
 the processor is the steps' first."""
 _QUICK_SECONDS = 0.02
-"""The burden (`Answer.burden`) of a grammar that holds nobody else up."""
+"""The burden (`Answer.burden`) up to which a grammar is quick."""
 _REMEMBERED = 4096
 _PAUSES = (0.1, 0.3, 1.0)
 """Seconds between attempts to start a helper."""
@@ -114,9 +114,9 @@ class Masks:
     Nothing here waits but `wait`. A helper that takes too long, or too much memory, is killed and replaced; the one
     whose grammar it was has an error then, and the others of this helper are late.
 
-    What takes long keeps nobody else waiting. A new grammar is learnt by one helper; one that is quick goes on in the
-    others, where the questions of all are one, and one that is slow in a helper for slow ones. Where grammars are learnt
-    or slow, scopes (tenants) take turns, one question a turn.
+    Slow grammars do not delay quick ones: one helper compiles new grammars; those that turn out quick move to the
+    quick helpers, which are asked for all their sequences at once, the others to the slow helper. New and slow ones
+    are asked for one sequence at a time, and scopes (tenants) take turns.
 
     Args:
         vocabulary: asked for once, by a thread; None: no sequence has a grammar.
@@ -130,7 +130,7 @@ class Masks:
         if vocabulary is not None and helpers:
             once = functools.cache(vocabulary)
             self._workers = [_Worker(once, self._came, ahead) for _ in range(helpers)]
-            self._workers += [_Worker(once, self._came, ahead, in_turn=True) for _ in ("learns", "is slow")]
+            self._workers += [_Worker(once, self._came, ahead, in_turn=True) for _ in ("new", "slow")]
         self._numbers = itertools.count()
         self._owners = weakref.WeakKeyDictionary[Held, _Worker]()
         self._known = collections.OrderedDict[int, bool]()  # grammars by whether they are quick
@@ -169,9 +169,9 @@ class Masks:
         return is_quick
 
     def _worker_of(self, is_quick: bool | None) -> _Worker:
-        *quick, learns, slow = self._workers
+        *quick, new, slow = self._workers
         if is_quick is None:
-            return learns
+            return new
         return min(quick, key=lambda each: each.members) if is_quick else slow
 
     def _give(self, held: Held, worker: _Worker) -> None:

@@ -16,7 +16,16 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri"}
-    | {"uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
+    | {
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uuid",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    }
 )
 """Of JSON Schema 2020-12 (Validation, 7.3). Other formats are annotations."""
 _ANY: tuple[Any, ...] = (True, {})
@@ -72,9 +81,9 @@ def closed(schema: Any) -> Any:
     What stands in ``allOf`` stays as it is: closed, its parts would exclude one another.
     """
     found = _mapped(schema, closed, skip="allOf")
-    if isinstance(found, Mapping) and isinstance(found.get("properties"), Mapping):
-        if not {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf"} & found.keys():
-            return {**found, "additionalProperties": False}
+    is_object = isinstance(found, Mapping) and isinstance(found.get("properties"), Mapping)
+    if is_object and not {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf"} & found.keys():
+        return {**found, "additionalProperties": False}
     return found
 
 

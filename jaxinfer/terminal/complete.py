@@ -22,7 +22,7 @@ from jaxinfer.terminal.chat import converse
 from jaxinfer.terminal.start import in_one_sentence, start
 from jaxinfer.text import load_template
 
-_NO_PROMPT = "give --prompt TEXT or --prompt-file FILE, or pipe a text in"
+_NO_PROMPT = "give --prompt TEXT, --prompt-file FILE or --prompts FILE, or pipe a text in"
 _MOST_TOGETHER = 32
 
 
@@ -60,7 +60,7 @@ def _is_talk(args: argparse.Namespace) -> bool:
     Raises:
         RequestError: there is, but the model knows no conversations.
     """
-    if args.prompt or args.prompt_file or args.json or not sys.stdin.isatty():
+    if args.prompt or args.prompt_file or args.prompts or args.json or not sys.stdin.isatty():
         return False
     if load_template(model_folder(args.model), args.chat_template) is None:
         raise RequestError(None, f"no prompt, and the model {args.model!r} has no chat template: {_NO_PROMPT}")
@@ -70,6 +70,8 @@ def _is_talk(args: argparse.Namespace) -> bool:
 def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt:
         return list(args.prompt)
+    if args.prompts is not None:
+        return _listed(args.prompts)
     if args.prompt_file is not None and args.prompt_file != "-":
         return [_read(args.prompt_file)]
     if args.prompt_file is None and sys.stdin.isatty():
@@ -86,11 +88,36 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return [text if args.prompt_file == "-" else text.removesuffix("\n")]
 
 
-def _read(path: str) -> str:
+def _read(path: str, flag: str = "--prompt-file") -> str:
     try:
         return pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(None, f"--prompt-file {path} cannot be read: {error}") from error
+        raise RequestError(None, f"{flag} {path} cannot be read: {error}") from error
+
+
+def _listed(path: str) -> list[str]:
+    """The prompts of a file, one a line; empty lines are none.
+
+    Raises:
+        RequestError: the file cannot be read or has no prompt, or a line of a .jsonl file is none.
+    """
+    lines = [(n, line) for n, line in enumerate(_read(path, "--prompts").split("\n"), 1) if line.strip()]
+    if not lines:
+        raise RequestError(None, f"--prompts {path}: there is no prompt in it")
+    if not path.endswith(".jsonl"):
+        return [line.removesuffix("\r") for _, line in lines]
+    return [_json_prompt(line, f"--prompts {path}, line {n}") for n, line in lines]
+
+
+def _json_prompt(line: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise RequestError(None, f"{where}: no JSON: {error}") from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str) or not prompt:
+        raise RequestError(None, f'{where}: must be a JSON string or {{"prompt": TEXT}}')
+    return prompt
 
 
 def _printer(clock: Clock, prompt: str | None) -> Callable[[Delta], None]:

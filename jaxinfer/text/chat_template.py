@@ -31,6 +31,8 @@ MAX_TEMPLATE_BYTES = 1 << 20
 MAX_RENDERED_CHARACTERS = 16 << 20
 MAX_POWER_BITS = 1 << 10
 
+_MARK = "<the message goes on here: 7c1d83f0e95b42a6> "
+
 ADDITIONAL = "additional_chat_templates"
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -106,6 +108,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt text, special tokens written out: encode it with ``add_special_tokens=False``.
 
@@ -114,10 +118,16 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: JSON descriptions of functions that the model may call.
             extra: further variables of the template (``enable_thinking``, ``documents`` ...).
+            continue_final_message: end where the content of the last message, a text, ends, as ``transformers`` does.
 
         Raises:
-            TemplateError: the template refuses the messages, fails on them, or writes too much.
+            TemplateError: the template refuses the messages, fails on them, writes too much, or does not write the
+                message that is to be continued.
         """
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1])]
+        if tools is None and TOOL_USE in self._templates and any(map(_calls, messages)):
+            tools = []  # the default one need not know what they have returned
         named = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         taken = ARGUMENTS & (extra or {}).keys()
         if taken:
@@ -125,9 +135,10 @@ class ChatTemplate:
         template = self._choose(with_tools=tools is not None)
         try:
             variables = _plain({"documents": None, **self.tokens, **(extra or {}), **named}, "chat template variables")
-            return _bounded(template.generate(variables))
+            text = _bounded(template.generate(variables))
         except _FAULTS as cause:
             raise _refusal(cause) from cause
+        return _up_to_mark(text) if continue_final_message else text
 
     def _choose(self, with_tools: bool) -> jinja2.Template:
         name = TOOL_USE if with_tools and TOOL_USE in self._templates else DEFAULT
@@ -198,6 +209,23 @@ def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.
         raise TemplateError(f"the chat template {name} is not valid: {cause.message} (line {cause.lineno})") from cause
     except _FAULTS as cause:
         raise TemplateError(f"the chat template {name} is not valid: {_said(cause)}") from cause
+
+
+def _calls(message: Mapping[str, Any]) -> bool:
+    """Whether a message has calls, or what one has returned."""
+    return bool(message.get("tool_calls")) or message.get("role") == "tool"
+
+
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": f"{message.get('content') or ''}{_MARK}"}
+
+
+def _up_to_mark(text: str) -> str:
+    """What stands before the mark; a template that strips contents has taken the mark's last character, a space."""
+    before, mark, after = text.rpartition(_MARK.strip())
+    if not mark:
+        raise TemplateError("the chat template does not write the content of the last message: it cannot be continued")
+    return before if after.startswith(_MARK[-1]) else before.rstrip()
 
 
 def _bounded(parts: Any) -> str:

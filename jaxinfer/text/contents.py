@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.text.chat_template import ChatTemplate
 
+_KINDS = ("text", "refusal")  # of parts, which are fields of theirs, too
 _ASKS_FOR_NONE = re.compile(r"content\W{0,3}\s+is\s+(?:not\s+)?none")
 
 
@@ -22,7 +23,7 @@ def asks_for_none(sources: Sequence[str]) -> bool:
 
 
 def message_of(path: str, message: Any, none: bool = True) -> dict[str, Any]:
-    """The message with text as its content, and without fields that are null.
+    """The message with text as its content, and without fields that are null. A refusal is what the assistant has said.
 
     Args:
         path: of the message in its request, for refusals.
@@ -36,9 +37,12 @@ def message_of(path: str, message: Any, none: bool = True) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         _refuse(f"{path}.role", message.get("role"), "must be a string")
     made = {name: value for name, value in message.items() if value is not None}
-    if "content" in message:
-        keeps = message["content"] is None and none and made.get("tool_calls")
-        made["content"] = None if keeps else text_of(f"{path}.content", message["content"])
+    if made.get("tool_calls") == []:  # templates ask whether there are some by the field alone
+        del made["tool_calls"]
+    if "content" in message or made["role"] in ("assistant", "tool"):
+        said = [text_of(f"{path}.{name}", made.pop(name, None)) for name in ("content", "refusal")]
+        keeps = message.get("content") is None and none and "tool_calls" in made and not any(said)
+        made["content"] = None if keeps else "\n".join(filter(None, said))
     return made
 
 
@@ -61,11 +65,11 @@ def text_part(path: str, part: Any) -> str:
         RequestError: it is a part of another kind.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
+    if kind not in _KINDS:
         _refuse(f"{path}.type", kind, "is not served: parts of a message are text")
-    if not isinstance(part.get("text"), str):
-        _refuse(f"{path}.text", part.get("text"), "must be a string")
-    text: str = part["text"]
+    if not isinstance(part.get(kind), str):
+        _refuse(f"{path}.{kind}", part.get(kind), "must be a string")
+    text: str = part[kind]
     return text
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxinfer import json_values
-from jaxinfer.sampling_params import RequestError, SamplingParams, StructuredOutputs
+from jaxinfer.sampling_params import ContextLengthError, RequestError, SamplingParams, StructuredOutputs
 from jaxinfer.text.lengths import utf8_length
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ class Intake:
         if budget is None and not held:
             return None
         found = self._thought_behind(prompt, answers)
-        if budget is not None and found is None and self._thought_tokens[1] is None:
+        if budget is not None and found is None and not self.ends_thoughts:
             raise RequestError("thinking_token_budget", f"={budget}: no token is known that ends this model's thought")
         return found
 
@@ -130,6 +130,11 @@ class Intake:
         is_open = self.thought.is_open(last)
         may_begin = answers and begin is not None and not last.rstrip().endswith(self.thought.end)
         return Thinking(begin, end, is_open) if is_open or may_begin else None
+
+    @property
+    def ends_thoughts(self) -> bool:
+        """Whether a token is known that ends the model's thought."""
+        return self._thought_tokens[1] is not None
 
     @property
     def _thought_tokens(self) -> tuple[int | None, int | None]:
@@ -149,10 +154,12 @@ class Intake:
             return
         least = -(-utf8_length(text) // most)
         if least >= self.max_model_len:
-            raise RequestError(
+            raise ContextLengthError(
                 field,
                 f"has {len(text)} characters, which are at least {least} tokens and leave no room to generate: "
                 f"prompt and output together have at most {self.max_model_len} (max_model_len)",
+                f"at least {least} tokens",
+                self.max_model_len,
             )
 
     def encode(self, field: str, text: str, add_special_tokens: bool = True) -> list[int]:

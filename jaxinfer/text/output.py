@@ -73,7 +73,9 @@ class Output:
         reason = delta.finish_reason
         made = OutputDelta(delta.index, "", delta.token_ids, delta.logprobs, prompt_logprobs=delta.prompt_logprobs)
         if self._text is not None:
-            made.text, stop, used = self._text.push(delta.token_ids, ended_by_token=reason is FinishReason.STOP)
+            # A grammar that is whole ends an output, too: behind its last token, without another.
+            by_token = reason is FinishReason.STOP and delta.stop_reason is not None
+            made.text, stop, used = self._text.push(delta.token_ids, ended_by_token=by_token)
             if stop is not None:
                 made.token_ids, made.logprobs = delta.token_ids[:used], delta.logprobs[:used]
             elif reason is not None:
@@ -83,6 +85,8 @@ class Output:
                 made.stop_reason, reason = stop, FinishReason.STOP
         if reason is FinishReason.NOT_FINITE:
             self.ended, made.finish_reason, made.stop_reason = True, FinishReason.ERROR.value, NOT_FINITE
+        elif reason is FinishReason.UNAVAILABLE:
+            self.ended, made.finish_reason, made.stop_reason = True, FinishReason.ERROR.value, delta.stop_reason
         elif reason is not None:
             self.ended, made.finish_reason, made.acceptance = True, reason.value, self._acceptance
             if reason is FinishReason.ERROR or (made.stop_reason is None and delta.stop_reason in self._stop_token_ids):

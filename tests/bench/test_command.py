@@ -6,12 +6,13 @@ import json
 import pathlib
 import signal
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from jaxinfer.bench import self_test
+from jaxinfer.bench import self_test, serve
 from jaxinfer.bench.__main__ import main
 from jaxinfer.bench.datasets import Asked, Lengths
 from jaxinfer.bench.load import Load
@@ -327,3 +328,20 @@ def test_the_self_test_measures_a_server_in_another_process(protocol: str) -> No
     assert (found["completed"], found["output_tokens"]) == (2, 2 * self_test.TOKENS)
     assert found["late"]["p50"] >= 0
     assert found["generator"]["cpu_seconds_per_delivery"] > 0
+
+
+@pytest.mark.parametrize(
+    ("completed", "errors", "doubts", "sweep", "code"),
+    [
+        (10, {}, [], False, 0),
+        (0, {"timeout": 10}, [], False, 1),
+        (9, {"timeout": 1}, [], False, 4),
+        (9, {"timeout": 1}, ["late"], False, 4),
+        (10, {}, ["late"], False, 3),
+        (9, {"timeout": 1}, [], True, 0),
+    ],
+)
+def test_exit_codes(completed: int, errors: dict[str, int], doubts: list[str], sweep: bool, code: int) -> None:
+    run = {"completed": completed, "errors": errors, "generator": {"doubts": doubts}}
+    knee = types.SimpleNamespace(doubted=False) if sweep else None
+    assert serve._exit_code(types.SimpleNamespace(interrupted=False, runs=[run]), knee) == code

@@ -2,13 +2,20 @@
 
 import pytest
 
-from jaxinfer.cli import chat, compile, convert, generate, serve
+from jaxinfer.cli import chat, compile, control, convert, generate, serve
 from jaxinfer.config import EngineConfig
 from jaxinfer.names import ALIASES, HINTS
 from jaxinfer.quant.make.recipe import METHODS
 from jaxinfer.serve.settings import ServeConfig
 
-PARSERS = {"serve": serve, "generate": generate, "chat": chat, "convert": convert, "compile": compile}
+PARSERS = {
+    "serve": serve,
+    "generate": generate,
+    "chat": chat,
+    "convert": convert,
+    "compile": compile,
+    "control": control,
+}
 
 
 def refusal(capsys, parse, *words: str) -> str:
@@ -42,6 +49,17 @@ def refusal(capsys, parse, *words: str) -> str:
         ("generate", ["--chat", "--json"], "--chat and --json exclude each other"),
         ("generate", ["--chat", "--prompt", "x"], "--chat and --prompt exclude each other"),
         ("generate", ["--prompt", "x", "--prompt-file", "y"], "--prompt and --prompt-file exclude each other"),
+        ("generate", ["-p", "x", "--prompts", "y"], "--prompt and --prompts exclude each other"),
+        ("generate", ["-t", "2"], "-t is not a flag of jaxinfer generate ("),
+        ("serve", ["demo", "-d", "2"], "-d is not a flag of jaxinfer serve ("),
+        ("serve", ["demo", "--num-gpus", "2"], "--num-gpus is not a flag of jaxinfer serve ("),
+        ("serve", ["demo", "--batch-size", "2"], "--batch-size is not a flag of jaxinfer serve ("),
+        ("serve", ["demo", "--max-len", "2"], "did you mean --max-model-len?"),
+        ("serve", ["demo", "--max-model-len", "1.3"], "'1.3' is no whole number"),
+        ("serve", ["demo", "--max-model-len", "2Q"], "invalid int value: '2Q'"),
+        ("control", ["reload"], "invalid choice: 'reload'"),
+        ("control", ["abort"], "abort needs the id of a request"),
+        ("control", ["stats", "x"], "x is one word too many"),
         ("generate", ["--system", "x"], "needs --chat"),
         ("chat", ["--json"], "--json is not a flag of jaxinfer chat"),
         ("compile", ["demo", "--target", "h100"], "--target h100 needs --num-pages"),
@@ -57,13 +75,16 @@ SAMPLES = {int: "3", float: "0.5", str: "x"}
 @pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours, names in ALIASES.items() for theirs in names])
 def test_the_fields_names_work(ours, theirs):
     """Wherever a command has ours."""
-    parser = generate.make_parser() if ours == "max_tokens" else serve.make_parser()
-    action = next(action for action in parser._actions if action.dest == ours)
+    makers = (serve.make_parser, generate.make_parser)
+    parser, action = next(
+        (p, action) for p in (make() for make in makers) for action in p._actions if action.dest == ours
+    )
     value = SAMPLES.get(action.type, "3")
+    wanted = [value] if ours == "prompt" else (action.type or str)(value)
     for spelt in (f"--{theirs.replace('_', '-')}", f"--{theirs}", f"--{ours}"):
-        assert getattr(parser.parse_args([spelt, value]), ours) == action.type(value)
-    if len(theirs) == 2:
-        assert getattr(parser.parse_args([f"-{theirs}", value]), ours) == action.type(value)
+        assert getattr(parser.parse_args([spelt, value]), ours) == wanted
+    if len(theirs) <= 2:
+        assert getattr(parser.parse_args([f"-{theirs}", value]), ours) == wanted
 
 
 def test_no_name_of_others_is_one_of_ours():
@@ -139,3 +160,31 @@ def test_methods_of_quantisation_are_all_there():
 def test_the_page_has_every_name_of_others(repo):
     rows = [f"| `{ours}` | {', '.join(f'`{name}`' for name in names)} |" for ours, names in ALIASES.items()]
     assert "\n".join(["|---|---|", *rows, ""]) in (repo / "docs/cli.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *[("7", 7), ("-1", -1), ("32K", 32 << 10), ("32k", 32_000), ("1.5K", 1536), ("4GiB", 4 << 30), ("4G", 4 << 30)],
+        *[
+            ("4GB", 4 * 10**9),
+            ("256MiB", 256 << 20),
+            ("1T", 1 << 40),
+            ("2MB", 2_000_000),
+            ("12B", 12),
+            ("25.6k", 25_600),
+        ],
+    ],
+)
+def test_sizes_have_units(text: str, number: int):
+    parsed = serve.make_parser().parse_args(["--kv-cache-bytes", text, "--prefill-sizes", text, "--max-num-seqs", text])
+    assert (parsed.kv_cache_bytes, parsed.prefill_sizes, parsed.max_num_seqs) == (number, [number], number)
+
+
+@pytest.mark.parametrize(("text", "gib"), [("4", 4.0), ("0.5", 0.5), ("1e1", 10.0), ("512MiB", 0.5), ("2GiB", 2.0)])
+def test_gibibytes_may_have_another_unit(text: str, gib: float):
+    assert serve.make_parser().parse_args(["--swap-space", text]).swap_space_gib == gib
+
+
+def test_one_letter_may_be_followed_by_its_value():
+    assert generate.parse(["-n3"]).n == 3

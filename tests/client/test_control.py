@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pathlib
 from collections.abc import Iterator
 
 import pytest
 
 from jaxinfer import client as c
+from jaxinfer.cli.app import main
 from jaxinfer.serve.loras import LoRAs
 from tests.client.serving import Served, served
 from tests.lora.fakes import write_number
+from tests.serve.fake_engine import Mischief
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,40 @@ def test_adapters_come_and_go(server: Served) -> None:
             control.unload_lora("a")
 
 
+def test_a_server_is_operated() -> None:
+    with (
+        served(Mischief(seconds=0.05)) as run,
+        c.Control(target(run), timeout=20) as control,
+        c.Client(run.target) as client,
+    ):
+        stats = control.stats()
+        assert (stats["state"], stats["running"], stats["draft_accepted_at"]) == ("ready", 0, [])
+        assert stats["finished"]["abort"] == 0
+        assert "lora_usage" not in stats
+        with client.stream("Hi", max_tokens=400, request_id="mine") as stream:
+            next(stream)
+            assert control.stats()["running"] == 1
+            control.abort("mine")
+            assert [delta.finish_reason for delta in stream][-1] == "abort"
+        assert isinstance(control.flush_prefix_cache(), int)
+        with client.stream("Hi", max_tokens=400) as stream:
+            next(stream)
+            assert control.drain(0.0) == 1
+            with pytest.raises(c.Unavailable):
+                list(stream)
+        with pytest.raises(ValueError, match="within=-1"):
+            control.drain(-1)
+
+
+def test_the_command_prints_json(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["control", "stats", "--target", target(server)]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "ready"
+    assert main(["control", "flush", "--target", target(server)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"pages": 0}
+    assert main(["control", "stats", "--target", "localhost:1", "--timeout", "5"]) == 2
+    assert main(["control", "stats", "--api-key-file", "/no/such"]) == 2
+
+
 def test_the_same_for_asyncio(server: Served) -> None:
     async def story() -> None:
         async with c.AsyncControl(target(server), timeout=20) as control, c.AsyncClient(server.target) as client:
@@ -61,6 +98,9 @@ def test_the_same_for_asyncio(server: Served) -> None:
             with pytest.raises(c.InvalidRequest, match="lora_path"):
                 await control.load_lora("c", "nowhere")
             await control.unload_lora("b")
+            assert (await control.stats())["lora_usage"]["loaded"] == 0
+            await control.abort("unknown", tenant="nobody")
+            assert await control.flush_prefix_cache() == 0
             with pytest.raises(c.NotFound):
                 await control.unload_lora("b")
 

@@ -114,8 +114,8 @@ def test_programs_of_another_kind_of_device_are_others() -> None:
 
     def digest_for(kind: str) -> str | None:
         client = types.SimpleNamespace(platform_version="cuda 13000")
-        device = types.SimpleNamespace(client=client, device_kind=kind, platform="gpu")
-        return Fingerprints().of(device, norm.RMSNorm(3).apply, X)  # type: ignore[arg-type]
+        device: Any = types.SimpleNamespace(client=client, device_kind=kind, platform="gpu")
+        return Fingerprints().of(device, norm.RMSNorm(3).apply, X)
 
     first, second, again = map(digest_for, ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H100 80GB HBM3"))
     assert first == again != second

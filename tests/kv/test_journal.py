@@ -17,8 +17,6 @@ from tests.kv.journals import Listener, shareable
 from tests.kv.scenes import PROMPT, manager, sequence, serve, served
 from tests.kv.test_kv_machine import PAGE, PAGES, RARE, SLOTS, WEIGHTS, WIDTH, Cache, _allowed, _arguments
 
-pytestmark = pytest.mark.attack
-
 
 def journalled(**settings) -> tuple[KVManager, Listener]:
     kv = manager(**settings)

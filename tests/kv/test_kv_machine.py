@@ -12,8 +12,6 @@ from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.types import STATE
 from tests.kv.fake_device import FakeDevice, FakeSequence, check_order
 
-pytestmark = pytest.mark.attack
-
 PAGE, PAGES, SLOTS, WIDTH, STATES = 4, 14, 4, 8, 9
 # Few beginnings, so that most prompts meet pages of others, whole or in part.
 BEGINNINGS = [(1,) * 9, (1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 3), (1, 1, 2), (5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8, 5, 6)]

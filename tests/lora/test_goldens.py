@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.lora.merge import merge_lora
 from tests.lora.goldens import GOLDENS, faults, golden, load_base, read
-from tests.lora.peft.test_read import Edit, changed, without
+from tests.lora.peft.test_read import Edit, changed, tensors_of, without
 from tools.oracle.cases.adapters import ADAPTERS
 
 NAMES = [case.name for case in ADAPTERS]
@@ -48,6 +48,25 @@ def put_rows(tensors: dict[str, np.ndarray]) -> None:
     )
 
 
+def put_whole(name: str, *tensors: str) -> Edit:
+    """Tables of which some rows were trained, saved whole."""
+
+    def edit(found: dict[str, np.ndarray]) -> None:
+        for tensor in tensors:
+            value = tensors_of(name)[tensor].copy()
+            value[3:8] *= np.float32(-0.7)
+            found[f"base_model.model.{tensor}"] = value
+
+    return edit
+
+
+def put_own(name: str, tensor: str) -> Edit:
+    return lambda found: found.update({f"base_model.model.{tensor}": tensors_of(name)[tensor]})
+
+
+SAVED = {"modules_to_save": ["embed_tokens", "lm_head"]}
+TABLE, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+ONLY_Q = {"target_modules": ["q_proj"], "trainable_token_indices": None}
 LIVE: dict[str, tuple[str, Edit, dict[str, Any]]] = {
     "modules without tensors": (
         "llama-qv",
@@ -60,6 +79,23 @@ LIVE: dict[str, tuple[str, Edit, dict[str, Any]]] = {
         "llama-tied-embeddings",
         lambda t: (drop(t), put_rows(t)),
         {"trainable_token_indices": [7, 2], "target_modules": ["q_proj"]},
+    ),
+    "tables that are saved whole": ("llama-qv", put_whole("llama-qv", TABLE, LM_HEAD), SAVED),
+    "a head that is saved whole": ("llama-qv", put_whole("llama-qv", LM_HEAD), {"modules_to_save": ["lm_head"]}),
+    "a tied table that is saved whole": (
+        "llama-tied-embeddings",
+        lambda t: (drop(t), put_whole("llama-tied-embeddings", TABLE)(t)),
+        {**ONLY_Q, "modules_to_save": ["embed_tokens"]},
+    ),
+    "a tied table beside the adapter": (
+        "llama-tied-embeddings",
+        lambda t: (drop(t), put_whole("llama-tied-embeddings", TABLE)(t)),
+        ONLY_Q,
+    ),
+    "a copy of the model's norm": (
+        "llama-qv",
+        put_own("llama-qv", "model.norm.weight"),
+        {"modules_to_save": ["model.norm"]},
     ),
 }
 

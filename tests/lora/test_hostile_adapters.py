@@ -18,8 +18,6 @@ from tests.lora.goldens import copy_adapter
 from tests.lora.peft.test_read import read
 from tests.weights.test_hostile_folders import mutate
 
-pytestmark = pytest.mark.attack
-
 NAMES = ("llama-dora", "llama-patterns", "qwen2-bias-dora", "gpt2-all", "mixtral-experts", "llama-tokens")
 FAST, SLOW = 200, 20_000
 JSON = st.recursive(

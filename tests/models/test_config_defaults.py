@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import pathlib
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -14,17 +11,13 @@ import pytest
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.registry import family_for
 from jaxinfer.wrapped import text_model
+from tests.models.answers import Answers, load_answers
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "config_defaults.json.gz"
 TEXT = "text_config"
 
 
-def load(path: pathlib.Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return found
-
-
-KNOWN = load(GOLDEN)
+KNOWN = load_answers(GOLDEN)
 
 
 def outcome(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Any:
@@ -117,10 +110,7 @@ def test_sizes_of_gemma_4_by_numbers_of_two_digits() -> None:
 
 
 @pytest.mark.parity
-def test_live(repo: pathlib.Path, oracle_python: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_live(live_answers: Callable[[str], Answers]) -> None:
     """The walk with the transformers that is there."""
-    command = [oracle_python, "-m", "tools.oracle.config_defaults", tmp_path / "found.json.gz"]
-    asked = subprocess.run([str(word) for word in command], cwd=repo, capture_output=True, text=True)
-    assert asked.returncode == 0, asked.stderr
-    answers = load(tmp_path / "found.json.gz")
+    answers = live_answers("config_defaults")
     assert {name: found for name in answers if (found := faults(answers, name))} == {}

@@ -15,7 +15,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.llama import Llama, LlamaBlock
-from jaxinfer.models.model import Model, _require_ids, abstract
+from jaxinfer.models.model import Model, abstract, require_ids
 from jaxinfer.types import LayerSpec, ParamSpec
 from jaxinfer.weights import init_params
 from tests.fakes import llama_json, random_model
@@ -179,7 +179,7 @@ def test_a_function_of_models_is_compiled_once_for_all_that_differ_in_parameters
 )
 def test_what_is_no_array_of_ids_is_refused(tokens: Any, sentence: str) -> None:
     with pytest.raises(TypeError, match=sentence):
-        _require_ids(tokens)
+        require_ids(tokens)
 
 
 def test_arrays_on_explicit_axes_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -15,17 +16,22 @@ KNOWN = {name: family.config for name, family in FAMILIES.items()}
 
 
 def said(name: str = "FooForCausalLM", **fields: Any) -> str:
-    return str(nearest(name, llama_json(architectures=[name], **fields), KNOWN))
+    return str(nearest(name, llama_json(architectures=[name], **fields), KNOWN)[0])
 
 
-def test_the_refusal_names_the_nearest_and_the_known() -> None:
+def test_the_refusal_names_the_three_nearest_and_a_page(repo: pathlib.Path) -> None:
     with pytest.raises(ConfigError) as error:
         family_for(llama_json(architectures=["FooForCausalLM"], clip_qkv=8.0))
-    assert "the nearest is LlamaForCausalLM, which does not read clip_qkv = 8.0 (known: Llama" in str(error.value)
+    said = str(error.value)
+    assert "the nearest: LlamaForCausalLM, which does not read clip_qkv = 8.0; " in said
+    assert sum(name in said for name in FAMILIES) == 3
+    pages = re.findall(r"docs/\w+\.md", said)
+    assert pages
+    assert all((repo / page).is_file() for page in pages)
 
 
 def test_one_that_differs_in_nothing_is_named_too() -> None:
-    with pytest.raises(ConfigError, match=r"the nearest is LlamaForCausalLM, which reads all of its fields \(known"):
+    with pytest.raises(ConfigError, match=r"the nearest: LlamaForCausalLM, which reads all of its fields;"):
         family_for(llama_json(architectures=["FooForCausalLM"]))
 
 
@@ -53,20 +59,20 @@ def test_what_is_off_or_of_training_is_no_difference() -> None:
 def test_a_name_that_begins_alike_decides_where_fields_do_not(repo: pathlib.Path) -> None:
     described = json.loads((repo / "configs/models/DeepSeek-V3.json").read_text())
     told = nearest("DeepseekV3XForCausalLM", {**described, "odd_topk": 2048}, KNOWN)
-    assert str(told) == "DeepseekV3ForCausalLM, which does not read odd_topk = 2048"
+    assert str(told[0]) == "DeepseekV3ForCausalLM, which does not read odd_topk = 2048"
 
 
 def test_fields_of_the_text_model_within_are_compared() -> None:
     inner = llama_json(clip_qkv=8.0, rms_norm_eps=1e-5)
     del inner["architectures"]
     told = nearest("FooForConditionalGeneration", {"vision_config": {"depth": 3}, "text_config": inner}, KNOWN)
-    assert str(told) == "LlamaForCausalLM, which does not read clip_qkv = 8.0"
+    assert str(told[0]) == "LlamaForCausalLM, which does not read clip_qkv = 8.0"
 
 
 @pytest.mark.parametrize("described", [{}, {"hidden_size": 8}, {"text_config": []}, {"a": 1, "b": 2, "c": 3, "d": 4}])
 def test_where_nothing_is_in_common_none_is_near(described: dict[str, Any]) -> None:
-    assert nearest("BertModel", described, KNOWN) is None
-    with pytest.raises(ConfigError, match=r"\['BertModel'\] is not supported \(known: Llama"):
+    assert nearest("BertModel", described, KNOWN) == []
+    with pytest.raises(ConfigError, match=r"\['BertModel'\] is not supported \(docs"):
         family_for({"architectures": ["BertModel"], **described})
 
 

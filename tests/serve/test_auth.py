@@ -97,7 +97,15 @@ def test_a_file_that_is_replaced_is_read_again(file, tmp_path):
     assert authoriser.authorise(ALICE, "infer").name == "carol"
 
 
-@pytest.mark.parametrize("change", [lambda path: path.write_text("- nonsense"), lambda path: path.unlink()])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_text("- nonsense"),
+        lambda path: path.write_text("- 2026-13-45"),
+        lambda path: path.write_text(""),  # as if it were being written
+        lambda path: path.unlink(),
+    ],
+)
 def test_bad_changes_leave_the_keys_as_they_were(file, change, caplog):
     clock = Clock()
     authoriser = Authoriser(file, clock=clock)
@@ -110,10 +118,19 @@ def test_bad_changes_leave_the_keys_as_they_were(file, change, caplog):
     assert refusal(authoriser, ALICE) is Kind.UNAUTHENTICATED
 
 
+def test_an_empty_list_takes_all_keys_away(file):
+    clock = Clock()
+    authoriser = Authoriser(file, clock=clock)
+    file.write_text("[]\n")
+    clock.now = 1.0
+    assert refusal(authoriser, ALICE) is Kind.UNAUTHENTICATED
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{", "cannot read"),
+        ("- 2026-13-45", "cannot read"),
         ("name: alice", "a list"),
         ("- {name: a}", "the fields name, scopes, sha256, and may have cache_group, weight"),
         ("- {name: a, sha256: 12, scopes: [infer]}", "sha256"),

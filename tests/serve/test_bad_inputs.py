@@ -35,8 +35,6 @@ from tests.serve.doors import (
 from tests.serve.fake_engine import expected_text, fake_tokenizer
 from tests.serve.processes import ServerProcess, fake_server
 
-pytestmark = pytest.mark.attack
-
 CORPUS = corpus.load()
 FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
 INFERENCE = "jaxinfer.v1.Inference/"

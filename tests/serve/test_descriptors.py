@@ -23,8 +23,6 @@ from tests.serve.core.fake_core import REPO
 from tests.serve.grpc.wire import Wire
 from tests.serve.processes import ServerProcess, fake_server, wait_until
 
-pytestmark = pytest.mark.attack
-
 ALL = {"http_port": 0, "metrics_port": 0, "control_port": 0}
 FIXED = descriptors.RESERVE + 2 * descriptors.SPARE + 2 * descriptors.OPERATORS
 FILES = 400

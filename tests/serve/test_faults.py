@@ -25,8 +25,6 @@ from tests.serve import fake_engine as fake
 from tests.serve.crowd import CUT, GRPC, HTTP, LEFT, OK, BreakingProxy, Crowd, Job
 from tests.serve.processes import BOUND, ServerProcess, fake_server, is_alive
 
-pytestmark = pytest.mark.attack
-
 DEADLINE, UNAVAILABLE, TOO_LARGE = "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED"
 PACE = ("--seconds", "0.002")
 PATIENCE = 1.0  # seconds, with readers that do not read

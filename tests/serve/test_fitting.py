@@ -7,7 +7,8 @@ import pytest
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.fitting import fitted
-from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.serve.fitting import written as in_form
+from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from tests.serve.fake_engine import TEMPLATE
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -73,3 +74,50 @@ def test_a_thought_has_one_name_beside_content() -> None:
 def test_calls_of_another_shape_are_left_to_the_template(calls: Any) -> None:
     (message,) = fitted(called(tool_calls=calls), ["'' + arguments + ''"]).messages
     assert message["tool_calls"] == calls
+
+
+S, D = {"role": "system", "content": "S1"}, {"role": "developer", "content": "D2"}
+U, A = {"role": "user", "content": "U3"}, {"role": "assistant", "content": "A4"}
+INSISTS = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+)
+LEAVES_OUT = (
+    "{% if messages[0].role == 'system' %}{% set told = messages[0].content %}{% set rest = messages[1:] %}{% else %}"
+    "{% set rest = messages %}{% endif %}{{ '[system]' + (told or '') }}"
+    "{% for m in rest %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+TAKES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+KNOWS_DEVELOPERS = INSISTS.replace("== 'system'", "in ('system', 'developer')")
+JOINED = "[system]S1\n\nD2[user]U3"
+
+
+def prompt_of(source: str, *messages: dict[str, Any]) -> str:
+    shown = fitted(Conversation(messages), [source])
+    return in_form(shown.messages, ChatTemplate(source).render)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        (INSISTS, (S, D, U), JOINED),
+        (INSISTS, (S, U, D), JOINED),
+        (INSISTS, (U, S), "[system]S1[user]U3"),
+        (INSISTS, (S, U, A, D, U), JOINED + "[assistant]A4[user]U3"),
+        (LEAVES_OUT, (S, D, U), JOINED),
+        (LEAVES_OUT, (S, U, D), JOINED),
+        (TAKES, (S, U, D, U), "[system]S1[user]U3[system]D2[user]U3"),
+        (KNOWS_DEVELOPERS, (D, S, U), "[developer]D2\n\nS1[user]U3"),
+        (INSISTS, (S, U), "[system]S1[user]U3"),
+    ],
+)
+def test_system_messages_behind_the_first_are_joined_where_a_template_insists(
+    source: str, messages: tuple[dict[str, Any], ...], text: str
+) -> None:
+    assert prompt_of(source, *messages) == text
+
+
+def test_a_template_that_refuses_both_forms_says_why() -> None:
+    never = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system at all') }}{% endfor %}"
+    with pytest.raises(TemplateError, match="no system at all"):
+        prompt_of(never, S, U, D)

@@ -149,6 +149,24 @@ def test_stop_strings_end_one_output_and_the_engine_hears_of_it():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("tail", [4, 0], ids=["before the end", "at the last token"])
+def test_outputs_are_counted_as_their_clients_see_them_end(tail: int) -> None:
+    async def run() -> None:
+        async with served() as run:
+            text, length = expected_text(PROMPT, 5, 0, 30), 12
+            stop = {"max_tokens": length + tail, "stop": text[length - 3 : length]}
+            assert text.index(stop["stop"]) == length - 3
+            for params in (stop, {"max_tokens": 3}):
+                await whole(run.frontend, Call(PROMPT, {"seed": 5, **params}))
+            async with await run.frontend.generate(Call(PROMPT, {"seed": 5, "n": 2, "max_tokens": 1000})):
+                pass
+            finished = (await run.frontend.stats()).finished
+            counted = {reason.value: count for reason, count in finished.items() if count}
+            assert counted == {"stop": 1, "length": 1, "abort": 2}
+
+    asyncio.run(run())
+
+
 def test_the_engine_stops_an_output_whose_stop_string_has_come():
     async def run() -> None:
         async with served(Mischief(seconds=0.005)) as s:

@@ -67,7 +67,7 @@ def delta(index: int, text: str, finish: FinishReason | None = None, cached: int
 
 
 def generation_of(script: Script, seconds: float | None = None) -> Generation:
-    return Generation(script, script, fake_tokenizer(), lambda request_id: None, seconds)
+    return Generation(script, script, fake_tokenizer(), lambda request_id, reasons: None, seconds)
 
 
 def scripted(*deltas: SequenceDelta, dead: bool = False, **params: object) -> Script:
@@ -111,6 +111,31 @@ def test_a_grammar_that_fails_on_its_way_is_the_request_s_error():
         asyncio.run(run())
     assert (caught.value.kind, caught.value.field) == (Kind.INVALID, "structured_outputs")
     assert [(piece.text, piece.finish_reason) for piece in pieces] == [("a", None), ("bc", None)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (FinishReason.UNAVAILABLE, Kind.UNAVAILABLE),
+        (FinishReason.NOT_FINITE, Kind.INTERNAL),
+        (FinishReason.DEADLINE, Kind.DEADLINE),
+    ],
+)
+def test_a_failure_of_the_server_is_not_the_request_s_error(reason: FinishReason, kind: Kind, caplog):
+    failed = delta(0, "", reason)
+    failed.stop_reason = "adapter 'a': /srv/a has changed since it was loaded: load it again"
+    ended: list[FinishReason] = []
+
+    async def run() -> None:
+        script = scripted(failed)
+        async for _ in Generation(script, script, fake_tokenizer(), lambda _, reasons: ended.extend(reasons), None):
+            pass
+
+    with pytest.raises(ServeError) as caught:
+        asyncio.run(run())
+    assert (caught.value.kind, caught.value.field, ended) == (kind, None, [reason])
+    assert "/srv/a" not in caught.value.message
+    assert ("/srv/a" in caplog.text) == (reason is FinishReason.UNAVAILABLE)
 
 
 def test_reasons_are_told_in_the_order_of_the_outputs():

@@ -18,8 +18,6 @@ from tests.serve.live import Live, live_fake
 from tests.serve.processes import fake_server
 from tests.yardstick import slowness
 
-pytestmark = pytest.mark.attack
-
 SIZE, WHOLE = 1 << 19, (16 << 20) - 1000
 # Of processor time on the yardstick's machine. What is held back costs some milliseconds, what is not, seconds.
 MOST, MOST_OF_WORK = 0.15, 0.5

@@ -21,8 +21,6 @@ from tests.serve.core.fake_core import REPO
 from tests.serve.fake_engine import write_fake_folder
 from tests.serve.processes import BOUND, fake_server, is_alive, wait_until
 
-pytestmark = pytest.mark.attack
-
 BAD = b"\x16\x03\x01 no HTTP\r\n\r\n"
 MANY = 3000
 

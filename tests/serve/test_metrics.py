@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxinfer.engine.scheduling.stats import EngineStats, StatsRecorder
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.lora.usage import LoRAUsage
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.metrics import EngineCollector, ServerMetrics, render
 from jaxinfer.types import FinishReason
 from tests.engine.scheduling.test_stats import Clock, Fake
@@ -241,7 +242,7 @@ def test_registering_does_not_ask_the_engine() -> None:
 
 
 class Reborn:
-    state, restarts = "dead", 3
+    state, restarts, background = "dead", 3, Background()
 
 
 def test_the_engines_life_is_told() -> None:

@@ -61,6 +61,7 @@ def test_one_that_is_not_understood_is_refused_before_the_model_is_loaded(tmp_pa
     refuse_early(ServeConfig(model=str(tmp_path)))
 
 
-def test_files_that_cannot_be_read_are_the_engines_to_refuse(tmp_path: pathlib.Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_before_the_engine_starts(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
-    refuse_early(ServeConfig(model=str(tmp_path)))
+    with pytest.raises(ServeConfigError, match=r"tokenizer_config\.json is not valid JSON"):
+        refuse_early(ServeConfig(model=str(tmp_path)))

@@ -54,3 +54,22 @@ def test_a_draft_model_of_another_vocabulary(folder: str) -> None:
     assert refusal(folder, **DRAFTS, speculative_model="demo-draft") == (
         "engine.speculative_model = demo-draft cannot draft: its vocabulary has 2048 tokens, the model's 512"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json"),
+        ("tokenizer.json", '{"model": {"type": "Nonsense"}}', "tokenizer.json"),
+        ("chat_template.jinja", "{% if %}", "template"),
+        ("tokenizer_config.json", '{"chat_template": "{% for %}"}', "template"),
+    ],
+)
+def test_files_that_the_front_end_reads_are_looked_at_before_the_engine_starts(
+    folder: str, name: str, content: str, said: str
+) -> None:
+    (pathlib.Path(folder) / name).write_text(content)
+    told = refusal(folder)
+    assert told is not None
+    assert told.startswith("model: ")
+    assert said in told

@@ -17,6 +17,7 @@ import pytest
 from jaxinfer.client import Client, Health
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
+from jaxinfer.serve.auth import key_entry
 from tests.serve.processes import fake_server, is_alive, started, wait_until
 
 SERVE = ["-m", "jaxinfer.serve", "--grpc-port", "0", "--http-port", "off"]
@@ -50,6 +51,39 @@ def test_sigterm_lets_requests_end(tmp_path):
 
 def _text(events) -> str:
     return "".join(event.delta.text for event in events)
+
+
+def test_sighup_to_all_processes_reloads_and_ends_nothing(tmp_path):
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[]")
+    with fake_server(tmp_path, api_keys=str(keys)) as server:
+        core = server.core
+        keys.write_text(key_entry("k" * 40, "alice", ["infer"]))
+        for process in (server.process.pid, core):
+            os.kill(process, signal.SIGHUP)
+        wait_until(lambda: "looked at again" in server.log() and "1 API keys were read again" in server.log())
+        with Client(f"127.0.0.1:{server.port('gRPC')}", api_key="k" * 40) as client:
+            assert client.generate("Hi", max_tokens=2).text
+        assert is_alive(core)
+        assert server.core == core
+
+
+def test_bodies_that_never_end_leave_no_traceback_when_a_drain_is_over(tmp_path):
+    heads = ("content-length: 100000\r\n\r\n{", "transfer-encoding: chunked\r\n\r\n5\r\n{")
+    with fake_server(tmp_path, drain_seconds=0.5) as server, contextlib.ExitStack() as stack:
+        open_ = []
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"):
+            for head in heads:
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", server.http_port), timeout=60))
+                first = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                client.sendall((first + head).encode())
+                open_.append(client)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics", timeout=60) as page:
+            assert page.status == 200  # they were all accepted before this one
+        server.signal(signal.SIGTERM)
+        assert {client.recv(12) for client in open_} == {b"HTTP/1.1 503"}
+        assert server.wait() == 0
+        assert "Traceback" not in server.log()
 
 
 def test_a_server_without_http_has_figures(tmp_path):

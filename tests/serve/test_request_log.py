@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import urllib.error
 import urllib.request
 
@@ -132,12 +133,16 @@ def test_every_door_has_a_line_for_what_it_refuses(lines, tmp_path, caplog):
             twice = [pb.GenerateRequest(prompt="Hi", request_id="twice", sampling={"max_tokens": 1})] * 2
             assert sum(each.HasField("error") for each in InferenceStub(channel).GenerateBatch(iter(twice))) == 1
     told = [about(each) for each in lines()]
+    peers = [peer for each in told if (peer := each.pop("peer", None))]
     assert [(each["message"], each.get("request_id"), each.get("route"), each.get("error")) for each in told[:3]] == [
         ("refused", "mine", "/v1/completions", "invalid"),
-        ("refused", "mine", None, "invalid"),  # the front end's, which knows no routes
+        ("refused", "mine", "/v1/completions", "invalid"),  # the front end's
         ("refused", "mine", "other", "not_found"),
     ]
     assert told[0]["field"] == "temprature"
+    assert [each.get("path") for each in told[:3]] == [None, None, "/v1/nothing"]
+    assert all(re.fullmatch(r"127\.0\.0\.1:[0-9]+", peer) for peer in peers)
+    assert len(peers) == 5
     assert [each["request_id"] for each in told[3:5]] == ["mine", "rpc"]
     assert told[5] == {
         "message": "refused",

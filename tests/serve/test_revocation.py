@@ -20,8 +20,6 @@ from tests.serve.fake_engine import write_fake_folder
 from tests.serve.grpc.running import failure, request
 from tests.serve.live import live
 
-pytestmark = pytest.mark.attack
-
 LONG = {"prompt": "Hi", "max_tokens": 2000}  # 40 s
 BOUND = 20.0
 

@@ -1,6 +1,7 @@
 """Chat templates in helper processes: the same text as in this one, and bad templates that end in time."""
 
 import asyncio
+import errno
 import os
 import pathlib
 import signal
@@ -15,6 +16,8 @@ from jaxinfer.helper_process import GOOD, read_frame, write_frame
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve import templates
 from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import RETRY_SECONDS
 from jaxinfer.serve.packing import pack
 from jaxinfer.serve.templates import Renderer
 from jaxinfer.text.chat_template import ChatTemplate
@@ -150,6 +153,55 @@ def test_a_helper_that_answers_in_time_lives_on():
         renderer.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_helper_that_the_system_ends_is_no_fault_of_the_request(number: signal.Signals):
+    async def run() -> None:
+        renderer = Renderer(None, 1000.0)
+        task = asyncio.ensure_future(renderer.render(Conversation(HELLO, template=LOOP)))
+        helper = renderer._requests._helpers[-1]
+        while helper._process is None or cpu_seconds(helper._process.pid) < 1.0:  # it is in the loop
+            await asyncio.sleep(0.01)
+        os.kill(helper._process.pid, number)
+        with pytest.raises(ServeError, match="killed by the system") as refused:
+            await task
+        assert (refused.value.kind, refused.value.retry_after) == (Kind.UNAVAILABLE, RETRY_SECONDS)
+        assert await rendered(renderer, Conversation(HELLO, template="next")) == ["next"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_helper_that_cannot_start_is_tried_again_and_no_fault_of_the_request(failures: int, monkeypatch):
+    monkeypatch.setattr(templates, "_START_PAUSES", (0.0, 0.01, 0.01))
+    left = iter(range(failures))
+    popen = subprocess.Popen
+
+    def no_descriptors(*arguments, **settings):
+        if next(left, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return popen(*arguments, **settings)
+
+    monkeypatch.setattr(helper_process.subprocess, "Popen", no_descriptors)
+
+    async def run() -> str:
+        return await Renderer(None, 10.0).render(Conversation(HELLO, template="fine"))
+
+    if failures < 3:
+        assert asyncio.run(run()) == "fine"
+        return
+    with pytest.raises(ServeError, match=r"cannot be started: .*Too many open files") as refused:
+        asyncio.run(run())
+    assert (refused.value.kind, refused.value.retry_after) == (Kind.UNAVAILABLE, RETRY_SECONDS)
+
+
+def test_a_server_starts_without_the_helpers_that_it_would_warm(monkeypatch):
+    monkeypatch.setattr(templates, "_START_PAUSES", (0.0,))
+    monkeypatch.setattr(
+        helper_process.subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(OSError("no memory"))
+    )
+    asyncio.run(Renderer(fake_template(), 10.0).warm())
 
 
 def nested(depth: int) -> object:
@@ -305,6 +357,7 @@ def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
         assert helper.stdin is not None
         assert helper.stdout is not None
         asked = {"messages": [], "tools": None, "add_generation_prompt": True, "variables": {}}
+        asked |= {"continue_final_message": False}
         write_frame(helper.stdin, setup)
         assert read_frame(helper.stdout) == GOOD
         spin = "{% for i in range(10**4) %}{% for j in range(60) %}{% endfor %}{% endfor %}ok"

@@ -31,8 +31,6 @@ from tests.serve.fake_engine import FakeEngine, Mischief
 from tests.serve.live import live_fake
 from tests.serve.tenancy import ALICE, BOB, OPERATOR, PROBES, SECONDS, Tenancy, ask, auc, run, tenancy, usage
 
-pytestmark = pytest.mark.attack
-
 LENGTH = 120  # characters, and tokens: seven pages and a part of one
 
 

@@ -8,8 +8,6 @@ import pytest
 from jaxinfer.sampling_params import QueueFullError
 from jaxinfer.serve.turns import Turns
 
-pytestmark = pytest.mark.attack
-
 
 def run(coroutine) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 60))

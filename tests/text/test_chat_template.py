@@ -272,3 +272,35 @@ def test_deeply_nested_data_is_refused() -> None:
         value = [value]
     with pytest.raises(TemplateError, match="RecursionError"):
         ChatTemplate("x").render([{"role": "user", "content": value}])
+
+
+@pytest.mark.parametrize(
+    "content", ["So", "So, ", " \n So", "it is {{ x }} </s>", "So So", "So <the message goes on here"]
+)
+@pytest.mark.parametrize(
+    ("source", "strips"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}So", False),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}So", True),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", False),
+    ],
+)
+def test_a_message_goes_on_where_it_ends(source: str, strips: bool, content: str) -> None:
+    messages = [{"role": "user", "content": "So"}, {"role": "assistant", "content": content}]
+    text = ChatTemplate(source).render(messages, False, continue_final_message=True)
+    assert text.endswith("<assistant>" + (content.strip() if strips else content))
+
+
+def test_a_message_that_is_not_written_cannot_go_on() -> None:
+    two = [{"content": "a"}, {"content": "b"}]
+    with pytest.raises(TemplateError, match="cannot be continued"):
+        ChatTemplate("{{ messages[0].content }}").render(two, continue_final_message=True)
+
+
+def test_what_tools_have_returned_is_the_named_templates_also_without_tools() -> None:
+    template = ChatTemplate({"default": "no tools{{ tools }}", "tool_use": "{{ tools }}{{ messages[-1].content }}"})
+    assert template.render([{"role": "user", "content": "a"}]) == "no toolsNone"
+    assert template.render([{"role": "tool", "content": "a"}]) == "[]a"
+    assert template.render([{"role": "assistant", "content": "a", "tool_calls": [{}]}]) == "[]a"
+    assert template.render([{"role": "user", "content": "a"}], tools=[{}]) == "[{}]a"
+    assert ChatTemplate("{{ tools }}").render([{"role": "tool", "content": "a"}]) == "None"

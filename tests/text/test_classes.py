@@ -1,19 +1,21 @@
 """The tokenizers of transformers' classes: committed answers here, live under the marker ``parity``."""
 
+import itertools
 import json
 import pathlib
 import subprocess
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
-from jaxinfer.text import Tokenizer, TokenizerError, load_template
+from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError, load_template
 from jaxinfer.text.classes import prefix_scheme, tokenizer_class
 from tests.text.build import byte_level, metaspace, write_folder
 from tests.text.folders import BEGINS_WITH_SPACE, LIBRARIES, TEXTS, answer, comparable, digest, write_all
 
-CHATS = [
+CHATS: list[dict[str, Any]] = [
     {"conversation": [{"role": "user", "content": "Hi <b>&'é"}], "add_generation_prompt": True},
     {"conversation": [{"role": "user", "content": "Hi"}], "add_generation_prompt": False, "tools": []},
     {
@@ -30,10 +32,16 @@ TEMPLATE = (
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "tokenizers.json"
 
 
-def ask(folders: list[pathlib.Path], root: pathlib.Path, python: pathlib.Path, repo: pathlib.Path) -> list[dict]:
+def ask(
+    folders: list[pathlib.Path],
+    root: pathlib.Path,
+    python: pathlib.Path,
+    repo: pathlib.Path,
+    chats: list[dict[str, Any]] = CHATS,
+) -> list[dict]:
     """transformers' answers for these folders."""
     asked = root / "asked.json"
-    content = {"folders": list(map(str, folders)), "texts": TEXTS, "chats": CHATS}
+    content = {"folders": list(map(str, folders)), "texts": TEXTS, "chats": chats}
     asked.write_text(json.dumps(content), encoding="utf-8")
     command = [python, "-m", "tools.oracle.tokenizers", asked]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, check=False)
@@ -80,10 +88,53 @@ def test_chats_live(tmp_path: pathlib.Path, oracle_python: pathlib.Path, repo: p
     for folder, theirs in zip(folders, ask(folders, tmp_path, oracle_python, repo), strict=True):
         template = load_template(folder)
         assert template is not None
-        ours = [
-            template.render(chat["conversation"], chat["add_generation_prompt"], chat.get("tools")) for chat in CHATS
-        ]
-        assert ours == theirs["chats"], folder.name
+        assert [rendered(template, chat) for chat in CHATS] == theirs["chats"], folder.name
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": "é"}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<d>", "parameters": {"type": "object"}}}]
+USER, SYSTEM, ANSWER = ({"role": role, "content": f" {role} 'é' "} for role in ("user", "system", "assistant"))
+TURNS = (
+    [USER],
+    [SYSTEM, USER],
+    [USER, ANSWER, USER],
+    [SYSTEM, USER, ANSWER, USER, ANSWER],
+    [USER, USER],
+    [ANSWER],
+    [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5", "name": "f"}],
+    [{"role": "developer", "content": "x"}, USER],
+)
+OFFERS: tuple[dict[str, Any], ...] = ({}, {"tools": TOOLS}, {"add_generation_prompt": False}, {"tools": []})
+
+
+@pytest.mark.parity
+def test_published_templates_live(
+    test_data: pathlib.Path, tmp_path: pathlib.Path, oracle_python: pathlib.Path, repo: pathlib.Path
+) -> None:
+    """The same texts, and failures in the same chats."""
+    content = json.loads((test_data / "templates" / "chat_template_cases.json").read_text(encoding="utf-8"))
+    folders = [tmp_path / str(rank) for rank, _ in enumerate(content["cases"])]
+    for folder, case in zip(folders, content["cases"], strict=True):
+        tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "chat_template": case["template_str"]}
+        write_folder(folder, byte_level(), config={"model_type": "llama"}, tokenizer_config=config)
+    chats = [
+        {"conversation": turns, "add_generation_prompt": True, **offer}
+        for turns, offer in itertools.product(TURNS, OFFERS)
+    ]
+    answers = ask(folders, tmp_path, oracle_python, repo, chats)
+    for folder, case, theirs in zip(folders, content["cases"], answers, strict=True):
+        template = load_template(folder)
+        assert template is not None
+        assert [rendered(template, chat) for chat in chats] == theirs["chats"], case["name"]
+
+
+def rendered(template: ChatTemplate, chat: dict[str, Any]) -> str | None:
+    """As `tools.oracle.tokenizers` answers it."""
+    try:
+        return template.render(chat["conversation"], chat["add_generation_prompt"], chat.get("tools"))
+    except TemplateError:
+        return None
 
 
 @pytest.mark.parity

@@ -14,8 +14,6 @@ from tests.text.build import MAKERS, write_folder
 from tests.text.folders import LIBRARIES, TEXTS
 from tests.weights.test_hostile_folders import mutated_bytes, mutated_json
 
-pytestmark = pytest.mark.attack
-
 FAST, SLOW = 300, 30_000
 CLASSES = (None, "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "CohereTokenizer", "GemmaTokenizer", "Other")
 FILES: dict[str, Any] = {

@@ -17,12 +17,12 @@ from tests.serve.http.scripted import SPECIAL, tokenizer
 TOKENS = tokenizer()
 BEGIN, END = (TOKENS.token_to_id(tag) for tag in ("<think>", "</think>"))
 LIMITS = SamplingLimits(grammars=True)
-HELD = {"structured_outputs": {"regex": "a"}}
+HELD: Any = {"structured_outputs": {"regex": "a"}}
 
 
-def thinking(prompt: str, answers: bool, name: str = "qwen3", **params: object) -> Thinking | None:
+def thinking(prompt: str, answers: bool, name: str = "qwen3", **params: Any) -> Thinking | None:
     intake = Intake(TOKENS, VOCAB + len(SPECIAL), 500, LIMITS, REASONING_PARSERS[name])
-    asked = SamplingParams(max_tokens=5, **(params or HELD))  # type: ignore[arg-type]
+    asked = SamplingParams(max_tokens=5, **(params or HELD))
     return intake.request("a", prompt, asked, answers=answers).thinking
 
 

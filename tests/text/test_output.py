@@ -115,3 +115,12 @@ def test_a_stop_string_may_begin_within_the_least_tokens(text, stops, least, inc
     params = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": least, "max_tokens": None}
     made = assembled(tokens, list(range(1, len(tokens))), FinishReason.LENGTH, **params)
     assert (made.text, made.reason) == (expected, "stop" if ends else "length")
+
+
+def test_an_output_that_its_grammar_ends_keeps_its_last_token_however_deltas_are_merged() -> None:
+    tokens = [FIRST_BYTE + byte for byte in b"ok7"]
+    for cut in range(len(tokens) + 1):
+        output = Output(TOKENIZER, Request("a", PROMPT, SamplingParams()))
+        pieces = [output.take(SequenceDelta("a", 0, tokens[:cut]))] if cut else []
+        pieces.append(output.take(SequenceDelta("a", 0, tokens[cut:], (), FinishReason.STOP)))
+        assert "".join(piece.text for piece in pieces).endswith("ok7")

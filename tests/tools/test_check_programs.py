@@ -526,17 +526,12 @@ def test_the_engines_steps_keep_the_rules():
     assert unasked == {("decode_many", "GEMMs with a weight")}
 
 
+STORED = [("Llama-3.1-8B", kind) for kind in ("int4", "nf4", "fp8-activations")] + [("gpt-oss-20b", "mxfp4")]
+
+
 @pytest.mark.slow
 @compiles
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        ("Llama-3.1-8B", "int4"),
-        ("Llama-3.1-8B", "nf4"),
-        ("gpt-oss-20b", "mxfp4"),
-        pytest.param("Llama-3.1-8B", "fp8-activations", marks=pytest.mark.turn),
-    ],
-)
+@pytest.mark.parametrize(("model", "kind"), STORED)
 def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
     """The kernel's, of experts, too, and those made plain piece by piece: in one command buffer all the same."""
     (part,) = door.run(Work(model, door.PAGES, layers=2, weights=kind), default_folder())
@@ -553,34 +548,31 @@ def test_the_steps_of_sums_that_do_not_divide_keep_the_rules():
     assert part.broken == []
 
 
+def _keeps_the_rules_of_drafts(work: Work) -> None:
+    (part,) = door.run(work, default_folder())
+    assert {"decode", "draft"} < set(part.programs)
+    assert part.broken == []
+    asked = {one.rule for one in part.programs["draft"].findings if one.asked}
+    assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked
+
+
 @pytest.mark.slow
-@pytest.mark.turn
 @compiles
 def test_the_steps_of_a_draft_model_keep_the_rules():
     """The host waits for nothing between drafting and the step that verifies."""
     work = Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, drafts=True, draft_layers=2)
-    (part,) = door.run(work, default_folder())
-    assert {"decode", "draft"} < set(part.programs)
-    assert part.broken == []
-    asked = {one.rule for one in part.programs["draft"].findings if one.asked}
-    assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked
+    _keeps_the_rules_of_drafts(work)
 
 
 @pytest.mark.slow
-@pytest.mark.turn
 @compiles
 def test_the_steps_of_a_draft_head_keep_the_rules():
     """The step keeps what the head reads, and the head drafts, without the host."""
     work = Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, drafts=True, head="eagle3")
-    (part,) = door.run(work, default_folder())
-    assert {"decode", "draft"} < set(part.programs)
-    assert part.broken == []
-    asked = {one.rule for one in part.programs["draft"].findings if one.asked}
-    assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked
+    _keeps_the_rules_of_drafts(work)
 
 
 @pytest.mark.slow
-@pytest.mark.turn
 @compiles
 def test_the_steps_of_adapters_keep_the_rules():
     """Every adapted weight by the kernels, in one command buffer, and no bank moved."""
@@ -596,9 +588,9 @@ def test_the_steps_of_adapters_keep_the_rules():
 @compiles
 def test_steps_of_a_model_with_states(tmp_path):
     """A layer of each kind of Qwen3-Next: states are donated and planned for, and nothing waits."""
-    config = Work("Qwen3-Next-80B-A3B", door.PAGES).config()
     two = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **two}), encoding="utf-8")
+    config = Work("Qwen3-Next-80B-A3B", door.PAGES).config() | two
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (part,) = door.run(Work(str(tmp_path), door.PAGES), default_folder())
     assert part.broken == []
     assert all(program.kernels > 0 for program in part.programs.values())

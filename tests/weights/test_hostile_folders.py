@@ -23,8 +23,6 @@ from jaxinfer.weights.load import auto_dtype
 from jaxinfer.weights.open import open_model_files
 from tests.weights.formats.checkpoints import save
 
-pytestmark = pytest.mark.attack
-
 FAST, SLOW = 250, 100_000
 D, VOCAB, HEADS, KV_HEADS = 64, 32, 4, 2
 LLAMA: dict[str, Any] = {

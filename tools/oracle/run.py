@@ -146,6 +146,10 @@ def read_checkpoint(config: Mapping, tensors: Mapping[str, np.ndarray]) -> dict[
     return model.state_dict()
 
 
+# The wrapper of Llama 4 in transformers 5.24 reads from its text model's output what that has not.
+transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
+
+
 @torch.no_grad()
 def follow(model: transformers.PreTrainedModel, prompt: list[int], ids: list[int] | None) -> tuple[np.ndarray, ...]:
     """Prefill logits [T, V] and decode logits [N, V]; feeds ``ids``, or the model's own greedy choices if None."""

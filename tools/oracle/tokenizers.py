@@ -1,7 +1,7 @@
 """What ``AutoTokenizer`` makes of texts: ``python -m tools.oracle.tokenizers ASKED`` writes answers as lines of JSON.
 
 ASKED is a JSON file with ``folders``, ``texts`` and ``chats`` (arguments of ``apply_chat_template``, rendered where a
-folder has a template); no code from a folder, and no network is used.
+folder has a template; null where that fails); no code from a folder, and no network is used.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 import transformers
 
 
@@ -30,12 +31,20 @@ def _answer(folder: str, texts: Sequence[str], chats: Sequence[dict[str, Any]]) 
     return {
         "size": len(tokenizer),
         "named": tokenizer.special_tokens_map,
-        "chats": [tokenizer.apply_chat_template(**chat, tokenize=False) for chat in chats if tokenizer.chat_template],
+        "chats": [_rendered(tokenizer, chat) for chat in chats if tokenizer.chat_template],
         "encoded": encoded,
         "plain": [tokenizer.encode(text, add_special_tokens=False) for text in texts],
         "decoded": [tokenizer.decode(ids) for ids in encoded],
         "visible": [tokenizer.decode(ids, skip_special_tokens=True) for ids in encoded],
     }
+
+
+def _rendered(tokenizer: Any, chat: dict[str, Any]) -> str | None:
+    try:
+        text: str = tokenizer.apply_chat_template(**chat, tokenize=False)
+    except (jinja2.TemplateError, TypeError):  # Python's own, of operators: text + None
+        return None
+    return text
 
 
 if __name__ == "__main__":

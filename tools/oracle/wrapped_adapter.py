@@ -1,6 +1,6 @@
 """Has PEFT adapt a tiny model for images, and answer a text: its logits in float32.
 
-python -m tools.oracle.wrapped_adapter FOLDER LORA TOKENS     LORA: what LoraConfig is told, TOKENS: ids, both as JSON
+python -m tools.oracle.wrapped_adapter FOLDER LORA TOKENS     LORA: arguments of LoraConfig, TOKENS: ids, both as JSON
 
 FOLDER gets the model (``base``), the adapter that PEFT saves (``adapter``), and ``logits.npy``.
 """

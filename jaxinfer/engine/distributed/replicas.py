@@ -29,7 +29,7 @@ from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.types import Request, SequenceDelta
+from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 
 class Replicas:
@@ -118,9 +118,9 @@ class Replicas:
         queued = Queued(*map(sum, zip(*(engine.queued for engine in self._engines), strict=True)))
         require_room(self.config, queued, request, ahead)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         if (owner := self._owners.get(request_id)) is not None:
-            owner[0].abort(request_id, index)
+            owner[0].abort(request_id, index, reason)
             self._ended(request_id, index)
 
     def _ended(self, request_id: str, index: int | None) -> None:

@@ -102,17 +102,15 @@ class Queued(NamedTuple):
 def require_room(engine: ResolvedEngine, queued: Queued, request: Request, ahead: int = 0) -> None:
     """Raise QueueFullError for a request that may not wait behind those that do, and behind ``ahead`` more. One that is
     alone always may: no time would ever come at which a greater one is taken."""
-    most, waiting = engine.max_waiting_requests, queued.requests + ahead
-    if most is not None and waiting >= most:
-        raise QueueFullError(f"{waiting} requests wait already, max_waiting_requests = {most}")
-    if not queued.sequences:
-        return
-    most, sequences = engine.max_waiting_sequences, queued.sequences + request.params.n
-    if most is not None and sequences > most:
-        raise QueueFullError(f"{sequences} sequences would wait, max_waiting_sequences = {most}")
-    most, tokens = engine.max_waiting_tokens, queued.tokens + len(request.prompt_token_ids)
-    if most is not None and tokens > most:
-        raise QueueFullError(f"{tokens} prompt tokens would wait, max_waiting_tokens = {most}")
+    would = {"requests": queued.requests + ahead + 1}
+    if queued.sequences:
+        tokens = queued.tokens + len(request.prompt_token_ids)
+        would |= {"sequences": queued.sequences + request.params.n, "tokens": tokens}
+    for name, count in would.items():
+        most = getattr(engine, f"max_waiting_{name}")
+        if most is not None and count > most:
+            slots = f"behind {engine.max_num_seqs} slots (max_num_seqs)"
+            raise QueueFullError(f"{count} {name} would wait, max_waiting_{name} = {most}, {slots}")
 
 
 _RANKS: dict[str, Callable[[Sequence], tuple[float, ...]]] = {

@@ -32,6 +32,7 @@ from jaxinfer.kv.radix import PageKeys
 from jaxinfer.lora.queue import AdapterSource, with_adapters
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.spec import Drafter
+from jaxinfer.structured.answers import UNAVAILABLE
 from jaxinfer.structured.masks import Masks
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
@@ -138,12 +139,12 @@ class Scheduler:
             self._drafts.reset()
         return self._kv.reset_prefix_cache()
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request, or one of its samples, wherever it is. Its pages are free at once: launched steps run
         before any later one that could be given them."""
         for sequence in list(self._requests.get(request_id, ())):
             if index in (None, sequence.index):
-                self._end(sequence, FinishReason.ABORT)
+                self._end(sequence, reason)
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         assert request.params.max_tokens is not None  # resolved when the request was validated
@@ -255,13 +256,14 @@ class Scheduler:
     def _end_constrained(self) -> None:
         """End the outputs that are whole, and those whose grammars failed."""
         for sequence, error in self._constraints.over():
-            self._end_between(sequence, FinishReason.STOP if error is None else FinishReason.ERROR, error)
+            failed = FinishReason.UNAVAILABLE if error == UNAVAILABLE else FinishReason.ERROR
+            self._end_between(sequence, FinishReason.STOP if error is None else failed, error)
 
     def _load_adapters(self) -> list[LoraLoad]:
         """What is loaded before the step; those whose adapters cannot be had end."""
         loads, failed = self._loras.begin()
         for sequence, error in failed:
-            self._end_between(sequence, FinishReason.ERROR, error)
+            self._end_between(sequence, FinishReason.UNAVAILABLE, error)
         return [LoraLoad(*load) for load in loads]
 
     def _end_between(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:

@@ -8,22 +8,21 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft.config import PeftConfig, ends_with, parse_config
+from jaxinfer.lora.peft.config import PeftConfig, parse_config
 from jaxinfer.lora.peft.places import Path, Place, Places, find_places, input_axis, room_for, values_at
+from jaxinfer.lora.peft.saved import SavedReader, is_cast
 from jaxinfer.lora.peft.tensors import AdapterFiles, open_adapter
 from jaxinfer.lora.peft.tokens import TokenReader
 from jaxinfer.lora.peft.units import BASE_BIAS, BASE_WEIGHT, BIAS, WEIGHT, Unit, UnitReader
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.errors import quoted
-from jaxinfer.weights.safetensors.reader import DTYPES, TensorInfo
-from jaxinfer.weights.tree import as_placed
+from jaxinfer.weights.safetensors.reader import TensorInfo
 
 Base = Callable[[Path], np.ndarray]
 COPY_TOLERANCE = 2.0**-7
@@ -37,7 +36,7 @@ def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base:
         specs: the model's, as its family declares them (`Model.family.param_specs`).
         max_rank: the largest rank of a module.
         base: gives the model's own parameter at a path, dequantised, in its shape and in float32. It is asked for what
-            DoRA scales, for biases that replace the model's, and for embeddings that PEFT has saved beside an adapter.
+            DoRA scales, for biases that replace the model's, and for modules that PEFT has saved beside an adapter.
 
     Raises:
         AdapterError: the folder is damaged, asks for what is not served, or does not fit the model. Every tensor of
@@ -49,7 +48,8 @@ def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base:
     files = files.named({*places.modules, *places.experts, *places.biases})
     reader = _Deltas(files, config, places, places.specs, base)
     units = UnitReader(files, config, places, max_rank).units()
-    units += TokenReader(files, config, places, max_rank, reader.base_of).units()
+    for rows in (TokenReader, SavedReader):
+        units += rows(files, config, places, max_rank, reader.base_of).units()
     deltas = reader.deltas(units)
     return Adapter(identity(files, config), max(unit.rank for unit in units), deltas)
 
@@ -149,11 +149,8 @@ class _Deltas:
         for module, tensors in self.files.modules.items():
             if BASE_WEIGHT in tensors:
                 self._require_copy(module, tensors[BASE_WEIGHT])
-            if WEIGHT in tensors:
-                self._require_own(module, tensors[WEIGHT])
             if BIAS in tensors:
                 self._add_bias(module, tensors[BIAS], added)
-        self._require_saved()
         return added
 
     def _require_copy(self, module: str, info: TensorInfo) -> None:
@@ -162,32 +159,13 @@ class _Deltas:
             raise AdapterError(f"tensor {quoted(info.name)} of {self.files.folder} has no place in the model")
         self._require_equal(info, self.base_of(places[0].path, BASE_WEIGHT), self.files.read(info))
 
-    def _require_saved(self) -> None:
-        """The file has each of ``modules_to_save``."""
-        for name in self.config.modules_to_save:
-            whole = (module for module, tensors in self.files.modules.items() if {WEIGHT, BIAS} & tensors.keys())
-            if not any(ends_with(self.files.naming.theirs(module), name) for module in whole):
-                raise AdapterError(f"{self.files.folder} lacks tensors of modules_to_save: {quoted(name)}")
-
-    def _require_own(self, module: str, info: TensorInfo) -> None:
-        """A module that is saved whole is the model's own: one that was trained has no place beside others."""
-        values = self.files.read(info)
-        for path, source in self.places.sources.get(f"{module}.{WEIGHT}", ()):
-            if source.shape == info.shape:
-                own = np.asarray(self.base_of(path, "modules_to_save"), np.float32)[(*source.where, ...)]
-                if _is_cast(as_placed(values, source), own, DTYPES[info.dtype]):
-                    return
-        raise AdapterError(
-            f"modules_to_save: tensor {quoted(info.name)} of {self.files.folder} takes the place of the model's own, "
-            f"which is not served: merge the adapter into the model"
-        )
-
     def _require_equal(self, info: TensorInfo, own: np.ndarray, copy: np.ndarray) -> None:
         if own.shape != copy.shape or np.abs(own - copy).max(initial=0.0) > COPY_TOLERANCE * np.abs(copy).max():
             raise AdapterError(f"tensor {quoted(info.name)} of {self.files.folder} is not the model's own")
 
     def _add_bias(self, module: str, info: TensorInfo, added: dict[Path, np.ndarray]) -> None:
-        is_copy = self.config.bias == "none"
+        is_saved = WEIGHT in self.files.modules[module]
+        is_copy = self.config.bias == "none" and not is_saved
         if is_copy and not info.name.endswith(BASE_BIAS):
             raise AdapterError(f"tensor {quoted(info.name)} is there, but adapter_config.json says bias: none")
         sources, values = self.places.biases.get(module, ()), self.files.read(info)
@@ -198,6 +176,8 @@ class _Deltas:
             if is_copy:
                 self._require_equal(info, own[(*source.where, ...)], values_at(source, values))
                 continue
+            if is_saved and is_cast(values_at(source, values), own[(*source.where, ...)], info):
+                continue
             change = values_at(source, values) - own[(*source.where, ...)]
             if module not in self.places.modules:
                 if change.any():
@@ -206,14 +186,6 @@ class _Deltas:
             weight = self.places.modules[module][0].path
             room = added.setdefault(weight, np.zeros(own.shape, np.float32))
             room[(*source.where, ...)] += change
-
-
-def _is_cast(values: np.ndarray, own: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Whether two tensors are one, but for a cast of one of them to a dtype that checkpoints have."""
-    kinds = (DTYPES["BF16"], DTYPES["F16"])
-    with np.errstate(over="ignore"):
-        casts = [values == own.astype(dtype), *(values.astype(kind) == own for kind in kinds)]
-    return any(bool(equal.all()) for equal in casts)
 
 
 def _expert(unit: Unit) -> int | None:

@@ -26,8 +26,8 @@ _KEY = "trainable_token_indices"
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenReader:
-    """Reads units of rows.
+class RowReader:
+    """What a reader of rows reads them from.
 
     Attributes:
         max_rank: the largest rank that is served.
@@ -39,6 +39,10 @@ class TokenReader:
     places: Places
     max_rank: int
     base: Callable[[Path, str], np.ndarray]
+
+
+class TokenReader(RowReader):
+    """Reads units of rows that the file has by their tokens."""
 
     def units(self) -> Iterator[Unit]:
         """All units of rows of the adapter.
@@ -56,9 +60,9 @@ class TokenReader:
             place, rows = self._place(name, info), self._indices(name, info)
             self._require_room(place, rows, info)
             change = self.files.read(info) - self.base(place.path, _KEY)[[*rows]]
-            yield _unit(place, rows, change)
+            yield unit_of_rows(place, rows, change)
             if self.places.tied and place.of_rows and not any(self._place(*one).path == HEAD for one in found.items()):
-                yield _unit(self.places.of_paths[HEAD], rows, change)
+                yield unit_of_rows(self.places.of_paths[HEAD], rows, change)
 
     def _is_named(self, name: str, key: str) -> bool:
         if not key:
@@ -93,7 +97,7 @@ class TokenReader:
             )
 
 
-def _unit(place: Place, rows: tuple[int, ...], change: Float32[np.ndarray, "rows size"]) -> Unit:
+def unit_of_rows(place: Place, rows: tuple[int, ...], change: Float32[np.ndarray, "rows size"]) -> Unit:
     """Rows ``change`` more: of a table of embeddings they are outputs, of a head inputs."""
     tokens = place.sizes[0] if place.of_rows else place.sizes[1]
     chosen = np.zeros((len(rows), tokens), np.float32)

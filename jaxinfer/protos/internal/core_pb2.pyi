@@ -15,6 +15,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
     FINISH_REASON_NOT_FINITE: _ClassVar[FinishReason]
+    FINISH_REASON_UNAVAILABLE: _ClassVar[FinishReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -22,6 +23,7 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_DEADLINE: FinishReason
 FINISH_REASON_ERROR: FinishReason
 FINISH_REASON_NOT_FINITE: FinishReason
+FINISH_REASON_UNAVAILABLE: FinishReason
 
 class ToCore(_message.Message):
     __slots__ = ("submit", "abort", "leave", "ask", "stop", "load_lora", "unload_lora", "release_lora")

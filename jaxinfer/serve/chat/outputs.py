@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from jaxinfer.parsers.parser import Parser
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.parsers.tools import Tools
+from jaxinfer.serve.chat.continued import continuing
 from jaxinfer.serve.chat.terms import ChatTerms
 from jaxinfer.serve.chat.token_texts import TokenTexts
 from jaxinfer.serve.generation import Generation
@@ -110,10 +112,14 @@ def new_parsers(
     generation: Generation, terms: ChatTerms, parsers: Parsers, tokenizer: Tokenizer | None
 ) -> list[Parser | None]:
     """Parsers of the outputs, see `outputs_of`."""
-    last = generation.prompt_token_ids[-parsers.prompt_tokens :]
+    begun = terms.begun
+    last = generation.prompt_token_ids[-parsers.prompt_tokens - len((begun or "").encode(errors="replace")) :]
     prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
     tools = Tools(terms.tools) if parsers.tool_calls is not None else None
-    return [parsers.make(tools, prompt=prompt) for _ in range(generation.n)]
+    make = functools.partial(parsers.make, tools, prompt=prompt)
+    if begun is not None:
+        make = functools.partial(continuing, parsers, tools, prompt, begun)
+    return [make() for _ in range(generation.n)]
 
 
 @dataclasses.dataclass

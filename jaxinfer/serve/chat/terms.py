@@ -22,12 +22,14 @@ class ChatTerms:
 
     Attributes:
         tool_choice: "none", "auto", "required", or an object that names functions.
+        begun: the text of the last message, with which the answer goes on.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    begun: str | None = None
 
     @property
     def shown_tools(self) -> Sequence[Mapping[str, Any]] | None:

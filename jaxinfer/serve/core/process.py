@@ -38,7 +38,7 @@ def run(build: Callable[[CoreSettings, Report], Built], permanent: tuple[type[Ex
     Args:
         build, permanent: see `jaxinfer.serve.core.service.serve`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -47,6 +47,7 @@ _REASONS = {
     FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
     FinishReason.NOT_FINITE: pb.FINISH_REASON_NOT_FINITE,
+    FinishReason.UNAVAILABLE: pb.FINISH_REASON_UNAVAILABLE,
 }
 _REASON_OF = {number: reason for reason, number in _REASONS.items()}
 _COUNTERS = (

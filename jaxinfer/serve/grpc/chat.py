@@ -117,7 +117,7 @@ def _chat_message(message: pb.ChatMessage, path: str) -> dict[str, Any]:
     fields = _object(message.fields, f"{path}.fields")
     if twice := plain.keys() & fields.keys():
         raise ServeError(Kind.INVALID, f"{path}.fields: {min(twice)} is set by its own field", field=f"{path}.fields")
-    return message_at(path, {**for_template(path, plain, "arguments"), **fields})
+    return message_at(path, {**for_template(plain), **fields})
 
 
 def _object(struct: struct_pb2.Struct, path: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import ssl
 import time
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from jaxinfer.serve.grpc import status
 from jaxinfer.serve.grpc.auth import OPEN, SCOPES, Authoriser, Caller, token_of
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.decode import decode
+from jaxinfer.serve.request_log import asked
 
 Observer = Callable[[str, grpc.StatusCode, float], None]
 """Told of every RPC that has ended: its full name ("package.Service/Method"), its status, how many seconds it took."""
@@ -264,6 +266,7 @@ class Registrar:
 
         async def handle(_: Any, context: Any) -> bytes | None:
             rpc = Rpc(context, request_class, self._values, refused)
+            asked(path, path, urllib.parse.unquote(context.peer()).partition(":")[2])
 
             async def go() -> bytes | None:
                 request = rpc if method.client_streaming else await self._bounds.received(rpc, scope)

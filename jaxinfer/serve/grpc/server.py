@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxinfer.protos.v1 import control_pb2, inference_pb2
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.descriptors import OPERATORS
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.auth import Authoriser
@@ -70,7 +71,9 @@ class GrpcServers:
         observer: Observer | None = None,
         refused: Refused = lambda error, method, caller: None,
         cut: Callable[[], None] = lambda: None,
+        background: Background | None = None,
     ) -> None:
+        self._background = background or Background()
         self._config, self._frontend, self._engine = config, frontend, engine
         self._slow = SlowClients(config.slow_reader_seconds, config.header_seconds)
         self._connections = Connections({}, cut)
@@ -107,11 +110,11 @@ class GrpcServers:
             ServeConfigError: a port cannot be had, or a certificate cannot be read.
         """
         config = self._config
-        self._watchers.append(asyncio.create_task(self._slow.run()))
+        self._watchers.append(self._background.start("grpc_slow_clients", self._slow.run))
         self.port = await self._serve(self._inference, config.host, "grpc_port", config.max_connections)
         if config.control_port is not None:
             self.control_port = await self._serve(self._control, config.control_host, "control_port", OPERATORS)
-        self._watchers.append(asyncio.create_task(self._connections.run()))
+        self._watchers.append(self._background.start("grpc_connections", self._connections.run))
 
     async def stop(self, grace: float) -> None:
         """Accept no more calls, leave those that run ``grace`` seconds to end, and cut the others."""
@@ -135,7 +138,7 @@ class GrpcServers:
         self._connections.most[bound] = connections
         self._servers.append(server)
         self._healths.append(health)
-        self._watchers.append(asyncio.create_task(health.run()))
+        self._watchers.append(self._background.start("grpc_health", health.run))
         return bound
 
     def _bind(self, server: aio.Server, host: str, setting: str) -> int:

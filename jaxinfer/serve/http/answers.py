@@ -10,11 +10,11 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.serve.calls import Call, Usage
 from jaxinfer.serve.errors import Kind, ServeError
@@ -23,6 +23,7 @@ from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.http.bodies import gone_away
 from jaxinfer.serve.http.choices import Choice, TextChoice
+from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.errors import error_event
 from jaxinfer.serve.room import Place
 from jaxinfer.text.output import OutputDelta
@@ -198,18 +199,20 @@ async def close(replies: Sequence[Reply]) -> None:
 
 
 class ServerSentEvents(Response):
-    """A stream of events about generations, which are aborted when the client goes.
+    """A stream of events about generations, which are aborted when the client goes. While it waits for one, it says so
+    now and then: proxies and clients close what is silent.
 
     Args:
-        failed: told of an error that ends the stream.
+        door: knows how long it may be silent, and is told of an error that ends the stream.
     """
 
-    def __init__(
-        self, generations: Sequence[Generation], *, headers: Mapping[str, str], failed: Callable[[ServeError], None]
-    ) -> None:
+    waiting = b": waiting\n\n"
+    """The sign of life: a comment."""
+
+    def __init__(self, generations: Sequence[Generation], *, headers: Mapping[str, str], door: Door) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
-        self._generations, self._failed = generations, failed
+        self._generations, self._failed, self._seconds = generations, door.failed, door.stream_ping_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -223,7 +226,8 @@ class ServerSentEvents(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await self._events(send)
+            async with _Pulse(send, self.waiting, self._seconds) as pulse:
+                await self._events(pulse.send)
         except Exception as error:  # noqa: BLE001 - the stream has begun: whatever it is, the client is told
             answer = answer_to(error)
             self._failed(answer)
@@ -239,12 +243,41 @@ class ServerSentEvents(Response):
         return error_event(error)
 
 
+class _Pulse:
+    """Sends parts of a body, and ``sign`` after each ``seconds`` in which there was none."""
+
+    def __init__(self, send: Send, sign: bytes, seconds: float) -> None:
+        self._send, self._sign, self._seconds = send, sign, seconds
+        self._sent = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        self._sent = True
+        await self._send(message)
+
+    async def __aenter__(self) -> _Pulse:
+        self._task = asyncio.create_task(self._beat())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        while True:
+            self._sent = False
+            await asyncio.sleep(self._seconds)
+            if not self._sent:
+                await put(self._send, self._sign)
+
+
 class EventStream(ServerSentEvents):
     """Chunks as server-sent events, one write for each delta.
 
     Args:
         with_usage: a last chunk has the usage, the others null.
-        failed: see `ServerSentEvents`.
+        headers, door: see `ServerSentEvents`.
     """
 
     def __init__(
@@ -254,9 +287,9 @@ class EventStream(ServerSentEvents):
         *,
         with_usage: bool,
         headers: dict[str, str],
-        failed: Callable[[ServeError], None],
+        door: Door,
     ) -> None:
-        super().__init__([reply.generation for reply in replies], headers=headers, failed=failed)
+        super().__init__([reply.generation for reply in replies], headers=headers, door=door)
         self._envelope, self._replies, self._with_usage = envelope, replies, with_usage
         self._before, self._after = envelope.chunk(with_usage=with_usage)
 

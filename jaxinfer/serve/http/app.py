@@ -23,6 +23,7 @@ from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesReq
 from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
 from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import SCOPES, Door
+from jaxinfer.serve.http.fields import Body, checked
 from jaxinfer.serve.http.gate import Gate, error_json, error_response
 from jaxinfer.serve.http.page import add_page
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
@@ -30,7 +31,7 @@ from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.route import respond
 from jaxinfer.serve.metrics import render
 
-_BODIES: Mapping[str, type[requests.Body]] = {
+_BODIES: Mapping[str, type[Body]] = {
     "/v1/completions": requests.CompletionRequest,
     "/v1/chat/completions": requests.ChatCompletionRequest,
     "/v1/responses": ResponsesRequest,
@@ -159,7 +160,7 @@ async def _version(request: Request) -> Response:
 
 async def _tokenize(request: Request) -> Response:
     door = _door(request)
-    body = requests.checked(requests.TokenizeRequest, await read_json(request, door.limits, door.long.read))
+    body = checked(requests.TokenizeRequest, await read_json(request, door.limits, door.long.read))
     frontend = door.serving()
     if (body.prompt is None) == (body.messages is None):
         raise ServeError(Kind.INVALID, "prompt: give either prompt or messages", "prompt")
@@ -174,7 +175,7 @@ async def _tokenize(request: Request) -> Response:
 
 async def _detokenize(request: Request) -> Response:
     door = _door(request)
-    body = requests.checked(requests.DetokenizeRequest, await read_json(request, door.limits, door.long.read))
+    body = checked(requests.DetokenizeRequest, await read_json(request, door.limits, door.long.read))
     skip = body.skip_special_tokens
     with in_its_words({"token_ids": "tokens"}):
         ids = await long.off_loop(
@@ -211,7 +212,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's, with the bodies, which the routes read themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        modes: Sequence[tuple[type[requests.Body], Any]] = [(body, "validation") for body in _BODIES.values()]
+        modes: Sequence[tuple[type[Body], Any]] = [(body, "validation") for body in _BODIES.values()]
         _, found = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
         components = schema.setdefault("components", {})
         components.setdefault("schemas", {}).update(found["$defs"])

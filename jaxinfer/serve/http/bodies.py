@@ -104,7 +104,7 @@ def gone_away() -> ServeError:
     return ServeError(Kind.CANCELLED, "the client has gone")
 
 
-def parse(data: bytes, what: str = "the body", field: str | None = None) -> Any:
+def parse(data: bytes, what: str = "the body", field: str | None = None, depth: int = MAX_DEPTH) -> Any:
     """A JSON text in UTF-8, without duplicate keys, NaN, infinite numbers, lone surrogates or much depth.
 
     Args:
@@ -115,7 +115,7 @@ def parse(data: bytes, what: str = "the body", field: str | None = None) -> Any:
         ServeError: INVALID, what is wrong and where.
     """
     try:
-        return _parse(data)
+        return _parse(data, depth)
     except _Broken as cause:
         raise ServeError(Kind.INVALID, f"{what} {cause}", field) from cause
 
@@ -124,12 +124,12 @@ class _Broken(Exception):
     """A text is no such JSON: what is wrong, without the text's name."""
 
 
-def _parse(data: bytes) -> Any:
+def _parse(data: bytes, depth: int) -> Any:
     try:
         text = data.decode()
     except UnicodeDecodeError as cause:
         raise _Broken(f"is not UTF-8 at byte {cause.start}") from cause
-    _check_depth(text)
+    _check_depth(text, depth)
     try:
         value = (_DECODER if len(text) <= _LONG else _LONG_DECODER).decode(text)
     except json.JSONDecodeError as cause:
@@ -141,17 +141,17 @@ def _parse(data: bytes) -> Any:
     return value
 
 
-def _check_depth(text: str) -> None:
+def _check_depth(text: str, most: int) -> None:
     """Check the depth before parsing: the parser recurses."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
+    if text.count("[") + text.count("{") <= most:
         return
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         first = match[0][0]
         if first in "[{":
             depth += 1
-            if depth > MAX_DEPTH:
-                raise _Broken(f"is nested deeper than {MAX_DEPTH} levels at character {match.start()}")
+            if depth > most:
+                raise _Broken(f"is nested deeper than {most} levels at character {match.start()}")
         elif first in "]}":
             depth -= 1
 

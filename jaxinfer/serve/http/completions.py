@@ -22,9 +22,10 @@ from jaxinfer.serve.http.answers import Envelope, EventStream, Reply
 from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.choices import ChatChoice, Echo, TextChoice, Wanted
 from jaxinfer.serve.http.door import Door, fingerprint
+from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.gate import usable_id
 from jaxinfer.serve.http.messages import MessageChoice
-from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, checked
+from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling
 from jaxinfer.serve.tracing import HEADERS
 from jaxinfer.types import LoRARef
 
@@ -125,7 +126,7 @@ async def _answer(
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         door: Door = request.app.state.door
-        return EventStream(chunks, replies, with_usage=with_usage, headers=headers, failed=door.failed)
+        return EventStream(chunks, replies, with_usage=with_usage, headers=headers, door=door)
     try:
         found = await answers.while_connected(request.receive, answers.whole(envelope, replies))
     finally:

@@ -58,6 +58,7 @@ class Door:
         requests: has a line for what is refused here.
         reasoning_fields: what messages call their reasoning.
         operated: operators may use their routes here: they are told apart by keys, or nobody else comes here.
+        stream_ping_seconds: after so long a stream that waits gives a sign of life.
         long: reads long bodies.
     """
 
@@ -70,6 +71,7 @@ class Door:
     requests: RequestLog = dataclasses.field(default_factory=lambda: RequestLog(enabled=False))
     reasoning_fields: Sequence[str] = ("reasoning", "reasoning_content")
     operated: bool = True
+    stream_ping_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         self.long = BodyReader(self.limits)

@@ -31,7 +31,14 @@ _NAMES: Mapping[Kind, tuple[str, str | None]] = {
 def error_body(error: ServeError, *, code: str | None = None) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code"}}``."""
     kind, usual = _NAMES[error.kind]
-    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code or usual}}
+    message = error.message
+    if error.context is not None:  # clients look for OpenAI's words, and shorten the history
+        (size, most), usual, what = error.context, "context_length_exceeded", error.field or "prompt"
+        message = (
+            f"This model's maximum context length is {most} {size.rpartition(' ')[2]}. However, your {what} resulted "
+        )
+        message += f"in {size}. Please reduce the length of the {what}."
+    return {"error": {"message": message, "type": kind, "param": error.field, "code": code or usual}}
 
 
 def error_event(error: ServeError) -> bytes:
@@ -50,13 +57,11 @@ def error_headers(error: ServeError) -> dict[str, str]:
     return headers
 
 
-def from_pydantic(error: pydantic.ValidationError) -> ServeError:
-    """The first thing that is wrong, with field and value."""
+def from_pydantic(error: pydantic.ValidationError, place: str = "") -> ServeError:
+    """The first thing that is wrong, with field and value. ``place``: where the fields are, with a dot behind it."""
     first = error.errors(include_url=False, include_context=False)[0]
-    field = _path(first["loc"])
+    field = place + _path(first["loc"])
     match first["type"]:
-        case "extra_forbidden":
-            message = f"{field} is not a field of this request"
         case "missing":
             message = f"{field} is missing"
         case _:

@@ -13,11 +13,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxinfer.serve import ignored
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to, unavailable
 from jaxinfer.serve.http.anthropic import errors as anthropic
 from jaxinfer.serve.http.door import ADMIN, INFER, OPEN, SCOPES, Door, route_of
 from jaxinfer.serve.http.errors import error_body, error_headers
+from jaxinfer.serve.request_log import asked
 
 CROWDED = "jaxinfer.crowded"
 """Set in the scope of requests on connections beyond those that are allowed."""
@@ -50,12 +52,13 @@ class Gate:
         answer = _Answer(send, request_id(Headers(scope=scope)), route, last=self._door.is_leaving)
         metrics = self._door.metrics
         named, leash = route or _UNKNOWN, _Leash()
+        asked(named, scope["path"], ":".join(map(str, scope.get("client") or ())))
         with metrics.http_in_flight.track_inprogress(), metrics.http_seconds.labels(named).time():
             try:
-                with self._enter(scope, route, answer.request_id, leash):
+                with self._enter(scope, route, answer.request_id, leash), ignored.collecting() as answer.ignored:
                     await self.inner(scope, receive, answer.send)
             except asyncio.CancelledError:
-                await self._end_revoked(leash.taken(), scope, receive, answer)
+                await self._end(leash.taken(), scope, receive, answer)
             except Exception as error:  # noqa: BLE001 - the border of the server: every fault gets an answer
                 await self._refuse(error, scope, receive, answer)
         metrics.http_requests.labels(named, str(answer.status)).inc()
@@ -81,10 +84,11 @@ class Gate:
         state["tenant"], scope[ALLOWED] = caller.name, True
         return self._door.authoriser.during(caller, needed, leash.cut)
 
-    async def _end_revoked(self, error: ServeError, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        """End a request whose key is gone: a stream of events by an error, as any other that fails."""
+    async def _end(self, error: ServeError, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """End a request whose task was cancelled: a stream of events by an error, as any other that fails."""
         if not answer.streams:
-            await self._refuse(error, scope, receive, answer)
+            if not answer.status:
+                await self._refuse(error, scope, receive, answer)
             return
         self._door.refused(error, scope["state"])
         told = b"event: error\ndata: " + error_json(error, scope["state"]) + b"\n\n"
@@ -103,7 +107,7 @@ class Gate:
 
 
 class _Leash:
-    """Ends the task that answers a request when the request's key is taken away."""
+    """Ends the task that answers a request when the request's key is taken away, and says why it was ended."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
@@ -115,11 +119,10 @@ class _Leash:
             self._task.cancel()
 
     def taken(self) -> ServeError:
-        """Return why the task was ended, which ends nothing else. Raises CancelledError: by somebody else."""
-        if self._error is None or self._task is None:
-            raise asyncio.CancelledError
+        """Return why the task was ended, which ends nothing else: by `cut`, or since the server stops."""
+        assert self._task is not None
         self._task.uncancel()
-        return self._error
+        return self._error or unavailable("the server stops: try another, or later")
 
 
 class _Answer:
@@ -127,12 +130,16 @@ class _Answer:
 
     Args:
         last: ends the connection behind it: a client that keeps it open would come back to a server that leaves.
+
+    Attributes:
+        ignored: fields that have no effect.
     """
 
     def __init__(self, send: Send, request_id: str, route: str | None, *, last: bool = False) -> None:
         self._last = last
         self._names = ("x-request-id", *(("request-id",) if route in anthropic.ROUTES else ()))
         self._send, self.request_id, self.status, self.streams = send, request_id, 0, False
+        self.ignored: list[str] = []
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -142,6 +149,8 @@ class _Answer:
                 headers.setdefault(name, headers.get("x-request-id", self.request_id))
             if self._last:
                 headers["connection"] = "close"
+            if self.ignored and self.status < 400:
+                headers[ignored.HEADER] = ignored.header_of(self.ignored)
             self.streams = headers.get("content-type", "").startswith("text/event-stream")
         elif not message.get("more_body"):
             self.streams = False

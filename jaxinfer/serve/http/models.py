@@ -14,7 +14,7 @@ from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import Door
-from jaxinfer.serve.http.requests import Body, checked
+from jaxinfer.serve.http.fields import Body, checked
 from jaxinfer.serve.loras import LoRAs, required
 
 

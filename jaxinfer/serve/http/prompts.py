@@ -67,7 +67,9 @@ def scores_only(body: CompletionRequest) -> bool:
 
 def terms_of(body: ChatCompletionRequest) -> ChatTerms:
     """What ``body`` says of its answer."""
-    return ChatTerms(body.tools, body.tool_choice, body.parallel_tool_calls, body.include_reasoning)
+    last = f"messages[{len(body.messages) - 1}]"
+    begun = _message(last, body.messages[-1]).get("content") or "" if body.continue_final_message else None
+    return ChatTerms(body.tools, body.tool_choice, body.parallel_tool_calls, body.include_reasoning, begun)
 
 
 def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[str, Any]:
@@ -103,6 +105,8 @@ def names_in_format(body: Sampling) -> dict[str, str]:
     """The same, of what constrains the output."""
     if body.structured_outputs is not None:
         return {}
+    if body.guided:
+        return {"structured_outputs": next(iter(body.guided))}
     by_tools = isinstance(body, ChatCompletionRequest) and body.tools and body.response_format is None
     return {"structured_outputs": "tools" if by_tools else "response_format"}
 
@@ -137,19 +141,33 @@ def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation
     Raises:
         ServeError: INVALID, naming field and value.
     """
-    generate = body.add_generation_prompt
+    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(body.messages or ())]
+    if body.continue_final_message:
+        _check_continued(body, messages)
+    generate = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     return Conversation(
-        messages=[_message(f"messages[{i}]", message) for i, message in enumerate(body.messages or ())],
+        messages=messages,
         tools=terms_of(body).shown_tools if isinstance(body, ChatCompletionRequest) else body.tools,
-        add_generation_prompt=True if generate is None else generate,
+        add_generation_prompt=generate,
         variables=body.chat_template_kwargs or {},
         template=body.chat_template,
         reasoning_effort=body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None,
+        continue_final_message=bool(body.continue_final_message),
     )
 
 
+def _check_continued(body: ChatCompletionRequest | TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> None:
+    if body.add_generation_prompt:
+        _refuse("continue_final_message", True, "and add_generation_prompt=true exclude each other")
+    last, place = messages[-1] if messages else {}, f"messages[{len(messages) - 1}]"
+    if last.get("role") != "assistant":
+        _refuse(f"{place}.role", last.get("role"), "must be assistant: its message is to be continued")
+    if last.get("tool_calls"):
+        _refuse(f"{place}.tool_calls", last["tool_calls"], "cannot be continued: what they have returned is missing")
+
+
 def _message(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    return for_template(path, message_at(path, message))
+    return for_template(message_at(path, message))
 
 
 def ids_of(field: str, ids: Any) -> Sequence[int]:

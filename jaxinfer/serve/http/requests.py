@@ -1,10 +1,6 @@
 """Bodies of requests: OpenAI's fields, and vLLM's names for what it has beyond them.
 
-Three kinds of fields are told apart. Those that are served. Those of OpenAI's API that are not: they are accepted
-where they ask for nothing (null, or OpenAI's default) or are labels without effect, and otherwise refused by name,
-since an answer that ignores what was asked for is a wrong answer. All others are refused by name too: they are
-mistakes more often than not.
-
+Which fields are served, and what becomes of the others, is told by tables (`jaxinfer.serve.http.fields`).
 Sampling parameters are passed on as they came: one validator serves all doors (`jaxinfer.serve.admission`), and here
 they are only described. What is declared with a type is strict: no string is taken for a number.
 """
@@ -14,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-import pydantic
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from jaxinfer.serve.chat.terms import Effort
 from jaxinfer.serve.errors import Kind, ServeError, short
-from jaxinfer.serve.http.errors import from_pydantic
-from jaxinfer.serve.http.response_format import constraint_of
+from jaxinfer.serve.http.fields import Body, left_out
+from jaxinfer.serve.http.response_format import GUIDED, constraint_of
 
 _TOKEN_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
@@ -45,6 +40,8 @@ _SPECULATION: dict[str, Any] = {
     "additionalProperties": False,
 }
 Speculates = Annotated[Any, WithJsonSchema({"anyOf": [_SPECULATION, {"type": "null"}]})]
+_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
+_OLD = Field(json_schema_extra={"deprecated": True}, description="vLLM's older name for a field of structured_outputs.")
 _STRUCTURED: dict[str, Any] = {
     "type": "object",
     "description": "Exactly one of these; enable_in_reasoning holds the thought, too.",
@@ -103,29 +100,67 @@ SAMPLING = (
     "structured_outputs",
     "thinking_token_budget",
 )
-_NOTHING = (None,)
+NOTHING = (None,)
+ACCOUNTING: Mapping[str, tuple[Any, ...]] = {
+    "prompt_cache_key": NOTHING,
+    "prompt_cache_retention": NOTHING,
+    "safety_identifier": NOTHING,
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "user": NOTHING,
+}
+"""OpenAI's fields about its own service: who asks, what is kept, what it costs."""
+_BACKENDS = dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), NOTHING)
+HOSTED: Mapping[str, None] = dict.fromkeys(
+    (
+        *(
+            "apply_patch",
+            "bash",
+            "code_execution",
+            "code_interpreter",
+            "computer",
+            "computer_use",
+            "computer_use_preview",
+        ),
+        *("custom", "file_search", "image_generation", "local_shell", "mcp", "mcp_toolset", "memory", "namespace"),
+        *("shell", "text_editor", "tool_search", "tool_search_tool_bm25", "tool_search_tool_regex"),
+        *("web_fetch", "web_search", "web_search_preview"),
+    )
+)
+"""Types of tools that others run, or whose calls are no JSON. They are left out of the prompt: the model does not see
+them, so it cannot call them."""
+_CONTINUES = "The answer goes on where the last message, the assistant's, ends."
 
 
-class Body(pydantic.BaseModel):
-    """A body with these fields and no others."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """OpenAI's fields that are not served, and the values of them that ask for nothing."""
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    """OpenAI's fields that are labels: they change no answer."""
+def _functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools that are no `HOSTED` ones."""
+    if tools is None:
+        return None
+    return [tool for rank, tool in enumerate(tools) if not left_out(f"tools[{rank}]", tool.get("type"), HOSTED)]
 
 
 class StreamOptions(Body):
     """Options of a stream: ``include_usage`` adds a last chunk with the usage."""
 
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
+
     include_usage: bool | None = None
-    include_obfuscation: Annotated[bool | None, Field(description="Has no effect.")] = None
 
 
 class Sampling(Body):
     """Fields that both kinds of completion share."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("regex", "guided_pattern"), "structured_outputs.regex"),
+        **dict.fromkeys(("ebnf", "grammar", "gbnf"), "structured_outputs.grammar"),
+        **dict.fromkeys(("json_schema", "format", "text", "output_config"), "response_format"),
+        **dict.fromkeys(("choices", "choice"), "structured_outputs.choice"),
+        "guided_json_object": "structured_outputs.json_object",
+        "structural_tag": "structured_outputs.structural_tag",
+        "stop_sequences": "stop",
+        "max_new_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+    }
 
     model: str | None = None
     stream: bool | None = None
@@ -155,6 +190,10 @@ class Sampling(Body):
     speculation: Speculates = None
     structured_outputs: Structured = None
     response_format: Format = None
+    guided_json: Annotated[Any, WithJsonSchema(_SCHEMA), _OLD] = None
+    guided_regex: Annotated[str | None, _OLD] = None
+    guided_choice: Annotated[Strings, _OLD] = None
+    guided_grammar: Annotated[str | None, _OLD] = None
     thinking_token_budget: Integer = None
     prompt_logprobs: Integer = None
     return_token_ids: bool | None = None
@@ -168,14 +207,19 @@ class Sampling(Body):
         fields = {name: value for name, value in values if value is not None}
         if isinstance(fields.get("logit_bias"), dict) and len(fields["logit_bias"]) <= most_biases:
             fields["logit_bias"] = {_token_id(key): bias for key, bias in fields["logit_bias"].items()}
-        return {**fields, **constraint_of(self.response_format, self.structured_outputs)}
+        return {**fields, **constraint_of(self.response_format, self.structured_outputs, self.guided)}
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """The fields of `GUIDED` that were set."""
+        return {name: getattr(self, name) for name in GUIDED if getattr(self, name) is not None}
 
 
 class CompletionRequest(Sampling):
     """``POST /v1/completions``. ``max_tokens`` is 16 where it is not given; null is all that the context leaves."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": (None, "")}
-    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_BACKENDS, "user": NOTHING}
 
     prompt: Prompt
     max_tokens: Integer = 16
@@ -189,20 +233,32 @@ class ChatCompletionRequest(Sampling):
     """``POST /v1/chat/completions``. What the model may call is told to its template."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "audio": _NOTHING,
+        "audio": NOTHING,
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
         "modalities": (None, ["text"]),
-        "prediction": _NOTHING,
-        "service_tier": (None, "auto", "default"),
-        "store": (None, False),
-        "verbosity": _NOTHING,
-        "web_search_options": _NOTHING,
     }
-    ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_BACKENDS,
+        **ACCOUNTING,
+        "metadata": NOTHING,
+        "prediction": NOTHING,
+        "verbosity": (None, "medium"),
+        "web_search_options": NOTHING,
+    }
+    renamed: ClassVar[Mapping[str, str]] = {
+        **Sampling.renamed,
+        "input": "messages",
+        "prompt": "messages",
+        "reasoning": "reasoning_effort",
+        "effort": "reasoning_effort",
+        "enable_thinking": "chat_template_kwargs.enable_thinking",
+        "thinking": "chat_template_kwargs.thinking",
+        "thinking_budget": "thinking_token_budget",
+    }
 
     messages: Annotated[Objects, Field(min_length=1)]
-    tools: Objects | None = None
+    tools: Annotated[Objects | None, AfterValidator(_functions)] = None
     tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": _CHOICES}, {"type": "object"}]})] = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: no call behind the first is shown.")] = None
     include_reasoning: Annotated[bool | None, Field(description="Default: true.")] = None
@@ -211,6 +267,7 @@ class ChatCompletionRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Integer = None
     add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool | None, Field(description=_CONTINUES)] = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -223,6 +280,7 @@ class TokenizeRequest(Body):
     messages: Objects | None = None
     tools: Objects | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool | None, Field(description=_CONTINUES)] = None
     add_special_tokens: Annotated[bool | None, Field(description="Default: true for a prompt, false for messages.")] = (
         None
     )
@@ -237,26 +295,6 @@ class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[Any, WithJsonSchema(_TOKEN_IDS)]
     skip_special_tokens: bool = False
-
-
-def checked[B: Body](kind: type[B], fields: Mapping[str, Any]) -> B:
-    """A body of this kind.
-
-    Raises:
-        ServeError: INVALID, naming field and value.
-    """
-    for name in kind.unserved:
-        value = fields.get(name)
-        if not any(value == other and type(value) is type(other) for other in kind.unserved[name]):
-            raise ServeError(Kind.INVALID, f"{name}={short(value)} is not served", field=name)
-    known = {name: value for name, value in fields.items() if name not in kind.unserved and name not in kind.ignored}
-    for name in known:
-        if name not in kind.model_fields:  # before pydantic makes an error of each of them
-            raise ServeError(Kind.INVALID, f"{name[:100]} is not a field of this request", field=name[:100])
-    try:
-        return kind.model_validate(known)
-    except pydantic.ValidationError as error:
-        raise from_pydantic(error) from error
 
 
 def _token_id(key: str) -> int:

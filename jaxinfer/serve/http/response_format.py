@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jaxinfer.serve.errors import Kind, ServeError, short
@@ -9,22 +10,46 @@ from jaxinfer.serve.errors import Kind, ServeError, short
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 _TAG_FIELDS = ("format", "structures", "triggers")
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+_FIELDS = {"json_schema": ("json_schema",), "json_object": ("schema",), "structural_tag": _TAG_FIELDS}
+GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+"""vLLM's older names for fields of ``structured_outputs``."""
+_ELSEWHERE = {kind: f"structured_outputs.{kind}" for kind in GUIDED.values()} | {
+    "ebnf": "structured_outputs.grammar",
+    "json": "response_format of type json_schema",
+}
+"""Types that others have, and what there is in their place."""
 
 
-def constraint_of(response_format: Any, structured_outputs: Any) -> dict[str, Any]:
-    """The field ``structured_outputs`` of the sampling parameters; nothing where neither asks for any.
+def constraint_of(
+    response_format: Any, structured_outputs: Any, guided: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The field ``structured_outputs`` of the sampling parameters; nothing where nothing asks for any.
 
     A schema is held exactly whether ``strict`` is true or not: what cannot be is refused.
 
+    Args:
+        guided: values by the names of `GUIDED`.
+
     Raises:
-        ServeError: INVALID: ``response_format`` is no such thing, or both constrain the output.
+        ServeError: INVALID: ``response_format`` is no such thing, or several constrain the output.
     """
+    guided = guided or {}
+    for place, name in enumerate(guided):
+        others = [*list(guided)[:place], *(["structured_outputs"] if structured_outputs is not None else [])]
+        if others:
+            _refuse(name, guided[name], f"and {others[0]} exclude each other")
+    constraint = {GUIDED[name]: value for name, value in guided.items()} or structured_outputs
+    return _of_format(response_format, constraint) or ({"structured_outputs": constraint} if guided else {})
+
+
+def _of_format(response_format: Any, structured_outputs: Any) -> dict[str, Any]:
     if response_format is None:
         return {}
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if not isinstance(kind, str) or kind not in _TYPES:
-        _refuse("response_format.type", kind, f"must be one of {', '.join(_TYPES)}")
-    fields = {"json_schema": ("json_schema",), "structural_tag": _TAG_FIELDS}.get(kind, ())
+        hint = f": there is {_ELSEWHERE[kind]}" if isinstance(kind, str) and kind in _ELSEWHERE else ""
+        _refuse("response_format.type", kind, f"must be one of {', '.join(_TYPES)}{hint}")
+    fields = _FIELDS.get(kind, ())
     for name in response_format:
         if name != "type" and name not in fields:
             _refuse(f"response_format.{name[:50]}", response_format[name], f"is no field of type {kind}")
@@ -35,7 +60,10 @@ def constraint_of(response_format: Any, structured_outputs: Any) -> dict[str, An
     if kind == "structural_tag":
         return {"structured_outputs": {"structural_tag": response_format}}
     if kind == "json_object":
-        return {"structured_outputs": {"json_object": True}}
+        schema = response_format.get("schema")  # as llama.cpp, Together and Fireworks have it
+        if schema is not None and not isinstance(schema, dict):
+            _refuse("response_format.schema", schema, "must be an object")
+        return {"structured_outputs": {"json": schema} if schema else {"json_object": True}}
     return {"structured_outputs": _of_schema(response_format.get("json_schema"))}
 
 

@@ -13,12 +13,14 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.descriptors import OPERATORS
 from jaxinfer.serve.http.app import build_app, build_metrics_app
 from jaxinfer.serve.http.connection import Bounds, Connection
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.idle import Idle
 from jaxinfer.serve.http.tls import ReloadingContext
+from jaxinfer.serve.ignored import HEADER
 from jaxinfer.serve.ports import listen
 from jaxinfer.serve.settings import ServeConfig
 
@@ -43,8 +45,16 @@ class HttpServer:
         ServeConfigError: the files of TLS cannot be used.
     """
 
-    def __init__(self, config: ServeConfig, door: Door, app: ASGIApp | None = None, *, metrics: bool = False) -> None:
-        self._config, self._door = config, door
+    def __init__(
+        self,
+        config: ServeConfig,
+        door: Door,
+        app: ASGIApp | None = None,
+        *,
+        metrics: bool = False,
+        background: Background | None = None,
+    ) -> None:
+        self._config, self._door, self._background = config, door, background or Background()
         self._tls = ReloadingContext(config) if config.tls_cert is not None else None
         self._metrics = metrics
         own = (build_metrics_app if metrics else build_app)(door) if app is None else app
@@ -76,7 +86,7 @@ class HttpServer:
         listening.cancel()
         if serving.done():
             serving.result()
-        self._tasks = [serving, asyncio.ensure_future(self._sweep())]
+        self._tasks = [serving, self._background.start("http_connections", self._sweep)]
 
     async def stop(self, grace: float = 0.0) -> None:
         """Accept nothing more, give running answers ``grace`` seconds, and cut those that are left."""
@@ -129,8 +139,12 @@ class HttpServer:
             for connection in list(self._server.server_state.connections):
                 assert isinstance(connection, Connection)
                 connection.sweep(now)
-            if self._tls is not None:
-                self._tls.reload()
+            self.reload()
+
+    def reload(self) -> None:
+        """Read the certificate again if its file has changed."""
+        if self._tls is not None:
+            self._tls.reload()
 
 
 def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -138,7 +152,7 @@ def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     asks first, without the page's key. Keys come in a header, never in a cookie: no page can use another's."""
     if not origins:
         return app
-    methods, shown = ("GET", "POST"), ("x-request-id", "request-id", "retry-after", "retry-after-ms")
+    methods, shown = ("GET", "POST"), ("x-request-id", "request-id", "retry-after", "retry-after-ms", HEADER)
     return CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=shown)
 
 

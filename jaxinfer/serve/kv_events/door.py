@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.kv_events.hub import Hub
 from jaxinfer.serve.kv_events.settings import OFF, KvEventsConfig
 
@@ -56,7 +57,7 @@ class KvEventsDoor:
         if self.hub is not None and state in BEGUN:
             self.hub.begin()
 
-    def start(self) -> None:
+    def start(self, background: Background) -> None:
         """Open the addresses.
 
         Raises:
@@ -65,7 +66,7 @@ class KvEventsDoor:
         config = self._config
         if self.hub is None or {config.kv_events_endpoint, config.kv_events_replay_endpoint or OFF} == {OFF}:
             return
-        self._publisher = Publisher(config, self.hub, self._topic)
+        self._publisher = Publisher(config, self.hub, self._topic, background)
         told = ", what was missed at " + self._publisher.replay_endpoint if self._publisher.replay_endpoint else ""
         _log.info("KV events are told at %s%s", self._publisher.endpoint or "no address of their own", told)
 

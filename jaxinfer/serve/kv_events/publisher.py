@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 import zmq.asyncio
 
+from jaxinfer.serve.background import Background
 from jaxinfer.serve.kv_events.frames import END, Encoder, number_bytes
 from jaxinfer.serve.kv_events.hub import BATCHES, Batch, Hub
 from jaxinfer.serve.kv_events.settings import OFF, KvEventsConfig
@@ -19,7 +21,10 @@ from jaxinfer.serve.settings import ServeConfigError
 _HWM = 100_000
 """Messages that wait for a slow subscriber; it misses later ones, and may ask for them."""
 _REQUEST_BYTES = 64
-_TURN = 64  # batches of a replay between two looks at what else is to be done
+_TURN = 64  # batches of a replay between two looks at what else is to be done, and that wait for one who reads slowly
+_REPLAYS = 16  # at once
+_PAUSE_SECONDS, _SLOW_SECONDS = 0.02, 10.0
+"""Seconds between two attempts to send to a peer that does not read, and until its replay is given up."""
 
 _log = logging.getLogger("jaxinfer.serve.kv_events")
 
@@ -37,7 +42,10 @@ class Publisher:
         ServeConfigError: an address cannot be had.
     """
 
-    def __init__(self, config: KvEventsConfig, hub: Hub, topic: Callable[[], str]) -> None:
+    def __init__(
+        self, config: KvEventsConfig, hub: Hub, topic: Callable[[], str], background: Background | None = None
+    ) -> None:
+        self._background, self._replays = background or Background(), dict[bytes, asyncio.Task[None]]()
         self._hub, self._topic, self._encoder = hub, topic, Encoder(config.kv_events_format)
         self._context = zmq.Context()
         self._kept: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=BATCHES)
@@ -59,11 +67,12 @@ class Publisher:
         if config.kv_events_replay_endpoint not in (None, OFF):
             self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
             self._router.set(zmq.MAXMSGSIZE, _REQUEST_BYTES)
-            self._router.set_hwm(2 * BATCHES)  # of one that asks and does not read, the rest is dropped
+            self._router.set_hwm(_TURN)
+            self._router.set(zmq.ROUTER_MANDATORY, 1)  # one that does not read is an error, and not silence
             self.replay_endpoint = _bind(
                 self._router, "kv_events_replay_endpoint", config.kv_events_replay_endpoint or ""
             )
-            self._task = asyncio.create_task(self._answer(self._router))
+            self._task = self._background.start("kv_events_replay", functools.partial(self._answer, self._router))
         self._hub.listen(self.publish)
 
     def publish(self, batch: Batch) -> None:
@@ -80,27 +89,51 @@ class Publisher:
             if len(frames) != 3 or frames[1] or len(frames[2]) != len(END):
                 _log.warning("a request for KV events is none: %d frames", len(frames))
                 continue
-            await self._replay(router, frames[0], int.from_bytes(frames[2]))
+            if frames[0] in self._replays or len(self._replays) >= _REPLAYS:
+                _log.warning("a replay of KV events is refused: its peer has one, or %d run", len(self._replays))
+                continue
+            replay = asyncio.create_task(self._replay(router, frames[0], int.from_bytes(frames[2])))
+            self._replays[frames[0]] = replay
 
     async def _replay(self, router: zmq.asyncio.Socket, who: bytes, begin: int) -> None:
+        """Send what is kept from a number on. What waits for a peer is bounded: one that does not read is given up."""
         topic = self._topic().encode()
-        kept = [(number, payload) for number, payload in self._kept if number >= begin]
-        for place, (number, payload) in enumerate(kept):
-            await router.send_multipart((who, b"", topic, number_bytes(number), payload))
-            if place % _TURN == 0:
-                await asyncio.sleep(0)
-        await router.send_multipart((who, b"", b"", END, b""))
+        try:
+            for place, (number, payload) in enumerate([each for each in self._kept if each[0] >= begin]):
+                await _send(router, (who, b"", topic, number_bytes(number), payload))
+                if place % _TURN == 0:
+                    await asyncio.sleep(0)
+            await _send(router, (who, b"", b"", END, b""))
+        except TimeoutError:
+            _log.warning("a replay of KV events is given up: its peer has read nothing for %g s", _SLOW_SECONDS)
+        except zmq.ZMQError as error:
+            _log.info("a replay of KV events has ended: %s", error.strerror)
+        finally:
+            del self._replays[who]
 
     async def stop(self) -> None:
         """Close the sockets."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*([] if self._task is None else [self._task]), *self._replays.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._router is not None:
             self._router.close(linger=0)
         if self._pub is not None:
             self._pub.close(linger=200)
         await asyncio.to_thread(self._context.term)
+
+
+async def _send(router: zmq.asyncio.Socket, frames: Sequence[bytes]) -> None:
+    """Send to a peer, as soon as it reads. `TimeoutError`: it does not."""
+    async with asyncio.timeout(_SLOW_SECONDS):
+        while True:
+            try:
+                await router.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                await asyncio.sleep(_PAUSE_SECONDS)
+            else:
+                return
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, setting: str, endpoint: str) -> str:

@@ -31,7 +31,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
     """
     config.choice("version", ("gemm",), "gemm")
     if str(config.get("backend")).lower() == _OTHER:
-        raise config.refused("backend", ("those that read AutoAWQ's files",))
+        raise config.refused("backend", ("autoawq", "others that read its files"))
     config.choice("bits", (_BITS,), _BITS)
     config.flag("zero_point", True)  # without, each of them is stored as half of the range
     overrides, size = Overrides(tensors, config), config.groups()

@@ -28,6 +28,12 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+_PACKINGS = ("checkpoint_format", "format", "version", "packing_format", "backend", "is_marlin_format")
+_REPACK = (
+    "Layouts of one kernel (Marlin, GEMV, llm-awq) are not read: take the model in a layout of those, or quantise the "
+    "original again, as GPTQModel and llm-compressor do"
+)
+
 
 class Fields:
     """A JSON object out of a file that describes how weights are stored. A field that is null is absent.
@@ -133,7 +139,8 @@ class Fields:
         """The error for a value that is not known."""
         name = self.spelled(name)
         listed = ", ".join(str(one) for one in known)
-        return CheckpointError(f"{self._place(name)} is {self._shown(name)}: known are {listed}")
+        advice = f". {_REPACK}" if name in _PACKINGS else ""
+        return CheckpointError(f"{self._place(name)} is {self._shown(name)}: known are {listed}{advice}")
 
     def _place(self, name: str) -> str:
         return f"{self._within(name)} of {self.file}"

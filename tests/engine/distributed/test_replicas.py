@@ -52,7 +52,7 @@ class FakeEngine(Engine):
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
 
-    def abort(self, request_id: str, index: int | None) -> None:
+    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
         self.aborted.append((request_id, index))
 
     def finish(self, request_id: str, index: int = 0) -> None:
@@ -150,10 +150,10 @@ def test_limits_are_for_all_and_the_rest_for_each(monkeypatch):
     assert (engines.config.data_parallel_size, engines.config.max_waiting_requests) == (2, 3)
     for number in range(2):
         engines.add(request(str(number)))
-    with pytest.raises(QueueFullError, match="21 prompt tokens would wait, max_waiting_tokens = 20"):
+    with pytest.raises(QueueFullError, match="21 tokens would wait, max_waiting_tokens = 20"):
         engines.check_room(request("long", (1,) * 15))
     engines.add(request("2"))
-    with pytest.raises(QueueFullError, match="3 requests wait already, max_waiting_requests = 3"):
+    with pytest.raises(QueueFullError, match="4 requests would wait, max_waiting_requests = 3"):
         engines.add(request("3"))
 
 

@@ -138,7 +138,10 @@ def test_an_adapter_that_cannot_be_had_ends_its_requests_with_the_reason() -> No
     for _ in range(6):
         launched = loop.core.launch()
         ends += loop.core.read(launched)
-    assert [(end.index, end.finish_reason) for end in ends] == [(0, FinishReason.ERROR), (1, FinishReason.ERROR)]
+    assert [(end.index, end.finish_reason) for end in ends] == [
+        (0, FinishReason.UNAVAILABLE),
+        (1, FinishReason.UNAVAILABLE),
+    ]
     assert ends[0].stop_reason == "adapter 'a': a has changed since it was loaded: load it again"
     assert not loop.busy
 

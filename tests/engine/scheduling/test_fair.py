@@ -12,8 +12,6 @@ from jaxinfer.engine.scheduling.fair import FairQueue
 from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_request
 from tests.engine.scheduling.test_queues import make_sequence
 
-pytestmark = pytest.mark.attack
-
 
 def fair_loop(slots: int = 8, **changes: Any) -> Loop:
     return make_loop(

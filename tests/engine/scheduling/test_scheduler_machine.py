@@ -20,8 +20,6 @@ from jaxinfer.sampling_params import QueueFullError
 from jaxinfer.types import Request
 from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_request
 
-pytestmark = pytest.mark.attack
-
 LENGTH, QUANTUM, MOST_LIVE = 48, 32, 12
 TENANTS = {"a": 1.0, "b": 1.0, "c": 3.0}  # with their weights
 STAGES = (1, 1, 2, 3, 4)

@@ -15,8 +15,6 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request
 from tests.fakes import random_model
 
-pytestmark = pytest.mark.attack
-
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 160, "page_size": 16, "prefill_sizes": (16, 64)}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"num_pages": 200},

@@ -52,11 +52,16 @@ def bases(name: str) -> Any:
     return own_base(name) if "vocabulary" in name else None
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("name", NAMES)
+def has_head(name: str) -> bool:
+    return "lm_head" in (GOLDENS / name / "adapter_config.json").read_text()
+
+
+SPELT = [(name, spelling) for name in NAMES for spelling in SPELLINGS if not ("without" in spelling and has_head(name))]
+"""A spelling without the causal model's names is of a model that has no head."""
+
+
+@pytest.mark.parametrize(("name", "spelling"), SPELT)
 def test_an_adapter_is_read_by_any_spelling(name: str, spelling: str, tmp_path: pathlib.Path):
-    if "lm_head" in (GOLDENS / name / "adapter_config.json").read_text() and "without" in spelling:
-        pytest.skip("such a model has no head")
     rename = SPELLINGS[spelling]
     rules = {"llama-patterns": {"alpha_pattern": alpha(rename)}}.get(name)
     assert_same_deltas(name, respelt(name, tmp_path, rename, rules))

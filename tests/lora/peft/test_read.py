@@ -4,7 +4,7 @@ import json
 import logging
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft.read import Base, read_adapter
 from jaxinfer.models.model import abstract
-from jaxinfer.types import walk_specs
+from jaxinfer.types import EMBEDDING, HEAD, walk_specs
 from jaxinfer.weights import load_params
 from jaxinfer.weights.memory import InMemoryCheckpoint
 from tests.lora.goldens import GOLDENS, copy_adapter, golden
@@ -303,18 +303,67 @@ def test_a_module_that_is_saved_whole_may_be_the_models_own(
     assert found.keys() == read("llama-qv", GOLDENS / "llama-qv").deltas.keys()
 
 
-@pytest.mark.parametrize(("module", "tensor"), WHOLE.items())
+def trained(name: str, tensor: str, rows: Sequence[int]) -> np.ndarray:
+    """A tensor of which some rows were trained, however little."""
+    value = tensors_of(name)[tensor].copy()
+    value[[*rows]] *= np.float32(1.001)
+    return value
+
+
 @pytest.mark.parametrize("said", [{}, {"modules_to_save": ["lm_head", "norm", "k_proj"]}])
+@pytest.mark.parametrize(("module", "tensor"), [one for one in WHOLE.items() if "lm_head" not in one[0]])
 def test_a_module_that_was_trained_whole_is_refused(
     module: str, tensor: str, said: dict[str, Any], tmp_path: pathlib.Path
 ):
-    """However little it was trained."""
-    value = tensors_of("llama-qv")[tensor].copy()
-    value.flat[-1] *= np.float32(1.001)
+    """A norm, and a product: nothing beside the model's own can stand for them."""
     wholes = {f"{one}.weight": tensors_of("llama-qv")[name] for one, name in WHOLE.items()} if said else {}
-    folder = changed("llama-qv", tmp_path, lambda t: t.update(wholes | {f"{module}.weight": value}), said)
-    with pytest.raises(AdapterError, match=rf"modules_to_save: tensor '{re.escape(module)}.weight'"):
+    wholes |= {f"{module}.weight": trained("llama-qv", tensor, [-1])}
+    folder = changed("llama-qv", tmp_path, lambda t: t.update(wholes), said)
+    with pytest.raises(AdapterError, match=rf"modules_to_save: tensor '{re.escape(module)}.weight'.*merge_and_unload"):
         read("llama-qv", folder, base=own_base("llama-qv"))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("module", "path"), [("lm_head", HEAD), ("model.embed_tokens", EMBEDDING)])
+def test_rows_of_a_table_that_was_trained(module: str, path: tuple[str, ...], dtype: Any, tmp_path: pathlib.Path):
+    value = trained("llama-qv", f"{module}.weight", [5, 9]).astype(dtype)
+    edit = put(f"base_model.model.{module}.weight", value)
+    folder = changed("llama-qv", tmp_path, edit, {"modules_to_save": [module.rpartition(".")[2]]})
+    delta = read("llama-qv", folder, base=own_base("llama-qv")).deltas[path]
+    change = delta.b @ delta.a
+    change = change if module == "lm_head" else change.T
+    expected = value.astype(np.float32) - tensors_of("llama-qv")[f"{module}.weight"]
+    assert delta.a.shape[0] == 2
+    np.testing.assert_allclose(change, expected, atol=1e-9)
+    value[:5] *= 2.0
+    many = changed("llama-qv", tmp_path / "many", put(f"base_model.model.{module}.weight", value))
+    with pytest.raises(AdapterError, match=r"7 rows, a rank each, more than the 6 of max_lora_rank; merge"):
+        read("llama-qv", many, max_rank=6, base=own_base("llama-qv"))
+
+
+def test_a_vocabulary_that_was_resized_is_refused(tmp_path: pathlib.Path):
+    folder = changed("llama-qv", tmp_path, put("base_model.model.model.embed_tokens.weight", zeros(65, 32)))
+    with pytest.raises(AdapterError, match=r"it is \[65, 32\], not \[64, 32\]; merge"):
+        read("llama-qv", folder)
+
+
+def test_a_table_that_has_lora_besides_is_refused(tmp_path: pathlib.Path):
+    folder = changed("llama-vocabulary", tmp_path, put("base_model.model.lm_head.weight", zeros(64, 32)))
+    with pytest.raises(AdapterError, match="it has LoRA besides"):
+        read("llama-vocabulary", folder)
+
+
+def test_biases_of_modules_that_are_saved_whole(tmp_path: pathlib.Path):
+    """A norm's own is no change; another one is refused."""
+    name, norm = "gpt2-attention", "base_model.model.transformer.ln_f"
+    own, base = tensors_of(name), own_base(name)
+    wholes = {f"{norm}.{kind}": own[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
+    said = {"modules_to_save": ["ln_f"], "bias": "none"}
+    read(name, changed(name, tmp_path / "own", lambda t: t.update(wholes), said), base=base)
+    wholes[f"{norm}.bias"] = wholes[f"{norm}.bias"] + np.float32(0.5)
+    other = changed(name, tmp_path / "other", lambda t: t.update(wholes), said)
+    with pytest.raises(AdapterError, match=r"ln_f.bias' changes a bias that is not served"):
+        read(name, other, base=base)
 
 
 def test_a_head_of_classes_is_refused(tmp_path: pathlib.Path):

@@ -145,7 +145,7 @@ FAST = ("pp2", "ep2 x tp2")
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(name, marks=pytest.mark.turn if name in FAST else pytest.mark.slow) for name in MESHES]
+    "mesh", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MESHES]
 )
 @pytest.mark.usefixtures("folders")
 def test_each_says_what_apply_says(mesh: str) -> None:
@@ -155,7 +155,7 @@ def test_each_says_what_apply_says(mesh: str) -> None:
         check_collectives(llm.engine)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.turn), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("folders")
 def test_ranks_with_slots_of_their_own(ranks: int) -> None:
     engine: Any = check(model("experts"), WORDS, expert_parallel_size=ranks, enable_dp_attention=True).engine
@@ -194,7 +194,7 @@ OF_WORDS: Mapping[str, tuple[str, dict[str, int]]] = {
 
 @pytest.mark.parametrize(
     "mesh",
-    [pytest.param(name, marks=pytest.mark.turn if name == "tp2, tied" else pytest.mark.slow) for name in OF_WORDS],
+    [pytest.param(name, marks=() if name == "tp2, tied" else pytest.mark.slow) for name in OF_WORDS],
 )
 @pytest.mark.usefixtures("folders")
 def test_embeddings_and_heads(mesh: str) -> None:

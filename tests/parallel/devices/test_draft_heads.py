@@ -11,10 +11,10 @@ from tests.parallel.devices.test_tensor import model_of
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        pytest.param("medusa", "stages", marks=pytest.mark.turn),
+        ("medusa", "stages"),
         pytest.param("eagle", "copies of heads", marks=pytest.mark.slow),
         pytest.param("eagle", "replicas", marks=pytest.mark.slow),
-        pytest.param("eagle3", "stages of heads", marks=pytest.mark.turn),
+        ("eagle3", "stages of heads"),
     ],
 )
 def test_heads_change_no_bit(method, name):
@@ -24,6 +24,5 @@ def test_heads_change_no_bit(method, name):
     assert drafting(model, random_head(method, model), axes, method).draft_tokens > 20
 
 
-@pytest.mark.turn
 def test_a_predicting_layer_lies_where_the_last_stage_does(tmp_path):
     check_mtp("mtp-deepseek-v3", tmp_path, pipeline_parallel_size=2)

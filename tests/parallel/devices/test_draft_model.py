@@ -34,7 +34,6 @@ def drafting(model, draft, axes, method):
     return llm.engine.stats()
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("name", ["copies of heads", "stages of heads"])
 def test_a_draft_model_says_what_the_model_says(name):
     kind, axes = PLACES[name]

@@ -89,7 +89,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return served(load_case(golden("lfm2-hub"), tmp_path_factory.mktemp("lfm2")), **TENSOR)
 
 
-@pytest.mark.turn
 def test_answers_are_those_of_one_device(two: LLM):
     same_answers(two)
 
@@ -104,7 +103,6 @@ def test_states_lie_where_their_channels_are_computed(two: LLM):
     assert plan_engine(two.model, config, "cpu").needs.states == device_bytes(states)
 
 
-@pytest.mark.turn
 def test_drafts_change_no_answer(tmp_path: pathlib.Path):
     drafts: dict[str, Any] = {"speculative": "suffix", "speculative_adaptive": False, "num_speculative_tokens": 7}
     llm = served(load_case(golden("lfm2-hub"), tmp_path), **TENSOR, **drafts, max_num_seqs=3)

@@ -13,8 +13,6 @@ from tests.serve.attack.jobs import Jobs, KnownJobs
 from tests.serve.attack.victim import victim
 from tests.serve.crowd import HTTP, Crowd, Job
 
-pytestmark = pytest.mark.attack
-
 JOB = Job(door=HTTP, prompt=(fake.FIRST_BYTE + 3,) * 3, seed=1, tokens=4)
 TOKENS = fake.expected_tokens(JOB.prompt, JOB.seed, 0, JOB.tokens)
 assert max(TOKENS) < fake.FIRST_BYTE + 128  # a character each

@@ -9,8 +9,6 @@ from tests.serve import fuzz
 from tests.serve.attack import answers, corpus, fuzzing
 from tests.serve.doors import Page, Rpc
 
-pytestmark = pytest.mark.attack
-
 FAST, SLOW = 3_000, 20_000
 
 

@@ -22,8 +22,6 @@ from tests.serve.live import Live, live
 from tests.structured.hostile import HOSTILE, distinct
 from tests.structured.test_hostile import resident_mib
 
-pytestmark = pytest.mark.attack
-
 PATIENCE = 240.0
 MANY = 5_000  # twice
 ATTACKERS = 2

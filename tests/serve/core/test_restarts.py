@@ -17,8 +17,6 @@ from jaxinfer.serve.core.supervisor import Supervisor
 from tests.serve.core.fake_core import command, make_config
 from tests.serve.core.test_core import BOUND, QUICK, collect, make_request, process_of, ready, run, tokens, until
 
-pytestmark = pytest.mark.attack
-
 EAGER = dataclasses.replace(QUICK, longest_pause=0.2)
 PASSING = [errno.EAGAIN, errno.ENOMEM, errno.EMFILE]
 

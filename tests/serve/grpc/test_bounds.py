@@ -20,8 +20,6 @@ from tests.serve.grpc.running import Running, failure, plain, running
 from tests.serve.grpc.wire import Wire, prefix
 from tests.serve.processes import ServerProcess, fake_server, wait_until
 
-pytestmark = pytest.mark.attack
-
 TOKENIZE, GENERATE = "/jaxinfer.v1.Inference/Tokenize", "/jaxinfer.v1.Inference/Generate"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 KEYS = {"a": ("alice", "infer"), "b": ("bob", "infer")}

@@ -8,8 +8,6 @@ import pytest
 
 from jaxinfer.serve.grpc.connections import Connections, address_of, plain
 
-pytestmark = pytest.mark.attack
-
 
 @pytest.mark.parametrize(
     ("peer", "name", "address"),

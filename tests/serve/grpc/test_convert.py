@@ -97,7 +97,7 @@ def test_a_conversation_has_what_was_set_and_nothing_else() -> None:
     chat.tools.add().update({"type": "function"})
     chat.add_generation_prompt = False
     assert chats.conversation_of(chat) == Conversation(
-        messages=[{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [{"id": 1}]}],
+        messages=[{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [{"id": 1}], "content": None}],
         tools=[{"type": "function"}],
         add_generation_prompt=False,
     )

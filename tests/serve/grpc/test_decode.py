@@ -14,8 +14,6 @@ from jaxinfer.serve.grpc.decode import MAX_NUMBERS, _Count, decode
 from tests.serve.evil import GENERATE, GRPC, field, number_of
 from tests.yardstick import slowness
 
-pytestmark = pytest.mark.attack
-
 VALUES = 1000
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -24,7 +24,7 @@ class Engine:
         self.left: list[str] = []
         request = Request("r", (1, 2), SamplingParams(n=2, seed=0))
         self.stream = DeltaStream(request, lambda stream: self.left.append("engine"))
-        self.generation = Generation(self, self.stream, None, self.left.append, None)
+        self.generation = Generation(self, self.stream, None, lambda name, _: self.left.append(name), None)
 
     def put(self, index: int, token: int, reason: FinishReason | None = None) -> None:
         self.stream.take(SequenceDelta("r", index, [token], finish_reason=reason))

@@ -19,8 +19,6 @@ from jaxinfer.serve.settings import ServeConfig
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import BOUND, post, raw, run, serving
 
-pytestmark = pytest.mark.attack
-
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 

@@ -15,8 +15,6 @@ from jaxinfer.serve.settings import ServeConfig
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import BOUND, post, raw, run, serving
 
-pytestmark = pytest.mark.attack
-
 NEXT = b"GET /next HTTP/1.1\r\nHost: x\r\n\r\n"
 BODY = b"POST /body HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = BODY + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -82,9 +82,14 @@ BAD_FIELDS = [
     ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 99}, "top_logprobs", "top_logprobs=99"),
     ("chat/completions", {**CHAT, "max_completion_tokens": -1}, "max_completion_tokens", "_tokens=-1"),
     ("chat/completions", {**CHAT, "max_completion_tokens": 1, "max_tokens": 2}, "max_tokens", "max_tokens=2"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "messages has 30"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x" * 3000}]},
+        "messages",
+        "However, your messages resulted in 30",
+    ),
     ("chat/completions", {**CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "_kwargs: tools"),
-    ("chat/completions", {**CHAT, "store": True}, "store", "store=True"),
+    ("chat/completions", {**CHAT, "audio": {}}, "audio", "audio={} is not served"),
     ("chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, "chat_template", "chat_template"),
 ]
 

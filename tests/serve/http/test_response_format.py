@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from jaxinfer.serve.errors import ServeError
-from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, checked
+from jaxinfer.serve.http.fields import checked
+from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest
 from jaxinfer.serve.http.response_format import constraint_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
@@ -24,6 +25,7 @@ def schema(**fields: Any) -> dict[str, Any]:
         (None, {}),
         ({"type": "text"}, {}),
         ({"type": "json_object"}, {"structured_outputs": {"json_object": True}}),
+        ({"type": "json_object", "schema": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
         (schema(schema=SCHEMA), {"structured_outputs": {"json": SCHEMA}}),
         (schema(schema=SCHEMA, strict=True, description="b"), {"structured_outputs": {"json": SCHEMA}}),
         (schema(strict=None), {"structured_outputs": {"json_object": True}}),
@@ -50,7 +52,12 @@ def test_both_fields_may_be_there_where_one_asks_for_nothing():
     [
         ({}, "response_format.type=None must be one of text, json_object, json_schema, structural_tag"),
         ({"type": []}, "response_format.type=[] must be one of"),
-        ({"type": "json_object", "schema": {}}, "response_format.schema={} is no field of type json_object"),
+        ({"type": "json_object", "schema": 3}, "response_format.schema=3 must be an object"),
+        (
+            {"type": "regex", "pattern": "a"},
+            "response_format.type='regex' must be one of text, json_object, json_schema, ",
+        ),
+        ({"type": "text", "schema": {}}, "response_format.schema={} is no field of type text"),
         ({"type": "text", "json_schema": {}}, "response_format.json_schema={} is no field of type text"),
         ({**TAG, "tags": []}, "response_format.tags=[] is no field of type structural_tag"),
         ({"type": "json_schema"}, "response_format.json_schema=None must be an object"),

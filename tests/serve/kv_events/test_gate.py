@@ -17,8 +17,6 @@ from jaxinfer.serve.kv_events.hub import Batch, Chunk, Hub, Subscription
 from tests.kv.test_kv_machine import PAGE, PAGES, RARE, SLOTS, WEIGHTS, WIDTH, Cache, _allowed, _arguments
 from tests.serve.kv_events.subscribers import DECODERS, Router, truth
 
-pytestmark = pytest.mark.attack
-
 KEPT = 40  # batches: so few that many come too late
 RULES = WEIGHTS | RARE | {"look": 8, "core": 0.05, "doors": 0.02, "subscriber": 2.0}
 

@@ -10,6 +10,8 @@ import zmq
 import zmq.asyncio
 
 from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve import heap
+from jaxinfer.serve.kv_events import publisher as publisher_module
 from jaxinfer.serve.kv_events.hub import Hub
 from jaxinfer.serve.kv_events.publisher import Publisher
 from jaxinfer.serve.kv_events.settings import KvEventsConfig
@@ -161,3 +163,24 @@ def test_events_of_many_pages_stay_one_message():
             assert len(DECODERS["map"].decode(frames[3]).events[1].token_ids) == 3000
 
     asyncio.run(test())
+
+
+def test_one_that_never_reads_is_given_up_and_holds_little(monkeypatch) -> None:
+    """10,000 batches of 20 KB each would be 200 MB; others are served meanwhile."""
+    monkeypatch.setattr(publisher_module, "_SLOW_SECONDS", 0.5)
+
+    async def run() -> None:
+        async with publishing() as (_, publisher, context):
+            publisher._kept.extend((number, bytes(20_000)) for number in range(10_000))
+            before, lazy = heap.resident(), context.socket(zmq.DEALER)
+            lazy.set_hwm(1)
+            lazy.connect(publisher.replay_endpoint)
+            await lazy.send_multipart([b"", bytes(8)])
+            while not publisher._replays:
+                await asyncio.sleep(0.01)
+            while publisher._replays:
+                assert heap.resident() - before < 50 << 20
+                await asyncio.sleep(0.01)
+            assert len(await replayed(context, publisher, 9_990)) == 11  # with the end
+
+    asyncio.run(run())

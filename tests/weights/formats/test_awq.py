@@ -68,8 +68,12 @@ def test_scales_of_unequal_groups_are_of_no_size(tmp_path: pathlib.Path) -> None
     ("change", "sentence"),
     [
         ({"bits": 8}, "bits of config.json is 8: known are 4"),
-        ({"version": "gemv"}, "version of config.json is 'gemv': known are gemm"),
-        ({"backend": "llm-awq"}, "backend of config.json is 'llm-awq'"),
+        *(
+            ({"version": kind}, f"version of config.json is '{kind}': known are gemm.* quantise the original again")
+            for kind in ("gemv", "gemv_fast", "marlin", "exllama", "ipex")
+        ),
+        ({"format": "gemv", "version": None}, "format of config.json is 'gemv': .* quantise the original again"),
+        ({"backend": "llm-awq"}, "backend of config.json is 'llm-awq': .* quantise the original again"),
         ({"zero_point": "no"}, "zero_point of config.json is 'no': known are true, false"),
         ({"group_size": -2}, "group_size of config.json is -2"),
     ],

@@ -185,7 +185,8 @@ def test_nothing_of_the_size_of_the_codes_is_made_beside_them(tmp_path: pathlib.
         ({"checkpoint_format": "marlin"}, "checkpoint_format of config.json is 'marlin': known are gptq, gptq_v2"),
         ({"pack_dtype": "int64"}, "pack_dtype of config.json is 'int64': known are int32"),
         ({"sym": "yes"}, "sym of config.json is 'yes': known are true, false"),
-        ({"is_marlin_format": True}, "is_marlin_format"),
+        ({"checkpoint_format": "marlin"}, "quantise the original again"),
+        ({"is_marlin_format": True}, "is_marlin_format of config.json is True.* quantise the original again"),
         ({"sym": True}, "qzeros.* holds zero points other than 8, .* although"),
     ],
 )

@@ -31,8 +31,6 @@ from tests.weights.gguf.files import (
     typed,
 )
 
-pytestmark = pytest.mark.attack
-
 ONES = bytes(4 * 64)
 
 

@@ -15,7 +15,7 @@ class AdapterCase:
     Attributes:
         name: unique; the first word is transformers' model type.
         config: the model's config.json.
-        lora: what PEFT's LoraConfig is told.
+        lora: arguments of PEFT's LoraConfig.
         norm_centre: see `Case`.
         storage: of the model's products: int8 or nf4, as bitsandbytes stores them; None: float32.
     """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from jaxinfer.serve.chat.messages import arguments_of
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.http.anthropic.errors import error_body
 from jaxinfer.serve.http.completions import Chat
@@ -12,9 +12,6 @@ from jaxinfer.serve.http.events.parts import CALL, REASONING, Closed, More, Open
 from jaxinfer.serve.http.events.stream import event, reader_of
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason
-
-_INVALID = "INVALID_JSON"
-"""The one field of an input that the model has not written as an object: the text as it is."""
 
 
 class MessageWriter:
@@ -24,6 +21,8 @@ class MessageWriter:
         max_tokens: of the request.
         request_id: for an error within a stream.
     """
+
+    waiting = event("ping", {}).encode()
 
     def __init__(self, chat: Chat, max_tokens: int, request_id: str) -> None:
         self._chat, self._max_tokens, self._request_id = chat, max_tokens, request_id
@@ -108,7 +107,7 @@ def _block(part: Part) -> dict[str, Any]:
 def _said(part: Part) -> dict[str, Any]:
     """What of a block comes while it is said."""
     if part.kind == CALL:
-        return {"input": _input(part.text)}
+        return {"input": arguments_of(part.text)}
     return {"thinking" if part.kind == REASONING else "text": part.text}
 
 
@@ -117,12 +116,3 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
         return {"type": "input_json_delta", "partial_json": text}
     name = "thinking" if part.kind == REASONING else "text"
     return {"type": f"{name}_delta", name: text}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The object that the arguments are. Cut short, or written wrong, they are none: see `_INVALID`."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {_INVALID: arguments}

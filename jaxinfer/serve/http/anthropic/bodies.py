@@ -1,7 +1,7 @@
 """Bodies of requests for messages, and the blocks of their contents.
 
-Fields that are not served are told apart as in `jaxinfer.serve.http.requests`. ``cache_control`` is a label: prefixes
-are cached without being marked.
+Which fields are served, and what becomes of the others, is told by tables (`jaxinfer.serve.http.fields`).
+``cache_control`` has no effect: prefixes are cached without being marked.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from jaxinfer.serve.http.requests import Body, Boolean, Integer, Number, Objects, Strings
+from jaxinfer.serve.http.fields import Body
+from jaxinfer.serve.http.requests import HOSTED, NOTHING, Boolean, Integer, Number, Objects, Strings
 
-_NOTHING = (None,)
 _MARKED = frozenset({"cache_control"})
 _TEXT: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _OBJECT: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
@@ -22,20 +22,45 @@ _OBJECT: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 class OutputConfig(Body):
     """How much to think, and the form of the answer's text."""
 
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"task_budget": NOTHING}
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Annotated[Any, WithJsonSchema(_OBJECT)] = None
 
 
 class Metadata(Body):
-    """About the request. ``user_id`` is a label."""
+    """About the request."""
 
-    user_id: str | None = None
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"user_id": NOTHING}
 
 
 class CountTokensRequest(Body):
     """``POST /v1/messages/count_tokens``."""
 
-    ignored: ClassVar[frozenset[str]] = _MARKED
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "container": NOTHING,
+        "diagnostics": NOTHING,
+        "inference_geo": NOTHING,
+        "mcp_servers": (None, []),
+        "service_tier": (None, "auto", "standard_only"),
+    }
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "betas": (None, []),
+        "cache_control": NOTHING,
+        "context_management": NOTHING,
+        "speed": (None, "standard"),
+    }
+    renamed: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("stop", "stops"), "stop_sequences"),
+        **dict.fromkeys(("max_output_tokens", "max_completion_tokens"), "max_tokens"),
+        **dict.fromkeys(("reasoning_effort", "effort", "reasoning"), "output_config.effort"),
+        **dict.fromkeys(
+            ("response_format", "output_format", "guided_json", "structured_outputs"), "output_config.format"
+        ),
+        "instructions": "system",
+        "input": "messages",
+        "user": "metadata.user_id",
+    }
 
     model: str | None = None
     messages: Annotated[Objects, Field(min_length=1)]
@@ -49,16 +74,6 @@ class CountTokensRequest(Body):
 
 class MessagesRequest(CountTokensRequest):
     """``POST /v1/messages``."""
-
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": _NOTHING,
-        "context_management": _NOTHING,
-        "diagnostics": _NOTHING,
-        "inference_geo": _NOTHING,
-        "mcp_servers": (None, []),
-        "service_tier": (None, "auto", "standard_only"),
-        "speed": (None, "standard"),
-    }
 
     max_tokens: Annotated[int, Field(strict=True)]
     stop_sequences: Strings = None
@@ -97,7 +112,21 @@ PASSED = (
 
 
 class Message(Body):
-    """A message of the conversation; which blocks its content may hold depends on the role."""
+    """A message of the conversation; which blocks its content may hold depends on the role. Answers come back whole."""
+
+    labels: ClassVar[frozenset[str]] = frozenset(
+        {
+            "container",
+            "context_management",
+            "id",
+            "model",
+            "stop_details",
+            "stop_reason",
+            "stop_sequence",
+            "type",
+            "usage",
+        }
+    )
 
     role: Literal["user", "assistant", "system"]
     content: Any
@@ -106,7 +135,7 @@ class Message(Body):
 class TextBlock(Body):
     """Text."""
 
-    ignored: ClassVar[frozenset[str]] = _MARKED | {"citations", "parsed_output"}
+    labels: ClassVar[frozenset[str]] = _MARKED | {"citations", "parsed_output"}
 
     type: Literal["text"]
     text: str
@@ -115,7 +144,7 @@ class TextBlock(Body):
 class ThinkingBlock(Body):
     """A thought that was answered before."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"signature"})
+    labels: ClassVar[frozenset[str]] = frozenset({"signature"})
 
     type: Literal["thinking"]
     thinking: str
@@ -126,9 +155,9 @@ class ToolUseBlock(Body):
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "caller": (None, {"type": "direct"}),
-        "toolset_name": _NOTHING,
+        "toolset_name": NOTHING,
     }
-    ignored: ClassVar[frozenset[str]] = _MARKED
+    labels: ClassVar[frozenset[str]] = _MARKED
 
     type: Literal["tool_use"]
     id: str
@@ -139,8 +168,8 @@ class ToolUseBlock(Body):
 class ToolResultBlock(Body):
     """What a call has returned. ``is_error`` is a label: what went wrong is in the content, which the model sees."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"toolset_name": _NOTHING}
-    ignored: ClassVar[frozenset[str]] = _MARKED | {"is_error"}
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"toolset_name": NOTHING}
+    labels: ClassVar[frozenset[str]] = _MARKED | {"is_error"}
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -150,12 +179,12 @@ class ToolResultBlock(Body):
 class Tool(Body):
     """A function that the model may call."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_callers": (None, ["direct"]),
         "defer_loading": (None, False),
         "input_examples": (None, []),
     }
-    ignored: ClassVar[frozenset[str]] = _MARKED | {"eager_input_streaming"}
+    labels: ClassVar[frozenset[str]] = _MARKED | {"eager_input_streaming"}
 
     type: Literal["custom"] = "custom"
     name: str
@@ -188,8 +217,17 @@ class Thinking(Body):
 
 
 TEXT: Mapping[str, type[Body]] = {"text": TextBlock}
-USER: Mapping[str, type[Body]] = {**TEXT, "tool_result": ToolResultBlock}
-ASSISTANT: Mapping[str, type[Body]] = {**TEXT, "thinking": ThinkingBlock, "tool_use": ToolUseBlock}
-TOOLS: Mapping[str, type[Body]] = {"custom": Tool}
+RESULT: Mapping[str, type[Body] | None] = {**TEXT, "tool_reference": None}
+USER: Mapping[str, type[Body] | None] = {**TEXT, "tool_result": ToolResultBlock}
+_ELSEWHERE = ("bash_code_execution", "code_execution", "mcp", "text_editor_code_execution", "tool_search")
+ASSISTANT: Mapping[str, type[Body] | None] = {
+    **TEXT,
+    "thinking": ThinkingBlock,
+    "tool_use": ToolUseBlock,
+    **dict.fromkeys(("redacted_thinking", "server_tool_use", "mcp_tool_use")),
+    **dict.fromkeys(f"{name}_tool_result" for name in (*_ELSEWHERE, "advisor", "web_fetch", "web_search")),
+}
+"""Of the assistant. Thoughts that others have encrypted, and calls of their tools, are left out."""
+TOOLS: Mapping[str, type[Body] | None] = {**HOSTED, "custom": Tool}
 CHOICES: Mapping[str, type[Body]] = {**dict.fromkeys(("auto", "any", "none"), ToolChoice), "tool": NamedToolChoice}
 THINKING: Mapping[str, type[Body]] = dict.fromkeys(("enabled", "disabled", "adaptive"), Thinking)

@@ -28,5 +28,9 @@ _TYPES: Mapping[Kind, str] = {
 
 def error_body(error: ServeError, request_id: str) -> dict[str, Any]:
     """``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
-    told = {"type": _TYPES[error.kind], "message": error.message}
+    message = error.message
+    if error.context is not None:  # clients look for Anthropic's words, and shorten the history
+        size, most = error.context
+        message = f"prompt is too long: {size} > {most} maximum"
+    told = {"type": _TYPES[error.kind], "message": message}
     return {"type": "error", "error": told, "request_id": request_id}

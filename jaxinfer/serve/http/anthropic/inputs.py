@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.serve.calls import ServeLimits
@@ -13,6 +13,7 @@ from jaxinfer.serve.http.anthropic.bodies import (
     ASSISTANT,
     CHOICES,
     PASSED,
+    RESULT,
     TEXT,
     THINKING,
     TOOLS,
@@ -32,12 +33,15 @@ from jaxinfer.serve.http.events.inputs import (
     check_count,
     in_the_words_of,
     item_of,
+    items_of,
     off_loop,
     refuse,
+    served,
     text_of,
-    within,
 )
-from jaxinfer.serve.http.requests import Body, ChatCompletionRequest, checked
+from jaxinfer.serve.http.fields import Body, checked
+from jaxinfer.serve.http.requests import ChatCompletionRequest
+from jaxinfer.serve.ignored import ignore
 
 _NAMES = {
     "stop": "stop_sequences",
@@ -67,7 +71,19 @@ async def chat_of(body: CountTokensRequest, limits: ServeLimits, frontend: Front
     messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.messages, body.tools, body.system)
     passed = {name: getattr(body, name, None) for name in PASSED}
     with in_its_words():
-        return chat_body(messages=messages, tools=tools, **passed, **_renamed(body), **_thinking(body, frontend))
+        renamed = _renamed(body) | _thinking(body, frontend)
+        return chat_body(messages=messages, tools=tools, **passed, **_begun(body, messages), **renamed)
+
+
+def _begun(body: CountTokensRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of a chat whose last message, the assistant's, goes on."""
+    last = messages[-1] if messages else {"role": ""}
+    if last["role"] != "assistant":
+        return {}
+    if "tool_calls" in last:
+        place, reason = f"messages[{len(body.messages) - 1}].content", "cannot be continued: its tool_result is missing"
+        refuse(place, "tool_use", reason)
+    return {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -81,14 +97,11 @@ def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
         turns.say("system", text_of("system", body.system, TEXT))
     for rank, value in enumerate(body.messages):
         _add(turns, f"messages[{rank}]", value)
-    if turns.role == "assistant":
-        refuse(f"messages[{len(body.messages) - 1}].role", "assistant", "is not served: nothing begins an answer")
     return turns.messages
 
 
 def _add(turns: Turns, path: str, value: Mapping[str, Any]) -> None:
-    with within(path):
-        message = checked(Message, value)
+    message = checked(Message, value, path)
     path, content = f"{path}.content", message.content
     if message.role == "system":
         turns.say("system", text_of(path, content, TEXT))
@@ -100,12 +113,12 @@ def _add_blocks(turns: Turns, path: str, content: Any, role: str) -> None:
     kinds = ASSISTANT if role == "assistant" else USER
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
-        refuse(path, content, f"must be text or a list of blocks: {', '.join(sorted(kinds))}")
+        refuse(path, content, f"must be text or a list of blocks: {served(kinds)}")
     for rank, block in enumerate(blocks):
         _say(turns, role, f"{path}[{rank}]", item_of(f"{path}[{rank}]", block, kinds))
 
 
-def _say(turns: Turns, role: str, path: str, block: Body) -> None:
+def _say(turns: Turns, role: str, path: str, block: Body | None) -> None:
     match block:
         case TextBlock(text=text) if role == "assistant":
             turns.answer(text)
@@ -116,7 +129,7 @@ def _say(turns: Turns, role: str, path: str, block: Body) -> None:
         case ToolUseBlock(id=call_id, name=name, input=arguments):
             turns.call(call_id, name, arguments)
         case ToolResultBlock(tool_use_id=call_id, content=content):
-            turns.say("tool", text_of(f"{path}.content", content, TEXT), tool_call_id=call_id)
+            turns.say("tool", text_of(f"{path}.content", content, RESULT), tool_call_id=call_id)
 
 
 def _renamed(body: CountTokensRequest) -> dict[str, Any]:
@@ -130,13 +143,11 @@ def _renamed(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
-    return None if body.tools is None else [_tool(rank, tool) for rank, tool in enumerate(body.tools)]
+    tools = body.tools and [tool if tool.get("type") is not None else {**tool, "type": "custom"} for tool in body.tools]
+    return items_of("tools", tools, TOOLS, _tool)
 
 
-def _tool(rank: int, value: Mapping[str, Any]) -> dict[str, Any]:
-    whole = value if value.get("type") is not None else {**value, "type": "custom"}
-    tool = item_of(f"tools[{rank}]", whole, TOOLS)
-    assert isinstance(tool, Tool)
+def _tool(tool: Tool) -> dict[str, Any]:
     fields = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
     named = {"name": tool.name, **{name: value for name, value in fields.items() if value is not None}}
     return {"type": "function", "function": named}
@@ -160,11 +171,8 @@ def _format(given: Any) -> Any:
 
 
 def _thinking(body: CountTokensRequest, frontend: Frontend) -> dict[str, Any]:
-    """The fields of a chat by which a template is told whether to think, and how much.
-
-    Raises:
-        ServeError: INVALID: the template cannot be told.
-    """
+    """The fields of a chat by which a template is told whether to think, and how much. What no template can be told has
+    no effect."""
     effort = None if body.output_config is None else body.output_config.effort
     fields: dict[str, Any] = {"reasoning_effort": effort, "chat_template_kwargs": body.chat_template_kwargs}
     if body.thinking is None:
@@ -172,7 +180,8 @@ def _thinking(body: CountTokensRequest, frontend: Frontend) -> dict[str, Any]:
     thinking = item_of("thinking", body.thinking, THINKING)
     assert isinstance(thinking, Thinking)
     fields |= {"include_reasoning": False if thinking.display == _OMITTED else None}
-    fields |= {"thinking_token_budget": thinking.budget_tokens}
+    budget, bounded = thinking.budget_tokens, frontend.ends_thoughts or (thinking.budget_tokens or 0) <= 0
+    fields |= {"thinking_token_budget": budget if bounded or not ignore("thinking.budget_tokens") else None}
     if thinking.type == "enabled":
         return fields | _switched_on(fields["chat_template_kwargs"], frontend)
     return fields | (_switched_off(frontend) if thinking.type == "disabled" else {})
@@ -181,7 +190,7 @@ def _thinking(body: CountTokensRequest, frontend: Frontend) -> dict[str, Any]:
 def _switched_on(variables: Any, frontend: Frontend) -> dict[str, Any]:
     switches = thinking_switches(_sources(frontend))
     if not switches and frontend.parsers.reasoning is None:
-        refuse("thinking.type", "enabled", "is not served: the model is not known to think")
+        _without_effect("enabled", "the model is not known to think")
     return {"chat_template_kwargs": {**dict.fromkeys(switches, True), **(variables or {})}}
 
 
@@ -191,8 +200,13 @@ def _switched_off(frontend: Frontend) -> dict[str, Any]:
     if thinking_switches(sources) or any("reasoning_effort" in source for source in sources):
         return {"reasoning_effort": "none"}
     if frontend.parsers.reasoning is not None:
-        refuse("thinking.type", "disabled", "is not served: the model's chat template cannot keep it from thinking")
+        _without_effect("disabled", "the model's chat template cannot keep it from thinking")
     return {}
+
+
+def _without_effect(kind: str, why: str) -> None:
+    if not ignore("thinking.type"):
+        refuse("thinking.type", kind, f"is not served: {why}")
 
 
 def _sources(frontend: Frontend) -> list[str]:

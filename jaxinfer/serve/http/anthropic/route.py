@@ -15,8 +15,8 @@ from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.completions import begin_chat
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.events.stream import written
+from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.prompts import conversation_of, names_in_messages, terms_of
-from jaxinfer.serve.http.requests import checked
 
 
 async def create_message(request: Request) -> Response:

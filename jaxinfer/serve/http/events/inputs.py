@@ -8,9 +8,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from jaxinfer.names import advice
 from jaxinfer.serve.chat.messages import by_place
 from jaxinfer.serve.errors import Kind, ServeError, short
-from jaxinfer.serve.http.requests import Body, ChatCompletionRequest, checked
+from jaxinfer.serve.http.fields import Body, checked, left_out, undated
+from jaxinfer.serve.http.requests import ChatCompletionRequest
+from jaxinfer.serve.ignored import renaming
 from jaxinfer.text import contents
 
 _FEW = 256
@@ -18,8 +21,12 @@ _FUNCTION, _PARAMETERS = (re.compile(rf"^(tools\[\d+\])\.{name}\b") for name in 
 _PATH = re.compile(r"[\w.\[\]]*")
 
 
-def item_of(path: str, value: Any, kinds: Mapping[str, type[Body]]) -> Body:
-    """An item by its ``type``.
+Kinds = Mapping[str, type[Body] | None]
+"""Bodies of items by their ``type``; None: items of this type are left out."""
+
+
+def item_of(path: str, value: Any, kinds: Kinds) -> Body | None:
+    """An item by its ``type``. None: it is left out, which is noted.
 
     Args:
         path: where it is, for a refusal.
@@ -28,13 +35,32 @@ def item_of(path: str, value: Any, kinds: Mapping[str, type[Body]]) -> Body:
         ServeError: INVALID, naming field and value.
     """
     kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        refuse(f"{path}.type", kind, f"is not served: it may be {', '.join(sorted(kinds))}")
-    with within(path):
-        return checked(kinds[kind], value)
+    if left_out(path, kind, kinds):
+        return None
+    if not isinstance(kind, str) or (known := kinds.get(kind)) is None:
+        refuse(f"{path}.type", kind, f"is not served: it may be {served(kinds)}{_meant(kind, kinds)}")
+    return checked(known, value, path)
 
 
-def text_of(path: str, content: Any, kinds: Mapping[str, type[Body]]) -> str:
+def served(kinds: Kinds) -> str:
+    """The types that are served, for a refusal."""
+    return ", ".join(sorted(name for name, body in kinds.items() if body is not None))
+
+
+def _meant(kind: Any, kinds: Kinds) -> str:
+    near = advice(undated(kind), kinds) if isinstance(kind, str) else ""
+    return f": {near}" if near else ""
+
+
+def items_of[T](field: str, values: Sequence[Any] | None, kinds: Kinds, made: Callable[[Any], T]) -> list[T] | None:
+    """What ``made`` makes of the items of a list, without those that are left out."""
+    if values is None:
+        return None
+    items = (item_of(f"{field}[{rank}]", value, kinds) for rank, value in enumerate(values))
+    return [made(item) for item in items if item is not None]
+
+
+def text_of(path: str, content: Any, kinds: Kinds) -> str:
     """The text of a content, see `jaxinfer.text.contents.text_of`, whose parts are of these kinds.
 
     Raises:
@@ -112,13 +138,6 @@ def chat_body(**fields: Any) -> ChatCompletionRequest:
 
 
 @contextlib.contextmanager
-def within(path: str) -> Iterator[None]:
-    """A refusal inside is about something of ``path``."""
-    with _renamed(lambda field: f"{path}.{field}"):
-        yield
-
-
-@contextlib.contextmanager
 def in_the_words_of(names: Mapping[str, str], parameters: str) -> Iterator[None]:
     """A refusal inside names fields of a chat as another door calls them.
 
@@ -133,7 +152,7 @@ def in_the_words_of(names: Mapping[str, str], parameters: str) -> Iterator[None]
                 return names[known] + path.removeprefix(known)
         return _PARAMETERS.sub(rf"\1.{parameters}", _FUNCTION.sub(r"\1", path))
 
-    with _renamed(name):
+    with _renamed(name), renaming(name):
         yield
 
 

@@ -22,7 +22,13 @@ from jaxinfer.text.output import OutputDelta
 
 @runtime_checkable
 class Writer(Protocol):
-    """Writes one answer: either its events or, once all deltas are taken, the whole."""
+    """Writes one answer: either its events or, once all deltas are taken, the whole.
+
+    Attributes:
+        waiting: a sign of life, see `ServerSentEvents`.
+    """
+
+    waiting: bytes
 
     def opening(self) -> str:
         """The events before the first delta."""
@@ -46,7 +52,7 @@ class WrittenEvents(ServerSentEvents):
 
     def __init__(self, generation: Generation, writer: Writer, **settings: Any) -> None:
         super().__init__([generation], **settings)
-        self._generation, self._writer = generation, writer
+        self._generation, self._writer, self.waiting = generation, writer, writer.waiting
 
     async def _events(self, send: Send) -> None:
         await put(send, self._writer.opening().encode())
@@ -74,7 +80,7 @@ async def written(request: Request, chat: Chat, writer: Writer) -> Response:
     door: Door = request.app.state.door
     headers = id_headers(chat.body)
     if chat.body.stream:
-        return WrittenEvents(chat.generation, writer, headers=headers, failed=door.failed)
+        return WrittenEvents(chat.generation, writer, headers=headers, door=door)
     try:
         found = await while_connected(request.receive, _collected(chat.generation, writer))
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.http.answers import ServerSentEvents
 from jaxinfer.serve.http.choices import Words, position_json
 from jaxinfer.serve.http.completions import Chat
 from jaxinfer.serve.http.events.parts import CALL, REASONING, TEXT, Closed, More, Opened, Part, Step
@@ -32,6 +33,8 @@ _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 
 class ResponseWriter:
     """Writes the response to a request; see `jaxinfer.serve.http.events.stream.Writer`."""
+
+    waiting = ServerSentEvents.waiting
 
     def __init__(self, body: ResponsesRequest, chat: Chat) -> None:
         self._chat = chat

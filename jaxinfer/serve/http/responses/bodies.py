@@ -1,7 +1,6 @@
 """The body of a request for a response, and the items of its input.
 
-Fields that are not served are told apart as in `jaxinfer.serve.http.requests`: refused by name where they ask for
-something, accepted where they ask for nothing.
+Which fields are served, and what becomes of the others, is told by tables (`jaxinfer.serve.http.fields`).
 """
 
 from __future__ import annotations
@@ -9,14 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from jaxinfer.serve.chat.terms import Effort
-from jaxinfer.serve.http.requests import Body, Boolean, Integer, Number, Objects
+from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.serve.http.fields import Body
+from jaxinfer.serve.http.requests import ACCOUNTING, HOSTED, NOTHING, Boolean, Integer, Number, Objects
+from jaxinfer.serve.ignored import ignore
 
-_NOTHING = (None,)
 LOGPROBS = "message.output_text.logprobs"
-"""What ``include`` may ask for; and encrypted thoughts, of which there are none: they come as they are."""
+INCLUDED: Mapping[str, None] = dict.fromkeys(
+    (
+        *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results"),
+        *("message.input_image.image_url", "reasoning.encrypted_content"),
+        *("web_search_call.action.sources", "web_search_call.results"),
+    )
+)
+"""What ``include`` may ask for besides `LOGPROBS`, of which there is none: thoughts come as they are."""
 _INPUT: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _FORMAT: dict[str, Any] = {
     "type": "object",
@@ -36,24 +44,41 @@ Texts = Annotated[dict[str, str], Field(max_length=16)]
 class ReasoningOptions(Body):
     """How much to think. A summary is never made: what there is is the thought itself."""
 
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "summary": (None, "auto"),
+        "generate_summary": (None, "auto"),
+        "context": (None, "auto"),
+        "mode": (None, "standard"),
+    }
+
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
-    context: Literal["auto"] | None = None
-    mode: Literal["standard"] | None = None
 
 
 class TextOptions(Body):
     """The form of the answer's text."""
 
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": (None, "medium")}
+
     format: Annotated[Any, WithJsonSchema({"anyOf": [_FORMAT, {"type": "null"}]})] = None
-    verbosity: Literal["medium"] | None = None
 
 
 class ResponsesStreamOptions(Body):
     """Options of a stream, of which none has an effect."""
 
-    include_obfuscation: bool | None = None
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
+
+
+def _included(names: list[str] | None) -> list[str]:
+    """Those that are served.
+
+    Raises:
+        ServeError: INVALID: one of them is nothing that there could be.
+    """
+    for rank, name in enumerate(names or ()):
+        if name != LOGPROBS and not (name in INCLUDED and ignore(f"include={name}")):
+            known = f"must be one of {', '.join((LOGPROBS, *INCLUDED))}"
+            raise ServeError(Kind.INVALID, f"include[{rank}]={short(name)} {known}", f"include[{rank}]")
+    return [name for name in names or () if name == LOGPROBS]
 
 
 class ResponsesRequest(Body):
@@ -61,19 +86,26 @@ class ResponsesRequest(Body):
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (None, False),
+        "conversation": NOTHING,
+        "moderation": NOTHING,
+        "previous_response_id": NOTHING,
+        "prompt": NOTHING,
+    }
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ACCOUNTING,
+        "client_metadata": NOTHING,
         "context_management": (None, []),
-        "conversation": _NOTHING,
-        "max_tool_calls": _NOTHING,
-        "moderation": _NOTHING,
-        "previous_response_id": _NOTHING,
-        "prompt": _NOTHING,
-        "service_tier": (None, "auto", "default"),
-        "store": (None, False),
+        "max_tool_calls": NOTHING,
         "truncation": (None, "disabled"),
     }
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
-    )
+    renamed: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("response_format", "guided_json", "structured_outputs", "format"), "text.format"),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        **dict.fromkeys(("reasoning_effort", "effort"), "reasoning.effort"),
+        "messages": "input",
+        "system": "instructions",
+        "verbosity": "text.verbosity",
+    }
 
     model: str | None = None
     input: Annotated[Any, WithJsonSchema(_INPUT)]
@@ -84,7 +116,7 @@ class ResponsesRequest(Body):
     max_output_tokens: Integer = None
     temperature: Number = None
     top_p: Number = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[str] | None, AfterValidator(_included)] = None
     top_logprobs: Integer = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
@@ -126,9 +158,9 @@ PASSED = (
 
 
 class Item(Body):
-    """An item of the input. ``id`` and ``status`` are labels: items that were answered come back as they are."""
+    """An item of the input. Items that were answered come back as they are, with their labels."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status"})
+    labels: ClassVar[frozenset[str]] = frozenset({"id", "status", "created_by"})
 
 
 class InputText(Body):
@@ -141,10 +173,21 @@ class InputText(Body):
 class OutputText(Body):
     """Text that the model has said."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
+    labels: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "parsed"})
 
     type: Literal["output_text"]
     text: str
+
+
+class Refusal(Body):
+    """What the model has said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class ReasoningText(Body):
@@ -157,7 +200,7 @@ class ReasoningText(Body):
 class MessageItem(Item):
     """A message; what the content may hold depends on the role."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
+    labels: ClassVar[frozenset[str]] = Item.labels | {"phase"}
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -165,9 +208,9 @@ class MessageItem(Item):
 
 
 class ReasoningItem(Item):
-    """A thought that was answered before."""
+    """A thought that was answered before. One that another server has encrypted nobody can read."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"encrypted_content": _NOTHING}
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"encrypted_content": NOTHING}
 
     type: Literal["reasoning"]
     content: Any = None
@@ -175,9 +218,10 @@ class ReasoningItem(Item):
 
 
 class CallItem(Item):
-    """A call that the model has made. ``arguments``: JSON."""
+    """A call that the model has made. ``arguments``: JSON, as far as the model wrote JSON."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"caller": _NOTHING, "namespace": _NOTHING}
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"caller": NOTHING, "namespace": NOTHING}
+    labels: ClassVar[frozenset[str]] = Item.labels | {"parsed_arguments"}
 
     type: Literal["function_call"]
     call_id: str
@@ -188,22 +232,49 @@ class CallItem(Item):
 class CallOutputItem(Item):
     """What a call has returned."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"caller": _NOTHING, "namespace": _NOTHING}
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "name"})
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"caller": NOTHING, "namespace": NOTHING}
+    labels: ClassVar[frozenset[str]] = Item.labels | {"name"}
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Any
+
+
+class CustomCallItem(Item):
+    """A call of a custom tool, whose input is a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+
+class ShellCallItem(Item):
+    """A command that the model has given."""
+
+    type: Literal["local_shell_call"]
+    call_id: str
+    action: dict[str, Any]
+
+
+class ShellOutputItem(Item):
+    """What a command has printed. ``id``: of its call."""
+
+    labels: ClassVar[frozenset[str]] = Item.labels - {"id"}
+
+    type: Literal["local_shell_call_output"]
+    id: str
+    output: str
 
 
 class FunctionTool(Body):
     """A function that the model may call."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"async": (None, False)}
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_callers": (None, ["direct"]),
-        "async": (None, False),
         "defer_loading": (None, False),
-        "output_schema": _NOTHING,
+        "output_schema": NOTHING,
     }
 
     type: Literal["function"]
@@ -213,9 +284,21 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-ITEMS: Mapping[str, type[Body]] = {
+ITEMS: Mapping[str, type[Body] | None] = {
     "message": MessageItem,
     "reasoning": ReasoningItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
+    "local_shell_call": ShellCallItem,
+    "local_shell_call_output": ShellOutputItem,
+    **dict.fromkeys(
+        (
+            *("code_interpreter_call", "computer_call", "computer_call_output", "file_search_call", "ghost_snapshot"),
+            *("image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools"),
+            *("tool_search_call", "tool_search_output", "web_search_call"),
+        )
+    ),
 }
+TOOLS: Mapping[str, type[Body] | None] = {"function": FunctionTool, **HOSTED}

@@ -7,31 +7,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.http.bodies import parse
+from jaxinfer.serve.chat.messages import arguments_of
 from jaxinfer.serve.http.events.inputs import (
     Turns,
     chat_body,
     check_count,
     in_the_words_of,
     item_of,
+    items_of,
     off_loop,
     refuse,
     text_of,
 )
-from jaxinfer.serve.http.requests import Body, ChatCompletionRequest
+from jaxinfer.serve.http.fields import Body, left_out
+from jaxinfer.serve.http.requests import ChatCompletionRequest
 from jaxinfer.serve.http.responses.bodies import (
     ITEMS,
     LOGPROBS,
     PASSED,
+    TOOLS,
     CallItem,
     CallOutputItem,
+    CustomCallItem,
     FunctionTool,
     InputText,
     MessageItem,
     OutputText,
     ReasoningItem,
     ReasoningText,
+    Refusal,
     ResponsesRequest,
+    ShellCallItem,
+    ShellOutputItem,
 )
 
 _NAMES = {
@@ -43,10 +50,9 @@ _NAMES = {
     "structured_outputs": "text.format",
 }
 _INPUT: Mapping[str, type[Body]] = {"input_text": InputText}
-_OUTPUT: Mapping[str, type[Body]] = {"output_text": OutputText}
+_OUTPUT: Mapping[str, type[Body]] = {"output_text": OutputText, "refusal": Refusal}
 _THOUGHT: Mapping[str, type[Body]] = {"reasoning_text": ReasoningText}
 _SUMMARY: Mapping[str, type[Body]] = {"summary_text": ReasoningText}
-_TOOLS: Mapping[str, type[Body]] = {"function": FunctionTool}
 
 
 def in_its_words() -> contextlib.AbstractContextManager[None]:
@@ -96,7 +102,13 @@ def _add(turns: Turns, path: str, value: Any) -> None:
             if thought := _thought(path, item):
                 turns.think(thought)
         case CallItem(call_id=call_id, name=name, arguments=arguments):
-            turns.call(call_id, name, _object(f"{path}.arguments", arguments))
+            turns.call(call_id, name, arguments_of(arguments))
+        case CustomCallItem(call_id=call_id, name=name, input=text):
+            turns.call(call_id, name, {"input": text})
+        case ShellCallItem(call_id=call_id, action=action):
+            turns.call(call_id, "local_shell", action)
+        case ShellOutputItem(id=call_id, output=output):
+            turns.say("tool", output, tool_call_id=call_id)
         case CallOutputItem(call_id=call_id, output=output):
             turns.say("tool", text_of(f"{path}.output", output, _INPUT), tool_call_id=call_id)
 
@@ -106,10 +118,6 @@ def _say(turns: Turns, path: str, item: MessageItem) -> None:
         turns.answer(text_of(path, item.content, _OUTPUT))
     else:
         turns.say(item.role, text_of(path, item.content, _INPUT))
-
-
-def _object(path: str, arguments: str) -> Any:
-    return parse(arguments.encode(), f"{path}: the text", path)
 
 
 def _thought(path: str, item: ReasoningItem) -> str:
@@ -130,11 +138,10 @@ def _renamed(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
-    return None if body.tools is None else [_tool(rank, tool) for rank, tool in enumerate(body.tools)]
+    return items_of("tools", body.tools, TOOLS, _tool)
 
 
-def _tool(rank: int, value: Mapping[str, Any]) -> dict[str, Any]:
-    tool = item_of(f"tools[{rank}]", value, _TOOLS)
+def _tool(tool: FunctionTool) -> dict[str, Any]:
     fields = ((name, getattr(tool, name)) for name in ("name", "description", "parameters", "strict"))
     return {"type": "function", "function": {name: value for name, value in fields if value is not None}}
 
@@ -146,10 +153,16 @@ def _choice(choice: Any) -> Any:
         return _named(choice)
     if kind == "allowed_tools":
         tools = choice.get("tools")
-        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
+        listed = enumerate(tools if isinstance(tools, list) else ())
+        shown = [tool for rank, tool in listed if not _is_left_out(f"tool_choice.tools[{rank}]", tool)]
+        named = list(map(_named, shown)) if isinstance(tools, list) else tools
         allowed = {name: value for name, value in choice.items() if name != "type"}
         return {"type": kind, kind: {**allowed, "tools": named}}
     return choice
+
+
+def _is_left_out(path: str, tool: Any) -> bool:
+    return isinstance(tool, dict) and left_out(path, tool.get("type"), TOOLS)
 
 
 def _named(tool: Any) -> Any:

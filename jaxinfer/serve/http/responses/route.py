@@ -9,7 +9,7 @@ from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.completions import begin_chat
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.events.stream import written
-from jaxinfer.serve.http.requests import checked
+from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.responses.answer import ResponseWriter
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.inputs import chat_of, in_its_words

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.http.events.inputs import Turns, in_the_words_of, item_of, text_of, within
+from jaxinfer.serve.http.events.inputs import Turns, in_the_words_of, item_of, text_of
 from jaxinfer.serve.http.responses.bodies import InputText
 
 NAMES = {"messages": "input", "response_format": "text.format", "response_format.json_schema": "text.format"}
@@ -29,12 +29,6 @@ def test_refusals_are_in_the_words_of_the_door(field: str | None, message: str, 
     with pytest.raises(ServeError) as refused, in_the_words_of(NAMES, "schema"):
         raise ServeError(Kind.INVALID, message, field)
     assert (refused.value.field, refused.value.message) == (told, said)
-
-
-def test_a_refusal_says_where_the_item_is() -> None:
-    with pytest.raises(ServeError) as refused, within("input[1]"):
-        raise ServeError(Kind.INVALID, "role='x' is none", "role")
-    assert (refused.value.field, refused.value.message) == ("input[1].role", "input[1].role='x' is none")
 
 
 @pytest.mark.parametrize(

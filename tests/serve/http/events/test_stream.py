@@ -4,7 +4,8 @@ from jaxinfer.serve.calls import Call, Conversation
 from jaxinfer.serve.http.completions import Chat
 from jaxinfer.serve.http.events.parts import REASONING, TEXT
 from jaxinfer.serve.http.events.stream import event, reader_of
-from jaxinfer.serve.http.requests import ChatCompletionRequest, checked
+from jaxinfer.serve.http.fields import checked
+from jaxinfer.serve.http.requests import ChatCompletionRequest
 from jaxinfer.text.output import OutputDelta
 from tests.serve.http.scripted import speaking
 from tests.serve.http.support import events, run

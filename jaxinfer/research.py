@@ -1,0 +1,262 @@
+"""Functions of a model for research: what its layers compute, padded batches, and a cache for custom decoding loops.
+
+All of them are pure functions of a `Model`, which is a pytree: `jax.jit` and `jax.grad` go through them. They run the
+module that is served, with another `attend` (`jaxinfer.contiguous`), so they hold for all families and for edited
+modules, whose names errors give. docs/functional.md shows them.
+
+A ``mask`` [batch, time] is True at tokens and False at padding, which may stand anywhere in a row. What is computed at
+padding is finite and means nothing. Without a mask all are tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxinfer.contiguous import KV, Cache, Contiguous, new_cache, new_states, positions_of
+from jaxinfer.layers.rope import RopeConfig
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.model import Model, require_ids
+
+__all__ = [
+    "KV",
+    "Cache",
+    "apply",
+    "attention_maps",
+    "decode",
+    "hidden_states",
+    "init_cache",
+    "logit_lens",
+    "logits",
+    "run",
+]
+
+
+def apply(
+    model: Model, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
+) -> Float[Array, "batch time vocab"]:
+    """Logits (float32) of every position, as `Model.apply`, of rows that may be padded on either side.
+
+    Where frequencies of RoPE depend on a text's length (longrope, dynamic), that of the longest row counts.
+
+    Raises:
+        ValueError: shapes do not fit, or the module is no `Decoder`.
+        TypeError: ``tokens`` are no integers.
+    """
+    hidden, _ = _run(model, tokens, mask, "apply")
+    return _apply(model, hidden[0], method="head")
+
+
+def hidden_states(
+    model: Model, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
+) -> list[Float[Array, "batch time *streams d"]]:
+    """The residual stream: what the first layer takes, and the output of each of the layers.
+
+    As ``output_hidden_states`` of transformers, but for the last one, which has not gone through the final norm: `run`
+    continues from any of them, and `logits` of the last are the model's. Gemma 3n has several streams.
+
+    Raises: as `apply`.
+    """
+    _, sown = _run(model, tokens, mask, "hidden_states", "hidden")
+    layers = [sown["hidden"][f"layers_{index}"] for index in range(len(model.config.layers))]
+    carried = [layers[0]["inputs"][0], *(layer["outputs"][0] for layer in layers)]
+    return [_apply(model, each, method="hidden") for each in carried]
+
+
+def attention_maps(
+    model: Model,
+    tokens: Int[Array, "batch time"],
+    layers: Sequence[int] | None = None,
+    mask: Bool[Array, "batch time"] | None = None,
+) -> dict[int, Float[Array, "batch heads time time"]]:
+    """The weights with which queries (third axis) sum the values of keys (last axis), float32, by layer.
+
+    As ``output_attentions`` of transformers' eager attention: after soft-caps, windows and the choice of sparse
+    attention, and without the share of sinks, so that rows of gpt-oss sum to less than 1. Rows of padding are 0.
+
+    Args:
+        layers: -1 is the last one; None: all that attend (some of a hybrid model have states instead).
+
+    Raises:
+        ValueError: a layer does not exist or has no attention; also as `apply`.
+    """
+    specs = _decoder(model, "attention_maps").config.layers
+    wanted = [index for index in _layers(model, layers, "attention_maps") if layers is not None or specs[index].attends]
+    without = [index for index in wanted if not specs[index].attends]
+    if without:
+        raise ValueError(f"attention_maps: layer {without[0]} of {_family(model)} has no attention")
+    _, sown = _run(model, tokens, mask, "attention_maps", "maps")
+    return {index: sown["maps"][f"layers_{index}"]["weights"][0] for index in wanted}
+
+
+def logits(model: Model, hidden: Float[Array, "batch time *streams d"]) -> Float[Array, "batch time vocab"]:
+    """Logits (float32) of hidden states behind any layer: the final norm and the head."""
+    return _apply(model, _apply(model, hidden, method="normed"), method="head")
+
+
+def logit_lens(
+    model: Model,
+    tokens: Int[Array, "batch time"],
+    layers: Sequence[int] | None = None,
+    mask: Bool[Array, "batch time"] | None = None,
+) -> dict[int, Float[Array, "batch time vocab"]]:
+    """`logits` of the output of each layer, as if it were the last (nostalgebraist 2020), by layer.
+
+    Args:
+        layers: -1 is the last one, whose logits are the model's; None: all.
+
+    Raises: as `attention_maps`.
+    """
+    wanted = _layers(model, layers, "logit_lens")
+    states = hidden_states(model, tokens, mask)
+    return {index: logits(model, states[index + 1]) for index in wanted}
+
+
+def run(
+    model: Model,
+    hidden: Float[Array, "batch time *streams d"],
+    start: int,
+    stop: int | None = None,
+    mask: Bool[Array, "batch time"] | None = None,
+) -> Float[Array, "batch time *streams d"]:
+    """Run the layers from ``start`` up to, but not including, ``stop`` (None: to the end) on hidden states.
+
+    ``run(model, states[i], i, j)`` of `hidden_states` is ``states[j]``.
+
+    Raises:
+        ValueError: there are no such layers, or they need more than hidden states: keys of earlier layers or embeddings
+            of their own (Gemma 3n and 4), tokens that an earlier layer chose (some of GLM-5).
+    """
+    module, count = _decoder(model, "run"), len(model.config.layers)
+    stop = count if stop is None else stop
+    if not 0 <= start <= stop <= count:
+        raise ValueError(f"run: layers {start} to {stop} must be within 0 to {count}, those of {_family(model)}")
+    if start == stop:
+        return hidden
+    if needed := module.bound or (None if module.begins(start) else "the tokens that an earlier layer chose"):
+        raise ValueError(f"run: layers {start} to {stop} of {_family(model)} need more than hidden states: {needed}")
+    attend, states = _attending(model, hidden.shape[:2], mask, "run")
+    states = None if states is None else states[start:stop]
+    return _apply(model, hidden, attend.queries, attend, states, range(start, stop), method="blocks")[0]
+
+
+def init_cache(model: Model, batch: int, length: int) -> Cache:
+    """An empty cache for ``batch`` rows of at most ``length`` tokens and padding, in the model's dtype.
+
+    Raises:
+        ValueError: the family cannot have a cache of that length: it is beyond Llama 4's chunk, or dynamic RoPE would
+            change keys that are cached.
+    """
+    config = _decoder(model, "init_cache").up_to(length).config
+    chunk = getattr(config, "chunk", None)
+    if chunk is not None and length > chunk:
+        raise ValueError(f"init_cache: length {length} is beyond attention_chunk_size ({chunk}) of {_family(model)}")
+    if any(isinstance(each, RopeConfig) and each.kind == "dynamic" for each in vars(config).values()):
+        raise ValueError(f"init_cache: length {length} is beyond the context of {_family(model)} with dynamic RoPE")
+    return new_cache(model.cache_spec, batch, length, model.dtype)
+
+
+def decode(
+    model: Model, tokens: Int[Array, "batch time"], cache: Cache, mask: Bool[Array, "batch time"] | None = None
+) -> tuple[Float[Array, "batch time vocab"], Cache]:
+    """Logits (float32) of tokens that follow those of the cache, and the cache with them: `apply` in pieces.
+
+    The pieces may have any length; the cache's shapes stay, so that `jax.lax.scan` can carry it. longrope has the
+    factors for texts of the cache's length, as in an engine with that ``max_model_len``.
+
+    Raises:
+        ValueError: the cache has too few free slots (within `jax.jit`, where their number is unknown, logits are NaN);
+            also as `apply`.
+    """
+    shape, length = _shape(tokens, "decode"), cache.positions.shape[1]
+    fits = cache.used + shape[1] <= length
+    if not isinstance(fits, Tracer) and not fits:
+        raise ValueError(f"decode: {shape[1]} tokens after {int(cache.used)} do not fit the cache's length, {length}")
+    queries = positions_of(_mask(shape, mask, "decode"), cache.positions.max(-1, keepdims=True) + 1)
+    keys = lax.dynamic_update_slice_in_dim(cache.positions, queries, cache.used, axis=1)
+    attend, model = Contiguous(queries, keys, cache.used), model.up_to(length)
+    hidden, layers = _apply(model, tokens, queries, attend, cache.layers)
+    found = jnp.where(fits, _apply(model, hidden, method="head"), jnp.nan)
+    return found, Cache(layers, keys, cache.used + shape[1])
+
+
+def _run(model: Model, tokens: Any, mask: Any, caller: str, *watched: str) -> tuple[Any, Any]:
+    """What the module returns, and what `_watch` sows in the ``watched`` collections."""
+    _decoder(model, caller)
+    attend, states = _attending(model, _shape(tokens, caller), mask, caller)
+    with nn.intercept_methods(_watch):
+        return _apply(model, tokens, attend.queries, attend, states, mutable=list(watched))
+
+
+def _watch(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Sow the inputs and outputs of a block, and the weights of its attention, where these collections are mutable.
+
+    A block takes (x, context, attend, cache). What it calls takes the `attend` with its list.
+    """
+    watched = len(args) == 4 and isinstance(args[2], Contiguous) and args[2].told is None
+    if not watched or isinstance(context.module, Decoder):
+        return method(*args, **kwargs)
+    x, shared, attend, cache = args
+    attend = dataclasses.replace(attend, told=[])
+    out = method(x, shared, attend, cache, **kwargs)
+    for collection, name, values in (
+        ("hidden", "inputs", [x]),
+        ("hidden", "outputs", [out[0]]),
+        ("maps", "weights", attend.told),
+    ):
+        for value in values:
+            context.module.sow(collection, name, value)
+    return out
+
+
+def _attending(model: Model, shape: tuple[int, ...], mask: Any, caller: str) -> tuple[Contiguous, Any]:
+    """The `attend` of whole rows, and the states that padded ones begin with (None: no layer needs any)."""
+    positions, spec = positions_of(_mask(shape, mask, caller)), model.cache_spec
+    padded = mask is not None and spec.stateful
+    states = [new_states(layer, shape[0], model.dtype) for layer in spec.layers] if padded else None
+    return Contiguous(positions, positions), states
+
+
+def _shape(tokens: Any, caller: str) -> tuple[int, ...]:
+    require_ids(tokens)
+    if tokens.ndim != 2:
+        raise ValueError(f"{caller}: tokens is {tokens.shape}, and must be [batch, time]")
+    return tuple(tokens.shape)
+
+
+def _mask(shape: tuple[int, ...], mask: Any, caller: str) -> Bool[Array, "batch time"]:
+    if mask is None:
+        return jnp.ones(shape, bool)
+    if jnp.shape(mask) != shape:
+        raise ValueError(f"{caller}: mask is {jnp.shape(mask)}, and must be {shape}, one entry for each token")
+    return jnp.asarray(mask).astype(bool)
+
+
+def _decoder(model: Model, caller: str) -> Decoder:
+    if not isinstance(model.module, Decoder):
+        raise ValueError(f"{caller}: {_family(model)} is no Decoder (jaxinfer.models.decoder)")
+    return model.module
+
+
+def _layers(model: Model, layers: Sequence[int] | None, caller: str) -> Sequence[int]:
+    count = len(_decoder(model, caller).config.layers)
+    for layer in layers or ():
+        if not -count <= layer < count:
+            raise ValueError(f"{caller}: layer {layer} must be from {-count} to {count - 1}, those of {_family(model)}")
+    return range(count) if layers is None else [layer % count for layer in layers]
+
+
+def _family(model: Model) -> str:
+    return type(model.module).__name__
+
+
+def _apply(model: Model, *operands: Any, **options: Any) -> Any:
+    function: Any = model.module.apply
+    return function({"params": model.params}, *operands, **options)

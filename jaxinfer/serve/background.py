@@ -1,0 +1,57 @@
+"""Background tasks of a server: one that fails is logged, counted and started again. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before a task is started again, doubled with each failure in a row."""
+STEADY_SECONDS = 60.0
+"""A task that has run for so long has recovered."""
+TOLERATED = 3
+"""Failures in a row; with one more the server is not ready."""
+
+_log = logging.getLogger("jaxinfer.serve")
+
+
+class Background:
+    """The background tasks of one server, by name.
+
+    Attributes:
+        failures: of each task since the start.
+    """
+
+    def __init__(self, pause: float = FIRST_PAUSE) -> None:
+        self._pause = pause
+        self.failures = collections.Counter[str]()
+        self._in_a_row = collections.Counter[str]()
+
+    @property
+    def broken(self) -> list[str]:
+        """Tasks that failed again and again, without having recovered."""
+        return [name for name, count in self._in_a_row.items() if count > TOLERATED]
+
+    def start(self, name: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Run ``work()`` until it returns or the task is cancelled; a failure is followed by another ``work()``."""
+        self.failures[name] += 0
+        return asyncio.create_task(self._run(name, work), name=name)
+
+    async def _run(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            start = time.monotonic()
+            recovered = asyncio.get_running_loop().call_later(STEADY_SECONDS, self._in_a_row.pop, name, None)
+            try:
+                return await work()
+            except Exception:  # noqa: BLE001  whatever it is, the task goes on
+                self.failures[name] += 1
+                self._in_a_row[name] += 1
+                pause = min(self._pause * 2 ** (self._in_a_row[name] - 1), LONGEST_PAUSE)
+                after = time.monotonic() - start
+                _log.exception("background task %r failed after %.1f s; it starts again in %.1f s", name, after, pause)
+            finally:
+                recovered.cancel()
+            await asyncio.sleep(pause)
