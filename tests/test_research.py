@@ -125,10 +125,11 @@ class Doubled(LlamaBlock):
 def test_the_lens_ends_with_the_models_logits(model: Model) -> None:
     tokens = drawn(model, 1, 6)
     states, found = research.hidden_states(model, tokens), research.logit_lens(model, tokens, [0, -1])
-    assert list(found) == [0, len(model.config.layers) - 1]
+    assert set(found) == {0, len(model.config.layers) - 1}
     close(list(found.values())[-1], model(tokens))
     close(found[0], research.logits(model, states[1]))
-    assert float(jnp.abs(found[0] - model(tokens)).max()) > 1e-3
+    if len(found) > 1:
+        assert float(jnp.abs(found[0] - model(tokens)).max()) > 1e-3
 
 
 def test_layers_run_from_any_state_that_suffices(model: Model) -> None:

@@ -49,7 +49,8 @@ def test_layers_that_attend_are_named_or_numbered():
         ({"conv_L_cache": 1}, ["conv_L_cache", "1"]),
         ({"conv_bias": 1}, ["conv_bias", "1"]),
         ({"block_ff_dim": 0}, ["block_ff_dim", "0"]),
-        ({"block_ff_dim": 8, "block_ffn_dim_multiplier": -1.0}, ["block_ff_dim", "8", "block_ffn_dim_multiplier"]),
+        ({"block_ff_dim": 8, "block_ffn_dim_multiplier": -1.0}, ["block_ffn_dim_multiplier", "-1.0"]),
+        ({"block_ff_dim": 8, "block_ffn_dim_multiplier": 0.0}, ["block_ff_dim", "8", "block_ffn_dim_multiplier"]),
     ],
 )
 def test_impossible_fields_are_refused_by_name(changes: dict[str, Any], words: list[str]):

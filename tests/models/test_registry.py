@@ -17,11 +17,10 @@ def windows(**changes) -> list[int | None]:
 
 
 @pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", ["BertModel"]])
-def test_an_unknown_architecture_lists_the_known_ones(names):
+def test_an_unknown_architecture_is_refused(names):
     with pytest.raises(ConfigError) as error:
         family_for({"architectures": names})
-    assert repr(names) in str(error.value)
-    assert all(known in str(error.value) for known in FAMILIES)
+    assert f"architectures = {names!r} " in str(error.value)
 
 
 @pytest.mark.parametrize(

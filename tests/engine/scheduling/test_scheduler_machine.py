@@ -290,7 +290,7 @@ def run_episode(
     return world
 
 
-NEVER = ("error", "not_finite")  # no grammars, and no logits, here
+NEVER = ("error", "unavailable", "not_finite")  # no grammars, and no logits, here
 
 
 def _count(counts: dict[str, float], world: World) -> None:

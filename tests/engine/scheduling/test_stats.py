@@ -125,7 +125,7 @@ def test_the_life_of_a_sequence(recorder: StatsRecorder, clock: Clock) -> None:
     assert total(stats.inter_token_latency) == (2, 2.0)
     assert total(stats.e2e_latency) == (1, 5.0)
     assert (stats.prompt_tokens, stats.generated_tokens) == (3, 3)
-    assert stats.finished == {"stop": 0, "length": 1, "abort": 0, "deadline": 0, "error": 0, "not_finite": 0}
+    assert stats.finished == dict.fromkeys(FinishReason, 0) | {"length": 1}
     assert sequence.times == Times(100.0, 102.0, 103.0, 105.0, 3)
 
 
