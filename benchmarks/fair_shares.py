@@ -2,10 +2,11 @@
 
     python benchmarks/fair_shares.py                          floods of one, ten and a hundred tenants; some minutes
     python benchmarks/fair_shares.py --policy fcfs            the same without fair shares
+    python benchmarks/fair_shares.py --flood-input 900 --flood-output 4       a flood of long prompts
     python benchmarks/fair_shares.py --probes 50 --out FILE
 
-One engine of the demo model. Each tenant of a flood always has requests waiting, for long outputs; the light one asks
-for a few tokens now and then. Its times are compared with those on the idle engine just before, and what the others got
+One engine of the demo model. Each tenant of a flood always has requests waiting; the light one asks for a few tokens now
+and then. Its times are compared with those on the idle engine just before, and what the others got
 with Jain's index (1: all the same, over their weights).
 """
 
@@ -27,15 +28,15 @@ import numpy as np
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.types import Request
 
-SLOTS, PROMPT, LONG, FEW = 16, 48, 600, 8
+SLOTS, PROMPT, FEW = 16, 48, 8
 FLOODS = (1, 10, 100)
 
 
 class Flood:
     """Tenants that keep ``depth`` requests each in an engine. Every other one has twice the weight of the rest."""
 
-    def __init__(self, engine: Any, tenants: int, depth: int) -> None:
-        self._engine, self._numbers = engine, itertools.count()
+    def __init__(self, engine: Any, tenants: int, depth: int, lengths: tuple[int, int]) -> None:
+        self._engine, self._numbers, self._lengths = engine, itertools.count(), lengths
         self.weights = {f"flood{number}": 1.0 + number % 2 for number in range(tenants)}
         self._depth, self._outstanding = depth, dict.fromkeys(self.weights, 0)
         self.got = dict.fromkeys(self.weights, 0)
@@ -45,7 +46,7 @@ class Flood:
             while self._outstanding[tenant] < self._depth:
                 self._outstanding[tenant] += 1
                 number = next(self._numbers)
-                self._engine.add(request(f"{tenant}/{number}", tenant, LONG, number, weight))
+                self._engine.add(request(f"{tenant}/{number}", tenant, self._lengths, number, weight))
 
     def take(self, deltas: Sequence[Any]) -> None:
         for delta in deltas:
@@ -63,9 +64,10 @@ class Flood:
             self._engine.step()
 
 
-def request(name: str, tenant: str, most: int, seed: int, weight: float = 1.0) -> Request:
-    """Prompts begin unlike each other, so that the prefix cache helps nobody."""
-    prompt = tuple(int(token) for token in np.random.default_rng([seed, most]).integers(10, 200, PROMPT))
+def request(name: str, tenant: str, lengths: tuple[int, int], seed: int, weight: float = 1.0) -> Request:
+    """A request of these tokens of prompt and output. Prompts begin unlike each other: the prefix cache finds none."""
+    given, most = lengths
+    prompt = tuple(int(token) for token in np.random.default_rng([seed, most]).integers(10, 200, given))
     params = SamplingParams(max_tokens=most, ignore_eos=True, seed=seed)
     return Request(name, prompt, params, tenant=tenant, weight=weight)
 
@@ -73,7 +75,7 @@ def request(name: str, tenant: str, most: int, seed: int, weight: float = 1.0) -
 def first_token(engine: Any, flood: Flood | None, number: int) -> float:
     """Seconds from asking to the first token of a light request, which then runs to its end."""
     name, begun, first = f"light/{number}", time.perf_counter(), 0.0
-    engine.add(request(name, "light", FEW, 10**6 + number))
+    engine.add(request(name, "light", (PROMPT, FEW), 10**6 + number))
     while True:
         if flood is not None:
             flood.fill()
@@ -87,10 +89,10 @@ def first_token(engine: Any, flood: Flood | None, number: int) -> float:
             return first
 
 
-def row(engine: Any, tenants: int, probes: int, between: int) -> dict[str, Any]:
+def row(engine: Any, tenants: int, probes: int, between: int, lengths: tuple[int, int]) -> dict[str, Any]:
     """Figures of one flood, after it has filled all slots, with ``between`` steps between two probes."""
     solo = [first_token(engine, None, number) for number in range(probes)]
-    flood = Flood(engine, tenants, depth=max(2, 2 * SLOTS // tenants))
+    flood = Flood(engine, tenants, max(2, 2 * SLOTS // tenants), lengths)
     for _ in range(tenants + 100):
         flood.fill()
         flood.take(engine.step())
@@ -116,12 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = _parse(arguments)
     llm = LLM(model="demo", max_num_seqs=SLOTS, scheduling_policy=options.policy, max_model_len=1024)
-    rows = []
+    rows, lengths = [], (options.flood_input, options.flood_output)
     print(
         "| tenants | TTFT solo p50, p99 ms | under the flood | ratio | Jain's index |\n| --- | --- | --- | --- | --- |"
     )
     for tenants in options.floods:
-        rows.append(found := row(llm.engine, tenants, options.probes, options.between))
+        rows.append(found := row(llm.engine, tenants, options.probes, options.between, lengths))
         cells = (" ".join(f"{each:.2f}" for each in found[name]) for name in ("solo_ms", "flood_ms", "ratio"))
         print(f"| {tenants} | {' | '.join(cells)} | {found['jain']:.3f} |", flush=True)
     if options.out is not None:
@@ -137,6 +139,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--probes", type=int, default=100, help="light requests of each flood (default: 100)")
     parser.add_argument("--between", type=int, default=20, help="steps between two of them (default: 20)")
+    parser.add_argument("--flood-input", type=int, default=PROMPT, help="tokens of its prompts (default: 48)")
+    parser.add_argument("--flood-output", type=int, default=600, help="tokens of its outputs (default: 600)")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file (default: none)")
     return parser.parse_args(arguments)
 

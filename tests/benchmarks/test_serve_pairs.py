@@ -17,7 +17,7 @@ def test_a_slower_checkout_is_found(tmp_path: pathlib.Path, capsys: pytest.Captu
         shutil.copytree(serve_pairs.HERE / name, other / name, ignore=shutil.ignore_patterns("results", "__pycache__"))
     generation = other / "jaxinfer/serve/generation.py"
     source = generation.read_text()
-    taken = "        tokens, prompt_logprobs = delta.token_ids, None\n"
+    taken = "        new = output.take(delta)\n"
     assert taken in source
     generation.write_text(source.replace(taken, taken + "        sum(range(20_000))\n"))
     options = ["--pairs", "2", "--doors", "http", "--streams", "20", "--rate", "400", "--seconds", "2"]
