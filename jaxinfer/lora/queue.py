@@ -52,6 +52,7 @@ class PolicyQueue[W](Protocol):
     def rank(self, sequence: W) -> tuple[float, ...]: ...
     def gives_way(self) -> W | None: ...
     def precedes(self, started: W) -> bool: ...
+    def prompt_limit(self, sequence: W) -> int | None: ...
     def charge(self, sequence: W, prompt: int = 0, output: int = 0) -> None: ...
 
 
@@ -293,6 +294,9 @@ class AdapterQueue[W: Waiter]:
 
     def precedes(self, started: W) -> bool:
         return self._queue.precedes(started)
+
+    def prompt_limit(self, sequence: W) -> int | None:
+        return self._queue.prompt_limit(sequence)
 
     def charge(self, sequence: W, prompt: int = 0, output: int = 0) -> None:
         self._queue.charge(sequence, prompt, output)

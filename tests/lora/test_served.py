@@ -131,7 +131,8 @@ def test_requests_without_one_have_the_bits_of_an_engine_without_any(tmp_path: p
 def test_heads_that_draft_share_the_tables_and_not_their_adapters(tmp_path: pathlib.Path) -> None:
     """Their drafts are worse for it, and results as ever."""
     base = load_base(golden("llama-tied-head"), tmp_path / "base")
-    names, (prompts, params) = [*OF_VOCABULARY["tied"], None] * 2, asked(base, 6)
+    names = [*OF_VOCABULARY["tied"], None] * 2
+    prompts, params = asked(base, len(names))
     drafting = {"speculative": "eagle", "num_speculative_tokens": 2, "speculative_adaptive": False}
     results = []
     for draft, changes in ((None, {}), (random_head("eagle", base), drafting)):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from jaxinfer.engine.scheduling.heap import Heap
-from jaxinfer.engine.scheduling.sequence import Sequence
+from jaxinfer.engine.scheduling.sequence import Sequence, Status
 
 OUTPUT_TOKEN = 2
 """Cost of a generated token in prompt tokens: it takes a step of its own."""
@@ -129,6 +129,12 @@ def _adapter(sequence: Sequence) -> str:
     return "" if lora is None else lora.identity
 
 
+def _begins(sequence: Sequence) -> bool:
+    """Whether the step with its first token is still to be planned, and waits for no grammar."""
+    began = sequence.generated or sequence.in_flight or sequence.held
+    return sequence.status is Status.RUNNING and (sequence.prefilling or not began)
+
+
 class FairQueue:
     """Serves the tenant that has used least, by virtual token counters (Sheng et al., "Fairness in Serving Large
     Language Models", OSDI 2024), and takes slots back for it.
@@ -146,20 +152,25 @@ class FairQueue:
     - while it has fewer slots than its share, from one that has more than its own;
     - when it is more than ``quantum`` behind. So more tenants than slots take turns.
 
+    A slot is of no use in a step that is full of other tenants' prompts, so steps are short where tenants share an
+    engine (`prompt_limit`): they compute one chunk of prompts, and only that of a tenant that has just come until its
+    first token is on its way.
+
     A tenant's own adapters share alike what it gets (`_Line`).
 
     What gives way goes on later with the same bits. All is O(log tenants), but `gives_way`, which is asked when
     somebody waits and looks at the tenants that run.
     """
 
-    def __init__(self, slots: int, quantum: int = 512) -> None:
+    def __init__(self, slots: int, quantum: int = 512, chunk: int | None = None) -> None:
         if quantum < 1:
             raise ValueError(f"quantum = {quantum} must be at least 1")
-        self._slots, self._quantum = slots, quantum
+        self._slots, self._quantum, self._chunk = slots, quantum, chunk
         self._tenants: dict[str, _Tenant] = {}
         self._waiting: Heap[str, _Tenant] = Heap()  # those of whom somebody waits, by what they used
         self._present: Heap[str, _Tenant] = Heap()  # all, likewise
         self._charged: set[_Tenant] = set()  # whose place in both is of before
+        self._opening: dict[_Tenant, Sequence] = {}  # those that were admitted fresh, and what for
         self._debts: dict[str, float] = {}  # of tenants that left with more than the least counter
         self._floor = 0.0  # no counter of those that are here was ever less
         self._weights = 0.0  # the sum of those of all that are here
@@ -197,6 +208,8 @@ class FairQueue:
         sequence = tenant.waiting.first
         tenant.running[sequence.arrival] = sequence
         tenant.waiting.start(sequence)
+        if tenant.fresh:
+            self._opening[tenant] = sequence
         self.remove(sequence)
         return sequence
 
@@ -237,6 +250,16 @@ class FairQueue:
     def precedes(self, started: Sequence) -> bool:
         tenant = self._first()
         return tenant is not None and self._counter(tenant) < self._tenants[started.request.tenant].used
+
+    def prompt_limit(self, sequence: Sequence) -> int | None:
+        """Return the prompt tokens of a step up to which this prompt may be computed: none while a tenant that has
+        just come, and has not got a quantum ahead since, waits for its first token; a chunk where there has been
+        another tenant since the queue was last empty; else None, for all that fit."""
+        self._opening = {each: first for each, first in self._opening.items() if _begins(first)}
+        tenant = self._tenants[sequence.request.tenant]
+        if tenant not in self._opening and any(each.used - self._quantum < tenant.used for each in self._opening):
+            return 0
+        return None if len(self._tenants) + len(self._debts) == 1 else self._chunk
 
     def gives_way(self) -> Sequence | None:
         first = self._first()

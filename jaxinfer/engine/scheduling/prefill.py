@@ -14,15 +14,23 @@ class PrefillPlanner:
     """Plans chunks, advances the scheduled lengths of their sequences, and takes the pages that they need.
 
     Args:
-        charge: told of each sequence that got on.
+        limit: the prompt tokens of a step up to which a sequence may have chunks; None: the whole budget.
+        charge: called with each sequence that has got chunks.
 
     Attributes:
         plans: of the step that is being planned.
         filled: sequences with chunks in it: their pages may be shared from the next step on.
     """
 
-    def __init__(self, engine: ResolvedEngine, pages: SequencePages, charge: Callable[[Sequence], None]) -> None:
-        self._engine, self._pages, self._charge = engine, pages, charge
+    def __init__(
+        self,
+        engine: ResolvedEngine,
+        pages: SequencePages,
+        limit: Callable[[Sequence], int | None],
+        charge: Callable[[Sequence], None],
+    ) -> None:
+        self._pages, self._limit, self._charge = pages, limit, charge
+        self._tokens = engine.max_num_batched_tokens - engine.max_num_seqs
         self._budget = 0
         self.plans: list[PrefillPlan] = []
         self.filled: list[Sequence] = []
@@ -32,7 +40,7 @@ class PrefillPlanner:
         for sequence in self.filled:
             if sequence.status is Status.RUNNING:
                 self._pages.publish(sequence)
-        self._budget = self._engine.max_num_batched_tokens - self._engine.max_num_seqs
+        self._budget = self._tokens
         self.plans, self.filled = [], []
 
     def place(self, sequence: Sequence, slot: int, spare: int) -> int | None:
@@ -41,11 +49,14 @@ class PrefillPlanner:
 
     def extend(self, sequence: Sequence, spare: int = 0) -> None:
         """Plan chunks of one prompt as far as the budget and pages, less ``spare``, reach."""
-        before = len(self.plans)
+        if not sequence.prefilling:
+            return
+        before, limit = len(self.plans), self._limit(sequence)
+        kept = 0 if limit is None else max(0, self._tokens - limit)
         while sequence.prefilling:
             chunk = self._pages.next_chunk(sequence, sequence.scheduled)
             end, first = sequence.scheduled + chunk.length, len(self.plans) == before
-            if chunk.size > self._budget or not self._pages.extend(sequence, end, slide=first, spare=spare):
+            if chunk.size > self._budget - kept or not self._pages.extend(sequence, end, slide=first, spare=spare):
                 break
             self._budget -= chunk.size
             sequence.scheduled += chunk.length

@@ -67,12 +67,16 @@ class Queue(Protocol):
         """Whether the one that `peek` shows comes before a prompt that is being computed."""
         ...
 
+    def prompt_limit(self, sequence: Sequence) -> int | None:
+        """The prompt tokens of a step up to which chunks of this prompt may be added; None: as many as fit."""
+        ...
+
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
         """Note that tokens were computed for a sequence that runs."""
         ...
 
 
-def make_queue(policy: str, slots: int, *, quantum: int = 512) -> Queue:
+def make_queue(policy: str, slots: int, *, quantum: int = 512, chunk: int | None = None) -> Queue:
     """The queue of a scheduling policy.
 
     Args:
@@ -80,12 +84,13 @@ def make_queue(policy: str, slots: int, *, quantum: int = 512) -> Queue:
             see `FairQueue`.
         slots: sequences that can run at once.
         quantum: tokens that a tenant may be ahead of another that waits, under "fair".
+        chunk: prompt tokens of a step where tenants share the engine, under "fair"; None: as many as fit.
 
     Raises:
         ValueError: there is no such policy, or the quantum is not positive.
     """
     if policy == "fair":
-        return FairQueue(slots, quantum)
+        return FairQueue(slots, quantum, chunk)
     if policy not in _RANKS:
         raise ValueError(f"scheduling policy {policy!r} is none of fair, {', '.join(_RANKS)}")
     return RankQueue(_RANKS[policy], urgent=policy == "priority")
@@ -176,6 +181,9 @@ class RankQueue:
 
     def precedes(self, started: Sequence) -> bool:
         return False
+
+    def prompt_limit(self, sequence: Sequence) -> int | None:
+        return None
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
         """Do nothing: ranks do not depend on what was used."""

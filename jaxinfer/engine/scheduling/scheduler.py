@@ -65,12 +65,13 @@ class Scheduler:
         self._engine, self._kv, self._clock = engine, kv, clock
         self._costs = costs or Costs()
         self._pages = SequencePages(engine, kv, classes, decode_agrees=decode_agrees)
-        queue = make_queue(engine.scheduling_policy, engine.max_num_seqs)
+        chunk = engine.prefill_sizes[-1] if engine.batching == "continuous" else None
+        queue = make_queue(engine.scheduling_policy, engine.max_num_seqs, chunk=chunk)
         self.stats = stats or StatsRecorder(clock)
         self._loras, self._queue = with_adapters(queue, engine.lora_slots, loras, self.stats)
         self.lora_usage = self._loras.usage
         self._deadlines = Deadlines()
-        self._prefill = PrefillPlanner(engine, self._pages, self._charge_prompt)
+        self._prefill = PrefillPlanner(engine, self._pages, self._limit_prompt, self._charge_prompt)
         self._drafts = None if drafter is None else DraftPlanner(engine, self._pages, drafter, self.stats, clock)
         self._constraints = Constraints(masks or Masks(None, 0), stateful=engine.num_states > 0)
         self._decode = DecodePlanner(engine, self._pages, self._drafts, self._constraints)
@@ -307,6 +308,9 @@ class Scheduler:
             self._prefill.extend(sequence)
         if started and not self._prefill.plans and 1 < len(started) == len(self._running):
             preempted.append(self._preempt())  # prompts hold all pages and none can go on
+
+    def _limit_prompt(self, sequence: Sequence) -> int | None:
+        return self._queue.prompt_limit(sequence)
 
     def _charge_prompt(self, sequence: Sequence) -> None:
         """Charge each token once: what is computed again after a preemption was paid for."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.engine.scheduling.fair import FairQueue
+from jaxinfer.engine.scheduling.sequence import Status
 from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_request
 from tests.engine.scheduling.test_queues import make_sequence
 
@@ -41,7 +42,8 @@ class Crowd:
             for _ in range(self.depth - here):
                 number = next(self.numbers)
                 name, (prompt, most) = f"{tenant}/{number}", self.length
-                self.loop.add(make_request(name, prompt, most, seed=number, tenant=tenant, weight=weight))
+                changes = {"seed": number, "tenant": tenant, "weight": weight, "cache_salt": name}
+                self.loop.add(make_request(name, prompt, most, **changes))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -98,6 +100,49 @@ def test_a_flood_of_prompts_does_not_take_the_whole_budget(unchecked):
     crowd = Crowd(loop, {"flood": 1.0}, depth=20, prompt=120, most=2)
     crowd.step(40)
     assert [steps_to_first_token(loop, crowd) for _ in range(5)] == [2] * 5
+
+
+def test_steps_are_short_where_tenants_share_and_a_first_token_shares_none(unchecked):
+    loop = fair_loop(max_num_batched_tokens=8 + 48, prefill_sizes=(8, 16))
+    crowd = Crowd(loop, {"flood": 1.0}, depth=20, prompt=120, most=2)
+    prompts = list[set[str]]()
+
+    def step(count: int) -> int:
+        """The most prompt tokens of these steps, whose tenants are appended to ``prompts``."""
+        most = 0
+        for _ in range(count):
+            crowd.step()
+            plans = loop.scheduler._prefill.plans
+            prompts.append({plan.sequence.request.tenant for plan in plans})
+            most = max(most, sum(plan.chunk.size for plan in plans))
+        return most
+
+    assert step(20) == 48
+    loop.add(make_request("light/0", 40, 4, seed=0, tenant="light", cache_salt="light"))
+    prompts.clear()
+    assert step(8) == 16
+    first = prompts.index({"light"})
+    assert first < 2, "the planned step"
+    assert prompts[first : first + 4] == [{"light"}] * 3 + [{"flood"}]
+    assert step(40) == 16
+
+
+def test_prompts_wait_for_a_first_token_up_to_a_quantum():
+    queue = FairQueue(slots=2, quantum=32, chunk=16)
+    flood, light = (make_sequence(place, tenant=name, prompt=100) for place, name in enumerate(("flood", "light")))
+    queue.push(flood)
+    assert queue.pop() is flood
+    queue.charge(flood, prompt=16)
+    assert queue.prompt_limit(flood) is None
+    queue.push(light)
+    assert queue.pop() is light
+    flood.status = light.status = Status.RUNNING
+    for computed in (31, 1):
+        assert (queue.prompt_limit(flood), queue.prompt_limit(light)) == (0, 16)
+        queue.charge(light, prompt=computed)
+    assert (queue.prompt_limit(flood), queue.prompt_limit(light)) == (16, 16)
+    queue.left(light)
+    assert queue.prompt_limit(flood) == 16, "it may come again"
 
 
 def test_it_has_its_share_of_the_slots_at_once(unchecked):

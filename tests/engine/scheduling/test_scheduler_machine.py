@@ -129,7 +129,9 @@ class World:
         self.count = 0
         self.worst = 0.0  # the largest part of a bound that was used
         if self.policy == "fair":
-            self.loop.scheduler._queue = make_queue("fair", self.loop.engine.max_num_seqs, quantum=QUANTUM)
+            engine = self.loop.engine
+            chunk = engine.prefill_sizes[-1] if engine.batching == "continuous" else None
+            self.loop.scheduler._queue = make_queue("fair", engine.max_num_seqs, quantum=QUANTUM, chunk=chunk)
 
     @property
     def live(self) -> list[str]:
