@@ -6,8 +6,8 @@
     python benchmarks/fair_shares.py --probes 50 --out FILE
 
 One engine of the demo model. Each tenant of a flood always has requests waiting; the light one asks for a few tokens
-now and then. Its times are compared with those on the idle engine just before, and what the others got with Jain's index
-(1: all the same, over their weights).
+now and then. Its times are compared with those on the idle engine just before, and what the others got with Jain's
+index (1: all the same, over their weights).
 """
 
 from __future__ import annotations
