@@ -346,12 +346,12 @@ class _Worker:
                 if self._helper.start():
                     self._generation += 1
             except (OSError, RuntimeError, MemoryError) as cause:
-                if self._stopped:
-                    return False
-                _log.warning("a helper for grammars does not start: %s", cause)
                 if pause is None:
-                    return False
+                    _log.warning("a helper for grammars does not start: %s", cause)
+                    break
                 time.sleep(pause)
+                if self._stopped:
+                    break
             else:
                 return True
         return False
