@@ -46,8 +46,9 @@ from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.structured import masks as masks_module
-from jaxinfer.structured.grammar import GrammarError, compiled
+from jaxinfer.structured.grammar import compiled
 from jaxinfer.structured.masks import Held, Masks
+from jaxinfer.structured.schemas import GrammarError
 from jaxinfer.text.load import load_tokenizer
 from jaxinfer.types import Request
 from jaxinfer.weights import init_params

@@ -23,8 +23,8 @@ CORE = (
 # defaults by platform; drafts of states; decode rows in the place of chunks;
 # one row on a CPU; heads beside tables that they are tied to, defaults of transformers, old names of fields,
 # logits that are not finite, what blocks sow; decode programs of several sizes and their proof, trials of kernels;
-# attention at any distances.
-CORE_LINES = 16_470
+# attention at any distances; shares of prefill, slow grammars apart from quick ones.
+CORE_LINES = 16_520
 
 
 @functools.cache

@@ -10,25 +10,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.structured import lark
-from jaxinfer.structured.schemas import SchemaError
+from jaxinfer.structured.schemas import GrammarError
 from jaxinfer.structured.tags import Held, held
 
 LIMITS = LLParserLimits(verbose_errors=False)  # whose message would repeat the grammar
 TAGS = "structural_tag"
 _MAX_SENTENCE = 500
 _PLACE, _LISTING = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?"), re.compile(r"\n\s*1 \| ")
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be held. The message says why, and names the keyword where it is one.
-
-    Args:
-        place: the part of the request that it is about; "": what constrains the output.
-    """
-
-    def __init__(self, message: str, place: str = "") -> None:
-        super().__init__(message)
-        self.place = place
 
 
 def compiled(
@@ -47,8 +35,8 @@ def compiled(
     try:
         found = held(text, special or {}) if kind == TAGS else None
         grammar = _MAKE[kind](text) if found is None else json.dumps({"grammars": found.grammars})
-    except SchemaError as error:
-        raise GrammarError(str(error), error.place) from error
+    except GrammarError:
+        raise
     except Exception as error:  # what the converter of GBNF raises has no class of its own
         raise GrammarError(short(str(error))) from error
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LIMITS)

@@ -31,7 +31,7 @@ def schema(found: Mapping[str, Any] | bool, options: Mapping[str, Any], place: s
     """What a rule is that holds JSON of a schema.
 
     Raises:
-        SchemaError: it cannot be held. ``place``: of the request, that it is about.
+        GrammarError: it cannot be held. ``place``: of the request, that it is about.
     """
     found = plain(found, place)
     if isinstance(found, bool):

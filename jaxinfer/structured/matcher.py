@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from jaxinfer.structured.grammar import LIMITS, GrammarError, compiled, short
+from jaxinfer.structured.grammar import LIMITS, compiled, short
+from jaxinfer.structured.schemas import GrammarError
 
 LEAD = -1
 """In place of a token: the answer begins here, behind a thought. Models part them by space, which may be said once."""

@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxinfer.helper_process import BAD, GOOD, allow_cpu, stand_back
 from jaxinfer.structured.answers import STOPPED, Answer
-from jaxinfer.structured.grammar import GrammarError, compiled
+from jaxinfer.structured.grammar import compiled
 from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary, is_empty
+from jaxinfer.structured.schemas import GrammarError
 
 _FEW = 64
 """Bytes of a mask whose tokens are told as such: a text that must follow has few, and a mask may have kilobytes."""

@@ -53,8 +53,8 @@ _NEUTRAL: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
 """Keywords by what they say nothing with."""
 
 
-class SchemaError(ValueError):
-    """A schema that nothing finite is of, or with a word that means nothing.
+class GrammarError(ValueError):
+    """A grammar that cannot be held. The message says why, and names the keyword where it is one.
 
     Args:
         place: the part of the request that it is about; "": what constrains the output.
@@ -69,7 +69,7 @@ def plain(schema: Schema, place: str = "") -> Schema:
     """The schema without what says nothing, and with null among what is ``nullable``.
 
     Raises:
-        SchemaError: no finite JSON is of it, or ``nullable`` is neither true nor false.
+        GrammarError: no finite JSON is of it, or ``nullable`` is neither true nor false.
     """
     _check_finite(schema, place)
     return _plain(schema, place)
@@ -99,7 +99,7 @@ def _plain(schema: Any, place: str) -> Any:
 
 def _with_null(schema: dict[str, Any], place: str) -> dict[str, Any]:
     if schema.pop("nullable") is not True:
-        raise SchemaError("nullable must be true or false", place)
+        raise GrammarError("nullable must be true or false", place)
     kind, null = schema.get("type"), {"type": "null"}
     if "const" in schema or "enum" in schema or "$ref" in schema or "allOf" in schema:
         inner = {word: value for word, value in schema.items() if word not in ("$defs", "definitions")}
@@ -143,7 +143,7 @@ def _check_finite(root: Schema, place: str) -> None:
             if id(node) not in finite and _is_finite(node, root, finite):
                 finite.add(id(node))
     if isinstance(root, Mapping) and id(root) not in finite:
-        raise SchemaError("the schema refers to itself, and nothing ends that: no JSON is of it", place)
+        raise GrammarError("the schema refers to itself, and nothing ends that: no JSON is of it", place)
 
 
 def _reached(root: Any) -> Iterator[Mapping[str, Any]]:

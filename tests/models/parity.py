@@ -19,6 +19,7 @@ from tools.oracle.golden import Golden, write_checkpoint
 
 SLACK = 1e-6
 TOP = 20
+LIVE_ROOM = 3.0
 
 
 def allowed(error: np.ndarray | float) -> np.ndarray:
@@ -61,6 +62,20 @@ def logit_faults(golden: Golden, logits: np.ndarray, room: float = 1.0) -> list[
     return faults + ([] if chosen == golden.greedy else [f"greedy ids {chosen} are not {golden.greedy}"])
 
 
+def live_faults(golden: Golden, logits: np.ndarray) -> list[str]:
+    """What is wrong with logits of weights that nobody has tried before.
+
+    Transformers' own error differs tenfold between the steps of a case: where it happens to be small, rounding alone
+    breaks the rule once in some thousands of steps. So a step has `LIVE_ROOM`; the prompt and the mean of the steps have
+    none.
+    """
+    length = len(golden.prompt)
+    prefill, decode = np.abs(logits[:length] - golden.prefill).max(), np.abs(logits[length:] - golden.decode)
+    faults = _beyond("prefill", float(prefill), allowed(golden.prefill_error))
+    faults += _beyond("mean of decode", float(decode.max(-1).mean()), allowed(np.mean(golden.decode_error)))
+    return faults or logit_faults(golden, logits, LIVE_ROOM)
+
+
 def _beyond(where: str, error: float, bound: np.ndarray) -> list[str]:
     # written so that a NaN is a fault
     return [] if error <= bound else [f"{where}: off by {error:.2e}, allowed {float(bound):.2e}"]
@@ -75,7 +90,7 @@ def serve(model: Model, golden: Golden) -> RequestOutput:
     return llm.generate([golden.prompt], params)[0]
 
 
-def served_faults(golden: Golden, served: RequestOutput) -> list[str]:
+def served_faults(golden: Golden, served: RequestOutput, room: float = 1.0) -> list[str]:
     """What is wrong with a request's ids and logprobs; empty if they pass.
 
     A logprob is a logit less the logarithm of a sum, and each of the two moves by at most the largest logit error.
@@ -83,7 +98,7 @@ def served_faults(golden: Golden, served: RequestOutput) -> list[str]:
     output = served.outputs[0]
     if output.token_ids != golden.greedy:
         return [f"served ids {output.token_ids} are not {golden.greedy}"]
-    return _prompt_faults(golden, served) + _output_faults(golden, output)
+    return _prompt_faults(golden, served) + _output_faults(golden, output, room)
 
 
 def _prompt_faults(golden: Golden, served: RequestOutput) -> list[str]:
@@ -97,9 +112,9 @@ def _prompt_faults(golden: Golden, served: RequestOutput) -> list[str]:
     return faults
 
 
-def _output_faults(golden: Golden, output: CompletionOutput) -> list[str]:
+def _output_faults(golden: Golden, output: CompletionOutput, room: float) -> list[str]:
     rows = np.concatenate([golden.prefill[-1:], golden.decode])
-    bounds = 2.0 * allowed(np.concatenate([[golden.prefill_error], golden.decode_error]))
+    bounds = 2.0 * room * allowed(np.concatenate([[golden.prefill_error], golden.decode_error]))
     positions = output.logprobs or []
     if len(positions) != len(rows):
         return [f"{len(positions)} positions with logprobs for {len(rows)} tokens"]

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from jaxinfer.structured.grammar import GrammarError, compiled
+from jaxinfer.structured.grammar import compiled
 from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary
+from jaxinfer.structured.schemas import GrammarError
 
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b"</s>"], frozenset({256}), (256,), 257)
 

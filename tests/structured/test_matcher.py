@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.structured import matcher as matching
-from jaxinfer.structured.grammar import GrammarError
 from jaxinfer.structured.matcher import LEAD, Matchers, Speller, Vocabulary
+from jaxinfer.structured.schemas import GrammarError
 from tests.structured.test_grammar import BYTES
 
 WORDS = Vocabulary([b"a", b"ab", b"b", b"ba", b"<s>", b"</s>", b"", b"a", b"abab"], frozenset({4, 5}), (5,), 70)

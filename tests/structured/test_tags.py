@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.sampling_params import RequestError, SamplingParams
-from jaxinfer.structured.grammar import GrammarError, compiled, require_compiled
+from jaxinfer.structured.grammar import compiled, require_compiled
 from jaxinfer.structured.matcher import Vocabulary
+from jaxinfer.structured.schemas import GrammarError
 from jaxinfer.structured.tree import Const, Either, Regex, Repeat, Row, read
 from tests.structured.walks import takes, vocabulary
 
