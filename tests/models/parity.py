@@ -66,8 +66,7 @@ def live_faults(golden: Golden, logits: np.ndarray) -> list[str]:
     """What is wrong with logits of weights that nobody has tried before.
 
     Transformers' own error differs tenfold between the steps of a case: where it happens to be small, rounding alone
-    breaks the rule once in some thousands of steps. So a step has `LIVE_ROOM`; the prompt and the mean of the steps have
-    none.
+    breaks the rule once in some thousands of steps. So a step has `LIVE_ROOM`; the prompt and the steps' mean have none.
     """
     length = len(golden.prompt)
     prefill, decode = np.abs(logits[:length] - golden.prefill).max(), np.abs(logits[length:] - golden.decode)
