@@ -36,8 +36,8 @@ class ExecutionConfig:
         max_logprobs: most top logprobs that a request may ask for.
         exactness: "exact": the same bits whatever else is served; "relaxed": also pages that other programs computed
             are reused.
-        structured_output_helpers: processes that compute what grammars allow, started by the first request with
-            ``structured_outputs``. 0: such requests are refused.
+        structured_output_helpers: processes that compute masks of grammars, started by the first request with
+            ``structured_outputs``, beside one for new grammars and one for slow ones. 0: such requests are refused.
         attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
             XLA; "mosaic" and "xla" force one of them.
         gemm_backend: products with unquantised weights. "xla"; "mosaic": by the kernel for Hopper GPUs, in which no bit
