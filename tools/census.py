@@ -106,9 +106,12 @@ def tables(rows: list[Row]) -> str:
 
 
 def _sentence(said: str) -> str:
-    """A refusal in a cell of a table, without the architecture and the list of all that are known."""
-    sentence = said.removeprefix("config.json: ").rpartition(" (known: Llama")[0] or said.removeprefix("config.json: ")
-    return re.sub(r"^architectures = \[[^]]*\] is not supported(; )?", "", sentence).replace("|", "\\|") or "not known"
+    """A refusal in a cell of a table, without the architecture, the page, and all but the nearest known one."""
+    sentence = re.sub(r"^config\.json: | \(docs/models\.md [^)]*\)$", "", said)
+    sentence = re.sub(r"^architectures = \[[^]]*\] is not supported(; )?", "", sentence)
+    near, mark, others = sentence.partition("the nearest: ")
+    sentence = near + mark.replace(":", " is") + others.partition("; ")[0]
+    return sentence.replace("|", "\\|") or "not known"
 
 
 def _rounded(size: int) -> str:
