@@ -47,10 +47,10 @@ class Held:
         late: it was waited for, and was not there in time.
         slow: its last mask took long: to wait for the next is no use.
         burden: of the last answer.
+        owner: the worker that is asked for its masks; others' answers are of before, and dropped.
     """
 
     __slots__ = (
-        "__weakref__",
         "burden",
         "error",
         "forced",
@@ -59,6 +59,7 @@ class Held:
         "late",
         "masks",
         "number",
+        "owner",
         "ready",
         "said",
         "slow",
@@ -74,6 +75,7 @@ class Held:
         self.forced: list[int] = []
         self.error: str | None = None
         self.burden = 0.0
+        self.owner: _Worker | None = None
         self.generation, self.told = -1, 0  # of the helper that knows it, and how much of what was said
 
     @property
@@ -92,11 +94,11 @@ class Held:
         self.late = False
         return self.ready
 
-    def hear(self, answer: Answer, masks: Iterator[np.ndarray], words: int) -> None:
-        """Take what the helper says. ``masks``: those that are not in the answer."""
+    def hear(self, worker: _Worker | None, answer: Answer, masks: Iterator[np.ndarray], words: int) -> None:
+        """Take a helper's answer. ``masks``: those that are not in the answer."""
         found = [next(masks) if ids is None else _mask_of(ids, words) for ids in answer.masks]
-        if self.told < len(self.said):
-            return  # it has gone on since, and is asked again
+        if self.owner is not worker or self.told < len(self.said):
+            return  # it has moved or gone on since, and is asked again
         self.stopped = answer.state == STOPPED
         self.error = None if self.stopped else answer.state
         self.masks, self.forced, self.ready, self.slow = found, answer.tokens, True, answer.slow
@@ -132,7 +134,6 @@ class Masks:
             self._workers = [_Worker(once, self._came, ahead) for _ in range(helpers)]
             self._workers += [_Worker(once, self._came, ahead, in_turn=True) for _ in ("new", "slow")]
         self._numbers = itertools.count()
-        self._owners = weakref.WeakKeyDictionary[Held, _Worker]()
         self._known = collections.OrderedDict[int, bool]()  # grammars by whether they are quick
         weakref.finalize(self, _stop, self._workers)
 
@@ -146,15 +147,15 @@ class Masks:
         """Note what the sequence has said; its next mask is on its way with the next `send`."""
         with self._came:  # an answer may be coming in
             was_ready, ready = held.ready, held.say(tokens)
-        if was_ready:  # nothing is being asked
-            self._sort(held)
+            if was_ready:
+                self._sort(held)
         if not ready:
-            self._owners[held].waiting[held] = None
+            _owner(held).waiting[held] = None
 
     def _sort(self, held: Held) -> None:
         """Move a sequence to where grammars are that take as long as its own."""
-        worker = self._worker_of(self._note(held))
-        if worker.in_turn != self._owners[held].in_turn or (worker.in_turn and worker is not self._owners[held]):
+        worker, owner = self._worker_of(self._note(held)), _owner(held)
+        if worker.in_turn != owner.in_turn or (worker.in_turn and worker is not owner):
             self._take(held)
             held.generation = -1
             self._give(held, worker)
@@ -176,7 +177,7 @@ class Masks:
 
     def _give(self, held: Held, worker: _Worker) -> None:
         worker.members += 1
-        self._owners[held] = worker
+        held.owner = worker
         if not held.ready:
             worker.waiting[held] = None
 
@@ -187,7 +188,7 @@ class Masks:
         self._take(held)
 
     def _take(self, held: Held) -> None:
-        worker = self._owners.pop(held)
+        worker = _owner(held)
         worker.members -= 1
         worker.ended.append(held.number)
 
@@ -207,6 +208,11 @@ class Masks:
         """Wait until one of these is ready, so long at most."""
         with self._came:
             self._came.wait_for(lambda: any(each.ready for each in those), seconds)
+
+
+def _owner(held: Held) -> _Worker:
+    assert held.owner is not None  # `Masks.open` made it
+    return held.owner
 
 
 def _mask_of(ids: list[int], words: int) -> np.ndarray:
@@ -312,7 +318,7 @@ class _Worker:
             self._end += end
             self._tell(ask, UNAVAILABLE)
             return
-        answer = self._asked(ask, end)
+        ask, answer = self._asked(ask, end)
         if answer is None and len(ask) > 1 and not self._stopped:
             for each in ask:  # whose grammar it was shows when each is asked by itself
                 self._answer([each], [])
@@ -323,8 +329,9 @@ class _Worker:
             self._hear(ask, [Answer(*each) for each in json.loads(head)], masks)
 
     def _tell(self, ask: list[Held], state: str) -> None:
-        for held in ask:
-            held.told = len(held.said)  # of this nobody is asked again
+        with self._came:
+            for held in self._own(ask):
+                held.told = len(held.said)  # of this nobody is asked again
         burden = CPU_SECONDS if state == _TOO_LONG else 0.0
         self._hear(ask, [Answer(state, [], [], burden=burden)] * len(ask), b"")
 
@@ -332,7 +339,7 @@ class _Worker:
         rows = iter(np.frombuffer(masks, np.int32).reshape(-1, max(1, self._words)))
         with self._came:
             for held, state in zip(ask, states, strict=True):
-                held.hear(state, rows, self._words)
+                held.hear(self, state, rows, self._words)
             self._came.notify_all()
 
     def _start(self) -> bool:
@@ -356,15 +363,22 @@ class _Worker:
                 return True
         return False
 
-    def _asked(self, ask: list[Held], end: list[int]) -> bytes | None:
-        """Ask the helper, which learns the grammars that it does not know; None: it was killed, or died."""
+    def _own(self, ask: list[Held]) -> list[Held]:
+        """Those that have not moved to another worker since. Under the lock of `_came`, as they move."""
+        return [held for held in ask if held.owner is self]
+
+    def _asked(self, ask: list[Held], end: list[int]) -> tuple[list[Held], bytes | None]:
+        """Ask the helper, which learns the grammars that it does not know, for its own sequences among these; the
+        answer is None if it was killed, or died."""
         assert self._helper is not None
-        items = [self._item(held) for held in ask]
+        with self._came:
+            ask = self._own(ask)
+            items = [self._item(held) for held in ask]
         self._hurried = self.in_turn and any(grammar is not None for _, grammar, _ in items)  # it stands back by itself
         self._since = time.monotonic()
         answer = self._helper.ask(ask_for(items, end, quick=not self.in_turn))
         self._since = 0.0
-        return answer
+        return ask, answer
 
     def _item(self, held: Held) -> Item:
         """What a matcher is asked: one that the helper knows is told what is new, another one all."""

@@ -95,7 +95,7 @@ def neighbour(masks: Masks) -> Held:
 
 def asked(masks: Masks, held: Held) -> float:
     """Seconds of the processor that the answer to what was noted has taken; each death of the helper is one's own."""
-    worker = masks._owners[held]
+    worker: Any = held.owner
     assert worker._start()
     helper: Any = worker._helper
 

@@ -96,11 +96,11 @@ def test_an_answer_that_is_overtaken_is_not_taken(masks):
     held = masks.open("regex", "abc")
     ready(masks, held)
     held.told, held.ready = len(held.said) - 1, False
-    held.hear(Answer(None, [], [[7]]), iter(()), BYTES.words)
+    held.hear(held.owner, Answer(None, [], [[7]]), iter(()), BYTES.words)
     assert not held.ready
     assert allowed(held) == []
     held.told = len(held.said)
-    held.hear(Answer(None, [], [[7]]), iter(()), BYTES.words)
+    held.hear(held.owner, Answer(None, [], [[7]]), iter(()), BYTES.words)
     assert allowed(held) == [7]
 
 
@@ -184,7 +184,7 @@ def test_who_takes_long_for_a_mask_stands_back_and_comes_forward_for_the_next(ma
     ready(masks, held)
     masks.advance(held, b"a")
     ready(masks, held)
-    worker = masks._owners[held]
+    worker = held.owner
     wait_until(lambda: not stand_back(worker))  # another thread than that which has started
     worker._since, worker._hurried = time.monotonic() - masking._QUICK_SECONDS - 0.001, False
     masks.send()
@@ -238,7 +238,7 @@ def test_who_is_slow_is_said_to_be(monkeypatch):
     assert not found._tried(2, ("regex", "a*", ""), [])[0].slow  # to learn it may take a while
     held = Held(0, ("regex", "a*", ""))
     for slow in (True, False):
-        held.hear(Answer(None, [], [[97]], slow), iter([]), 9)
+        held.hear(held.owner, Answer(None, [], [[97]], slow), iter([]), 9)
         assert held.slow is slow
 
 
@@ -274,20 +274,36 @@ def test_a_helper_ends_when_nobody_refers_to_its_masks():
 def test_a_quick_grammar_leaves_those_that_are_learnt_and_a_slow_one_stays_apart(masks):
     quick, learns, slow = masks._workers
     one, other = masks.open("regex", "a*", "x"), masks.open("regex", "b*", "x")
-    assert masks._owners[one] is masks._owners[other] is learns
+    assert one.owner is other.owner is learns
     ready(masks, one, other)
     other.burden = masking._QUICK_SECONDS
     for held in (one, other):
         masks.advance(held, held.grammar[1][:1].encode())
-    assert (masks._owners[one], masks._owners[other]) == (quick, slow)
+    assert (one.owner, other.owner) == (quick, slow)
     ready(masks, one, other)
     assert allowed(one) == [ord("a"), 256]
     assert allowed(other) == [ord("b"), 256]
     again = [masks.open("regex", text, "x") for text in ("a*", "b*")]
-    assert [masks._owners[held] for held in again] == [quick, slow]
-    assert masks._owners[masks.open("regex", "a*", "y")] is learns  # another tenant's says nothing
+    assert [held.owner for held in again] == [quick, slow]
+    assert masks.open("regex", "a*", "y").owner is learns  # another tenant's says nothing
     masks.advance(other, b"b")
-    assert masks._owners[other] is slow  # what was slow once
+    assert other.owner is slow  # what was slow once
+
+
+def test_a_sequence_that_has_moved_is_not_asked_about_where_it_still_queues(masks):
+    """Tokens that were said while the worker took the question queue it there once more."""
+    quick, learns, _ = masks._workers
+    held = masks.open("regex", "ab", "x")
+    ready(masks, held)
+    masks.advance(held, b"a")
+    assert held.owner is quick
+    assert learns._asked([held], [])[0] == []
+    assert held.generation == -1
+    held.hear(learns, Answer("late", [], []), iter([]), 9)
+    assert not held.ready
+    ready(masks, held)
+    assert held.error is None
+    assert allowed(held) == [ord("b")]
 
 
 def test_scopes_take_turns_where_grammars_are_learnt(masks):

@@ -335,7 +335,7 @@ def test_a_key_that_is_taken_away_ends_a_stream_with_an_error(tmp_path: pathlib.
                 async with client.stream("POST", "/v1/messages", json=body) as answer:
                     lines = answer.aiter_lines()
                     await anext(lines)
-                    path.write_text("")
+                    path.write_text("[]")
                     running.door.authoriser.look()
                     rest = [line async for line in lines]
             assert "event: error" in rest
