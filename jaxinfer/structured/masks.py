@@ -331,7 +331,7 @@ class _Worker:
     def _tell(self, ask: list[Held], state: str) -> None:
         with self._came:
             for held in self._own(ask):
-                held.told = len(held.said)  # of this nobody is asked again
+                held.told = len(held.said)  # it is not asked for again
         burden = CPU_SECONDS if state == _TOO_LONG else 0.0
         self._hear(ask, [Answer(state, [], [], burden=burden)] * len(ask), b"")
 

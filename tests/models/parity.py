@@ -63,7 +63,7 @@ def logit_faults(golden: Golden, logits: np.ndarray, room: float = 1.0) -> list[
 
 
 def live_faults(golden: Golden, logits: np.ndarray) -> list[str]:
-    """What is wrong with logits of weights that nobody has tried before.
+    """What is wrong with logits of weights drawn from a fresh seed.
 
     Transformers' own error differs tenfold between the steps of a case. Where it happens to be small, rounding alone
     breaks the rule, once in some thousands of steps. So a step has `LIVE_ROOM`; the prompt and the mean step have none.

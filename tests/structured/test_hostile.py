@@ -140,7 +140,8 @@ def test_many_grammars_leave_nothing_behind(checker: Helper, count: int) -> None
         assert held[0].mask is not None
         masks.close(held[0])
         if number in (count // 2, count - 1):
-            processes: Any = checker._process, masks._workers[-2]._helper._process  # type: ignore[union-attr]
+            worker: Any = masks._workers[-2]
+            processes: Any = checker._process, worker._helper._process
             sizes.append((resident_mib(processes[0].pid), resident_mib(processes[1].pid)))
     grown = [then - before for before, then in zip(*sizes, strict=True)]
     assert max(grown) < 8, sizes
