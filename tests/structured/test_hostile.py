@@ -23,7 +23,7 @@ from tests.structured.hostile import HOSTILE, distinct
 from tests.structured.test_grammar import BYTES
 from tests.structured.test_masks import PATIENCE, allowed, ready
 
-TEARDOWN = 0.25
+TEARDOWN = 1.0
 """Seconds of the processor, beyond the bound, that the end of a process takes: its memory is given back."""
 STEPS = 24
 FEW, MANY = 600, 10_000

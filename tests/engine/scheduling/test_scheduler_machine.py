@@ -341,6 +341,6 @@ def test_ten_thousand_steps(unchecked, seed):
 
 
 @pytest.mark.slow
-def test_a_million_steps(unchecked, fresh_seed):
-    """Some 20 to 30 minutes of one core."""
-    check_that_everything_happened(drive(fresh_seed, steps=1_000_000))
+def test_many_steps(unchecked, fresh_seed):
+    """Two minutes of one core."""
+    check_that_everything_happened(drive(fresh_seed, steps=200_000))

@@ -20,7 +20,7 @@ END = "data: [DONE]\n\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [12, 600])
+@pytest.mark.parametrize("seconds", [12, 60])  # longer: make chaos
 def test_faults_at_random_under_load(tmp_path_factory, seconds, seed):
     with victim(tmp_path_factory.mktemp("v")) as server:
         report = asyncio.run(chaos.run(server, Jobs(), seconds, seed))
