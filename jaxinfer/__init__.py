@@ -1,6 +1,6 @@
-"""jaxinfer: LLM inference for people who think in JAX.
+"""jaxinfer: an LLM inference engine in JAX.
 
-The names below are imported at first use, so that ``import jaxinfer`` alone costs nothing and does not load jax.
+The names below are imported at first use, so that ``import jaxinfer`` is cheap and does not load jax.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""`python -m jaxinfer`: the command `jaxinfer`."""
+"""Entry point of `python -m jaxinfer`: the `jaxinfer` command."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How records show themselves: a dataclass's ``repr`` in a few lines."""
+"""A short ``repr`` for dataclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 
 class _Short(reprlib.Repr):
-    """Long values cut, equal members of a tuple once."""
+    """A ``Repr`` that cuts long values and shows repeated members of a tuple once."""
 
     def repr_list(self, x: Sequence[Any], level: int) -> str:
         shown = ", ".join(self.repr1(item, level - 1) for item in x[: self.maxlist])
@@ -30,7 +30,7 @@ _SHORT.maxstring, _SHORT.maxother = 240, 1000
 
 
 class Brief:
-    """A dataclass (``repr=False``) that shows itself in a few lines: what is not as by default, long values cut."""
+    """A dataclass mixin (``repr=False``) with a short ``repr``: only non-default fields, long values cut."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 

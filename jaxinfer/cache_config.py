@@ -1,4 +1,4 @@
-"""Settings of the KV cache. No jax."""
+"""KV cache settings. No jax."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ class CacheConfig:
 
     Attributes:
         page_size: tokens per KV page, a power of two.
-        num_pages: size of the KV pool (default: on a GPU what ``memory_utilization`` leaves, on a CPU room for
-            max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
-        num_states: of models whose layers have states of fixed size: how many are kept, of sequences that run and of
-            prefixes that are cached (default: four for each of max_num_seqs). With speculation each row of a step has
-            room for one more.
-        kv_cache_dtype: of keys and values in the pool: "auto": the model's; "int8" or "fp8" (e4m3): rounded to 8 bits,
-            with a scale for each head of each token, for nearly twice the tokens in the same memory.
-        kv_cache_bytes: bound on the size of the pool where num_pages does not say it, on each device (default: none on
-            a GPU, 4 GiB on a CPU).
-        memory_utilization: share of the device's memory (on a CPU: of what is available) that weights, pool and running
-            programs may take together.
-        enable_prefix_caching: keep the pages of finished prompts for later ones that begin alike.
+        num_pages: pages in the KV pool (default: on a GPU what ``memory_utilization`` leaves, on a CPU enough for
+            max_num_seqs sequences of max_model_len; both bounded by ``kv_cache_bytes``).
+        num_states: for models with recurrent layers: fixed-size states kept in the pool, for running sequences and for
+            cached prefixes (default: four for each of max_num_seqs). With speculation each row of a step has one more.
+        kv_cache_dtype: dtype of keys and values in the pool. "auto": the model's dtype; "int8" or "fp8" (e4m3):
+            quantised to 8 bits, with a scale per head and token, for nearly twice the tokens in the same memory.
+        kv_cache_bytes: upper bound on the pool size per device where num_pages is not set (default: none on a GPU, 4
+            GiB on a CPU).
+        memory_utilization: fraction of device memory (on a CPU: of available memory) for weights, pool and running
+            programs together.
+        enable_prefix_caching: keep the pages of finished prompts for later prompts with the same prefix.
         swap_space_gib: host memory for pages of preempted sequences and for evicted prefix pages.
     """
 

@@ -1,4 +1,4 @@
-"""`jaxinfer compile`: every program that an engine will need, compiled ahead of its first start."""
+"""`jaxinfer compile`: compile every program that an engine needs ahead of its first start."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from jaxinfer.parallel.mesh import mesh_for, stages
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
 from pallas_kernels.check.target import DEVICES
 
-_UNTUNED = "--xla_gpu_autotune_level=0"  # as `environment` has it
+_UNTUNED = "--xla_gpu_autotune_level=0"  # as set by `environment`
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """The programs that are asked for.
+    """A compilation job.
 
     Attributes:
         model: see `jaxinfer.loading.load_model`.
-        config: the settings of the engines that will start.
-        cache: the folder for the programs.
+        config: settings of the engines that will start.
+        cache: folder of the compiled programs.
     """
 
     model: str
@@ -47,7 +47,7 @@ class Compilation:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The outcome: what the cache did, pages of the pool (they shape the programs), seconds that it took."""
+    """Result of a compilation: cache use, pages of the pool (they shape the programs), and seconds taken."""
 
     use: CacheUse
     pages: int
@@ -66,9 +66,9 @@ class Report:
 
 
 def compile_here(job: Compilation, progress: CompileProgress | None = None) -> Report:
-    """Starts an engine on this machine's devices, weights and all, as a server would, and ends it.
+    """Start and stop an engine on this machine's devices, weights included, as a server does.
 
-    So what is kept is all that a start compiles: the engine's programs, and the small ones by which arrays are made.
+    The cache then has everything that a start compiles: the engine programs and the small ones that create arrays.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: see `start_engine`.
@@ -86,12 +86,12 @@ def compile_here(job: Compilation, progress: CompileProgress | None = None) -> R
 
 
 def compile_for(target: str, job: Compilation, progress: CompileProgress | None = None) -> Report:
-    """Compiles the engine's programs for GPUs that need not be there. It reads no weights, and nothing runs.
+    """Compile the engine's programs for GPUs that need not be present. No weights are read and no program runs.
 
     The process must have been started with `pallas_kernels.check.plugins.environment`.
 
     Raises:
-        CheckpointError, ConfigError, EngineConfigError: one sentence that says what is wrong.
+        CheckpointError, ConfigError, EngineConfigError: one sentence with the reason.
     """
     begin, config = time.perf_counter(), dataclasses.replace(job.config, data_parallel_size=1)
     use_compilation_cache(str(job.cache))
@@ -105,19 +105,19 @@ def compile_for(target: str, job: Compilation, progress: CompileProgress | None 
     parts, places = [*cut(model, len(places)), *draft_stages(model)], [*places, *places[-1:]]
     arrays = [abstract_arrays(part, engine, limits, place) for part, place in zip(parts, places, strict=False)]
     with device.current(), count_cache_use() as use, warnings.catch_warnings():
-        # What an earlier run has kept is for the GPU to load, and is made again here.
+        # Entries that an earlier run cached load on the GPU only; they are compiled again here.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
         compile_stages(parts, arrays, engine, progress)
     return Report(use, engine.num_pages, time.perf_counter() - begin)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see `run`."""
+    """Run the command; see `run`."""
     return run_command("compile", argv)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0; 2 with one sentence on stderr for what cannot be done as asked; 3: JAX's CUDA plugin is missing."""
+    """Return exit code 0; 2 with one sentence on stderr for an error; 3 if JAX's CUDA plugin is missing."""
     job = Compilation(args.model, EngineConfig(**args.settings), args.dtype, _cache(args))
     try:
         if args.target != THIS and not args.prepared:
@@ -147,7 +147,7 @@ def _advice(args: argparse.Namespace, job: Compilation) -> list[str]:
 
 
 def _cache(args: argparse.Namespace) -> pathlib.Path:
-    """The cache's folder: as asked for; else in the model's, or the user's own where no folder is named."""
+    """Return the cache folder: the requested one, else one in the model folder if there is one, else the user's."""
     if args.compilation_cache_dir is not None:
         return pathlib.Path(args.compilation_cache_dir)
     folder = pathlib.Path(args.model)
@@ -155,7 +155,7 @@ def _cache(args: argparse.Namespace) -> pathlib.Path:
 
 
 def _in_prepared_process(args: argparse.Namespace) -> int:
-    """Flags of XLA must stand before JAX starts, and the plugin in a place where nothing else looks for a GPU."""
+    """Run in a new process: XLA flags must be set before JAX starts, and only that process may find the plugin."""
     folder = args.plugins or default_folder()
     require_plugins(folder)
     command = [sys.executable, "-m", "jaxinfer.compile", *args.argv, "--prepared"]
@@ -164,7 +164,7 @@ def _in_prepared_process(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _counter() -> Iterator[CompileProgress | None]:
-    """Says on a terminal how many programs are compiled."""
+    """Show the number of compiled programs on a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

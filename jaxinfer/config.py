@@ -1,4 +1,4 @@
-"""Configuration: what a user may set, and `resolve`, which leaves nothing open. No jax."""
+"""Engine configuration: the user's settings, and `resolve`, which fills in every default. No jax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
 
 Backend = Literal["auto", "mosaic", "xla"]
 
-# The pool's default bound where nobody has looked how much memory there is.
+# Default bound of the pool if the available memory was not measured.
 _KV_CACHE_BYTES = 4 << 30
 
 
@@ -30,24 +30,24 @@ class ExecutionConfig:
 
     Attributes:
         max_model_len: longest prompt plus output in tokens (default: the model's own limit).
-        activation_dtype: what inputs of quantised weights are rounded to before a product: "auto": what the checkpoint
-            says; "none": nothing; "int8": where weights have int8 numbers and a scale a channel; "fp8": where they have
-            FP8 numbers. A scale for each token.
-        max_logprobs: most top logprobs that a request may ask for.
-        exactness: "exact": the same bits whatever else is served; "relaxed": also pages that other programs computed
-            are reused.
-        structured_output_helpers: processes that compute masks of grammars, started by the first request with
-            ``structured_outputs``, beside one for new grammars and one for slow ones. 0: such requests are refused.
-        attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
-            XLA; "mosaic" and "xla" force one of them.
-        gemm_backend: products with unquantised weights. "xla"; "mosaic": by the kernel for Hopper GPUs, in which no bit
-            of a row depends on the number of rows, wherever it can; "auto": the same in exact mode, unless a trial of
-            it at the first start on a GPU finds a fault, or in relaxed mode where tiles tuned on this GPU say that it
-            is worth it (none do yet).
-        kernel_trial: every Mosaic kernel of the programs runs once beside XLA on this GPU before READY, in a process of
-            its own; the result is kept with the compiled programs. "fallback": where one hangs or is wrong, XLA runs
-            in its place and a warning names it; "error": the engine does not start; "off": nothing is tried.
-        seed: where unset request seeds come from (default: entropy of the system).
+        activation_dtype: dtype to which inputs of quantised weights are rounded before a matrix product: "auto": as the
+            checkpoint declares; "none": no rounding; "int8": for int8 weights with a scale per channel; "fp8": for FP8
+            weights. One scale per token.
+        max_logprobs: maximum number of top logprobs that a request may ask for.
+        exactness: "exact": batch-invariant: results are bitwise identical whatever else is served; "relaxed": cached
+            pages computed by other programs are reused, too.
+        structured_output_helpers: processes that compute grammar masks, started by the first request with
+            ``structured_outputs``, plus one for new grammars and one for slow ones. 0: such requests are rejected.
+        attention_backend: "auto": Mosaic kernels for attention and the KV cache on GPUs that support them, else XLA;
+            "mosaic" and "xla" force one of them.
+        gemm_backend: backend of products with unquantised weights. "xla"; "mosaic": the kernel for Hopper GPUs, in
+            which a row is bitwise independent of the number of rows, wherever it is supported; "auto": as "mosaic" in
+            exact mode, unless a trial of it at the first start on a GPU finds a fault, or in relaxed mode where tiles
+            tuned on this GPU show that it is faster (none do yet).
+        kernel_trial: run every Mosaic kernel of the programs once and compare it with XLA on this GPU before READY, in
+            a separate process; the result is kept with the compiled programs. "fallback": XLA replaces a kernel that
+            hangs or is wrong, with a warning; "error": the engine does not start; "off": no trial.
+        seed: source of seeds for requests without one (default: entropy of the system).
     """
 
     max_model_len: int | None = None
@@ -66,24 +66,24 @@ class SchedulerConfig:
     """Steps, and the queue.
 
     Attributes:
-        max_num_seqs: sequences decoded together (default: 8 on a CPU, 256 on a GPU of 48 GB and more).
-        decode_sizes: rows of the decode programs, ascending; a step takes the smallest that holds its slots. One for
-            ``max_num_seqs`` is always there. In exact mode a size is used where the start has proved that it changes no
-            bit (default: none but that on a CPU, also 2, 8, 16, 32, 64 and 128 on a GPU).
+        max_num_seqs: most sequences decoded together (default: 8 on a CPU, 256 on a GPU of 48 GB and more).
+        decode_sizes: rows of the decode programs, ascending; a step uses the smallest that fits its slots. The size for
+            ``max_num_seqs`` always exists. In exact mode a size is used only if the probe at startup found it bitwise
+            identical (default: only that size on a CPU, also 2, 8, 16, 32, 64 and 128 on a GPU).
         max_num_batched_tokens: prompt and decode tokens per step (default: 2048 on a CPU, 4096 on such a GPU, or a full
             chunk and all rows if more).
-        prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each
-            multiple of it, and the tail of a prompt in the smallest size that holds it (default: up to 256 on a CPU,
-            2048 on such a GPU).
-        max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together where that is
-            proved to change no bit (default: what pays on the platform; 1: a program a chunk).
+        prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each multiple
+            of it, and the tail of a prompt in the smallest size that holds it (default: up to 256 on a CPU, 2048 on
+            such a GPU).
+        max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together if the probe
+            found that bitwise identical (default: by platform; 1: one chunk per program).
         scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (the tenant that has used
             least, by weight; see `jaxinfer.engine.scheduling.fair`).
-        max_waiting_requests, max_waiting_sequences, max_waiting_tokens: a request is refused if with it more requests,
-            outputs or prompt tokens would wait (default: no limit, but for servers).
-        async_scheduling: launch a step before the one before it is read. Off: for debugging.
+        max_waiting_requests, max_waiting_sequences, max_waiting_tokens: a request is rejected if with it more requests,
+            outputs or prompt tokens would wait (default: no limit, except for servers).
+        async_scheduling: launch step N+1 before the results of step N are read. Off: for debugging.
         batching: "continuous", or "static": a batch runs until all its sequences have ended. For comparison.
-        multi_step: most decode steps that run on the device without the host, when nobody waits.
+        multi_step: maximum decode steps that run on the device without the host, while no request waits.
     """
 
     max_num_seqs: int | None = None
@@ -102,12 +102,12 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(LoRAConfig, ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
-    """Settings of an engine, all groups in one; None means: choose."""
+    """Settings of an engine, all groups in one; None: chosen by `resolve`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chosen(EngineConfig):
-    """The settings with what the platform has defaults for."""
+    """The settings with platform defaults filled in."""
 
     max_num_seqs: int
     decode_sizes: tuple[int, ...]
@@ -118,15 +118,15 @@ class _Chosen(EngineConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedEngine(_Chosen):
-    """The settings with nothing left open, and every number that shapes the compiled programs and the pool.
+    """The settings with every default filled in, and every number that shapes the compiled programs and the pool.
 
     Attributes:
         rows: slots; each decode program has an equal share of them, one for each of ``microbatches`` (see `Scheduler`).
-        decode_sizes: of one microbatch; the last is its share of ``rows``.
+        decode_sizes: rows of one microbatch's decode programs; the last is its share of ``rows``.
         table_width: pages of one sequence.
         prefill_batch_sizes: chunks in the wide program of each of ``prefill_sizes`` (1: there is none).
-        num_states: 0 where the model has none.
-        host_pages: pages that fit into ``swap_space_gib``; none where the model has states, which are computed again.
+        num_states: 0 for a model without states.
+        host_pages: pages that fit into ``swap_space_gib``; 0 for a model with states, which are recomputed.
     """
 
     max_model_len: int
@@ -141,36 +141,36 @@ class ResolvedEngine(_Chosen):
 
     @property
     def microbatches(self) -> int:
-        """Into how many parts the slots are dealt; those of a part decode together. As many as pipeline stages: while
-        one part is in the last of them, another is in the first. Slot s is row ``s // microbatches`` of part ``s %
+        """Number of microbatches; the slots of one decode together. As many as pipeline stages: while one microbatch is
+        in the last stage, another is in the first. Slot s is row ``s // microbatches`` of microbatch ``s %
         microbatches``."""
         return self.pipeline_parallel_size
 
     @property
     def state_places(self) -> int:
-        """Room for states: of those that are kept, and of one behind each row that may be fed a draft."""
+        """Capacity for states: those that are kept, and one after each row that may take a draft token."""
         return self.num_states + (self.rows if self.drafts_leave_states else 0)
 
     @property
     def drafts_leave_states(self) -> bool:
-        """Whether rows that are fed drafts leave states, one draft after the other (`jaxinfer.kv.states.run_rows`)."""
+        """Whether rows of draft tokens leave states, one per draft token (`jaxinfer.kv.states.run_rows`)."""
         return self.num_states > 0 and self.speculative is not None
 
     @property
     def grammars(self) -> bool:
-        """Whether outputs can be held to grammars. Ranks of data-parallel attention run one program, and have none."""
+        """Whether grammars can constrain outputs; not with data-parallel attention, whose ranks run one program."""
         return self.structured_output_helpers > 0 and not self.enable_dp_attention
 
     @property
     def feature_window(self) -> int:
-        """Last positions of a slot of which a draft head's features are kept: those of a step, and where a head has a
-        cache as many as let it begin anew at the start of a page."""
+        """Number of last positions of a slot whose draft head features are kept: those of a step, and for a head with a
+        cache enough to restart at the beginning of a page."""
         step = self.num_speculative_tokens + 1
         return step if self.drafts_from_one_state else max(2 * self.page_size, step)
 
     @property
     def branches(self) -> int:
-        """Further paths of drafts that may be on their way at once; each has two rows at least."""
+        """Maximum number of additional draft paths in flight; each has at least two rows."""
         return min(self.rows // 2, self.max_num_seqs * (self.speculative_tree - 1)) if self.drafts_trees else 0
 
     @property
@@ -188,13 +188,13 @@ def resolve(
     defaults: Defaults = CPU,
     draft: CacheSpec | None = None,
 ) -> ResolvedEngine:
-    """Fill in what the user left open and refuse what cannot be.
+    """Fill in the settings that the user left open and reject invalid ones.
 
     Args:
         cache: the model's KV cache; ``itemsize`` is the bytes of one of its elements.
-        max_position: the longest context that the model knows.
-        defaults: of the platform.
-        draft: the draft model's KV cache, whose elements are as large.
+        max_position: the model's maximum context.
+        defaults: defaults of the platform.
+        draft: the draft model's KV cache, with elements of the same size.
 
     Raises:
         EngineConfigError: names the setting and the value.
@@ -204,7 +204,7 @@ def resolve(
     chosen = _choose(config, cache, length, itemsize, defaults)
     check(chosen)
     microbatches, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
-    # One sequence at least has rows for its drafts; a further path has one of the last known token, too.
+    # At least one sequence has rows for its drafts; an additional path also has a row of the last known token.
     most_drafts = config.speculative_tree * (1 + config.num_speculative_tokens)
     least_rows = defaults.min_rows if config.speculative is None else max(defaults.min_rows, most_drafts)
     rows = microbatches * max(math.ceil(chosen.max_num_seqs / microbatches), least_rows)
@@ -226,7 +226,7 @@ def resolve(
 
 
 def _choose(config: EngineConfig, cache: CacheSpec, length: int, itemsize: int, defaults: Defaults) -> _Chosen:
-    """What was left open as the platform has it, as far as what was given allows."""
+    """Fill in platform defaults, within the bounds of the given settings."""
     states = 0 if config.num_states else _LEAST_STATES * cache.bytes_per_state(itemsize, config.devices)
     sequences, budget, sizes = config.max_num_seqs, config.max_num_batched_tokens, config.prefill_sizes
     if sequences is None:
@@ -248,7 +248,7 @@ def _choose(config: EngineConfig, cache: CacheSpec, length: int, itemsize: int, 
 
 
 def check(config: EngineConfig) -> None:
-    """Refuse what cannot be, whatever the model is.
+    """Reject settings that are invalid for every model.
 
     Raises:
         EngineConfigError: names the setting and the value.
@@ -265,7 +265,7 @@ def check(config: EngineConfig) -> None:
     length, rows, tokens = config.max_model_len, config.max_prefill_rows, config.max_num_batched_tokens
     _require(length is None or length >= 2, "max_model_len", length, "must be at least 2")
     _require(rows is None or rows >= 1, "max_prefill_rows", rows, "must be at least 1")
-    # Of what is open as little is chosen as must be.
+    # Open settings count with their minimum.
     least = (config.prefill_sizes or (config.page_size,))[-1] + (config.max_num_seqs or 1)
     enough = f"must hold a full chunk and all rows ({least})"
     _require(tokens is None or tokens >= least, "max_num_batched_tokens", tokens, enough)
@@ -297,7 +297,7 @@ _AT_LEAST_ONE = (
 
 
 def _require_simple(config: EngineConfig) -> None:
-    """Refuse what shows in one setting, or in two."""
+    """Reject settings that are invalid alone, or in pairs."""
     for name, choices in _CHOICES.items():
         what = "must be one of " + ", ".join(str(choice) for choice in choices)
         _require(getattr(config, name) in choices, name, getattr(config, name), what)
@@ -327,7 +327,7 @@ def _require_simple(config: EngineConfig) -> None:
 
 
 def _require_grammars(config: EngineConfig) -> None:
-    """Refuse drafts of what grammars force where there are no grammars, or as trees."""
+    """Reject grammar-forced drafts without structured outputs, or as trees."""
     if config.speculative != GRAMMAR:
         return
     needs = "needs structured outputs: structured_output_helpers above 0, and enable_dp_attention = False"
@@ -338,7 +338,7 @@ def _require_grammars(config: EngineConfig) -> None:
 
 
 def _require_draft_model(config: EngineConfig) -> None:
-    """Refuse what cannot be beside a draft model, or without one."""
+    """Reject settings that conflict with a draft model, or need one."""
     if not config.drafts_on_device:
         alone = f"is used with speculative = {', '.join(('draft_model', *HEADS[:-1]))} or {HEADS[-1]} alone"
         return _require(config.speculative_model is None, "speculative_model", config.speculative_model, alone)
@@ -358,7 +358,7 @@ _NOT_WITH_DP_ATTENTION = {
 
 
 def _require_dp_attention(config: EngineConfig) -> None:
-    """Refuse what cannot be beside ``enable_dp_attention``."""
+    """Reject settings that conflict with ``enable_dp_attention``."""
     if not config.enable_dp_attention:
         return
     many = "needs expert_parallel_size above 1: as many devices have sequences of their own"
@@ -369,7 +369,7 @@ def _require_dp_attention(config: EngineConfig) -> None:
 
 
 def _require_even_tokens(config: EngineConfig) -> None:
-    """Refuse what cannot be beside ``sequence_parallel_norms``."""
+    """Reject settings that conflict with ``sequence_parallel_norms``."""
     if not config.sequence_parallel_norms:
         return
     name, devices = "sequence_parallel_norms", config.devices
@@ -398,8 +398,8 @@ def _require_prefill_sizes(sizes: tuple[int, ...], page: int) -> None:
 
 
 def _prefill_batch_sizes(config: _Chosen, width: int, pages: int) -> tuple[int, ...]:
-    """Chunks per wide program. Only the largest size can occur more than once in a prompt; the proof of a program
-    needs pages of its own for every chunk."""
+    """Return the chunks per wide program. Only the largest size can occur more than once in a prompt; the probe of a
+    program needs separate pages for every chunk."""
     rows, sizes = config.max_prefill_rows, config.prefill_sizes
     counts = (rows // size if size == sizes[-1] else min(rows // size, config.max_num_seqs) for size in sizes)
     return tuple(max(1, min(count, pages // width)) for count in counts)
@@ -413,7 +413,7 @@ def _max_model_len(length: int | None, max_position: int) -> int:
 
 
 def _num_pages(config: _Chosen, caches: Sequence[CacheSpec], width: int, itemsize: int) -> int:
-    """Pages of the pool: as asked, or enough for every row within ``kv_cache_bytes``, one full sequence at least."""
+    """Return the pool's pages: as set, or enough for all rows within ``kv_cache_bytes``, at least one full sequence."""
     if config.num_pages is not None:
         what = f"must hold one sequence of max_model_len ({width} pages)"
         _require(config.num_pages >= width, "num_pages", config.num_pages, what)
@@ -427,16 +427,16 @@ def _num_pages(config: _Chosen, caches: Sequence[CacheSpec], width: int, itemsiz
 
 
 def _host_pages(config: EngineConfig, caches: Sequence[CacheSpec], itemsize: int) -> int:
-    # Each device has its own heads of a page on the host, or, of latents, the whole page.
+    # On the host each device has its own heads of a page or, for latents, the whole page.
     page = sum(config.devices * spec.bytes_per_page(config.page_size, itemsize, config.devices) for spec in caches)
     return int(config.swap_space_gib * 2**30 / page)
 
 
-_LEAST_STATES = 4  # of one sequence alone: that it goes on from, those of its next pages
+_LEAST_STATES = 4  # of a single sequence: the one that it continues from, and those of its next pages
 
 
 def _num_states(config: _Chosen, cache: CacheSpec) -> int:
-    """States that are kept; EngineConfigError for what a model with states cannot be served with."""
+    """Return the number of states kept; EngineConfigError for settings that a model with states does not support."""
     if not cache.stateful:
         _require(config.num_states is None, "num_states", config.num_states, "is of models with states: this has none")
         return 0
@@ -454,7 +454,7 @@ def _num_states(config: _Chosen, cache: CacheSpec) -> int:
 
 
 def _require_sequence(pages: int, width: int, page: int, config: EngineConfig) -> None:
-    """Refuse a bound that leaves no room for one sequence of the greatest length."""
+    """Reject a bound that does not hold one sequence of the maximum length."""
     shorter = f", or set max_model_len = {pages * config.page_size}" if pages else ""
     what = f"holds {pages} of the {width} pages of one sequence of max_model_len: set {width * page}{shorter}"
     _require(pages >= width, "kv_cache_bytes", config.kv_cache_bytes, what)

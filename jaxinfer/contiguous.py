@@ -1,7 +1,7 @@
-"""Attention and recurrences over rows of contiguous slots, some of them padding, with a cache of fixed size or none.
+"""Attention and recurrences over rows of contiguous slots, with optional padding and a cache of fixed size or none.
 
-`Contiguous` is passed to a module in the place of the engine's paged `attend`. A token's position is the number of
-tokens before it in its row; padding stands at -1: no query, state or expert reads it.
+A module takes `Contiguous` in place of the engine's paged `attend`. A token's position is the number of tokens before
+it in its row; padding has position -1: no query, state or expert reads it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class KV(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A contiguous KV cache of a batch, a pytree of fixed shapes.
+    """A contiguous KV cache of a batch: a pytree of fixed shapes.
 
     Attributes:
-        layers: a `KV` for each layer that keeps one, a `StatePool` of its states, or None.
-        positions: of the token in each slot; -1: none, or padding.
-        used: slots that are filled, as many in each row.
+        layers: per layer a `KV`, a `StatePool` of its states, or None if it keeps neither.
+        positions: position of the token in each slot; -1: empty or padding.
+        used: number of filled slots, the same in each row.
     """
 
     layers: list[Any]
@@ -44,13 +44,13 @@ class Cache(NamedTuple):
 
 
 def new_cache(spec: CacheSpec, batch: int, length: int, dtype: Any) -> Cache:
-    """An empty cache of ``length`` slots a row."""
+    """Return an empty cache of ``length`` slots per row."""
     layers = [_layer(spec, layer, (batch, length), dtype) for layer in spec.layers]
     return Cache(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def new_states(layer: LayerSpec, batch: int, dtype: Any, kv: KV | None = None) -> Any:
-    """A layer's states before the first token, beside its keys and values; these alone where it has no states."""
+    """Return a layer's states before the first token with its keys and values; only ``kv`` if it has no states."""
     if not layer.states:
         return kv
     types = [jnp.float32 if state.exact else dtype for state in layer.states]
@@ -69,21 +69,21 @@ def _layer(spec: CacheSpec, layer: LayerSpec, slots: tuple[int, int], dtype: Any
 
 
 def positions_of(mask: Bool[Array, "batch time"], first: Any = 0) -> Int[Array, "batch time"]:
-    """The positions of tokens behind ``first`` others; -1 for padding, where ``mask`` is False."""
+    """Return the positions of tokens that follow ``first`` earlier tokens; -1 for padding, where ``mask`` is False."""
     return jnp.where(mask, first + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contiguous:
-    """`ChoosingAttend` and `Recur` over rows.
+    """Implementation of `ChoosingAttend` and `Recur` over contiguous rows.
 
-    The cache of a layer that attends is a `KV`, or None for whole rows; that of a layer with states is a `StatePool`,
-    or None for whole rows without padding.
+    The cache of an attention layer is a `KV`, or None for whole rows; that of a layer with states is a `StatePool`, or
+    None for whole rows without padding.
 
     Attributes:
-        queries, keys: positions of new tokens, and of all slots with them.
-        used: the slot of the first new token.
-        told: a list that the weights of each call are appended to.
+        queries, keys: positions of the new tokens, and of all slots including them.
+        used: slot of the first new token.
+        told: list to which the attention weights of each call are appended.
     """
 
     queries: Int[Array, "batch time"]
@@ -123,7 +123,7 @@ class Contiguous:
         return self._attended(q, kept, layer, scale, None, chosen), chosen, kept
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
-        """See `Recur`: over the tokens of each row, moved together."""
+        """See `Recur`; each row's tokens are compacted to the left, without padding, before the recurrence."""
         live = self.queries >= 0
         order = jnp.argsort(~live, axis=-1, stable=True)
         outputs, state = run_whole(function, _taken(inputs, order), state, live.sum(-1))
@@ -136,7 +136,7 @@ class Contiguous:
 
     def _written(self, cache: KV | None, new: KV) -> KV:
         def write(kept: Any, x: Any) -> Any:
-            # Layers that take another's choice have no index keys.
+            # Layers that reuse an earlier layer's choice have no index keys.
             return kept if x is None else lax.dynamic_update_slice_in_dim(kept, x.astype(kept.dtype), self.used, axis=1)
 
         return new if cache is None else KV(*map(write, cache, new))
@@ -152,5 +152,5 @@ class Contiguous:
 
 
 def _taken(tree: Any, order: Int[Array, "batch time"]) -> Any:
-    """Arrays ``[batch, time, ...]`` in another order of time."""
+    """Reorder arrays ``[batch, time, ...]`` along time."""
     return jax.tree.map(lambda x: jax.vmap(lambda row, at: row[at])(x, order), tree)

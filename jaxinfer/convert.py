@@ -1,4 +1,4 @@
-"""`jaxinfer convert`: a model's folder in the form in which it loads fastest, or as safetensors."""
+"""`jaxinfer convert`: write a model folder in the format that loads fastest, or as safetensors."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """A conversion that is asked for.
+    """A conversion job.
 
     Attributes:
-        source: "demo", a folder or a hub id, as ``--model`` takes them.
+        source: "demo", a folder or a hub id, as for ``--model``.
         destination: a folder that does not exist.
-        dtype: of the parameters; "auto": the source's own.
+        dtype: dtype of the parameters; "auto": that of the source.
         output_format: "orbax" or "safetensors".
-        check_finite: refuse NaN and infinite weights.
+        check_finite: reject NaN and infinite weights.
     """
 
     source: str
@@ -46,16 +46,16 @@ class Conversion:
 
 
 def convert(job: Conversion, progress: Progress | None = None) -> None:
-    """Writes the folder. One parameter at a time is in memory.
+    """Write the destination folder, with one parameter at a time in memory.
 
-    It is written under another name, ``<destination>.unfinished``, and named when it is complete. What an interrupted
-    run has left is completed by the next one of the same source and settings, and removed by any other.
+    The folder is written as ``<destination>.unfinished`` and renamed when it is complete. The output of an interrupted
+    run is resumed by the next run with the same source and settings, and removed by any other.
 
     Args:
-        progress: called with bytes done, bytes in all, and a name.
+        progress: called with bytes done, total bytes, and a name.
 
     Raises:
-        CheckpointError, ConfigError: one sentence that says what is wrong.
+        CheckpointError, ConfigError: one sentence with the reason.
         OSError: the destination cannot be written.
     """
     arrays = job.output_format == "orbax"
@@ -72,7 +72,7 @@ def convert(job: Conversion, progress: Progress | None = None) -> None:
 
 
 def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> None:
-    """Write one file, which is begun again after an interruption."""
+    """Write one safetensors file; an interrupted run starts again from the beginning."""
     if files.quantized:
         raise CheckpointError("quantised weights are not written as safetensors: leave --output-format away")
     save_params(started.folder, model.params, model.specs, files.config_json, str(model.dtype))
@@ -81,7 +81,7 @@ def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> 
 
 
 def _identity(job: Conversion, files: ModelFiles) -> dict[str, Any]:
-    """Identify a run: what must be the same for one to go on where another was interrupted."""
+    """Return what identifies a run: a run resumes an interrupted one only if these values are equal."""
     return {
         "source": str(files.path.resolve()),
         "files": files.state,
@@ -92,12 +92,12 @@ def _identity(job: Conversion, files: ModelFiles) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see `run`."""
+    """Run the command; see `run`."""
     return run_command("convert", argv)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0, or 2 with one sentence on stderr for what cannot be done as asked."""
+    """Return exit code 0, or 2 with one sentence on stderr for an error."""
     job = Conversion(args.source, args.destination, args.dtype, args.output_format, args.check_finite)
     try:
         report = _run(job, args)
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(job: Conversion, args: argparse.Namespace) -> list[str]:
-    """The conversion, and the lines that say what it did."""
+    """Run the conversion and return the lines of its report."""
     recipe, lines = command.recipe_of(args), []
     if recipe is not None:
         with counting_bar("quantising layers") as progress:
@@ -132,7 +132,7 @@ def _sizes(source: pathlib.Path, destination: pathlib.Path) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes as one reads them, in the units of files."""
+    """Format a byte count in decimal units (kB, MB, GB)."""
     value, unit = float(count), 0
     while value >= 1000 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1

@@ -1,4 +1,4 @@
-"""Models that a user has edited: whether they can be served and saved, before anything else is done."""
+"""Early checks that a model edited by the user can be served and saved."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxinfer.types import ParamSpec
 
 
 def require_specified(model: Model) -> None:
-    """Compare the parameters with their specs: paths and shapes.
+    """Check that paths and shapes of the parameters match their specs.
 
     Raises:
-        ValueError: names the first that is missing, has no spec or another shape.
+        ValueError: names the first parameter that is missing, has no spec or has another shape.
     """
     specs, params = _leaves(model.specs), _leaves(model.params)
     for path, spec in specs.items():
@@ -32,10 +32,10 @@ def require_specified(model: Model) -> None:
 
 
 def require_one_dtype(model: Model) -> None:
-    """Check that parameters whose specs name no dtype all have the model's: nothing is cast unless asked for.
+    """Check that parameters whose specs name no dtype all have the dtype of the model: nothing is cast implicitly.
 
     Raises:
-        ValueError: names the first that has not.
+        ValueError: names the first parameter with another dtype.
     """
     params, dtype = _leaves(model.params), str(model.dtype)
     for path, spec in _leaves(model.specs).items():
@@ -47,10 +47,10 @@ def require_one_dtype(model: Model) -> None:
 
 
 def require_described(model: Model, config_json: Mapping[str, Any]) -> None:
-    """Check that the model is what ``config_json`` and its parameters describe.
+    """Check that ``config_json`` describes the model and its parameters.
 
     Raises:
-        ValueError: its config is another one, its module was edited, or weights are quantised.
+        ValueError: the config differs, the module was edited, or weights are quantised.
     """
     described: Any = model.family.config(config_json)
     if described != model.config:
@@ -74,6 +74,6 @@ def _differences(before: Any, after: Any) -> str:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Arrays, or specs, by their path: ``layers_2.mlp.down``."""
+    """Return arrays, or specs, by path: ``layers_2.mlp.down``."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, ParamSpec))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}

@@ -1,4 +1,4 @@
-"""Model families from outside of the package: named by the user, or installed."""
+"""Model families from outside the package: named by the user, or from installed entry points."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from jaxinfer.models.config import ConfigError
 from jaxinfer.models.registry import FAMILIES, Family
 
 GROUP = "jaxinfer.families"
-"""Entry points: the name is an architecture of config.json, the value ``module:NAME`` of a `Family`."""
+"""Entry point group: the name is an architecture of config.json, the value ``module:NAME`` of a `Family`."""
 
 
 OWN = "jaxinfer"
-"""As a family: one of the package's own, whatever others have installed."""
+"""Value of ``family`` that allows only the package's own families and ignores installed entry points."""
 
 
 def find_families(config_json: Mapping[str, Any], family: str = "auto") -> dict[str, Family]:
-    """Find families beside the known ones, by architecture.
+    """Find families by architecture in addition to the built-in ones.
 
     Args:
-        family: "module:NAME" is that of whatever config.json names; "auto" looks for those that installed packages have
-            for it, and "jaxinfer" for none.
+        family: "module:NAME" is used for every architecture of config.json; "auto" looks for installed entry points of
+            the architectures; "jaxinfer" uses no external family.
 
-    This imports, and so runs, code: what the user names, or what somebody has installed. A model's folder only says
-    which of the installed ones it needs.
+    This imports, and so runs, code that the user names or has installed. A model folder only selects among the
+    installed entry points.
 
     Raises:
-        ConfigError: there is no such module or name in it, or it is no `Family`.
+        ConfigError: the module or the name does not exist, or is not a `Family`.
     """
     listed = config_json.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []

@@ -1,4 +1,4 @@
-"""Command-line flags made of a configuration's fields: name, type, default and help stand in the dataclass alone."""
+"""Command-line flags derived from fields of settings dataclasses, the only source of name, type, default and help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SWITCHES = {"on": True, "off": False}
 _METAVARS = {int: "N", float: "X"}
 _NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|[-+]?(inf|nan)", re.IGNORECASE)
 _SIZE = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)([kmgtKMGT])?(i?B)?")
-_SHORT = 2  # letters of names that others write with one dash: -tp
+_SHORT = 2  # maximum length of names that other engines write with one dash: -tp
 
 
 def add_groups(
@@ -28,7 +28,7 @@ def add_groups(
     skip: Collection[str] = (),
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Add a group of flags for each group of settings: for each dataclass that ``kind`` is put together of."""
+    """Add an argument group for each group of settings, that is for each dataclass that ``kind`` is composed of."""
     for title, names in setting_groups(kind):
         rest = {field.name for field in dataclasses.fields(kind)} - set(names)
         if set(names) - set(skip):
@@ -36,7 +36,7 @@ def add_groups(
 
 
 def setting_groups(kind: type) -> Iterator[tuple[str, list[str]]]:
-    """The groups of settings of ``kind``: the first words of each base's docstring, and the fields it declares."""
+    """Yield the groups of settings of ``kind``: the first words of each base's docstring, and its own fields."""
     groups = [each for each in reversed(kind.__mro__[1:]) if dataclasses.is_dataclass(each)] or [kind]
     for group in groups:
         yield re.split(r"[.:]", group.__doc__ or "", maxsplit=1)[0], list(vars(group).get("__annotations__", {}))
@@ -49,14 +49,14 @@ def add_flags(
     prefix: str = "",
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A flag for each field of the dataclass ``kind`` but those in ``skip``; what is not given is None.
+    """Add a flag for each field of the dataclass ``kind`` except those in ``skip``; a flag that is not given is None.
 
-    ``enable_x`` becomes ``--enable-x`` and ``--no-enable-x``, and so does a truth value that is false by default; any
-    other takes ``on`` or ``off``. Names of other engines work, too (`jaxinfer.names.ALIASES`).
+    ``enable_x`` becomes ``--enable-x`` and ``--no-enable-x``, as does a boolean that is false by default; any other
+    boolean takes ``on`` or ``off``. Names of other engines work, too (`jaxinfer.names.ALIASES`).
 
     Args:
-        prefix: what all flags begin with.
-        defaults: shown instead of the fields' own.
+        prefix: prefix of all flags.
+        defaults: shown in the help instead of the defaults of the fields.
     """
     types_of, helps = typing.get_type_hints(kind), attribute_docs(kind)
     for field in dataclasses.fields(kind):
@@ -69,12 +69,12 @@ def add_flags(
 
 
 def all_flags(name: str) -> list[str]:
-    """The flag of a setting, and those of other engines for the same."""
+    """Return the flag of a setting and its aliases from other engines."""
     return [flag for each in (name, *ALIASES.get(name, ())) for flag in _flags(each)]
 
 
 def own_flags(action: argparse.Action) -> list[str]:
-    """The option strings of an action that are ours, without those of `jaxinfer.names.ALIASES`."""
+    """Return the option strings of an action without the aliases of `jaxinfer.names.ALIASES`."""
     aliases = {flag for alias in ALIASES.get(action.dest, ()) for flag in _flags(alias)}
     aliases |= {f"--no-{flag.removeprefix('--')}" for flag in aliases}
     return [option for option in action.option_strings if option not in aliases]
@@ -83,14 +83,14 @@ def own_flags(action: argparse.Action) -> list[str]:
 def given_settings(
     args: argparse.Namespace, kind: type, skip: Collection[str] = (), prefix: str = ""
 ) -> dict[str, Any]:
-    """The fields of ``kind`` that were given on the command line; see `add_flags`."""
+    """Return the fields of ``kind`` that were given on the command line; see `add_flags`."""
     names = [field.name for field in dataclasses.fields(kind) if field.name not in skip]
     values = {name: value for name in names if (value := getattr(args, prefix + name)) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """Read the "Attributes:" sections of a class and its bases: of each name its text, in one line."""
+    """Return the text of each name in the "Attributes:" sections of a class and its bases, on one line each."""
     docs: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         docs |= _section_docs(vars(each).get("__doc__") or "")
@@ -113,7 +113,7 @@ def _flags(name: str) -> list[str]:
 
 
 def _help(text: str, default: object) -> str:
-    """Add the default, unless the text speaks of it or there is none. argparse takes % for its own."""
+    """Append the default, unless the text mentions it or there is none. % is escaped for argparse."""
     plain = text.replace("`", "").replace("%", "%%")
     if default is None or default is dataclasses.MISSING or "default" in plain:
         return plain
@@ -124,8 +124,8 @@ def _help(text: str, default: object) -> str:
 
 
 def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:
-    """argparse's options for a value of type ``kind``. None in a union means that it may be left out or, where there is
-    a default, that it may be ``off``."""
+    """Return argparse options for a value of type ``kind``. None in a union means that the flag is optional or, with
+    another default, that it may be ``off``."""
     if isinstance(kind, types.UnionType):
         (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
         if kind is int and default is not None:
@@ -142,7 +142,7 @@ def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:
 
 
 def whole_number(text: str) -> int:
-    """An integer, also with a unit: 32K and 4GiB count in powers of 1024, 32k and 4GB in powers of 1000."""
+    """Parse an integer, optionally with a unit: 32K and 4GiB count in powers of 1024, 32k and 4GB in powers of 1000."""
     found = _SIZE.fullmatch(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
@@ -155,12 +155,12 @@ def whole_number(text: str) -> int:
 
 
 def _gibibytes(text: str) -> float:
-    """A number of GiB, also with another unit (512MiB)."""
+    """Parse a number of GiB, or of another unit (512MiB)."""
     return float(text) if _NUMBER.fullmatch(text) else whole_number(text) / 2**30
 
 
 def _number_or_off(text: str) -> int | str:
-    """What `off` stands for is the setting's to say: here None is what was not given."""
+    """Parse a number or "off", which stays text for the setting to interpret, because None means an absent flag."""
     try:
         return text if text == "off" else whole_number(text)
     except argparse.ArgumentTypeError as error:

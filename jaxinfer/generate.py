@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.generate`: as `jaxinfer generate`."""
+"""Entry point of `python -m jaxinfer.generate`: the `jaxinfer generate` command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxinfer.cli.app import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 with one sentence on stderr for what cannot be done as asked."""
+    """Return exit code 0, or 2 with one sentence on stderr for an error."""
     return run("generate", argv)
 
 

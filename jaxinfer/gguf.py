@@ -1,10 +1,10 @@
-"""The container of GGUF files that nobody vouches for: metadata, and where each tensor lies.
+"""Reader of untrusted GGUF files: metadata, and the position of each tensor.
 
 A file is a magic, a version, two counts, key-value pairs, one entry for each tensor, and the data, which is aligned
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Everything is little-endian. Whatever a file claims is
-compared with its size before anything is made of it; arrays stay in the file until somebody asks for them.
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Everything is little-endian. All sizes that a file declares
+are checked against its length before anything is allocated; arrays stay in the file until they are read.
 
-This module knows neither models nor jax: the front end reads its tokenizer with it, the engine its weights.
+This module depends neither on models nor on jax: the front end reads its tokenizer with it, the engine its weights.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_NAME_BYTES = 1 << 10
 MAX_STRING_BYTES = 1 << 24
-MAX_STRINGS = 1 << 23  # of all arrays: the largest vocabularies have 262,144 tokens and twice as many merges
+MAX_STRINGS = 1 << 23  # over all arrays: the largest vocabularies have 262,144 tokens and twice as many merges
 MAX_ALIGNMENT = 1 << 20
 MAX_DIMENSIONS = 4
 _MAX_EXTENT = 1 << 62
-_SHOWN = 120  # characters of a name
+_SHOWN = 120  # characters of a name in a message
 
 _STRING, _ARRAY = 8, 9
 _SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
@@ -54,7 +54,7 @@ _BOOL = 7
 _LENGTH = struct.Struct("<Q")
 _UINT32 = struct.Struct("<I")
 
-# By ggml's number of the type. Plain numbers are named as safetensors names them.
+# By ggml type number. Unquantized types have their safetensors names.
 PLAIN: Mapping[int, str] = MappingProxyType(
     {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
 )
@@ -91,7 +91,7 @@ _INTERMEDIATE = "which llama.cpp makes of a product's inputs while it runs: of a
 _REPACKED = "which llama.cpp reads from files no more: quantise the model again as {}, of which it is another order"
 _FIRST = "which llama.cpp removed in 2023: quantise the model again as a known type"
 _UNKNOWN = "which a fork of llama.cpp has, or a later one: quantise the model again as a known type"
-# What ggml's other numbers are or were, and why no tensor of theirs is read.
+# Other ggml type numbers, current or removed, and why tensors of these types are rejected.
 _REFUSED: Mapping[int, tuple[str, str]] = MappingProxyType(
     {
         4: ("Q4_2", _FIRST),
@@ -106,7 +106,7 @@ _REFUSED: Mapping[int, tuple[str, str]] = MappingProxyType(
         38: ("IQ4_NL_8_8", _REPACKED.format("IQ4_NL")),
     }
 )
-# Numbers and bytes of a block; a plain number is a block of its own.
+# Numbers and bytes per block; an unquantized number is a block of 1.
 SIZES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "F32": (1, 4),
@@ -147,17 +147,17 @@ SIZES: Mapping[str, tuple[int, int]] = MappingProxyType(
 
 
 class GgufError(ValueError):
-    """A file that cannot be read. The message is one sentence for a person."""
+    """A file that cannot be read. The message is one sentence for the user."""
 
 
 class _FormatError(ValueError):
-    """A fault of a file, without its name."""
+    """An error in a file, without its name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """One checked tensor: ``shape`` is [out, in] as elsewhere, the reverse of ggml's; ``start`` counts from the file's
-    beginning. ``kind`` is a key of `SIZES`."""
+    """A checked tensor: ``shape`` is [out, in] as elsewhere, the reverse of ggml's; ``start`` is the offset from the
+    beginning of the file. ``kind`` is a key of `SIZES`."""
 
     name: str
     kind: str
@@ -168,7 +168,7 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-    """An array that was walked over but not read."""
+    """An array that was skipped but not read."""
 
     kind: int
     count: int
@@ -176,7 +176,7 @@ class _Array:
 
 
 class Metadata(Mapping[str, Any]):
-    """The key-value pairs. Arrays are read anew at each access, as lists.
+    """Key-value pairs of a file. Arrays are read again at each access, as lists.
 
     Raises:
         GgufError: (at an access) an array is too long, or one of its strings is too long or not UTF-8.
@@ -203,24 +203,24 @@ class Metadata(Mapping[str, Any]):
         return len(self._entries)
 
     def count(self, key: str) -> int | None:
-        """The number of an array's elements, without reading it; None where there is no such array."""
+        """Return the number of elements of an array, without reading it; None if there is no such array."""
         entry = self._entries.get(key)
         return entry.count if isinstance(entry, _Array) else None
 
 
 class Header:
-    """Header of a mapped GGUF file, after every check.
+    """Header of a memory-mapped GGUF file, fully checked.
 
     The mapping lives as long as the object or any array made of it. The file must not shrink meanwhile.
 
     Attributes:
-        path: where the file is.
-        data: all of it.
+        path: path of the file.
+        data: the whole mapping.
         metadata: its key-value pairs.
-        tensors: what it holds, by ggml's names.
+        tensors: its tensors by ggml name.
 
     Raises:
-        GgufError: the file is missing, truncated, contradicts itself or goes beyond the limits of this module.
+        GgufError: the file is missing, truncated, inconsistent or exceeds the limits of this module.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -235,12 +235,12 @@ class Header:
 
 
 def quoted(name: str) -> str:
-    """A name out of an untrusted file, fit for a message."""
+    """Return a name from an untrusted file in a form that is safe in a message."""
     return repr(name if len(name) <= _SHOWN else name[:_SHOWN] + "...")
 
 
 def _mapped(path: pathlib.Path) -> mmap.mmap:
-    # is_file first: opening a pipe would wait for ever
+    # is_file first: opening a pipe would block forever
     if not path.is_file():
         raise GgufError(f"{path} does not exist or is not a file")
     try:
@@ -274,14 +274,14 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Scalar | _Array], dict[str, GgufT
 
 @dataclasses.dataclass
 class _Cursor:
-    """The parser's place. Nothing is read beyond the end of the file."""
+    """Read position of the parser, bounded by the end of the file."""
 
     data: mmap.mmap
     at: int = 0
     strings: int = 0
 
     def take(self, count: int, what: str) -> int:
-        """Moves over ``count`` bytes and gives where they begin."""
+        """Skip ``count`` bytes and return their start."""
         start = self.at
         if count > len(self.data) - start:
             raise _FormatError(f"it ends within {what}: is it truncated?")
@@ -337,7 +337,7 @@ class _Cursor:
         self.strings += count
         if self.strings > MAX_STRINGS:
             raise _FormatError(f"{what} claims {count} strings: all arrays together may have {MAX_STRINGS}")
-        # a string has 8 bytes at least: refused here, the loop below is as long as the file allows
+        # A string has at least 8 bytes: checking here bounds the loop below by the file size.
         if count * _LENGTH.size > len(self.data) - self.at:
             raise _FormatError(f"it ends within {what}: is it truncated?")
         at, end, unpack = self.at, len(self.data) - _LENGTH.size, _LENGTH.unpack_from
@@ -428,7 +428,7 @@ def _kind(number: int, what: str) -> str:
 
 
 def _check_places(infos: Iterable[GgufTensor], start: int, alignment: int, size: int) -> None:
-    """Tensors begin where the alignment lets them, lie within the file, and no byte belongs to two."""
+    """Check that tensors are aligned, within the file, and do not overlap."""
     reached, previous = 0, ""
     for info in sorted(infos, key=lambda info: (info.start, info.nbytes)):
         what = f"tensor {quoted(info.name)}"

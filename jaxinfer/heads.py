@@ -1,4 +1,4 @@
-"""Draft heads from their folders: what of them fits the model they draft for, and their parameters."""
+"""Loading of draft heads (Medusa, EAGLE, MTP): checks that a head fits its target model, and reads its parameters."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from jaxinfer.weights.open import open_model_files
 from jaxinfer.weights.source import locate
 from jaxinfer.weights.tree import Fill
 
-OFFSETS = "d2t"  # tensor of a reduced vocabulary: the model's id of each of the head's, less that
+OFFSETS = "d2t"  # tensor of a reduced draft vocabulary: target token id minus draft token id
 
 
 def describe_head(name: str, method: str, target: Model) -> Model:
-    """The head without its weights: the parameters are `jax.ShapeDtypeStruct`, in the model's dtype.
+    """Return the head without its weights: the parameters are `jax.ShapeDtypeStruct`, in the dtype of the model.
 
     Args:
         name: a folder or a hub id.
@@ -38,7 +38,7 @@ def describe_head(name: str, method: str, target: Model) -> Model:
         target: the model that it drafts for, whose parameters may be abstract.
 
     Raises:
-        CheckpointError, ConfigError: one sentence that says what is wrong.
+        CheckpointError, ConfigError: one sentence with the reason.
     """
     return _described(name, method, target)[1]
 
@@ -75,7 +75,7 @@ def _described(name: str, method: str, target: Model) -> tuple[ModelFiles, Model
 
 
 def abstract_head(method: str, files: HeadFiles, name: str, dtype: str) -> Model:
-    """The head that files describe, without its weights.
+    """Return the head that ``files`` describe, without its weights.
 
     Raises:
         ConfigError: see `jaxinfer.models.registry.HeadFamily`.
@@ -89,7 +89,7 @@ def abstract_head(method: str, files: HeadFiles, name: str, dtype: str) -> Model
 
 
 def _refuse_pickles(folder: pathlib.Path) -> None:
-    """Refuse what many heads are published as, and say what converts it."""
+    """Reject pickled heads, the form in which many are published, and name the tool that converts them."""
     pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind))
     if pickles and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
@@ -99,10 +99,10 @@ def _refuse_pickles(folder: pathlib.Path) -> None:
 
 
 def _inverse(files: ModelFiles, vocab: int) -> np.ndarray:
-    """The head's id of each of the model's tokens, -1 where it has none.
+    """Return the draft token id of each token of the model, -1 if the head has none.
 
     Raises:
-        CheckpointError: there are no offsets, or they name a token twice or one that is none.
+        CheckpointError: the offsets are missing, or they name a token twice or out of range.
     """
     if OFFSETS not in files.tensors.tensors:
         raise CheckpointError(f"{files.path} lacks the tensor {quoted(OFFSETS)} that draft_vocab_size asks for")

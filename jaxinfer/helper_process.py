@@ -1,8 +1,8 @@
-"""Helper processes: what may loop for ever, or ask for all memory, runs in one, and is killed there. No jax.
+"""Helper processes for untrusted code that may loop forever or allocate without bound, and that can be killed. No jax.
 
-A helper reads frames from stdin and writes one back for each; it ends with its input, or at once where its parent is
-killed, whatever it does. A frame is its length (4 bytes, big-endian) and bytes, which on the way out begin with `GOOD`
-or `BAD`. Its first frame is its setup.
+A helper reads frames from stdin and writes one reply per frame; it exits at end of input, or immediately when its
+parent is killed, whatever it is doing. A frame is its length (4 bytes, big-endian) and its bytes; replies begin with
+`GOOD` or `BAD`. The first frame is the setup.
 """
 
 from __future__ import annotations
@@ -21,56 +21,56 @@ from typing import IO
 
 GOOD, BAD = b"+", b"-"
 MAX_FRAME_BYTES = 256 << 20
-"""More than the largest text that a template may write, every character escaped."""
+"""Above the largest text that a template may write, every character escaped."""
 
 START_CPU_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
-_ENDING_SECONDS = 1.0  # from the end of a process's output to its own
+_ENDING_SECONDS = 1.0  # between the end of a process's output and its exit
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
-"""Exit codes of a process that somebody else ended."""
+"""Exit codes of a process that was killed from outside."""
 
 # ---- within a helper
 
 
 def begin(memory: int) -> None:
-    """Bound this process, whose argument is the process that started it: ``memory`` in bytes, and the processor's time
-    of its start."""
+    """Set the limits of this process, whose argument is the pid of its parent: ``memory`` in bytes, and the CPU time of
+    its start."""
     die_with(int(sys.argv[1]))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which asks the server, perhaps with all its processes, to reload
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # else whoever started this process might have it ignored
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # SIGHUP makes the server reload, and may reach all of its processes
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may have had it ignored
     allow_cpu(START_CPU_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def die_with(parent: int) -> None:
-    """End this process with its parent, which ends the input too, but a template that loops reads none. Linux sends a
-    signal; elsewhere it is the limit of the processor's time that ends such a template."""
+    """Exit when the parent dies. End of input is not enough: a template that loops does not read. Linux sends a signal;
+    elsewhere the CPU time limit ends such a template."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent died before
         sys.exit(1)
 
 
 def allow_cpu(seconds: float) -> None:
-    """Allow ``seconds`` of the processor from now on; beyond that the kernel ends this process (SIGPROF), whatever it
-    does. Hundredths of a second: the limits of `resource` count whole ones."""
+    """Allow ``seconds`` of CPU time from now; after that the kernel kills this process (SIGPROF), whatever it is doing.
+    ``setitimer`` has a resolution of hundredths of a second; limits of `resource` count whole seconds."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def stand_back(thread: int = 0) -> None:
-    """Let everybody else's claims to the processor go before those of a thread (0: this one), for good (`sched(7)`,
-    SCHED_IDLE): only who is root may take that back. Does nothing where the system is not Linux."""
+    """Lower a thread (0: this one) permanently to idle priority (`sched(7)`, SCHED_IDLE); only root may undo that.
+    No-op if the system is not Linux."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a thread may have ended
+        with contextlib.suppress(OSError):  # the thread may have ended
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def in_threads(serve: Callable[[], bool]) -> None:
-    """Call ``serve`` until it says false, each time in a new thread: what the last one did may have stood back.
+    """Call ``serve`` until it returns False, each time in a new thread: the previous one may have idle priority.
 
-    All have one heap: glibc would give many threads many, and keep what is free in each.
+    All threads share one heap: glibc would create one per thread and keep free memory in each.
     """
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
@@ -81,19 +81,19 @@ def in_threads(serve: Callable[[], bool]) -> None:
         going = serve()
 
     while going:
-        going = False  # where `serve` fails
+        going = False  # if `serve` raises
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
 
 
 def stands_back() -> bool:
-    """Whether this thread does."""
+    """Whether this thread has idle priority."""
     return sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_IDLE
 
 
 def read_frame(reader: IO[bytes]) -> bytes | None:
-    """Read a frame; None at the end of the input, also within a frame or where one is announced that is too large."""
+    """Read a frame; None at end of input, also within a frame, or if the announced frame is too large."""
     head = reader.read(4)
     size = int.from_bytes(head)
     if len(head) < 4 or size > MAX_FRAME_BYTES:
@@ -108,15 +108,15 @@ def write_frame(writer: IO[bytes], body: bytes) -> None:
     writer.flush()
 
 
-# ---- beside it
+# ---- in the parent
 
 
 class Helper:
-    """A helper process and the pipes to it. Methods but `kill` belong to whoever took it out of the pool.
+    """A helper process and its pipes. Except `kill` and `stand_back`, methods are for the thread that owns it only.
 
     Args:
-        module: that it runs.
-        setup: its first frame.
+        module: module that the process runs.
+        setup: first frame.
     """
 
     def __init__(self, module: str, setup: bytes) -> None:
@@ -126,7 +126,7 @@ class Helper:
         self._killed = self._stopped = False
 
     def start(self) -> bool:
-        """Start it if it does not run; whether that was so: it knows nothing then.
+        """Start the process if it is not running; return whether it was started, and so has no state.
 
         Raises:
             RuntimeError: it cannot be started.
@@ -135,8 +135,8 @@ class Helper:
             return False
         if self._reap is not None:
             self._reap()
-        # In a group of its own: a Ctrl-C in the terminal is the server's business. Not in a session: Linux shares the
-        # processor among sessions first (sched(7), autogroup), and to stand back means something within one alone.
+        # In its own process group: Ctrl-C in the terminal goes to the server alone. Not in its own session: Linux first
+        # divides CPU time between sessions (sched(7), autogroup), and SCHED_IDLE has an effect only within one session.
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), process_group=0
         )
@@ -146,29 +146,29 @@ class Helper:
         return True
 
     def ask(self, question: bytes) -> bytes | None:
-        """Ask the helper; None: it was killed, or died."""
+        """Send a request to the helper and return its reply; None if it was killed or died."""
         answer = self._exchange(question)
         self._killed = self._killed or answer is None
         return answer
 
     def stand_back(self) -> None:
-        """Let the helper's threads stand back that work now, but for its first one (see `in_threads`). From any
-        thread."""
+        """Set the helper's current worker threads to idle priority, all except its main thread (see `in_threads`).
+        Thread-safe."""
         if self._process is not None:
             folder, first = f"/proc/{self._process.pid}/task", str(self._process.pid)
-            with contextlib.suppress(OSError):  # it has ended, or there is no such folder
+            with contextlib.suppress(OSError):  # it has ended, or the system has no such folder
                 for thread in set(os.listdir(folder)) - {first}:
                     stand_back(int(thread))
 
     def kill(self) -> None:
-        """Kill the helper, from any thread. Whoever waits for an answer gets none."""
+        """Kill the helper, from any thread. A thread that waits for a reply gets None."""
         self._killed = self._stopped = True
         if self._process is not None:
             self._process.kill()
 
     @property
     def was_taken_away(self) -> bool:
-        """Whether a signal from outside ended it, such as the system's for want of memory: no fault of the question."""
+        """Whether an external signal ended it, such as the OOM killer's: not the fault of the request."""
         if self._process is None or self._stopped:
             return False
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -191,12 +191,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what a write that failed has left in the buffer
+            with contextlib.suppress(BrokenPipeError):  # data that a failed write left in the buffer
                 pipe.close()
 
 
 def _environment() -> dict[str, str]:
-    """Templates have no business with the server's environment, but Python must find itself, and this package."""
+    """Return a minimal environment: templates must not see the server's, but Python must find this package."""
     passed = ("PATH", "LD_LIBRARY_PATH", "HOME", "TZ", "LANG", "LC_ALL", "SYSTEMROOT")
     passed_on = {name: os.environ[name] for name in passed if name in os.environ}
     return {**passed_on, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

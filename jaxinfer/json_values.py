@@ -1,7 +1,7 @@
-"""Values of JSON files that other tools wrote: a number can be of another type there than the field's own. No jax.
+"""Conversion of JSON values written by other tools, where a number may have another type than its field. No jax.
 
-Writers differ: ``20.0`` or ``"20"`` for 20, ``1`` for true. Each function gives the value that is meant, and None where
-none is; its caller knows file and field, and raises the error that names them.
+Writers differ: ``20.0`` or ``"20"`` for 20, ``1`` for true. Each function returns the intended value, or None if there
+is none; the caller knows the file and the field and raises the error that names them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 
 _LONGEST = 40
-"""Characters of a number: no float or 64-bit integer takes more, and time to read one grows with its square."""
+"""Maximum characters of a number: no float or 64-bit integer needs more, and parse time grows quadratically."""
 
 
 def whole(value: object) -> int | None:
-    """An integer: 20, 20.0, "20" and "20.0"; None for all else, true and false among it."""
+    """Return an integer for 20, 20.0, "20" and "20.0"; None for all other values, including true and false."""
     number = _parsed(value)
     if isinstance(number, float):
         return int(number) if number.is_integer() else None
@@ -21,7 +21,7 @@ def whole(value: object) -> int | None:
 
 
 def real(value: object) -> float | None:
-    """A finite number: 0.5, 1, "1e-6"; None for all else, NaN and integers beyond a float's range among it."""
+    """Return a finite float for 0.5, 1 or "1e-6"; None for other values, including NaN and integers out of range."""
     try:
         number = _parsed(value)
         return float(number) if number is not None and math.isfinite(number) else None
@@ -30,7 +30,7 @@ def real(value: object) -> float | None:
 
 
 def flag(value: object) -> bool | None:
-    """A boolean: true, false, and the numbers 1 and 0. A string is none: Python's libraries take "false" for true."""
+    """Return a boolean for true, false, 1 and 0; None for strings, because Python libraries take "false" as true."""
     if isinstance(value, bool):
         return value
     number = None if isinstance(value, str) else whole(value)
@@ -44,7 +44,7 @@ def _parsed(value: object) -> int | float | None:
 
 
 def _number(text: str) -> int | float | None:
-    if len(text) > _LONGEST or not text.isascii() or "_" in text:  # Python alone takes other digits, and "1_000"
+    if len(text) > _LONGEST or not text.isascii() or "_" in text:  # only Python accepts non-ASCII digits and "1_000"
         return None
     for kind in (int, float):
         try:

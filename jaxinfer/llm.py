@@ -1,4 +1,4 @@
-"""`LLM`: the engine in this process, with text in and text out."""
+"""`LLM`: offline inference with the engine in this process, with text in and text out."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
-# The fields of a request that are the prompt itself, as text or as tokens.
+# Fields of a request that hold the prompt itself, as text or as tokens.
 _PROMPT = ("prompt", "prompt_token_ids")
 
 
 class Logprob(NamedTuple):
-    """One candidate token: its log-probability under the raw logits, its rank from 1, its text."""
+    """Candidate token: its log-probability under the raw logits, its rank from 1, its text."""
 
     logprob: float
     rank: int
@@ -44,8 +44,8 @@ LogprobsDict = dict[int, Logprob]
 
 @dataclasses.dataclass(repr=False)
 class CompletionOutput(Brief):
-    """One sample. ``logprobs`` has, for each token, the chosen id and the most likely ones. ``acceptance`` is "typical"
-    where drafts were kept by that rule, which changes tokens (None: exactly)."""
+    """A sample. ``logprobs`` has, for each token, the chosen id and the most likely ones. ``acceptance`` is "typical"
+    where drafts were accepted by that rule, which changes tokens (None: exact)."""
 
     index: int
     text: str = ""
@@ -59,7 +59,7 @@ class CompletionOutput(Brief):
 
 @dataclasses.dataclass(repr=False)
 class RequestOutput(Brief):
-    """The outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, nothing precedes it."""
+    """Outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, because no token precedes it."""
 
     request_id: str
     prompt: str | None
@@ -75,7 +75,7 @@ class RequestOutput(Brief):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Score(Brief):
-    """A continuation's tokens, each with its log-probability, their sum, and whether each is the most likely one."""
+    """Score of a continuation: tokens, log-probability of each, the sum, and whether each is the most likely one."""
 
     token_ids: list[int]
     logprobs: list[LogprobsDict]
@@ -85,7 +85,7 @@ class Score(Brief):
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """A piece of one output as it is generated. ``request`` is the position of the prompt in the call."""
+    """A streaming delta of one output. ``request`` is the index of the prompt in the call."""
 
     request: int
     index: int
@@ -99,18 +99,18 @@ class LLM(LoRADoor):
 
     Args:
         model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
-        dtype: see `load_model`; for a `Model`, "auto" keeps its own, and others cast its parameters.
+        dtype: see `load_model`; for a `Model`, "auto" keeps its dtype, any other value casts its parameters.
         family, chat_template: see `load_model`.
         config: the engine's settings.
-        settings: fields of `EngineConfig` by name, on top of ``config``: max_model_len, max_num_seqs, num_pages, ...
-        check_finite: refuse weights with NaN or infinity.
+        settings: fields of `EngineConfig` by name, overriding ``config``: max_model_len, max_num_seqs, num_pages, ...
+        check_finite: reject weights with NaN or infinity.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence that says what is
-            wrong. What does not fit into memory is refused before the weights are loaded.
-        ValueError: a `Model` whose parameters are not what its specs say; names the first.
-        TypeError: ``settings`` has a name that `EngineConfig` does not know; says which one may have been meant.
+        CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence with the reason. A
+            model that does not fit into memory is rejected before the weights are loaded.
+        ValueError: parameters of a `Model` do not match its specs; names the first.
+        TypeError: ``settings`` has a name that `EngineConfig` does not have; suggests a similar one.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class LLM(LoRADoor):
         self.close()
 
     def close(self) -> None:
-        """Give the memory of weights, KV cache and programs back. A `Model` that was handed in keeps its arrays."""
+        """Free the memory of weights, KV cache and programs. A `Model` that was passed in keeps its arrays."""
         self._served = None
         gc.collect()  # an engine and its callbacks refer to each other
 
@@ -179,7 +179,7 @@ class LLM(LoRADoor):
         return self.model.tokenizer
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """Sampling as the checkpoint's generation_config.json recommends it, with ``changes`` on top."""
+        """Return the sampling parameters of the checkpoint's generation_config.json, overridden by ``changes``."""
         return SamplingParams(**{**recommended_sampling(self.model.generation_config), **changes})
 
     get_default_sampling_params = default_sampling_params  # vLLM's name
@@ -194,18 +194,18 @@ class LLM(LoRADoor):
         progress: bool | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, or a list of token ids); results come in the order of the prompts.
+        """Complete each prompt (text, or a list of token ids); results are in the order of the prompts.
 
         Args:
-            sampling_params: one for all, or one for each prompt (default: what the checkpoint recommends).
-            lora: the adapter for all, or one (or None) for each prompt; a text names one that is loaded.
-            on_delta: called with each piece as it is generated.
-            progress: draw a bar on stderr: prompts done, and tokens a second. None: where stderr is a terminal or in a
+            sampling_params: one for all, or one for each prompt (default: the checkpoint's recommendation).
+            lora: the adapter for all, or one (or None) for each prompt; a string names a loaded adapter.
+            on_delta: called with each delta as it is generated.
+            progress: draw a bar on stderr: prompts done, and tokens a second. None: if stderr is a terminal or in a
                 notebook, unless there is ``on_delta``.
-            use_tqdm: the same under vLLM's name.
+            use_tqdm: vLLM's name of ``progress``.
 
         Raises:
-            RequestError: a prompt or a parameter is refused, naming field and value; nothing is generated then.
+            RequestError: a prompt or a parameter is rejected, naming field and value; nothing is generated then.
             LoRAError: an adapter cannot be read.
         """
         asked = use_tqdm if progress is None else progress
@@ -221,7 +221,7 @@ class LLM(LoRADoor):
         *,
         answers: bool = False,
     ) -> list[RequestOutput]:
-        """`generate`. ``answers``: the prompts are conversations."""
+        """Implement `generate`. ``answers``: the prompts are conversations."""
         listed = as_prompts(prompts)
         made = self._requests("prompts", listed, self._params_for(listed, sampling_params), answers)
         requests = self._adapted(made, lora)
@@ -250,19 +250,19 @@ class LLM(LoRADoor):
         return run.outputs
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached page; returns how many those were."""
+        """Drop every cached page; return their number."""
         return self.engine.reset_prefix_cache()
 
     def score(self, prompt: Prompt, continuations: Sequence[Prompt], *, lora: LoRAChoice = None) -> list[Score]:
-        """Log-probabilities of each continuation (text, or token ids) behind the same prompt, under the raw logits.
+        """Return log-probabilities, under the raw logits, of continuations (text or token ids) of the same prompt.
 
-        Texts are tokenised one by one: a continuation keeps its leading space.
+        Texts are tokenised separately: a continuation keeps its leading space.
 
         Args:
-            lora: the adapter of the model that scores; a text names one that is loaded.
+            lora: the adapter of the model that scores; a string names a loaded adapter.
 
         Raises:
-            RequestError: prompt or continuations are refused, naming field and value.
+            RequestError: prompt or continuations are rejected, naming field and value.
             LoRAError: the adapter cannot be read.
         """
         if isinstance(continuations, str):
@@ -284,7 +284,7 @@ class LLM(LoRADoor):
     def _requests(
         self, field: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams], answers: bool = False
     ) -> list[Request]:
-        """Check all; of several, the error says which one is refused."""
+        """Make and check the requests; with several prompts the error names the rejected one."""
         made = []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -308,11 +308,11 @@ class LLM(LoRADoor):
         progress: bool | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """`generate` on conversations, through the checkpoint's chat template.
+        """Generate on conversations, through the checkpoint's chat template; see `generate`.
 
         Raises:
-            RequestError: the checkpoint has no chat template, a content is no text, or `generate` refuses.
-            TemplateError: the template refuses the messages.
+            RequestError: the checkpoint has no chat template, a content is not text, or `generate` rejects a prompt.
+            TemplateError: the template rejects the messages.
         """
         template, tokenizer = self.model.chat_template, self.tokenizer
         if template is None or tokenizer is None:
@@ -321,7 +321,7 @@ class LLM(LoRADoor):
         conversations: Any = [messages] if single else messages
         plain = (messages_of("messages" + f"[{i}]" * (not single), c, template) for i, c in enumerate(conversations))
         texts = [template.render(each, add_generation_prompt, tools) for each in plain]
-        # The template writes the special tokens itself.
+        # The template adds the special tokens itself.
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         asked = use_tqdm if progress is None else progress
         return self._generate(prompts, sampling_params, on_delta, asked, lora, answers=True)
@@ -348,7 +348,7 @@ def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineC
 
 
 class _Run:
-    """One `generate` call: iterating drives the engine until every output has ended, and yields the deltas."""
+    """A `generate` call: iterating drives the engine until every output has ended, and yields the deltas."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class _Run:
                 yield self._take(delta)
 
     def abort(self) -> None:
-        """Leave nothing behind: outputs that are still open end, and the step in flight is drained."""
+        """Abort outputs that are still open, and drain the step in flight."""
         for request_id, index in self._open:
             self._engine.abort(request_id, index)
         while self._engine.has_work:
@@ -393,7 +393,7 @@ class _Run:
             output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
             output.acceptance = new.acceptance
             self._open.discard(key)
-            if delta.finish_reason is None:  # a stop string: the engine knows nothing of those
+            if delta.finish_reason is None:  # a stop string: the engine does not check those
                 self._engine.abort(*key, FinishReason.STOP)
         return Delta(at, new.index, new.text, new.token_ids, new.finish_reason)
 
@@ -431,7 +431,7 @@ def _add_all(engine: EngineCore, requests: Sequence[Request]) -> list[Request]:
 
 
 def _score(ids: list[int], output: RequestOutput) -> Score:
-    assert output.prompt_logprobs is not None  # they were asked for
+    assert output.prompt_logprobs is not None  # they were requested
     found = [position for position in output.prompt_logprobs[-len(ids) :] if position is not None]
     chosen = [position[token] for token, position in zip(ids, found, strict=True)]
     return Score(ids, found, math.fsum(c.logprob for c in chosen), all(c.rank == 1 for c in chosen))

@@ -1,4 +1,4 @@
-"""Load a model by name, and start an engine that serves it: the demo, a folder or a hub id."""
+"""Loading of a model by name (the demo, a folder or a hub id), and start of an engine that serves it."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ from pallas_kernels.matmul import Layout
 
 _log = logging.getLogger("jaxinfer")
 
-# What a bad model folder raises: each carries one sentence for a person.
+# Errors of an invalid model folder; each has a one-sentence message for the user.
 LOADING_ERRORS = (CheckpointError, ConfigError, TokenizerError, TemplateError)
 
 
 def model_folder(name: str) -> pathlib.Path:
-    """The folder that ``name`` means: "demo", "demo-draft", a path, or a hub id when the network allows.
+    """Return the folder of ``name``: "demo", "demo-draft", a path, or a hub id when the network allows.
 
     Raises:
-        CheckpointError: nothing of that name can be had; the message says what to do.
+        CheckpointError: the model is not available; the message says what to do.
     """
     return demo_folder(name) or locate(name)
 
 
 @dataclasses.dataclass(frozen=True)
 class StartProgress:
-    """Callbacks for the progress of a start; None: none.
+    """Progress callbacks of a start; None: no callback.
 
     Attributes:
         weights: called after each tensor, see `load_params`.
@@ -104,25 +104,25 @@ def start_engine(
     progress: StartProgress = StartProgress(),
     group: Group | None = None,
 ) -> tuple[Model, EngineCore]:
-    """Plan the memory, load the weights, compile: everything between a user's settings and an engine that is ready.
+    """Plan memory, load weights and compile: turn the user's settings into a running engine.
 
     Args:
         model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
-        dtype: see `load_model`; for a `Model`, "auto" keeps its own, and others cast its parameters.
+        dtype: see `load_model`; for a `Model`, "auto" keeps its dtype, any other value casts its parameters.
         family, chat_template, check_finite, show_progress: see `load_model`.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
-        group: whose process 0 this is; the others call `start_follower` with the same settings.
+        group: process group with this as process 0; the others call `start_follower` with the same settings.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence that says what is
-            wrong. What does not fit into memory is refused before the weights are loaded.
-        ValueError: a `Model` whose parameters are not what its specs say; names the first.
+        CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence with the reason. A
+            model that does not fit into memory is rejected before the weights are loaded.
+        ValueError: parameters of a `Model` do not match its specs; names the first.
     """
     use_compilation_cache(compilation_cache_dir)
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
     if chat_template is not None:
-        given = given_template(chat_template)  # what is none is refused before anything is planned
+        given = given_template(chat_template)  # reject an invalid template before planning
         in_memory = in_memory and in_memory.replace(chat_template=_with_tokens(given, in_memory))
     planned = in_memory or abstract_model(str(model), dtype, family)
     with timed("memory planned"):
@@ -134,7 +134,7 @@ def start_engine(
     )
     with timed("weights loaded"):
         loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template)
-        loaded = with_activations(loaded, config)  # what is served is what the caller gets
+        loaded = with_activations(loaded, config)  # the caller gets the model that is served
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
         loaded = loaded.laid_out(layout) if layout else loaded
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
@@ -144,19 +144,19 @@ def start_engine(
 
 
 def _with_tokens(template: ChatTemplate, model: Model) -> ChatTemplate:
-    """The template with the special tokens of a model's tokenizer."""
+    """Return the template with the special tokens of the model's tokenizer."""
     return ChatTemplate(template.sources, {} if model.tokenizer is None else model.tokenizer.texts)
 
 
 def _layout(model: Model, config: EngineConfig, mesh: Mesh) -> Layout | None:
-    """Of matrices of a model that an engine has loaded itself; None: the family's."""
+    """Return the matrix layout for a model that the engine loads itself; None: the layout of the family."""
     if jax.default_backend() != "cpu" or mesh.size > 1:
         return None
     return layout_for_cpu(resolve_for(model, config, "cpu", mesh).rows, model.dtype.itemsize)
 
 
 def _warn_of_long_texts(model: Model, length: int) -> None:
-    """Say that short texts are computed as parts of long ones are, where a checkpoint tells these apart."""
+    """Warn that longrope computes short texts with the long factors, if the checkpoint distinguishes them."""
     ropes = [value for value in vars(model.config).values() if isinstance(value, RopeConfig)]
     original = min((rope.original_max_position for rope in ropes if rope.kind == "longrope"), default=length)
     if length > original:
@@ -178,7 +178,7 @@ def start_follower(
     compilation_cache_dir: str | None = None,
     progress: StartProgress = StartProgress(),
 ) -> tuple[Model, ResolvedEngine, dict[int, LocalExecutor]]:
-    """Do as `start_engine`, in a process that is not its group's first: load and compile its devices' part.
+    """Load and compile the shard of this process, which is not the first of its group; see `start_engine`.
 
     The executors are for `jaxinfer.engine.distributed.leader.follow`. Arguments and errors are those of `start_engine`.
     """
@@ -197,7 +197,7 @@ def start_follower(
 
 
 def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -> tuple[MemoryPlan, EngineConfig]:
-    """The plan, and the settings with a pool of its size: the least of all processes, as all have the same pages."""
+    """Return the memory plan, and the settings with its pool size: the minimum over processes, equal in all of them."""
     require_processes(mesh)
     plan = plan_engine(model, config, jax.default_backend(), mesh)
     if group is not None:
@@ -230,27 +230,27 @@ def load_model(
     family: str = "auto",
     chat_template: str | None = None,
 ) -> Model:
-    """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
+    """Load config, tokenizer and weights; each tensor goes directly to the device.
 
-    A folder without a tokenizer is a model that speaks token ids.
+    A folder without a tokenizer gives a model that takes token ids only.
 
     Args:
         name: see `model_folder`.
-        dtype: of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
-        check_finite: refuse NaN and infinite weights.
-        show_progress: draw a bar on stderr where that is a terminal.
-        progress: told instead, see `load_params`.
-        mesh: the devices over which the weights are spread, see docs/parallelism.md; None: JAX's first device. What
-            several pipeline stages need (tied embeddings) is loaded where the first one is.
-            Of several processes each has those stages of which it has devices; other parameters are abstract there.
-        families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
-        family: "auto": the package's own or, of architectures that it does not know, what installed packages have;
-            "jaxinfer": its own alone; ``module:NAME``: where to import it from, whatever config.json names.
-        chat_template: in place of the checkpoint's own: a file, or the text of a template.
+        dtype: dtype of the parameters: "float32", "bfloat16", "float16", or "auto" for that of the checkpoint.
+        check_finite: reject NaN and infinite weights.
+        show_progress: draw a bar on stderr if it is a terminal.
+        progress: called instead of drawing a bar, see `load_params`.
+        mesh: the devices over which the weights are sharded, see docs/parallelism.md; None: JAX's first device. Weights
+            that several pipeline stages need (tied embeddings) are loaded on the first of them. With several processes
+            each loads the stages that have some of its devices; other parameters are abstract there.
+        families: additional model families, by the architecture that config.json names (docs/add_a_model.md).
+        family: "auto": the package's own families or, for unknown architectures, those of installed packages;
+            "jaxinfer": the package's own only; ``module:NAME``: import it from there, whatever config.json names.
+        chat_template: replaces that of the checkpoint: a file, or the text of a template.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
-        EngineConfigError: the model cannot be spread over the mesh, or that is not one of `make_mesh`.
+        CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence with the reason.
+        EngineConfigError: the model cannot be sharded over the mesh, or the mesh is not from `make_mesh`.
     """
     mesh = require_mesh(mesh or make_mesh())
     files, model = _describe(name, dtype, family, families)
@@ -283,7 +283,7 @@ def _generation_config(folder: pathlib.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedFrom:
-    """The folder, or GGUF file, of a loaded model."""
+    """Folder, or GGUF file, of a loaded model."""
 
     path: pathlib.Path
     config_json: Mapping[str, Any]
@@ -302,14 +302,14 @@ class LoadedFrom:
 
 
 def write_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Writes what goes with a model's weights, its tokenizer above all, into another folder.
+    """Write the files that accompany a model's weights, such as its tokenizer, into another folder.
 
     Args:
-        source: a model's folder, whose small files are copied, or a GGUF file, whose metadata say the same.
+        source: a model folder, whose small files are copied, or a GGUF file, whose metadata have the same content.
 
     Raises:
-        TokenizerError, TemplateError: a GGUF file's cannot be understood.
-        OSError: something cannot be written.
+        TokenizerError, TemplateError: the tokenizer or template of a GGUF file is not supported.
+        OSError: a file cannot be written.
     """
     if not source.is_file():
         copy_companions(source, folder)
@@ -321,11 +321,11 @@ def write_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
 def open_model(
     name: str, dtype: str = "auto", *, check_finite: bool = False, progress: Progress | None = None
 ) -> tuple[ModelFiles, Model]:
-    """The files behind a name, and the model, whose parameters (`jaxinfer.weights.lazy.Deferred`) are read when they
-    are asked for: to convert them one by one. Arguments are those of `load_model`.
+    """Return the files of a named model, and the model with lazily read parameters (`jaxinfer.weights.lazy.Deferred`),
+    for conversion one by one. Arguments are those of `load_model`.
 
     Raises:
-        CheckpointError, ConfigError: one sentence that says what is wrong; of values, when they are read.
+        CheckpointError, ConfigError: one sentence with the reason; for values, when they are read.
     """
     files, model = _describe(name, dtype)
     params = _filled(files, model, deferred(model.dtype), progress, check_finite)
@@ -333,11 +333,11 @@ def open_model(
 
 
 def with_draft(model: Model, config: EngineConfig, load: Callable[[str, Model], Model]) -> Model:
-    """The model with the draft model or head that ``config`` asks for: the one that it names, else the model's own,
-    else the demo model's; an MTP layer is in the model's own folder.
+    """Return the model with the draft model or head of ``config``: the one that it names, else the model's own, else
+    the demo model's; an MTP layer is in the model's own folder.
 
     Args:
-        load: makes a model of a name, for the one that it is to draft for.
+        load: loads a draft by name for a target model.
     """
     if not config.drafts_on_device:
         return model
@@ -347,14 +347,14 @@ def with_draft(model: Model, config: EngineConfig, load: Callable[[str, Model], 
 
 
 def abstract_draft(config: EngineConfig, dtype: str) -> Callable[[str, Model], Model]:
-    """What makes the draft model or head of `with_draft`, without weights."""
+    """Return a loader of draft models or heads without weights, for `with_draft`."""
     if config.speculative in HEADS:
         return lambda name, model: describe_head(name, str(config.speculative), model)
     return lambda name, model: abstract_model(name, dtype)
 
 
 def _loaded_draft(config: EngineConfig, load: Callable[..., Model], mesh: Mesh) -> Callable[[str, Model], Model]:
-    """Drafts are made where the model's last stage lies."""
+    """Return a loader that places drafts on the last pipeline stage of the model."""
     last = stages(mesh)[-1]
     if config.speculative in HEADS:
         return lambda name, model: load_head(name, str(config.speculative), model, last)
@@ -362,13 +362,13 @@ def _loaded_draft(config: EngineConfig, load: Callable[..., Model], mesh: Mesh) 
 
 
 def abstract_model(name: str, dtype: str = "auto", family: str = "auto") -> Model:
-    """The model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
+    """Return the model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
 
     Args:
         name, dtype, family: see `load_model`.
 
     Raises:
-        CheckpointError, ConfigError: one sentence that says what is wrong.
+        CheckpointError, ConfigError: one sentence with the reason.
     """
     return _describe(name, dtype, family)[1]
 
@@ -391,7 +391,7 @@ def _describe(
 
 
 def _untied(model: Model) -> ParamTree:
-    """The parameters of the model with a head of its own."""
+    """Return the parameter specs of the model with an untied LM head."""
     specs: ParamTree = model.family.param_specs(dataclasses.replace(model.config, tied=False))
     return specs
 

@@ -1,4 +1,4 @@
-"""Settings of adapters. No jax."""
+"""LoRA settings. No jax."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Adapters beside the model.
+    """Adapters (LoRA) served together with the model.
 
     Attributes:
         enable_lora: requests may name adapters.
-        max_loras: adapters that lie on the device at once, and may be mixed in a batch.
-        max_lora_rank: the largest rank of an adapter; every slot on the device has room for it.
-        lora_target_modules: modules that adapters may change, as the checkpoint calls them (q_proj); "all-linear": all
-            products of the layers. "embed_tokens" and "lm_head" are the table of embeddings and the head: for those a
-            slot has ``max_lora_rank`` numbers for each token of the vocabulary.
-        max_cpu_loras: adapters that are kept in the host's memory; others are read from their folders again (default:
-            twice ``max_loras``).
+        max_loras: adapters resident on the device at the same time, which may be mixed in a batch.
+        max_lora_rank: largest rank of an adapter; every slot on the device is allocated for this rank.
+        lora_target_modules: modules that adapters may change, by their checkpoint names (q_proj); "all-linear": all
+            linear layers of the decoder layers. "embed_tokens" and "lm_head" are the embedding table and the head: for
+            these a slot has ``max_lora_rank`` numbers for each token of the vocabulary.
+        max_cpu_loras: adapters kept in host memory; further adapters are read from their folders again (default: twice
+            ``max_loras``).
     """
 
     enable_lora: bool = False
@@ -28,10 +28,10 @@ class LoRAConfig:
 
     @property
     def lora_slots(self) -> int:
-        """Slots for adapters on the device; 0: there are none."""
+        """Number of adapter slots on the device; 0 without LoRA."""
         return self.max_loras if self.enable_lora else 0
 
     @property
     def host_loras(self) -> int:
-        """Adapters in the host's memory."""
+        """Number of adapters kept in host memory."""
         return 2 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras

@@ -1,4 +1,4 @@
-"""Names of settings: the nearest to a wrong one, and what other engines call ours. No jax."""
+"""Names of settings: suggestions for misspelled names, and aliases from other engines. No jax."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_speculative_tokens": ("speculative_num_steps", "draft_max"),
     }
 )
-"""By our names those of vLLM, SGLang and llama.cpp for the same thing. On the command line they work."""
+"""Aliases from vLLM, SGLang and llama.cpp by our name of the setting; accepted on the command line."""
 
 HINTS: Mapping[str, str] = MappingProxyType(
     {
@@ -59,20 +59,20 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "disable_log_requests": "requests are logged or not by log_requests",
     }
 )
-"""By names of others that have no counterpart here: what there is in their place."""
+"""Hints by names of other engines' settings that have no counterpart here."""
 
 DEMO_ADAPTERS: Mapping[str, str] = MappingProxyType(
     {"austen": "prose after Jane Austen", "melville": "prose after Herman Melville"}
 )
-"""Adapters for the demo model that ship with the package, and what each writes."""
+"""Adapters for the demo model that ship with the package, with the style of each."""
 
 DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft", "demo-medusa": "medusa", "demo-eagle3": "eagle3"}
 _DRAFTS = {"draft_model": "demo-draft", "medusa": "demo-medusa", "eagle3": "demo-eagle3"}
-"""What drafts for the demo model, by the method."""
+"""Default draft model of the demo model by speculation method."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _LONGEST = 120
 _SIMILAR = 0.72
-"""Share of letters that a misspelling has in common with the name; num_gpus and num_pages have less."""
+"""Minimum similarity of a misspelling and a name; num_gpus and num_pages have less."""
 _DEMOS = pathlib.Path(__file__).parent / "demo"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -80,31 +80,31 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 
 
 def known_dtype(name: str) -> str | None:
-    """One of `DTYPES`, also by its short name ("bf16"); None where it is none."""
+    """Return one of `DTYPES`, also for a short name ("bf16"); None for an unknown name."""
     found = _DTYPES.get(name, name)
     return found if found in DTYPES else None
 
 
 def demo_folder(model: str) -> pathlib.Path | None:
-    """The folder of a model that ships with the package; None for any other name."""
+    """Return the folder of a model that ships with the package; None for any other name."""
     return _DEMOS / DEMO_FOLDERS[model] if model in DEMO_FOLDERS else None
 
 
 def demo_adapter(model: str, name: str) -> pathlib.Path | None:
-    """The folder of an adapter that ships with the package for a model; None where there is none of this name."""
+    """Return the folder of an adapter that ships with the package for ``model``; None if there is none of that name."""
     return _DEMOS / "adapters" / name if model == "demo" and name in DEMO_ADAPTERS else None
 
 
 def draft_of(model: str, method: str | None) -> str | None:
-    """What drafts for a model by a method unless something else is named: its own, where it ships with the package."""
+    """Return the default draft model of a model and method: the shipped one, for "mtp" the model itself, or None."""
     if method == "mtp":
         return model
     return _DRAFTS.get(method or "") if model == "demo" else None
 
 
 def no_model(model: str) -> str | None:
-    """Why there can be no model of this name, as far as it and this disk tell: it is neither shipped, nor a folder or
-    GGUF file, nor a hub id ``org/name``. None: there may be one."""
+    """Return the reason why there can be no model of this name, judged by the name and this disk: it is neither
+    shipped, nor a folder or GGUF file, nor a hub id ``org/name``. None: there may be one."""
     path = pathlib.Path(model)
     if model in DEMO_FOLDERS or path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return None
@@ -116,10 +116,10 @@ def no_model(model: str) -> str | None:
 
 
 def advice(name: str, known: Iterable[str], shown: Callable[[str], str] = str) -> str:
-    """Say what somebody may have meant by ``name``, which is none of ``known``; "" where nothing is near.
+    """Suggest the setting that ``name``, which is not in ``known``, may mean; "" if none is similar.
 
     Args:
-        shown: makes of a known name what the user would write.
+        shown: maps a known name to the form that the user would write.
     """
     names = list(known)
     if (ours := _ALIASED.get(name)) in names:
@@ -131,7 +131,7 @@ def advice(name: str, known: Iterable[str], shown: Callable[[str], str] = str) -
 
 
 def _near(name: str, names: Sequence[str]) -> str | None:
-    """The name that ``name`` may be a misspelling of, or the shortest that has all of its words; None: none is near."""
+    """Return a name similar to ``name``, or the shortest that contains all of its words; None if there is neither."""
     words = set(re.split(r"\W|_", name))
     whole = [known for known in names if len(words) > 1 and words <= set(re.split(r"\W|_", known))]
     alike = difflib.get_close_matches(name, names, n=1, cutoff=_SIMILAR)

@@ -1,4 +1,4 @@
-"""Settings of the devices. No jax."""
+"""Parallelism settings. No jax."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Devices, and how the model is spread over them.
+    """Devices, and how the model is sharded over them.
 
     Attributes:
-        tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are spread.
-        expert_parallel_size: groups of so many devices among which a mixture's experts are dealt out; all else is
-            spread over the devices of all groups.
-        pipeline_parallel_size: groups of so many devices, each of which computes some of the layers.
-        data_parallel_size: copies of all that: each has the whole model, a KV pool of its own and some of the
-            requests.
-        enable_dp_attention: each of the groups among which experts are dealt out is one device, which has attention
-            and all else whole, and sequences, slots and a KV pool of its own; tokens go to their experts and back.
-        sequence_parallel_norms: in prefill programs each device has the hidden states of some tokens between the parts
-            of a layer: each sum over devices becomes a reduce-scatter, and an all-gather behind the norm.
+        tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are sharded.
+        expert_parallel_size: number of groups of tensor_parallel_size devices over which MoE experts are distributed;
+            all other weights are sharded over the devices of all groups.
+        pipeline_parallel_size: pipeline stages of that many devices; each computes some of the layers.
+        data_parallel_size: replicas of all of that: each has the whole model, its own KV pool and some of the requests.
+        enable_dp_attention: data-parallel attention: each expert-parallel group is one device, with unsharded attention
+            and non-expert weights and its own sequences, slots and KV pool; tokens are sent to their experts and back.
+        sequence_parallel_norms: in prefill programs each device has the hidden states of some tokens between the
+            sublayers: each all-reduce becomes a reduce-scatter, and an all-gather after the norm.
     """
 
     tensor_parallel_size: int = 1
@@ -31,10 +30,10 @@ class ParallelConfig:
 
     @property
     def dp_ranks(self) -> int:
-        """Devices of which each serves sequences of its own."""
+        """Number of data-parallel attention ranks, each with its own sequences."""
         return self.expert_parallel_size if self.enable_dp_attention else 1
 
     @property
     def devices(self) -> int:
-        """Over which heads and the KV pool are spread."""
+        """Number of devices over which heads and the KV pool are sharded."""
         return self.tensor_parallel_size * (1 if self.enable_dp_attention else self.expert_parallel_size)

@@ -1,4 +1,4 @@
-"""A progress bar for `LLM.generate`, for people only."""
+"""Interactive progress bar for `LLM.generate`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import rich.progress
 import rich.text
 
 Count = Callable[[int, int], None]
-"""Told of new tokens, and of prompts that are done with them."""
+"""Callback with the number of new tokens and the number of prompts that finished."""
 
 
 @contextlib.contextmanager
 def prompts_bar(prompts: int, show: bool | None) -> Iterator[Count]:
-    """Draw prompts done and tokens a second on stderr; the bar disappears when the block ends.
+    """Draw finished prompts and tokens per second on stderr; the bar disappears when the block ends.
 
     Args:
-        show: None: where stderr is a terminal, or in a notebook.
+        show: None: if stderr is a terminal, or in a notebook.
     """
     console = rich.console.Console(stderr=True, force_terminal=show or None)
     if show is False or not (console.is_terminal or console.is_jupyter):

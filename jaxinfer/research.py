@@ -1,11 +1,11 @@
-"""Functions of a model for research: what its layers compute, padded batches, and a cache for custom decoding loops.
+"""Research functions on a model: activations, padded batches, and a cache for custom decoding loops.
 
-All of them are pure functions of a `Model`, which is a pytree: `jax.jit` and `jax.grad` go through them. They run the
-module that is served, with another `attend` (`jaxinfer.contiguous`), so they hold for all families and for edited
-modules, whose names errors give. docs/functional.md shows them.
+All functions are pure functions of a `Model`, which is a pytree: `jax.jit` and `jax.grad` go through them. They run the
+module that is served, with another `attend` (`jaxinfer.contiguous`), so they work for all families and for edited
+modules; errors name the module. docs/functional.md has examples.
 
-A ``mask`` [batch, time] is True at tokens and False at padding, which may stand anywhere in a row. What is computed at
-padding is finite and means nothing. Without a mask all are tokens.
+A ``mask`` [batch, time] is True at tokens and False at padding, which may be anywhere in a row. Results at padding are
+finite and meaningless. Without a mask every position is a token.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = [
 def apply(
     model: Model, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
 ) -> Float[Array, "batch time vocab"]:
-    """Logits (float32) of every position, as `Model.apply`, of rows that may be padded on either side.
+    """Return logits (float32) of every position, as `Model.apply`, for rows that may be padded on either side.
 
-    Where frequencies of RoPE depend on a text's length (longrope, dynamic), that of the longest row counts.
+    Where RoPE frequencies depend on the length of a text (longrope, dynamic), the longest row decides.
 
     Raises:
-        ValueError: shapes do not fit, or the module is no `Decoder`.
-        TypeError: ``tokens`` are no integers.
+        ValueError: shapes do not fit, or the module is not a `Decoder`.
+        TypeError: ``tokens`` are not integers.
     """
     hidden, _ = _run(model, tokens, mask, "apply")
     return _apply(model, hidden[0], method="head")
@@ -57,10 +57,10 @@ def apply(
 def hidden_states(
     model: Model, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
 ) -> list[Float[Array, "batch time *streams d"]]:
-    """The residual stream: what the first layer takes, and the output of each of the layers.
+    """Return the residual stream: the input of the first layer, and the output of each layer.
 
-    As ``output_hidden_states`` of transformers, but for the last one, which has not gone through the final norm: `run`
-    continues from any of them, and `logits` of the last are the model's. Gemma 3n has several streams.
+    As ``output_hidden_states`` of transformers, except that the last entry is before the final norm: `run` continues
+    from any of them, and `logits` of the last are the logits of the model. Gemma 3n has several streams.
 
     Raises: as `apply`.
     """
@@ -76,13 +76,13 @@ def attention_maps(
     layers: Sequence[int] | None = None,
     mask: Bool[Array, "batch time"] | None = None,
 ) -> dict[int, Float[Array, "batch heads time time"]]:
-    """The weights with which queries (third axis) sum the values of keys (last axis), float32, by layer.
+    """Return the attention weights of queries (third axis) over keys (last axis), float32, by layer.
 
     As ``output_attentions`` of transformers' eager attention: after soft-caps, windows and the choice of sparse
     attention, and without the share of sinks, so that rows of gpt-oss sum to less than 1. Rows of padding are 0.
 
     Args:
-        layers: -1 is the last one; None: all that attend (some of a hybrid model have states instead).
+        layers: -1 is the last one; None: all attention layers (hybrid models also have layers with states).
 
     Raises:
         ValueError: a layer does not exist or has no attention; also as `apply`.
@@ -97,7 +97,7 @@ def attention_maps(
 
 
 def logits(model: Model, hidden: Float[Array, "batch time *streams d"]) -> Float[Array, "batch time vocab"]:
-    """Logits (float32) of hidden states behind any layer: the final norm and the head."""
+    """Return logits (float32) of hidden states after any layer: the final norm and the head."""
     return _apply(model, _apply(model, hidden, method="normed"), method="head")
 
 
@@ -107,10 +107,10 @@ def logit_lens(
     layers: Sequence[int] | None = None,
     mask: Bool[Array, "batch time"] | None = None,
 ) -> dict[int, Float[Array, "batch time vocab"]]:
-    """`logits` of the output of each layer, as if it were the last (nostalgebraist 2020), by layer.
+    """Return `logits` of the output of each layer, as if it were the last (nostalgebraist 2020), by layer.
 
     Args:
-        layers: -1 is the last one, whose logits are the model's; None: all.
+        layers: -1 is the last one, with the logits of the model; None: all.
 
     Raises: as `attention_maps`.
     """
@@ -131,8 +131,8 @@ def run(
     ``run(model, states[i], i, j)`` of `hidden_states` is ``states[j]``.
 
     Raises:
-        ValueError: there are no such layers, or they need more than hidden states: keys of earlier layers or embeddings
-            of their own (Gemma 3n and 4), tokens that an earlier layer chose (some of GLM-5).
+        ValueError: the layers do not exist, or they need more than hidden states: keys of earlier layers or their own
+            embeddings (Gemma 3n and 4), tokens chosen by an earlier layer (some of GLM-5).
     """
     module, count = _decoder(model, "run"), len(model.config.layers)
     stop = count if stop is None else stop
@@ -148,11 +148,11 @@ def run(
 
 
 def init_cache(model: Model, batch: int, length: int) -> Cache:
-    """An empty cache for ``batch`` rows of at most ``length`` tokens and padding, in the model's dtype.
+    """Return an empty cache for ``batch`` rows of at most ``length`` tokens and padding, in the model's dtype.
 
     Raises:
-        ValueError: the family cannot have a cache of that length: it is beyond Llama 4's chunk, or dynamic RoPE would
-            change keys that are cached.
+        ValueError: the family cannot have a cache of that length: it exceeds Llama 4's chunk, or dynamic RoPE would
+            change cached keys.
     """
     config = _decoder(model, "init_cache").up_to(length).config
     chunk = getattr(config, "chunk", None)
@@ -166,10 +166,10 @@ def init_cache(model: Model, batch: int, length: int) -> Cache:
 def decode(
     model: Model, tokens: Int[Array, "batch time"], cache: Cache, mask: Bool[Array, "batch time"] | None = None
 ) -> tuple[Float[Array, "batch time vocab"], Cache]:
-    """Logits (float32) of tokens that follow those of the cache, and the cache with them: `apply` in pieces.
+    """Return logits (float32) of tokens that follow the cached ones, and the updated cache: `apply` in chunks.
 
-    The pieces may have any length; the cache's shapes stay, so that `jax.lax.scan` can carry it. longrope has the
-    factors for texts of the cache's length, as in an engine with that ``max_model_len``.
+    Chunks may have any length; the cache's shapes are constant, so that `jax.lax.scan` can carry it. longrope uses the
+    factors for texts of the cache's length, as an engine with that ``max_model_len`` does.
 
     Raises:
         ValueError: the cache has too few free slots (within `jax.jit`, where their number is unknown, logits are NaN);
@@ -188,7 +188,7 @@ def decode(
 
 
 def _run(model: Model, tokens: Any, mask: Any, caller: str, *watched: str) -> tuple[Any, Any]:
-    """What the module returns, and what `_watch` sows in the ``watched`` collections."""
+    """Return the output of the module, and the values that `_watch` sows in the ``watched`` collections."""
     _decoder(model, caller)
     attend, states = _attending(model, _shape(tokens, caller), mask, caller)
     with nn.intercept_methods(_watch):
@@ -196,9 +196,9 @@ def _run(model: Model, tokens: Any, mask: Any, caller: str, *watched: str) -> tu
 
 
 def _watch(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Sow the inputs and outputs of a block, and the weights of its attention, where these collections are mutable.
+    """Sow the inputs and outputs of a block, and its attention weights, where these collections are mutable.
 
-    A block takes (x, context, attend, cache). What it calls takes the `attend` with its list.
+    A block takes (x, context, attend, cache). Its submodules receive an `attend` whose list collects the weights.
     """
     watched = len(args) == 4 and isinstance(args[2], Contiguous) and args[2].told is None
     if not watched or isinstance(context.module, Decoder):
@@ -217,7 +217,7 @@ def _watch(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
 
 
 def _attending(model: Model, shape: tuple[int, ...], mask: Any, caller: str) -> tuple[Contiguous, Any]:
-    """The `attend` of whole rows, and the states that padded ones begin with (None: no layer needs any)."""
+    """Return the `attend` for whole rows, and the initial states of padded rows (None: no layer needs any)."""
     positions, spec = positions_of(_mask(shape, mask, caller)), model.cache_spec
     padded = mask is not None and spec.stateful
     states = [new_states(layer, shape[0], model.dtype) for layer in spec.layers] if padded else None

@@ -1,4 +1,4 @@
-"""`SamplingParams`, checked as they are made, and the errors of requests that cannot be served. No jax."""
+"""`SamplingParams`, validated at construction, and the errors of rejected requests. No jax."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked. ``field`` is the name of the field that is wrong, if it is one.
+    """A request that cannot be served. ``field`` is the name of the invalid field, if there is one.
 
     Args:
-        place: the field or a part of it: ``top_p``, ``logit_bias[7]``; None: ``reason`` is the whole sentence.
-        reason: what follows it in the sentence: ``=2 must be ...``, ``: 9 must be ...``, ``must hold at most ...``.
+        place: the field or an entry of it: ``top_p``, ``logit_bias[7]``; None: ``reason`` is the whole sentence.
+        reason: continuation of the sentence: ``=2 must be ...``, ``: 9 must be ...``, ``must hold at most ...``.
     """
 
     def __init__(self, place: str | None, reason: str) -> None:
@@ -28,11 +28,11 @@ class RequestError(ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt is too long for the context.
+    """A prompt that exceeds the context.
 
     Attributes:
-        size: of the prompt, with its unit: "9000 tokens".
-        most: what it may be.
+        size: size of the prompt, with its unit: "9000 tokens".
+        most: maximum size.
     """
 
     def __init__(self, place: str, reason: str, size: str, most: int) -> None:
@@ -41,13 +41,13 @@ class ContextLengthError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too much is waiting already: try again later."""
+    """A request rejected because the queue is full; the client may retry later."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(None, reason)
 
 
-# The smallest and largest values that a field may have (None: no bound). Names and ranges are vLLM's.
+# Smallest and largest valid value of each field (None: no bound). Names and ranges are vLLM's.
 _NUMBERS: Mapping[str, tuple[float | None, float | None]] = {
     "temperature": (0.0, None),
     "top_p": (0.0, 1.0),
@@ -56,7 +56,7 @@ _NUMBERS: Mapping[str, tuple[float | None, float | None]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, None),
 }
-_POSITIVE = ("top_p", "repetition_penalty")  # 0 itself is refused
+_POSITIVE = ("top_p", "repetition_penalty")  # 0 itself is rejected
 _INTEGERS: Mapping[str, tuple[int, int | None]] = {
     "n": (1, 1024),
     "top_k": (-1, None),
@@ -76,27 +76,27 @@ _MAX_STRINGS = 64
 _MAX_CHARACTERS = 1024
 _MAX_GRAMMAR = 1 << 20  # characters
 _MAX_CHOICES = 4096
-_AT_ONCE = 1 << 16  # characters that are parsed where they are; whether more are JSON is found when they are compiled
+_AT_ONCE = 1 << 16  # characters parsed at construction; whether longer text is JSON is found when it is compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What an output must be (docs/structured_outputs.md): exactly one of these is given. Names are vLLM's.
+    """Constraint on an output (docs/structured_outputs.md): exactly one of these is given. Names are vLLM's.
 
     Attributes:
-        json: a JSON Schema, as an object or as its text, which it becomes.
+        json: a JSON Schema, as an object or as text; stored as text.
         json_object: true: any JSON object.
-        regex: a regular expression, which the whole output matches.
-        choice: texts, of which the output is one.
-        grammar: a grammar in Lark's notation as llguidance reads it, or in GBNF.
-        structural_tag: texts, tags and free text between them, as vLLM and xgrammar write them: an object or its text.
-        enable_in_reasoning: besides one of those: the thought of a model that thinks aloud is held, too.
+        regex: a regular expression that the whole output matches.
+        choice: texts; the output is one of them.
+        grammar: a grammar in llguidance's Lark syntax, or in GBNF.
+        structural_tag: texts, tags and free text between them, in vLLM's and xgrammar's format: an object or its text.
+        enable_in_reasoning: in addition to one of those: the grammar also constrains the reasoning.
 
     Raises:
-        RequestError: a value cannot be. Whether a grammar can be held is found when it is compiled.
+        RequestError: a value is invalid. Whether a grammar can be compiled is found at compilation.
     """
 
-    __no_type_check__ = True  # as of `SamplingParams`
+    __no_type_check__ = True  # as in `SamplingParams`
 
     json: str | Mapping[str, Any] | None = None
     json_object: bool | None = None
@@ -121,7 +121,7 @@ class StructuredOutputs:
 
     @property
     def asked(self) -> tuple[str, str]:
-        """Which of the fields is given, and its text: of the choices, as JSON."""
+        """Name of the given field, and its value as text; choices as JSON."""
         if self.choice is not None:
             return "choice", json.dumps(self.choice)
         names = ("json", "regex", "grammar", "structural_tag")
@@ -131,16 +131,16 @@ class StructuredOutputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """What a request says of speculative decoding (docs/speculation.md).
+    """Speculative decoding options of a request (docs/speculation.md).
 
     Attributes:
-        enabled: false: none of its tokens are drafted.
-        max_tokens: most draft tokens of a step, 0 is none; None: what the engine does.
-        acceptance: "exact": a draft is kept where it is the token that would come anyway: drafts change no token.
-            "typical": also where it is likely enough (Medusa's rule), which changes tokens.
+        enabled: false: no tokens are drafted for it.
+        max_tokens: maximum draft tokens of a step, 0: none; None: the engine's number.
+        acceptance: "exact": a draft token is accepted if it equals the token that would be sampled anyway: drafts
+            change no token. "typical": also if it is likely enough (Medusa's rule), which changes tokens.
 
     Raises:
-        RequestError: a value cannot be; the message names field and value: ``speculation.max_tokens=-1 must be ...``.
+        RequestError: a value is invalid; the message names field and value: ``speculation.max_tokens=-1 must be ...``.
     """
 
     __no_type_check__ = True  # as of `SamplingParams`
@@ -162,7 +162,7 @@ class Speculation:
             _refuse("speculation.acceptance", self.acceptance, f"is about drafts, and speculation.{none}")
 
     def most(self, engine: int) -> int:
-        """Most draft tokens of a step, on an engine that makes up to so many."""
+        """Return the maximum draft tokens of a step, on an engine that drafts up to ``engine`` tokens."""
         if not self.enabled:
             return 0
         return engine if self.max_tokens is None else min(engine, self.max_tokens)
@@ -172,22 +172,22 @@ class Speculation:
 class SamplingParams:
     """Parameters of sampling and stopping. Names and defaults are vLLM's.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs=N`` returns the chosen token and the
-    N most likely ones at each generated position, ``prompt_logprobs=N`` the same for the prompt, both under the raw
-    logits (before any processor). ``seed`` None is drawn once, at admission. ``speculation``: a
-    `Speculation`, or a mapping of its fields; None: what the engine does, exactly. ``structured_outputs``: a
-    `StructuredOutputs`, or a mapping of its fields; None: the output may be anything. ``thinking_token_budget``: tokens
-    of a thought after which it is closed; None: the model closes it.
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs=N`` returns the chosen token and the N
+    most likely ones at each generated position, ``prompt_logprobs=N`` those of the prompt, both under the raw logits
+    (before any processor). ``seed`` None is drawn once, at admission. ``speculation``: a `Speculation`, or a mapping of
+    its fields; None: the engine's drafts, with exact acceptance. ``structured_outputs``: a `StructuredOutputs`, or a
+    mapping of its fields; None: unconstrained. ``thinking_token_budget``: reasoning tokens after which the reasoning is
+    closed; None: the model closes it.
 
-    Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a lone ``stop`` string to
-    tuples, ``logit_bias`` to a plain dict. What needs the model (is a token id in the vocabulary?) is checked by
+    Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a single ``stop`` string
+    to tuples, ``logit_bias`` to a plain dict. Checks that need the model (is a token id in the vocabulary?) are in
     ``jaxinfer.validate.validate_request``.
 
     Raises:
         RequestError: a value is out of range; the message names field and value.
     """
 
-    __no_type_check__ = True  # tells run-time type checkers that this class checks itself, and takes 0 for 0.0
+    __no_type_check__ = True  # run-time type checkers must skip this class: it validates itself, and accepts 0 for 0.0
 
     n: int = 1
     temperature: float = 1.0
@@ -235,12 +235,12 @@ class SamplingParams:
 
     @property
     def typical(self) -> bool:
-        """Whether drafts of this request are kept by the typical acceptance: lossy."""
+        """Whether drafts of this request are accepted by typical acceptance, which is lossy."""
         return isinstance(self.speculation, Speculation) and self.speculation.acceptance == "typical"
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """What constrains the output, see `StructuredOutputs.asked`; None: nothing."""
+        """Constraint on the output, see `StructuredOutputs.asked`; None: unconstrained."""
         return self.structured_outputs.asked if isinstance(self.structured_outputs, StructuredOutputs) else None
 
     def _check_together(self) -> None:
@@ -258,7 +258,7 @@ def _refuse(field: str, value: object, reason: str) -> NoReturn:
 
 
 def _number(field: str, value: object, low: float | None, high: float | None, *, above: bool = False) -> float:
-    """``value`` as a float within [low, high], or (low, high] if ``above``."""
+    """Return ``value`` as a float within [low, high], or (low, high] if ``above``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         _refuse(field, value, "must be a number")
     try:
@@ -321,7 +321,7 @@ def _bias(field: str, value: object) -> dict[int, float] | None:
 
 
 def _object(place: str, value: object) -> str:
-    """The text of a JSON object."""
+    """Return the text of a JSON object."""
     if isinstance(value, Mapping):
         try:
             value = json.dumps(value, allow_nan=False)
@@ -372,7 +372,7 @@ def _grammar_text(place: str, value: object) -> str:
 
 
 def _fields_of(kind: Any, name: str, value: object) -> Any:
-    """A dataclass of a mapping of its fields, in which what is None counts as not given."""
+    """Make a dataclass from a mapping of its fields; None values count as not given."""
     if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):

@@ -1,36 +1,36 @@
-"""Settings of speculation, and what can draft for what. No jax."""
+"""Speculative decoding settings, and which draft models fit which model. No jax."""
 
 from __future__ import annotations
 
 import dataclasses
 
 GRAMMAR = "grammar"
-"""The method that drafts nothing but what grammars leave no choice about."""
+"""Method that drafts only the tokens that a grammar forces."""
 
 HEADS = ("medusa", "eagle", "eagle3", "mtp")
-"""Methods of speculation that read states of the model."""
+"""Speculation methods that read hidden states of the model."""
 
-# Ids by which the vocabularies of one tokenizer may differ from model to model: llama.cpp's bound, too.
+# Vocabulary sizes of models with the same tokenizer may differ by this many padding ids; llama.cpp has the same bound.
 _PADDING = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: guesses are verified in rows of a step that would be idle. Output stays the same.
+    """Speculative decoding: draft tokens are verified in rows of a step that would be idle. The output does not change.
 
     Attributes:
-        speculative: None; "grammar": of structured outputs what their grammars leave no choice about, which all other
-            methods draft, too; "ngram": what followed the last tokens where they occurred before in the sequence;
-            "suffix": the most frequent continuation there and in earlier answers; "draft_model": what a smaller model
-            of the same vocabulary says; "medusa", "eagle", "eagle3", "mtp": what heads on the model's own states say;
-            or a drafter that was registered.
-        speculative_model: that model, or those heads: a folder or a hub id (default: for the demo model its own; of
-            "mtp" the model's own folder).
-        num_speculative_tokens: most draft tokens per sequence and step (Medusa: as many as there are heads).
-        speculative_tree: most paths of a draft; 1: chains. Further ones take idle rows and copies of a page each.
-        speculative_adaptive: drafts as long as they pay, by what was measured of steps and acceptance.
-        prompt_lookup_min: fewest tokens in a row that the n-gram drafter looks for.
-        prompt_lookup_max: most tokens in a row that it looks for.
+        speculative: None; "grammar": draft only the tokens that the grammars of structured outputs force, which all
+            other methods draft, too; "ngram": what followed the last tokens at their earlier occurrence in the
+            sequence; "suffix": the most frequent continuation there and in earlier answers; "draft_model": tokens of a
+            smaller model with the same vocabulary; "medusa", "eagle", "eagle3", "mtp": tokens of draft heads on the
+            model's hidden states; or the name of a registered drafter.
+        speculative_model: draft model or draft heads: a folder or a hub id (default: the shipped one for the demo
+            model; for "mtp" the model's own folder).
+        num_speculative_tokens: maximum draft tokens per sequence and step (Medusa: at most the number of heads).
+        speculative_tree: maximum paths of a draft; 1: chains. Each further path takes idle rows and a copy of a page.
+        speculative_adaptive: choose the draft length by measured step times and acceptance.
+        prompt_lookup_min: minimum n-gram length that the n-gram drafter matches.
+        prompt_lookup_max: maximum n-gram length that it matches.
         suffix_cache_tokens: tokens of earlier answers that the suffix drafter keeps.
     """
 
@@ -45,22 +45,22 @@ class SpeculativeConfig:
 
     @property
     def guesses(self) -> bool:
-        """Whether there are drafts besides those of what must follow."""
+        """Whether any drafts are not forced by a grammar."""
         return self.speculative not in (None, GRAMMAR)
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether drafts come from programs, and go to the step that verifies them without the host."""
+        """Whether compiled programs make the drafts, which reach the verifying step without the host."""
         return self.speculative == "draft_model" or self.drafts_by_head
 
     @property
     def drafts_by_head(self) -> bool:
-        """Whether these programs read the model's own states."""
+        """Whether these programs read hidden states of the model."""
         return self.speculative in HEADS
 
     @property
     def drafts_from_one_state(self) -> bool:
-        """Whether they guess all tokens from the newest one, and have no cache."""
+        """Whether the heads draft all tokens from the newest hidden state, without a cache of their own."""
         return self.speculative == "medusa"
 
     @property
@@ -70,8 +70,8 @@ class SpeculativeConfig:
 
 
 def other_vocabulary(own: int, drafts: int) -> str | None:
-    """Why a model of so many tokens cannot draft for one of ``own``; None: it can, sizes differ by padding at most (as
-    those of Qwen2.5 do)."""
+    """Return the reason why a model with ``drafts`` tokens cannot draft for one with ``own``; None if it can: the sizes
+    differ at most by padding (as in Qwen2.5)."""
     if abs(own - drafts) <= _PADDING:
         return None
     return f"cannot draft: its vocabulary has {drafts} tokens, the model's {own}"

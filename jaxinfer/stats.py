@@ -1,4 +1,4 @@
-"""Figures of a `generate` run: latencies, rates, and how near the memory they come."""
+"""Statistics of a `generate` run: latencies, throughput, and share of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEEDS = 4
 
 
 class Clock:
-    """Times at which each output got its tokens, in seconds since the prompts were handed over."""
+    """Arrival times of the tokens of each output, in seconds since the prompts were submitted."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -40,13 +40,13 @@ class Clock:
 
     @property
     def per_token(self) -> float | None:
-        """Median over outputs of the mean time per token after the first; None if there was only one."""
+        """Median over outputs of the mean time per token after the first; None if no output has a second token."""
         means = [(t[-1] - t[0]) / (len(t) - 1) for t in self._times.values() if len(t) > 1]
         return statistics.median(means) if means else None
 
 
 def measured_bandwidth(size: int = 1 << 28, repeats: int = 5) -> float:
-    """Bytes per second at which this device reads ``size`` bytes of memory; the best of ``repeats``."""
+    """Measure this device's memory read bandwidth in bytes/s: the best of ``repeats`` reads of ``size`` bytes."""
     block = jnp.ones((size // 4,), jnp.float32).reshape(-1, 1024)
     read = jax.jit(lambda x: x.sum(0)).lower(block).compile()
     times = []
@@ -58,8 +58,8 @@ def measured_bandwidth(size: int = 1 << 28, repeats: int = 5) -> float:
 
 
 def bytes_per_step(model: Model, contexts: Sequence[int]) -> int:
-    """Bytes that one decode step must read: all weights once (an untied embedding table aside), and the keys and
-    values of each sequence, of ``contexts`` tokens."""
+    """Return the bytes that one decode step must read: all weights once (except an untied embedding table), and the
+    keys and values of each sequence, of ``contexts`` tokens."""
     weights = _bytes(model.params)
     if not model.config.tied:
         weights -= _bytes(model.params["embed"]["table"])
@@ -71,7 +71,7 @@ def _bytes(tree: Any) -> int:
 
 
 def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwidth: float, engine: EngineStats) -> str:
-    """The lines that ``--stats`` prints."""
+    """Return the text that ``--stats`` prints."""
     samples = [(len(o.prompt_token_ids), len(c.token_ids)) for o in outputs for c in o.outputs]
     total = sum(count for _, count in samples)
     lines = [
@@ -92,13 +92,13 @@ def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwid
 
 
 def _seeds(seeds: Sequence[int]) -> str:
-    """The first seeds that were used: with --seed they make the same texts again."""
+    """Format the first seeds used: passing one as --seed reproduces the text."""
     more = f" and {len(seeds) - _SEEDS} more (--json has all)" if len(seeds) > _SEEDS else ""
     return ", ".join(map(str, seeds[:_SEEDS])) + more
 
 
 def _engine_lines(stats: EngineStats) -> list[str]:
-    """Lines on the work beside computing each token once; nothing is said of what did not happen."""
+    """Format prefix cache, speculation and preemption counts; features that were not used have no line."""
     lines = []
     if stats.prefix_hits:
         lines.append(f"prefix cache       {stats.prefix_hits} of {stats.prefix_queries} prompt tokens found")

@@ -1,4 +1,4 @@
-"""Host-side records that cross room borders: what a request is, what a step does, what a parameter is. No jax."""
+"""Host-side records shared by several packages: requests, step results and parameter specs. No jax."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from jaxinfer.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request to the engine: token ids only, text is the front end's business.
+    """A request to the engine: token ids only, text is handled by the front end.
 
     Attributes:
         request_id: unique among the requests in flight.
         prompt_token_ids: at least one id, each within the vocabulary.
         params: validated sampling parameters; ``seed`` is resolved (never None) at admission.
-        stop_token_ids: ids that end a sequence (EOS and the request's own), empty under ``ignore_eos`` without own ids.
+        stop_token_ids: ids that end a sequence: the request's own and, unless ``ignore_eos``, EOS.
         bad_words_ids: token sequences that must not appear in the output.
         priority: lower is served earlier, under the priority policy.
-        tenant: whose request it is, under the fair policy.
-        weight: the tenant's, which decides its share.
-        cache_scope: who may share cached pages with it, in the front end's words; see `jaxinfer.kv.identity`.
+        tenant: tenant of the request, under the fair policy.
+        weight: weight of the tenant, which decides its share.
+        cache_scope: principals that may share its cached pages, encoded by the front end; see `jaxinfer.kv.identity`.
         cache_salt: within a scope, requests of different salts never share cached pages.
         deadline: in seconds of ``time.monotonic``; a request that is not done by then ends.
-        thinking: how a thought is told, which its grammar does not hold and ``thinking_token_budget`` bounds; None:
-            there is none.
-        lora: the adapter that it is computed with; None: the model alone.
+        thinking: tokens that delimit reasoning, which the grammar does not constrain and ``thinking_token_budget``
+            bounds; None: the model has none.
+        lora: LoRA adapter of the request; None: the base model.
     """
 
     request_id: str
@@ -52,11 +52,11 @@ class Request:
 
 
 class LoRARef(NamedTuple):
-    """An adapter as a request refers to it.
+    """Reference from a request to a LoRA adapter.
 
     Attributes:
-        name: what the client calls it; another one may have it later.
-        identity: hash of its content (`jaxinfer.lora.adapter.Adapter`), by which everything is kept that was computed
+        name: the client's name for it; another adapter may have this name later.
+        identity: hash of its content (`jaxinfer.lora.adapter.Adapter`), the key of everything cached that was computed
             with it.
     """
 
@@ -65,19 +65,19 @@ class LoRARef(NamedTuple):
 
 
 EMBEDDING = ("embed", "table")
-"""Path of the table that a decoder reads by tokens."""
+"""Path of the embedding table."""
 HEAD = ("head", "table")
-"""Path of the table that gives logits; where a model has none, it is the other one: they are tied."""
+"""Path of the table of the LM head; a model without one has tied embeddings."""
 
 
 class LoRATarget(NamedTuple):
-    """The shapes that an adapter's arrays have for one parameter, as `jaxinfer.lora.adapter.Delta` has them.
+    """Shapes of an adapter's arrays for one parameter, as in `jaxinfer.lora.adapter.Delta`.
 
     Attributes:
-        a: [rank, in]; of experts [experts, rank, in]; of a table [rank, table's rows].
-        b: [*out, rank]; of experts [experts, *out, rank].
-        axes: logical axes of the outputs and, at last, of the inputs.
-        table: a row of the parameter is looked up for each token: rows are its inputs.
+        a: [rank, in]; for experts [experts, rank, in]; for a table [rank, table's rows].
+        b: [*out, rank]; for experts [experts, *out, rank].
+        axes: logical axes of the outputs, followed by those of the inputs.
+        table: the parameter is an embedding table, looked up by token: its rows are its inputs.
     """
 
     a: tuple[int, ...]
@@ -92,7 +92,7 @@ class LoRATarget(NamedTuple):
 
 
 class Thinking(NamedTuple):
-    """The tokens around a thought in front of an answer.
+    """Tokens that delimit the reasoning before an answer.
 
     Attributes:
         begin: None: only a prompt begins one.
@@ -110,15 +110,15 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     DEADLINE = "deadline"
     ERROR = "error"
-    """Its grammar failed; ``SequenceDelta.stop_reason`` says why."""
+    """The grammar failed; ``SequenceDelta.stop_reason`` has the reason."""
     UNAVAILABLE = "unavailable"
-    """An adapter or a process for its grammar could not be had; ``SequenceDelta.stop_reason`` says why."""
+    """An adapter or a grammar process was not available; ``SequenceDelta.stop_reason`` has the reason."""
     NOT_FINITE = "not_finite"
     """The model's logits were NaN or infinite."""
 
 
 class TokenLogprob(NamedTuple):
-    """One candidate at one position: natural log of its probability under the raw logits, and its rank from 1."""
+    """Candidate at one position: natural log of its probability under the raw logits, and its rank from 1."""
 
     token_id: int
     logprob: float
@@ -136,10 +136,10 @@ class PositionLogprobs(NamedTuple):
 class SequenceDelta:
     """Tokens that one step added to one sequence. ``index`` counts the ``n`` samples of a request.
 
-    There is one of each running sequence a step: ``logprobs`` is no list of its own where none were asked for.
-    ``cached_tokens`` and ``prompt_logprobs`` are in the first delta that has a token: prompt tokens that were found in
-    the prefix cache when the sequence was first admitted, and what was asked of the prompt. ``draft_tokens`` were
-    verified in this step, of which ``draft_accepted`` were confirmed.
+    Every running sequence gets one per step: ``logprobs`` shares one empty tuple if none were requested.
+    ``cached_tokens`` and ``prompt_logprobs`` are in the first delta that has a token: prompt tokens found in the prefix
+    cache when the sequence was first admitted, and the requested prompt logprobs. ``draft_tokens`` were verified in
+    this step, of which ``draft_accepted`` were accepted.
     """
 
     request_id: str
@@ -154,16 +154,16 @@ class SequenceDelta:
     draft_accepted: int = 0
 
 
-# ---- parameters of a model, declared once: shape, sharding, initialisation and checkpoint mapping derive from these
+# ---- model parameters, declared once: shape, sharding, initialisation and checkpoint mapping derive from these specs
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One checkpoint tensor, or a part of one, and the place of it in a (possibly fused) parameter.
+    """A checkpoint tensor, or a slice of one, and its position in a (possibly fused) parameter.
 
-    The tensor named ``name`` has ``shape`` in the checkpoint. Of it ``part`` is taken (an index of its leading
-    dimensions; default: all), transposed (2-D) if ``transpose``, then reshaped to ``reshape`` (if given); it lands
-    in ``parameter[where]``.
+    The tensor named ``name`` has ``shape`` in the checkpoint. Its slice ``part`` (an index of its leading dimensions;
+    default: all) is transposed (2-D) if ``transpose``, then reshaped to ``reshape`` (if given) and stored in
+    ``parameter[where]``.
     """
 
     name: str
@@ -183,9 +183,9 @@ class ParamSpec:
         axes: a logical axis name per dimension (None: never sharded); ``parallel`` maps them to mesh axes.
         init: "normal" (scaled by ``scale``), "ones" or "zeros": for random weights.
         sources: the checkpoint tensors that fill it.
-        dtype: that it keeps whatever the model's (None: the model's).
-        inputs: the dimension over which a product with it sums, the first or the last (-1): a checkpoint's quantised
-            weight may stand in its place. None: it is always an array.
+        dtype: fixed dtype, independent of the model's (None: the model's).
+        inputs: contracted dimension of a matrix product with it, the first or the last (-1): a quantised weight of a
+            checkpoint may replace it. None: it is always an array.
     """
 
     shape: tuple[int, ...]
@@ -199,20 +199,20 @@ class ParamSpec:
 
 @runtime_checkable
 class ParamGroup(Protocol):
-    """One parameter of several arrays: a quantised weight, with a `ParamSpec` for each."""
+    """A parameter that consists of several arrays, each with a `ParamSpec`: a quantised weight."""
 
     def items(self) -> ItemsView[str, Any]:
         """The arrays by name."""
 
     def rebuilt(self, arrays: Mapping[str, Any]) -> ParamGroup:
-        """The same of other arrays."""
+        """Return this parameter with other arrays."""
 
 
 ParamTree = Mapping[str, "ParamSpec | ParamGroup | ParamTree"]
 
 
 def map_specs(function: Callable[[tuple[str, ...], ParamSpec], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
-    """A tree of the same form whose leaves are ``function(path, spec)``, in the order of the tree."""
+    """Return a tree of the same structure whose leaves are ``function(path, spec)``, in the order of the tree."""
     made = {
         key: function((*path, key), node) if isinstance(node, ParamSpec) else map_specs(function, node, (*path, key))
         for key, node in tree.items()
@@ -221,7 +221,7 @@ def map_specs(function: Callable[[tuple[str, ...], ParamSpec], Any], tree: Any, 
 
 
 def walk_specs(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ParamSpec]]:
-    """Every parameter with its path, in the order of the tree."""
+    """Yield every parameter with its path, in the order of the tree."""
     for key, node in tree.items():
         here = (*path, key)
         yield from [(here, node)] if isinstance(node, ParamSpec) else walk_specs(node, here)
@@ -229,12 +229,12 @@ def walk_specs(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StateSpec(Brief):
-    """One array of a layer's state: of fixed size, however long a sequence is.
+    """An array of a layer's state, of fixed size regardless of the sequence length.
 
     Attributes:
-        shape: the first dimension is spread over devices as heads are.
-        exact: float32 whatever the model's dtype, in which it is otherwise.
-        whole: it is not spread: each device has all of it.
+        shape: the first dimension is sharded like the heads.
+        exact: float32 regardless of the model's dtype, which is the default.
+        whole: replicated: each device has all of it.
     """
 
     shape: tuple[int, ...]
@@ -244,19 +244,19 @@ class StateSpec(Brief):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerSpec(Brief):
-    """Differences between one layer's attention and another's.
+    """Attention and cache parameters of one layer.
 
     Attributes:
         attends: whether it has keys and values (or latents) of each token.
-        states: arrays of fixed size that it has of each sequence, instead of them or beside them (docs/states.md).
+        states: fixed-size arrays per sequence, instead of or in addition to keys and values (docs/states.md).
         window: the sliding window in tokens (None: full).
-        softcap: scores become ``softcap * tanh(score / softcap)`` (None: they stay).
+        softcap: scores become ``softcap * tanh(score / softcap)`` (None: unchanged).
         latent_rank: a key is a latent of the token, whose first ``latent_rank`` numbers are its value (None: keys and
-            values are two things).
-        index_topk: a query attends to so many tokens, those whose index keys it scores highest (None: to all).
-        index_dim: numbers of an index key, which lie behind a token's latent.
-        kv_heads, head_dim: its own, where they are not those of the cache (None: they are).
-        source: the layer whose keys and values it reads, and keeps none (None: its own). Such layers are the last ones.
+            values are separate).
+        index_topk: number of tokens that a query attends to, those whose index keys it scores highest (None: all).
+        index_dim: numbers of an index key, stored after the latent of the token.
+        kv_heads, head_dim: override those of the cache (None: no override).
+        source: the layer whose keys and values it reads, storing none (None: its own). Such layers are the last ones.
     """
 
     window: int | None = None
@@ -271,7 +271,7 @@ class LayerSpec(Brief):
     source: int | None = None
 
 
-# What a user may say of a cache's elements, and their dtype; None: the model's.
+# Dtype of cache elements by the value of the setting; None: the model's dtype.
 KV_CACHE_DTYPES: Mapping[str, str | None] = {
     "auto": None,
     "fp8": "float8_e4m3fn",
@@ -281,31 +281,31 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = {
 _FLOAT32_BYTES = 4
 
 STATE = 0
-"""The window of the group of states, in which a page has room for the states of one sequence behind its last token in
-that page: all that is before is in it."""
+"""Window value of the cache group of states. A page of this group holds the state of one sequence after its last token
+in that page, which covers all earlier tokens."""
 NO_STATE = 2**30
-"""The place of a state that is not kept, in tables of that group: beyond every pool."""
+"""Index in the tables of that group of a state that is not kept: beyond every pool."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CacheSpec(Brief):
-    """The KV cache that a model needs. The only place that knows how many bytes a page has.
+    """The KV cache of a model, and the only place that computes bytes per page.
 
-    A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1. Where the layers
-    have a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value, and the
-    last ``index_dim`` numbers are the token's index key.
+    A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1. Where the layers have
+    a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value, and the last
+    ``index_dim`` numbers are the token's index key.
 
     ``layers`` are those that keep keys and values: without the last ones where these have a ``source``.
 
-    ``groups`` are the windows of the whole model's layers, where these are but some of them (`part`).
+    ``groups`` are the windows of all layers of the model, where ``layers`` are a subset (`part`).
 
-    Layers with states have pools ``[states, *shape]`` besides, whose pages are those of a group of their own (`STATE`).
-    ``page_size`` is the number of tokens behind which a state may be kept; an engine sets it.
+    Layers with states also have pools ``[states, *shape]``, whose pages belong to a separate group (`STATE`).
+    ``page_size`` is the number of tokens after which a state may be kept; an engine sets it.
 
     ``dtype`` is that of 8-bit elements, "int8" or "float8_e4m3fn": then each head of each token has a float32 scale, in
-    ``[pages, 2, kv_heads, page_size]``. Of a latent the first ``latent_rank`` numbers have one and the rotated key
-    behind them another, in ``[pages, page_size, 2]``, and an index key a third. None: elements are of the model's
-    dtype, and have no scales.
+    ``[pages, 2, kv_heads, page_size]``. The first ``latent_rank`` numbers of a latent have one scale and the rotated
+    key after them another, in ``[pages, page_size, 2]``, and an index key a third. None: elements are of the model's
+    dtype, without scales.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -317,7 +317,7 @@ class CacheSpec(Brief):
 
     @property
     def attending(self) -> tuple[LayerSpec, ...]:
-        """The layers that have keys and values."""
+        """Layers that have keys and values."""
         return tuple(layer for layer in self.layers if layer.attends)
 
     @property
@@ -326,12 +326,12 @@ class CacheSpec(Brief):
 
     @property
     def stateful(self) -> bool:
-        """Whether layers have states, of this part of a model or of another one."""
+        """Whether any layer of the model has states, in this subset of layers or outside it."""
         return STATE in self.windows
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each cache group. Layers of one window share block tables."""
+        """Window of each cache group. Layers of one window share block tables."""
         if self.groups is not None:
             return self.groups
         found = tuple(dict.fromkeys(layer.window for layer in self.layers if layer.attends)) or (None,)
@@ -341,15 +341,15 @@ class CacheSpec(Brief):
         return self.windows.index(layer.window)
 
     def part(self, layers: slice) -> CacheSpec:
-        """The cache of some of the layers, under the block tables of all of them."""
+        """Return the cache of a slice of the layers, under the block tables of all layers."""
         return dataclasses.replace(self, layers=self.layers[layers], groups=self.windows)
 
     def sizes(self, layer: LayerSpec) -> tuple[int, int]:
-        """KV heads of a layer, and their size."""
+        """Return the number of KV heads of a layer, and their dimension."""
         return layer.kv_heads or self.kv_heads, layer.head_dim or self.head_dim
 
     def on_each(self, devices: int) -> CacheSpec:
-        """The cache that each of as many devices has: of its part of the heads, or of all latents."""
+        """Return the cache of one of ``devices`` devices: its shard of the heads, or all latents."""
         if self.latent:
             return self
         layers = tuple(
@@ -360,30 +360,30 @@ class CacheSpec(Brief):
     def pool_shape(
         self, pages: int, page_size: int, devices: int = 1, layer: LayerSpec = LayerSpec()
     ) -> tuple[int, ...]:
-        """Shape of a layer's pool, or of its part on each of the devices over which its heads are spread."""
+        """Return the shape of a layer's pool, or of its shard on each of ``devices`` over which heads are sharded."""
         kv_heads, head_dim = self.sizes(layer)
         return (pages, page_size, head_dim) if self.latent else (pages, 2, kv_heads // devices, page_size, head_dim)
 
     def scales_shape(
         self, pages: int, page_size: int, devices: int = 1, layer: LayerSpec = LayerSpec()
     ) -> tuple[int, ...]:
-        """Shape of the scales beside `pool_shape`: 0 pages where elements are of the model's dtype and need none."""
+        """Return the shape of the scales of `pool_shape`: 0 pages if elements have the model's dtype and no scales."""
         parts = (3 if any(layer.index_dim for layer in self.layers) else 2,) if self.latent else ()
         return (pages if self.dtype else 0, *self.pool_shape(1, page_size, devices, layer)[1:-1], *parts)
 
     def stored_as(self, kv_cache_dtype: str) -> CacheSpec:
-        """The same cache with elements of one of `KV_CACHE_DTYPES`."""
+        """Return this cache with elements of one of `KV_CACHE_DTYPES`."""
         return dataclasses.replace(self, dtype=KV_CACHE_DTYPES[kv_cache_dtype])
 
     def bytes_per_page(self, page_size: int, itemsize: int, devices: int = 1, stages: int = 1) -> int:
-        """Bytes of one page over all layers, its scales included, on each of as many devices.
+        """Return the bytes of one page over all layers, its scales included, on each of ``devices`` devices.
 
         Args:
-            itemsize: bytes of an element of the model's dtype, which the cache has unless ``dtype`` says another.
-            stages: to which layers are dealt out: these are the bytes of the one that has most.
+            itemsize: bytes of an element of the model's dtype, which the cache has unless ``dtype`` is set.
+            stages: pipeline stages: the result is for the stage with the most bytes.
         """
         each = [self._bytes(page_size, itemsize, devices, layer) for layer in self.layers]
-        # Without a layer that attends a page is an entry of tables alone.
+        # A model without attention layers has pages in its block tables only.
         return max(1, _most_in_stage(each, stages))
 
     def _bytes(self, page_size: int, itemsize: int, devices: int, layer: LayerSpec) -> int:
@@ -394,13 +394,13 @@ class CacheSpec(Brief):
         return elements * (1 if self.dtype else itemsize) + scales * _FLOAT32_BYTES
 
     def bytes_per_state(self, itemsize: int, devices: int = 1, stages: int = 1) -> int:
-        """Bytes of the states of one sequence in all layers, as `bytes_per_page`."""
+        """Return the bytes of the states of one sequence in all layers; arguments as in `bytes_per_page`."""
         return _most_in_stage([_state_bytes(layer, itemsize, devices) for layer in self.layers], stages)
 
     @property
     def exact_per_token(self) -> int:
-        """Numbers that a token leaves in all layers and in which a change of the model's last bits shows: elements of
-        its dtype, or the scales of those that are rounded to 8 bits."""
+        """Numbers per token over all layers that expose a change in the last bits of the model's arithmetic: elements
+        of its dtype, or the scales of elements quantised to 8 bits."""
         shape = self.scales_shape if self.dtype else self.pool_shape
         return sum(math.prod(shape(1, 1, layer=layer)) for layer in self.attending)
 
@@ -414,7 +414,7 @@ def _state_bytes(layer: LayerSpec, itemsize: int, devices: int) -> int:
 
 
 def _most_in_stage(layers: list[int], stages: int) -> int:
-    """The most that a stage has of what ``layers`` have, which are dealt out evenly, one more to the first stages."""
+    """Return the largest sum over a stage's layers; layers are divided evenly, with one more in the first stages."""
     small, more = divmod(len(layers), stages)
     firsts = [stage * small + min(stage, more) for stage in range(stages + 1)]
     return max(sum(layers[first:end]) for first, end in itertools.pairwise(firsts))

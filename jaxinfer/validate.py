@@ -1,7 +1,7 @@
-"""Validate a request once the model is known: ids within the vocabulary, lengths, the device's fixed limits.
+"""Validation of a request against the model: ids within the vocabulary, lengths, and fixed limits of the device arrays.
 
-Every door (Python, command line, servers) calls ``validate_request``, so all of them refuse the same requests with
-the same sentence. Nothing here imports jax.
+Every API (Python, command line, servers) calls ``validate_request``, so all of them reject the same requests with the
+same message. No jax.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jaxinfer.sampling_params import ContextLengthError, RequestError, SamplingP
 
 @dataclasses.dataclass(frozen=True)
 class SamplingLimits:
-    """What a request may ask of the sampler, fixed before compilation: sizes of its arrays (counts), and drafts.
+    """Limits on what a request may use of the sampler, fixed before compilation: array sizes (counts) and drafts.
 
     Attributes:
         max_stop_ids: token ids that can end one request (EOS and its own).
-        max_bad_words: token sequences that one request can forbid.
+        max_bad_words: forbidden token sequences of one request.
         max_bad_word_tokens: tokens of one such sequence.
-        max_logprobs: most likely tokens that a position can report.
-        drafts: the engine drafts, so that requests may choose how drafts are accepted.
-        grammars: the engine holds outputs to grammars.
+        max_logprobs: top logprobs of one position.
+        drafts: the engine speculates, so that requests may choose an acceptance rule.
+        grammars: the engine supports structured outputs.
     """
 
     max_stop_ids: int = 64
@@ -46,19 +46,19 @@ def validate_request(
     bad_words_ids: Sequence[Sequence[int]] = (),
     limits: SamplingLimits = SamplingLimits(),
 ) -> None:
-    """Refuses what this model cannot serve.
+    """Reject a request that this model cannot serve.
 
     Args:
-        params: checked by itself already, at construction.
+        params: already checked at construction.
         prompt_token_ids: the prompt, special tokens included, as the caller gave it.
-        vocab_size: how many token ids the model scores.
-        max_model_len: tokens of prompt and output together.
-        stop_token_ids: all ids that end the sequence, the request's own and EOS.
+        vocab_size: number of token ids that the model scores.
+        max_model_len: maximum tokens of prompt and output together.
+        stop_token_ids: all ids that end the sequence, those of the request and EOS.
         bad_words_ids: ``params.bad_words`` as token sequences.
-        limits: the engine's fixed sizes.
+        limits: fixed limits of the engine.
 
     Raises:
-        RequestError: the first thing wrong; the message names field and value.
+        RequestError: the first error; the message names field and value.
     """
     _check_prompt(prompt_token_ids, vocab_size, max_model_len)
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
@@ -91,7 +91,7 @@ def _check_prompt(prompt: Sequence[Any], vocab_size: int, max_model_len: int) ->
 
 
 def check_prompt_length(count: int, max_model_len: int) -> None:
-    """Refuses a prompt of so many tokens, if it is empty or leaves no room.
+    """Reject a prompt length that is 0 or leaves no token to generate.
 
     Raises:
         RequestError: the message names the number.
@@ -109,10 +109,10 @@ def check_prompt_length(count: int, max_model_len: int) -> None:
 
 
 def check_token_ids(field: str, ids: Iterable[Any], vocab_size: int) -> None:
-    """Refuses what is no id of the vocabulary.
+    """Reject values that are not ids of the vocabulary.
 
     Raises:
-        RequestError: the first such; the message names field and value.
+        RequestError: the first such value; the message names field and value.
     """
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):

@@ -1,3 +1,3 @@
-"""The version, in one place: pyproject.toml reads it here. No jax."""
+"""Version of the package; pyproject.toml reads it from here. No jax."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
-"""Text models inside of others: config.json has a ``text_config``, and the tensors lie behind a prefix. No jax.
+"""Text models within multimodal checkpoints: config.json has a ``text_config``, and tensor names have a prefix. No jax.
 
-What else is in such a checkpoint (the vision tower, the projector) is left out.
+Other components of such a checkpoint (the vision tower, the projector) are not loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEXT = {
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3"),
 }
-"""Architecture and model type of the text model alone, by the model type that ``text_config`` has."""
+"""Architecture and model type of the text model alone, by the model type in ``text_config``."""
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {
@@ -61,11 +61,11 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 128000,
     },
 }
-"""What transformers takes where such a ``text_config`` says nothing, and the text model alone has another default or
-must say it: what is saved of a text model within another is what differs from these."""
+"""Defaults of transformers for fields missing in such a ``text_config``, where the text model alone has another default
+or requires the field: transformers saves only the fields of a nested text model that differ from these."""
 
 _FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""What transformers takes whatever such a ``text_config`` says."""
+"""Values that transformers uses regardless of such a ``text_config``."""
 
 _WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
@@ -84,7 +84,7 @@ _WRAPPERS = {
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
 }
-"""Architectures whose answers to a text without images are those of their text model, and its model type where
+"""Wrapper architectures whose output for a text without images equals that of their text model, with the model type if
 ``text_config`` names none."""
 
 _TIED: Mapping[str, bool] = {
@@ -100,44 +100,45 @@ _TIED: Mapping[str, bool] = {
     "Qwen3_5ForConditionalGeneration": False,
     "Qwen3_5MoeForConditionalGeneration": False,
 }
-"""Wrappers whose own ``tie_word_embeddings`` counts, whatever ``text_config`` says, with transformers' default."""
+"""Wrappers whose own ``tie_word_embeddings`` overrides ``text_config``, with the default of transformers."""
 
 _TIED_EITHER = (
     "LlavaForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
 )
-"""Wrappers that tie where they or their ``text_config`` say so; of all others ``text_config`` alone counts."""
+"""Wrappers that tie embeddings if their own field or that of ``text_config`` is true; for all others only
+``text_config`` counts."""
 
 _SPELLINGS: tuple[Mapping[str, str], ...] = (
     {"model.": "model.language_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "language_model."},
 )
-"""How a wrapper may spell the names of the text model's tensors, if it does not leave them as they are."""
+"""Prefix substitutions by which a wrapper may rename the text model's tensors."""
 
 INNER_SPELLINGS = tuple(tuple(spelled.items()) for spelled in _SPELLINGS)
-"""The same as pairs: the beginning of a name within the text model, and within a wrapper."""
+"""`_SPELLINGS` as pairs: the prefix of a name within the text model, and within a wrapper."""
 
 OTHERS = (
     *("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector"),
     *("audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"),
 )
 OTHER_TENSORS = tuple(f"{before}{name}.*" for name in OTHERS for before in ("", "model."))
-"""Patterns of the tensors that the text model does without."""
+"""Patterns of tensors that the text model does not use."""
 
 
 def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of the text model alone; that of a model which is no wrapper stays as it is.
+    """Return the config.json of the text model alone; a model that is not a wrapper is returned unchanged.
 
-    Fields that only the wrapper has (the dtype, how weights are quantised) are the text model's, too; whether
-    embeddings are tied is read where transformers reads it.
+    Fields that only the wrapper has (the dtype, the quantisation config) apply to the text model, too; whether
+    embeddings are tied is read from the same config as in transformers.
     """
     known = next((name for name in _named(config_json) if name in _WRAPPERS), None)
     if known is None:
         return config_json
     inner = config_json.get("text_config")
-    # Qwen2-VL and 2.5-VL wrote the text model's fields beside those of the tower.
+    # Qwen2-VL and 2.5-VL put the fields of the text model next to those of the tower.
     outer = {name: value for name, value in config_json.items() if name not in ("text_config", "vision_config")}
     kind = (inner.get("model_type") if isinstance(inner, dict) else None) or _WRAPPERS[known]
     if kind not in _TEXT:
@@ -150,15 +151,15 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_wrapper(config_json: Mapping[str, Any]) -> bool:
-    """Whether there is a model around the text model."""
+    """Return whether the checkpoint wraps a text model in another one."""
     return any(name in _WRAPPERS for name in _named(config_json))
 
 
 def spellings(prefix: str, wrapped: bool) -> tuple[Callable[[str], str], ...]:
-    """How a checkpoint may spell the name of a text model's tensor: as it is, first.
+    """Return functions that map a text model's tensor name to its possible names in a checkpoint; identity first.
 
     Args:
-        prefix: of the decoder's tensors; a checkpoint of the bare decoder leaves it out.
+        prefix: prefix of the decoder's tensors; a checkpoint of the bare decoder omits it.
         wrapped: whether the checkpoint is that of a wrapper.
     """
     tables = ({}, *(_SPELLINGS if wrapped else ()), {prefix: ""})
@@ -166,9 +167,9 @@ def spellings(prefix: str, wrapped: bool) -> tuple[Callable[[str], str], ...]:
 
 
 def spelling(names: Collection[str], wanted: Collection[str], prefix: str, wrapped: bool) -> Callable[[str], str]:
-    """How the checkpoint with tensors of these names spells the name of a text model's tensor.
+    """Return the mapping from a text model's tensor name to its name in a checkpoint with these tensor names.
 
-    A tensor that is not there as most are spelled is looked for in the other spellings.
+    A tensor missing under the most common spelling is looked up in the other spellings.
 
     Args:
         wanted: names of the text model's tensors.
@@ -185,7 +186,7 @@ def spelling(names: Collection[str], wanted: Collection[str], prefix: str, wrapp
 
 
 def names_of(module: str) -> tuple[str, ...]:
-    """What a module of a text model is called within it and within a wrapper of each spelling, its own name first.
+    """Return the names of a module in a text model and in a wrapper of each spelling, the given name first.
 
     Args:
         module: its name in any of them, such as "model.layers.0.mlp.up_proj" or "language_model.lm_head".
@@ -205,7 +206,7 @@ def _respelled(name: str, spelled: Mapping[str, str]) -> str:
 
 
 def _tie(architecture: str, outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the embeddings are tied; nothing where the text model's default says."""
+    """Return whether the embeddings are tied; None if the default of the text model decides."""
     name = "tie_word_embeddings"
     if architecture in _TIED:
         return {name: outer.get(name, _TIED[architecture])}
@@ -215,7 +216,7 @@ def _tie(architecture: str, outer: Mapping[str, Any], inner: Mapping[str, Any]) 
 
 
 def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embeddings in three dimensions (mrope): those of a text are alike in all."""
+    """Replace multimodal RoPE (mrope) by default RoPE: the three position dimensions are identical for text."""
     found = {name: fields[name] for name in ("rope_scaling", "rope_parameters") if isinstance(fields.get(name), dict)}
     return {
         name: {key: "default" if value == "mrope" else value for key, value in scaling.items()}

@@ -1,1 +1,1 @@
-"""Load on a server, and what its users see of it: ``jaxinfer bench serve``. No jax."""
+"""Load generator for inference servers, with the latencies that users see: ``jaxinfer bench serve``. No jax."""

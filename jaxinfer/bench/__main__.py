@@ -1,4 +1,4 @@
-"""``jaxinfer bench serve``."""
+"""Entry point of ``jaxinfer bench serve``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from jaxinfer.bench.target import TargetError
 from jaxinfer.bench.traces import TraceError
 from jaxinfer.cli.app import run as run_command
 
-PIPED_WIDTH = 200  # characters: where nobody said how wide it is, no table is cut
+PIPED_WIDTH = 200  # characters: output of unknown width is not cut
 ERRORS = (OptionsError, TargetError, DatasetError, TraceError, PlotError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see `run`."""
+    """Run the command; see `run`."""
     return run_command("bench", arguments)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0; 1: nothing succeeded; 2 and one sentence on stderr: it cannot be measured; 3: the generator was the
-    bottleneck, and the figures are its own; 130: interrupted, after what there is was reported."""
+    """Return exit code 0; 1: no request succeeded; 2: cannot be measured (one sentence on stderr); 3: the generator was
+    the bottleneck, and the figures are its own; 130: interrupted, after a report of the requests so far."""
     try:
         return asyncio.run(_command(options))
     except ERRORS as error:

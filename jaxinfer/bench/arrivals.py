@@ -1,4 +1,4 @@
-"""Arrival processes: when requests are due, in seconds since the run began."""
+"""Arrival processes: due times of requests, in seconds since the run began."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 def arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
-    """Yield times without end, in order, the first one after a gap; gaps are gamma distributed, mean ``1 / rate``.
+    """Yield endless due times in order, the first one after a gap; gaps are gamma distributed with mean ``1 / rate``.
 
     Args:
-        rate: requests a second; infinite: all are due at 0.
-        burstiness: the distribution's shape: 1 is a Poisson process, less comes in bursts, more evenly (the squared
-            coefficient of variation is its inverse); infinite: a metronome.
+        rate: requests per second; infinite: all are due at 0.
+        burstiness: shape of the distribution: 1 is a Poisson process, smaller values are bursty, larger ones more even
+            (the squared coefficient of variation is its inverse); infinite: constant gaps.
     """
     time = 0.0
     while True:

@@ -1,4 +1,4 @@
-"""Requests for a server: without end from a description, or those of a file."""
+"""Data sets of requests: generated endlessly from a description, or read from a file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_FILE_BYTES = 4 << 30
 
 
 class DatasetError(ValueError):
-    """Requests that cannot be made as asked. The message says why."""
+    """Requests that cannot be made with these options. The message gives the reason."""
 
 
 class Lengths(NamedTuple):
-    """Tokens, uniform between both ends."""
+    """Range of lengths in tokens, uniform, both ends included."""
 
     low: int
     high: int
@@ -37,15 +37,15 @@ DEFAULT_LENGTHS = Lengths(128, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The requests that the options ask for.
+    """Description of the requests, from the options.
 
     Attributes:
-        path: of the data set's file.
-        input, output: lengths; of the shared-prefix set ``input`` is what follows the prefix.
-        prefix_len, groups: shared tokens, and how many different ones there are.
-        scale: of Azure's lengths; None: so that the longest fits. ``block_tokens``: of a Mooncake block.
+        path: file of the data set.
+        input, output: lengths; for the shared-prefix set ``input`` is the length after the prefix.
+        prefix_len, groups: number of shared tokens, and of different prefixes.
+        scale: factor for Azure's lengths; None: so that the longest fits. ``block_tokens``: tokens of a Mooncake block.
         tokens_per_word: for the lengths of texts.
-        max_len: of prompt and output; None: any.
+        max_len: maximum of prompt and output; None: unbounded.
     """
 
     prompts: Prompts
@@ -65,12 +65,12 @@ class Asked:
 
 
 def random(spec: Asked, seed: int) -> Iterator[Item]:
-    """Prompts that share nothing."""
+    """Yield prompts without shared prefixes."""
     return shared_prefix(dataclasses.replace(spec, prefix_len=0, groups=1), seed)
 
 
 def shared_prefix(spec: Asked, seed: int) -> Iterator[Item]:
-    """Prompts that begin with one of ``groups`` prefixes each."""
+    """Yield prompts that each begin with one of ``groups`` prefixes."""
     rng, prompts = np.random.default_rng(seed), spec.prompts
     nothing = np.zeros(0, np.int32)
     prefixes = [prompts.draw(spec.prefix_len, rng) if spec.prefix_len else nothing for _ in range(spec.groups)]
@@ -82,7 +82,7 @@ def shared_prefix(spec: Asked, seed: int) -> Iterator[Item]:
 
 
 def sonnet(spec: Asked, seed: int) -> Iterator[Item]:
-    """Lines of a text: the first ones, up to ``prefix_len`` tokens, in each prompt, and random ones behind them.
+    """Yield lines of a text: the first ones, up to ``prefix_len`` tokens, in each prompt, followed by random ones.
 
     Without a file the lines are made of random words.
     """
@@ -111,8 +111,8 @@ def _lines(path: pathlib.Path) -> list[str]:
 
 
 def sharegpt(spec: Asked, seed: int) -> Iterator[Item]:
-    """The first question of each conversation, in random order, again and again; the answer's length is the output's,
-    if no other is asked for. Conversations that are too long are left out.
+    """Yield the first question of each conversation, in random order, repeatedly; the output length is that of the
+    answer, unless set. Conversations that are too long are skipped.
 
     The file is a list of ``{"conversations": [{"from": ..., "value": ...}, ...]}``, as ShareGPT's.
     """
@@ -143,13 +143,13 @@ def _total(item: Item) -> int:
 
 
 def azure(spec: Asked, seed: int) -> Iterator[Item]:
-    """Azure's trace, scaled to what fits."""
+    """Yield the requests of an Azure trace, scaled to fit."""
     requests = traces.read_azure(_needed(spec.path, "azure"))
     return _trace(traces.scale_azure(requests, spec.max_len or _longest(requests), spec.scale), spec, seed)
 
 
 def mooncake(spec: Asked, seed: int) -> Iterator[Item]:
-    """A Mooncake trace: equal blocks are equal tokens."""
+    """Yield the requests of a Mooncake trace: equal blocks have equal tokens."""
     requests = traces.read_mooncake(_needed(spec.path, "mooncake"))
     return _trace(traces.scale_mooncake(requests, spec.max_len or _longest(requests), spec.block_tokens), spec, seed)
 
@@ -164,7 +164,7 @@ def _trace(trace: traces.Trace, spec: Asked, seed: int) -> Iterator[Item]:
         size = trace.block_tokens or request.prompt_len
         blocks = [prompts.draw(size, np.random.default_rng((seed, block))) for block in request.blocks]
         whole = np.concatenate(blocks)
-        share = request.prompt_len / (size * len(blocks))  # the last block may be cut
+        share = request.prompt_len / (size * len(blocks))  # the last block may be partial
         material = whole[: max(1, round(len(whole) * share))]
         yield Item(prompts.build(material), request.prompt_len, request.output_len, request.arrival)
 
@@ -186,12 +186,12 @@ def _read(path: pathlib.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A way to make requests.
+    """A data set.
 
     Attributes:
         make: ``(spec, seed) -> requests``; equal seeds make equal requests.
-        lengths_given: outputs are to have exactly the asked length, unless the options say otherwise.
-        text: prompts are text, whatever the server takes.
+        lengths_given: outputs should have exactly the requested length, unless the options override that.
+        text: prompts are text, even if the server accepts token ids.
     """
 
     make: Callable[[Asked, int], Iterator[Item]]
@@ -210,5 +210,5 @@ DATASETS: Mapping[str, Dataset] = {
 
 
 def describe(spec: Asked) -> dict[str, Any]:
-    """The options of the requests, for the record."""
+    """Return the description of the requests for the raw file."""
     return {"tokens_per_word": spec.tokens_per_word, "max_len": spec.max_len, "prompts": str(spec.prompts)}

@@ -1,5 +1,5 @@
-"""Putting load on a server: in open loop, where requests come when they come, or in closed loop, where each user
-waits for an answer before asking again."""
+"""Load on a server: open loop, where requests are sent when due, or closed loop, where each user waits for an answer
+before the next request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxinfer.bench.record import Record
 from jaxinfer.bench.target import Ending, Item, SendFailed, Target
 
 INTERRUPTED = "interrupted"
-TICK = 1e-9  # seconds: less than a clock can tell is no reason to sleep
+TICK = 1e-9  # seconds: shorter waits are below clock resolution
 
 
 class Prepared(NamedTuple):
-    """A request as it will be sent, and when: seconds since the run began."""
+    """An encoded request with its due time in seconds since the run began."""
 
     item: Item
     message: bytes
@@ -24,12 +24,12 @@ class Prepared(NamedTuple):
 
 
 class Driver:
-    """One run. ``records`` are there from the moment a request is sent, so that a run that is cut short is not lost.
+    """Load of a single run. ``records`` has every request from its sending on, so that interrupted runs keep results.
 
     Args:
-        clock: seconds; the event loop's own.
-        timeout: seconds from sending to the stream's end, after which a request has failed.
-        on_end: told of each request that has ended.
+        clock: seconds; the clock of the event loop.
+        timeout: seconds from sending to the end of the stream, after which a request has failed.
+        on_end: called with the record of each request that has ended.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Driver:
         return self._clock() - self._start
 
     async def open_loop(self, prepared: Iterable[Prepared]) -> None:
-        """Send each when it is due, whatever has become of the others. They are in order."""
+        """Send each request when it is due, independently of the others. ``prepared`` is in order of due times."""
         self._begin()
         async with asyncio.TaskGroup() as group:
             for each in prepared:
@@ -57,7 +57,7 @@ class Driver:
                 group.create_task(self._send(each))
 
     async def closed_loop(self, items: Iterator[Item], users: int, duration: float | None = None) -> None:
-        """``users`` requests under way, until ``items`` end, or none is begun any more after ``duration`` seconds."""
+        """Keep ``users`` requests in flight, until ``items`` end, or with no new ones after ``duration`` seconds."""
         self._begin()
         async with asyncio.TaskGroup() as group:
             for _ in range(users):
@@ -68,12 +68,12 @@ class Driver:
             item = next(items, None)
             if item is None:
                 return
-            message = self._target.prepare(item)  # before it is due: the users of this loop need no time to type
+            message = self._target.prepare(item)  # before its due time: users of this loop send immediately
             await self._send(Prepared(item, message, self.now()))
 
     def _begin(self) -> None:
         gc.collect()
-        gc.freeze()  # what lives through the run is not looked at in it
+        gc.freeze()  # the collector skips objects that outlive the run
         self._start = self._clock()
 
     async def _send(self, request: Prepared) -> None:

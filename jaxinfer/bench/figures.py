@@ -1,4 +1,4 @@
-"""Times of requests made into what is reported: latencies, rates, goodput."""
+"""Statistics of requests: latencies, rates, goodput."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ MS = 1e3
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p99, max and mean of at least one value; between two values by linear interpolation."""
+    """Return p50, p90, p99, max and mean of at least one value, with linear interpolation."""
     found = np.percentile(values, (50, 90, 99, 100))
     return dict(zip(("p50", "p90", "p99", "max"), found.tolist(), strict=True)) | {"mean": float(np.mean(values))}
 
 
 def guaranteed(values: Sequence[float]) -> dict[str, float]:
-    """The same for what is better when larger: p90 is what 90 % reach or exceed, and the worst is ``min``."""
+    """Return percentiles of a metric that should be large: p90 is what 90 % reach or exceed, ``min`` the worst."""
     found = np.percentile(values, (50, 10, 1, 0))
     return dict(zip(("p50", "p90", "p99", "min"), found.tolist(), strict=True)) | {"mean": float(np.mean(values))}
 
 
 @dataclasses.dataclass(frozen=True)
 class Goals:
-    """Bounds in seconds on what one request may take; None: any. A request is good if it ended well within all."""
+    """Latency goals of one request in seconds; None: no goal. A request is good if it succeeded within all of them."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -46,9 +46,9 @@ class Goals:
 
 
 def summary(records: Sequence[Record], goals: Goals) -> dict[str, Any]:
-    """The figures of one run. Times are in seconds; a latency that no request had is None.
+    """Return the statistics of one run. Times are in seconds; a latency that no request had is None.
 
-    ``ttft`` and ``e2e`` count from when a request was due, ``ttft_sent`` and ``e2e_sent`` from when it left.
+    ``ttft`` and ``e2e`` are measured from the due time of a request, ``ttft_sent`` and ``e2e_sent`` from its sending.
     """
     ended = [record for record in records if record.error_kind is None]
     seconds = _span(records)
@@ -69,7 +69,7 @@ def summary(records: Sequence[Record], goals: Goals) -> dict[str, Any]:
 
 
 def _span(records: Sequence[Record]) -> float:
-    """Seconds from the first request that was due to the last thing that came."""
+    """Return the seconds from the first due time to the last end of a request."""
     if not records:
         return 0.0
     return max(record.ended for record in records) - min(record.due for record in records)
@@ -117,7 +117,7 @@ def _goodput(records: Sequence[Record], goals: Goals, seconds: float) -> dict[st
 
 
 def _examples(records: Sequence[Record]) -> Mapping[str, str]:
-    """One message of each kind."""
+    """Return one message of each kind of error."""
     found: dict[str, str] = {}
     for record in records:
         if record.error_kind is not None:
@@ -126,16 +126,15 @@ def _examples(records: Sequence[Record]) -> Mapping[str, str]:
 
 
 def _peak(records: Sequence[Record]) -> int:
-    """Most requests that were under way at once."""
+    """Return the maximum number of requests in flight."""
     events = sorted([(record.sent, 1) for record in records] + [(record.ended, -1) for record in records])
     return int(np.cumsum([step for _, step in events]).max(initial=0))
 
 
 def keeping_up(ended: Sequence[Record]) -> float | None:
-    """The rate at which requests ended over that at which they came: 1 if the server keeps up, less if a queue grows.
+    """Return the completion rate over the arrival rate: 1 if the server keeps up, less if its queue grows.
 
-    Both rates are those of the middle 80 %, so that neither the run's beginning nor its tail counts; None for fewer
-    than ten requests.
+    Both rates are over the middle 80 %, so that ramp-up and tail do not count; None for fewer than ten requests.
     """
     if len(ended) < 10:
         return None

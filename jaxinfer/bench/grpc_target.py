@@ -1,4 +1,4 @@
-"""jaxinfer's own servers, over gRPC."""
+"""Target for jaxinfer's own servers, over gRPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.bench.target import Access, Ending, Item, Sampling, SendFailed, Se
 from jaxinfer.protos.v1 import inference_pb2 as pb
 
 SERVICE = "/jaxinfer.v1.Inference/"
-# A refusal is to be seen and counted, not tried again behind our back; each channel has a connection of its own.
+# Rejected requests must be counted, not retried by gRPC; each channel has its own connection.
 OPTIONS = [
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -24,7 +24,7 @@ PORT = 50051
 
 
 class GrpcTarget:
-    """A `Target`."""
+    """gRPC implementation of `Target`."""
 
     def __init__(self, access: Access, sampling: Sampling) -> None:
         url = urllib.parse.urlsplit(access.url)
@@ -37,7 +37,7 @@ class GrpcTarget:
 
     async def open(self) -> Served:
         self._channels = [self._channel() for _ in range(self._access.connections)]
-        # Messages are encoded ahead of time: what is sent here is bytes.
+        # Messages are serialised ahead of time: the stub sends bytes.
         self._generate = itertools.cycle(
             [
                 channel.unary_stream(f"{SERVICE}Generate", response_deserializer=pb.GenerateResponse.FromString)
@@ -96,7 +96,7 @@ class GrpcTarget:
         except grpc.aio.AioRpcError as cause:
             raise SendFailed(cause.code().name, cause.details() or "") from cause
         finally:
-            call.cancel()  # of what was left early; else it does nothing
+            call.cancel()  # cancels a stream that was left early; else a no-op
         if usage is None:
             raise SendFailed("truncated", "the stream ended without its last message")
         return Ending(finish, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)

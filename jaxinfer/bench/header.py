@@ -1,4 +1,4 @@
-"""Header of a report: the server, the requests, the load and the date, without which figures say nothing."""
+"""Header of a report: server, requests, load and date, which make its figures comparable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.bench.target import Served
 
 
 def header(options: argparse.Namespace, served: Served, load: Load) -> dict[str, str]:
-    """Lines of the header by their names. The date is now, in UTC."""
+    """Return the lines of the header by name. The date is the current time, in UTC."""
     version = f"version {served.version}" if served.version else "which does not tell its version"
     found = {
         "server": f"{options.target}: {served.model}, {version}",

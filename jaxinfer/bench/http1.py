@@ -1,7 +1,7 @@
-"""HTTP/1.1, the client's side, for many streams at once.
+"""HTTP/1.1 client for many concurrent streams.
 
-A general client costs more than a token is worth here: what arrives is handled where the event loop hands it over,
-so that a token's time is taken before anything else is done with it.
+A general-purpose client costs too much CPU time per token: this one handles data in the event loop's callback, so that
+a token is timestamped before any other work.
 """
 
 from __future__ import annotations
@@ -11,33 +11,34 @@ import ssl
 from collections.abc import Callable
 
 MAX_HEAD = 64 * 1024
-IDLE_SECONDS = 2.0  # servers close connections that idle, some after 5 s: one that may be closing is not used again
+IDLE_SECONDS = 2.0  # servers close idle connections, some after 5 s: one that may be closing is not reused
 
 
 class HttpError(Exception):
-    """Not HTTP, or not all of it."""
+    """An invalid or incomplete HTTP response."""
 
 
 class ResponseParser:
-    """One response: `feed` takes bytes as they come and returns the body's among them."""
+    """Incremental parser of one response: `feed` takes bytes as they arrive and returns the body bytes among them."""
 
     def __init__(self) -> None:
         self.status: int | None = None
         self.headers: dict[str, str] = {}
         self.done = False
         self._buffer, self._at = b"", 0
-        self._left: int | None = None  # bytes until the body or chunk ends; None: until the connection does
+        self._left: int | None = None  # bytes until the body or chunk ends; None: until the connection closes
         self._read: Callable[[list[bytes]], bool] = self._head
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the connection can be used again; known when `done`."""
+        """Whether the connection can be reused; known when `done`."""
         return self._left is not None and self.headers.get("connection", "").lower() != "close"
 
     def feed(self, data: bytes) -> bytes:
-        """
+        """Parse more bytes and return those of the body.
+
         Raises:
-            HttpError: this is no HTTP.
+            HttpError: the response is not HTTP.
         """
         self._buffer = self._buffer + data if self._buffer else data
         self._at = 0
@@ -48,17 +49,17 @@ class ResponseParser:
         return body[0] if len(body) == 1 else b"".join(body)
 
     def end(self) -> None:
-        """The connection has ended.
+        """Handle the end of the connection.
 
         Raises:
-            HttpError: before the response had.
+            HttpError: the response is incomplete.
         """
         if not self.done and (self._read != self._body or self._left is not None):
             raise HttpError("the connection ended before the response")
         self.done = True
 
     def _until(self, mark: bytes) -> bytes | None:
-        """The bytes before ``mark``, which is swallowed too; None while it has not come."""
+        """Consume and return the bytes before ``mark``, and skip the mark; None while it has not arrived."""
         end = self._buffer.find(mark, self._at)
         if end < 0:
             if len(self._buffer) - self._at > MAX_HEAD:
@@ -68,7 +69,7 @@ class ResponseParser:
         return found
 
     def _take(self, most: int | None, body: list[bytes]) -> int:
-        """Move bytes to the body; how many."""
+        """Move bytes to the body; return their number."""
         end = len(self._buffer) if most is None else min(len(self._buffer), self._at + most)
         if taken := end - self._at:
             body.append(self._buffer[self._at : end])
@@ -81,7 +82,7 @@ class ResponseParser:
             return False
         status, *lines = head.decode("latin-1").split("\r\n")
         code = _status(status)
-        if code >= 200:  # what comes before is no answer yet
+        if code >= 200:  # informational responses precede the final one
             pairs = (line.partition(":")[::2] for line in lines)
             self.headers = {name.strip().lower(): value.strip() for name, value in pairs}
             self.status = code
@@ -112,7 +113,7 @@ class ResponseParser:
         return True
 
     def _chunk(self, body: list[bytes]) -> bool:
-        """A chunk's bytes are handed on before it is complete; the line's end behind them is swallowed."""
+        """Pass on the bytes of an incomplete chunk; skip the line end after the chunk."""
         assert self._left is not None
         self._left -= self._take(self._left, body)
         if self._left or len(self._buffer) - self._at < 2:
@@ -146,7 +147,7 @@ def _number(text: str, base: int) -> int:
 
 
 class Exchange:
-    """One request's answer, while it comes."""
+    """A request whose response is being received."""
 
     def __init__(self, on_body: Callable[[int, bytes], None]) -> None:
         self.parser = ResponseParser()
@@ -159,7 +160,7 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one exchange after the other."""
+    """A connection that carries one exchange at a time."""
 
     def __init__(self) -> None:
         self._exchange: Exchange | None = None
@@ -180,7 +181,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
-        if exchange is None:  # nothing was asked: whatever it is, this connection is not to be trusted
+        if exchange is None:  # unsolicited data: the connection cannot be trusted
             self.close()
             return
         try:
@@ -223,20 +224,20 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server: an exchange takes one that is free, or a new one."""
+    """Connection pool of one server: an exchange takes a free connection, or a new one."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, connect_timeout: float) -> None:
         self._address, self._tls, self._timeout = (host, port), tls, connect_timeout
-        self._free: list[tuple[float, Connection]] = []  # since when
+        self._free: list[tuple[float, Connection]] = []  # with the time since which each is free
         self._all: set[Connection] = set()
 
     async def exchange(self, message: bytes, on_body: Callable[[int, bytes], None]) -> ResponseParser:
-        """Send ``message``; ``on_body`` gets status and bytes as they come. Returns when the response is complete.
+        """Send ``message`` and wait for the complete response; ``on_body`` gets status and body bytes as they arrive.
 
         Raises:
-            OSError: no connection, or it was lost.
-            TimeoutError: nobody answered the call for a connection.
-            HttpError: the answer is not HTTP, or ends too early.
+            OSError: connection failed, or was lost.
+            TimeoutError: the connection was not established in time.
+            HttpError: the response is not HTTP, or incomplete.
         """
         connection = self._reuse() or await self._connect()
         exchange = Exchange(on_body)

@@ -1,4 +1,4 @@
-"""Servers that speak OpenAI's HTTP API: completions or chat, streamed as server-sent events."""
+"""Target for servers with OpenAI's HTTP API: completions or chat, streamed as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxinfer.bench.sse import EventParser
 from jaxinfer.bench.target import Access, Ending, Item, Sampling, SendFailed, Served, TargetError
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
-MAX_ERROR = 4096  # bytes of an error's body that are kept
+MAX_ERROR = 4096  # maximum bytes kept of an error body
 
 
 class HttpTarget:
-    """A `Target`. ``endpoint``: completions or chat."""
+    """HTTP implementation of `Target`. ``endpoint``: completions or chat."""
 
     def __init__(self, access: Access, sampling: Sampling, endpoint: str, vocab_size: int | None = None) -> None:
         url = urllib.parse.urlsplit(access.url)
@@ -114,11 +114,11 @@ class HttpTarget:
 
 
 class _Answer:
-    """A streamed answer as it comes."""
+    """A streamed response while it is received."""
 
     def __init__(self, note: Callable[[int], None]) -> None:
         self.began = False
-        self.chunks: list[bytes] = []  # of a body that is no event stream
+        self.chunks: list[bytes] = []  # of a body that is not an event stream
         self._note, self._events = note, EventParser()
         self._finish: str | None = None
         self._usage: dict[str, Any] = {}
@@ -136,7 +136,7 @@ class _Answer:
             self._note(tokens)
 
     def _event(self, data: bytes) -> int:
-        """1 for an event that brings text, which is taken for a token: the API does not say how many it brings."""
+        """Return 1 for an event with text, counted as one token: the API does not report the number of tokens."""
         if data == b"[DONE]":
             self._done = True
             return 0
@@ -158,9 +158,10 @@ class _Answer:
         return 1 if said else 0
 
     def ending(self, status: int) -> Ending:
-        """
+        """Return the end of the stream.
+
         Raises:
-            SendFailed: it was refused, or did not end well.
+            SendFailed: the request was rejected, or its stream did not end properly.
         """
         if status != 200:
             raise SendFailed(f"HTTP {status}", _error_text(b"".join(self.chunks)))
@@ -181,7 +182,7 @@ def _models(body: bytes) -> list[dict[str, Any]]:
 
 
 def _error_text(body: bytes) -> str:
-    """The message in an error's body, or the body."""
+    """Return the message in an error body, or the body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

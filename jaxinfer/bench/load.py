@@ -1,4 +1,4 @@
-"""Arrival of requests: in open loop at a rate or as a trace has them, or in closed loop from so many users."""
+"""Load of a run: open loop at a rate or with the arrivals of a trace, or closed loop with a number of users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.bench.target import Item
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Arrival of requests: one of ``rate`` (requests a second), ``speed`` (of a trace) and ``users`` is not None."""
+    """Arrival of requests: one of ``rate`` (requests per second), ``speed`` (of a trace) and ``users`` is not None."""
 
     rate: float | None = None
     speed: float | None = None
@@ -40,7 +40,7 @@ class Load:
         return dataclasses.replace(load, users=options.concurrency or DEFAULT_USERS)
 
     def due(self, items: Iterator[Item], rng: np.random.Generator) -> Iterator[tuple[float, Item]]:
-        """Items of the open loop with the seconds at which they are due."""
+        """Yield the items of the open loop with their due times in seconds."""
         end = math.inf if self.duration is None else self.duration
         within = itertools.takewhile(lambda each: each[0] < end, self._timed(items, rng))
         return itertools.islice(within, self.requests)

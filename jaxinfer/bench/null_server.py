@@ -1,4 +1,4 @@
-"""A server without a model, whose times are known: what the load generator reports of it is the generator's own.
+"""A server without a model and with known latencies, to measure the overhead of the load generator.
 
     python -m jaxinfer.bench.null_server http --ttft 0.05 --itl 0.01
 
@@ -28,13 +28,13 @@ HOST = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """Seconds from a request to its first token, and from each to the next."""
+    """Scripted latencies: seconds from a request to its first token, and from each token to the next."""
 
     ttft: float = 0.0
     itl: float = 0.0
 
     async def tokens(self, count: int) -> AsyncIterator[int]:
-        """Yield each token at its time since the request came: one that is late does not make the next one late."""
+        """Yield each token at its scheduled time since the request: a late token does not delay the next one."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         for number in range(count):
@@ -45,7 +45,7 @@ class Script:
 
 
 class Inference(pb_grpc.InferenceServicer):
-    """RPCs that the load generator calls."""
+    """RPCs used by the load generator."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -74,7 +74,7 @@ class Inference(pb_grpc.InferenceServicer):
 
 
 async def serve_grpc(script: Script) -> tuple[grpc.aio.Server, int]:
-    """The server, started, and its port."""
+    """Start the gRPC server; return it and its port."""
     server = grpc.aio.server()
     pb_grpc.add_InferenceServicer_to_server(Inference(script), server)
     port = server.add_insecure_port(f"{HOST}:0")
@@ -83,14 +83,14 @@ async def serve_grpc(script: Script) -> tuple[grpc.aio.Server, int]:
 
 
 async def serve_http(script: Script) -> tuple[asyncio.Server, int]:
-    """The same over HTTP."""
+    """Start the HTTP server; return it and its port."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while await _one(script, reader, writer):
                 pass
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client has gone
+            pass  # the client disconnected
         finally:
             writer.close()
 
@@ -99,7 +99,7 @@ async def serve_http(script: Script) -> tuple[asyncio.Server, int]:
 
 
 async def _one(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """Answer one request; False if the connection ends with it."""
+    """Serve one request; return False if the connection ends with it."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
     length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length:")), 0)
     if length > MAX_BODY:
@@ -139,11 +139,11 @@ def _chunk(content: dict[str, Any]) -> bytes:
 async def _serve(protocol: str, script: Script) -> None:
     _server, port = await (serve_grpc if protocol == "grpc" else serve_http)(script)
     Console().print(port)
-    await asyncio.to_thread(sys.stdin.read)  # ends with who started this
+    await asyncio.to_thread(sys.stdin.read)  # until the parent closes it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m jaxinfer.bench.null_server")
     parser.add_argument("protocol", choices=("grpc", "http"))
     parser.add_argument("--ttft", type=float, default=0.0, help="seconds")

@@ -1,4 +1,4 @@
-"""The options of ``jaxinfer bench serve``."""
+"""Command-line options of ``jaxinfer bench serve``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DEFAULT_REQUESTS, DEFAULT_USERS, DEFAULT_SWEEP_SECONDS = 200, 8, 20.0
 
 
 class OptionsError(ValueError):
-    """Options that contradict each other. The message says which."""
+    """Conflicting options. The message names them."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; those that contradict each other end the command with a sentence, as the parser's own errors do."""
+    """Parse the options; conflicting ones end the command with one sentence, as the parser's own errors do."""
     parser = Parser("jaxinfer bench", _DESCRIPTION, _EXAMPLES, _COMMON)
     parser.add_argument("command", nargs="?", choices=("serve",), metavar="serve", help="measure a server")
     for add in (_target, _load, _sweep, _dataset, _report):
@@ -124,7 +124,7 @@ def _url(text: str) -> str:
 
 
 def _http(text: str) -> str:
-    """The URL of a page of metrics; of a server alone, its /metrics."""
+    """Return the URL of a metrics page; for a URL without path, its /metrics."""
     if not text.startswith("http"):
         raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT/metrics")
     url = urllib.parse.urlsplit(_url(text))
@@ -168,10 +168,10 @@ def _lengths(text: str) -> Lengths:
 
 
 def goals(words: Sequence[str]) -> Goals:
-    """``ttft:200`` and the like, in milliseconds.
+    """Parse goals such as ``ttft:200``, in milliseconds.
 
     Raises:
-        OptionsError: one is none.
+        OptionsError: one is invalid.
     """
     found: dict[str, float] = {}
     for word in words:

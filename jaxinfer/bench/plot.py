@@ -1,4 +1,4 @@
-"""Latencies and throughput over the offered rate, as a picture."""
+"""Plot of latencies and throughput over the offered rate."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import Any
 from jaxinfer.bench.sweep import Knee
 
 Points = Sequence[Mapping[str, Any]]
-NARROW = 4.0  # of values that reach less far, the ticks are at even steps
-MARGIN = 1.5  # of latencies: where all are nearly equal, no noise fills the panel
+NARROW = 4.0  # largest ratio of values at which ticks are linear
+MARGIN = 1.5  # for latencies: keeps noise from filling the panel if all are nearly equal
 
 
 class PlotError(RuntimeError):
-    """No picture. The message says why."""
+    """A plot that cannot be drawn. The message gives the reason."""
 
 
 def check() -> None:
-    """
+    """Check before the measurement that a plot can be drawn.
+
     Raises:
-        PlotError: matplotlib is not installed. Better before the measurement than after it.
+        PlotError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotError("--plot needs matplotlib: pip install 'jaxinfer[bench]'")
 
 
 def draw(path: pathlib.Path, points: Points, knee: Knee | None, header: Mapping[str, str]) -> None:
-    """One picture: TTFT and TPOT (p50 and p99) and output tokens a second over the rate, and the knee.
+    """Draw TTFT and TPOT (p50 and p99) and output tokens per second over the rate, and the knee.
 
     Args:
-        points: `figures.summary` of each run, with its ``rate``; hollow are those that have ``breaks``.
-        header: what was run, above the picture.
+        points: `figures.summary` of each run, with its ``rate``; points with ``breaks`` are hollow.
+        header: lines above the plot.
     """
-    # matplotlib is optional, and slow to load: only those who draw need it
+    # matplotlib is optional, and slow to import
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,7 +55,7 @@ def draw(path: pathlib.Path, points: Points, knee: Knee | None, header: Mapping[
 
 
 def offered(point: Mapping[str, Any]) -> float:
-    """Requests a second that came; in a closed loop or a trace those that were answered."""
+    """Return the offered requests per second; for a closed loop or a trace the completed ones."""
     rate = point["rate"]
     return float(point["requests_per_second"] if rate is None or rate == float("inf") else rate)
 
@@ -79,7 +80,7 @@ def _throughput(axis: Any, points: Points) -> None:
 
 
 def _line(axis: Any, points: Points, values: Sequence[float], label: str) -> None:
-    """A line through all points; markers are filled where the rate holds."""
+    """Draw a line through all points; markers are filled where the rate holds."""
     rates = [offered(point) for point in points]
     (line,) = axis.plot(rates, values, "-", label=label)
     colours = ["none" if point.get("breaks") else line.get_color() for point in points]
@@ -94,7 +95,7 @@ def _finish(axis: Any, knee: Knee | None) -> None:
 
 
 def _ticks(axis: Any, values: Sequence[float]) -> None:
-    """Plain numbers, 600 rather than a power of ten."""
+    """Use plain numbers as tick labels, 600 rather than a power of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     narrow = bool(values) and max(values) < NARROW * min(values)
@@ -105,5 +106,5 @@ def _ticks(axis: Any, values: Sequence[float]) -> None:
 
 
 def plain(value: float) -> str:
-    """A number as one says it: 0.25, 600, 12,000."""
+    """Format a number: 0.25, 600, 12,000."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}"

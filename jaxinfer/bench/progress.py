@@ -1,4 +1,4 @@
-"""Progress of a run, while it runs."""
+"""Progress bar of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.progress import Progress as Bars
 
 from jaxinfer.bench.record import Record
 
-INTERVAL = 1.0  # seconds: drawing takes milliseconds from the measurement
+INTERVAL = 1.0  # seconds: drawing takes milliseconds of the measurement
 
 
 class Progress:
-    """A bar on a terminal, nothing elsewhere. ``total``: requests; None: not known."""
+    """A progress bar on a terminal, no output elsewhere. ``total``: requests; None: unknown."""
 
     def __init__(self, console: Console, total: int | None) -> None:
         self._console, self._total = console, total
@@ -29,7 +29,7 @@ class Progress:
 
     @contextlib.contextmanager
     def shown(self, records: Sequence[Record]) -> Iterator[None]:
-        """Inside, the bar follows. ``records``: of the requests that were sent, as they grow."""
+        """Show the bar within the block. ``records``: the growing list of sent requests."""
         if not self._console.is_terminal:
             yield
             return

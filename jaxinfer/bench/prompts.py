@@ -1,4 +1,4 @@
-"""Prompts: token ids where a server takes them, else words."""
+"""Prompts: token ids if the server accepts them, else words."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ WORDS = tuple(_TEXT.split())
 
 @runtime_checkable
 class Prompts(Protocol):
-    """Makes prompts of given lengths."""
+    """Factory of prompts of given lengths."""
 
     def draw(self, length: int, rng: np.random.Generator) -> np.ndarray:
-        """int [n]: random material of ``length`` tokens."""
+        """Return random material of ``length`` tokens, int [n]."""
         ...
 
     def build(self, material: np.ndarray) -> str | list[int]:
-        """Material as a server takes it."""
+        """Convert material to the prompt for the server."""
         ...
 
     def length(self, material: np.ndarray) -> int:
-        """The tokens of a prompt."""
+        """Return the number of tokens of a prompt."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
-    """Random token ids: lengths are exact."""
+    """Prompts of random token ids, with exact lengths."""
 
     vocab: int
 
@@ -54,7 +54,7 @@ class Ids:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Random common words: lengths are right on average. ``tokens``: of a word, as the server counted them."""
+    """Prompts of random common words, lengths right on average. ``tokens``: tokens per word by the server's count."""
 
     tokens: float
 
@@ -69,14 +69,14 @@ class Words:
 
 
 async def tokens_per_word(target: Target) -> float:
-    """Asked of the server, with all the words once.
+    """Return the tokens per word, by the server's count for all the words once.
 
     Raises:
-        TargetError: it cannot be asked.
+        TargetError: the request failed.
     """
     return await target.count_tokens(" ".join(WORDS)) / len(WORDS)
 
 
 def usable_ids(served: Served) -> Ids | None:
-    """Random ids, where the server takes ids and their range is known."""
+    """Return a factory of random ids, if the server accepts ids and their range is known."""
     return Ids(served.vocab_size) if served.accepts_ids and served.vocab_size else None

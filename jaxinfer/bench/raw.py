@@ -1,4 +1,4 @@
-"""Measurements in full, as lines of JSON: one of settings, one of each request, one of each run's figures."""
+"""Raw measurements as JSON lines: one of settings, one of each request, one of each run's figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 1
 
 
 class RawFile:
-    """Written run by run, never while one is under way."""
+    """Writer of the raw file, after each run and never during one."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file

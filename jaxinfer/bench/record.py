@@ -17,15 +17,15 @@ def _numbers() -> array[int]:
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """Times are seconds since the run began.
+    """Measurements of one request. Times are seconds since the run began.
 
     Attributes:
-        due: when it should have been sent.
-        sent: when it was.
-        times, counts: of each delivery: when it was in our hands, and its tokens.
-        ended: when the stream ended, well or not.
-        output_tokens: as the server counts them; ``estimated``: it does not, and deliveries were counted.
-        error_kind: None: it ended well.
+        due: scheduled time of sending.
+        sent: actual time of sending.
+        times, counts: time of receipt, and number of tokens, of each delivery.
+        ended: time at which the stream ended, also if it failed.
+        output_tokens: the server's count; ``estimated``: it gives none, and deliveries were counted.
+        error_kind: None: the request succeeded.
     """
 
     number: int
@@ -45,13 +45,13 @@ class Record:
     error: str | None = None
 
     def note(self, time: float, tokens: int) -> None:
-        """``tokens`` came at ``time``."""
+        """Record a delivery of ``tokens`` at ``time``."""
         self.times.append(time)
         self.counts.append(tokens)
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token, from when the request was due: a late sender does not make a server look fast."""
+        """Time to first token, from the due time of the request: a late sender must not make a server look fast."""
         return self.times[0] - self.due if self.times else None
 
     @property
@@ -60,14 +60,14 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None where there is only one delivery or token."""
+        """Time per output token after the first; None if there is only one delivery or token."""
         if len(self.times) < 2 or self.output_tokens < 2:
             return None
         return (self.times[-1] - self.times[0]) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token latencies: between a delivery and the next, however many tokens it brings."""
+        """Inter-token latencies: gaps between deliveries, regardless of their number of tokens."""
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
     @property
@@ -79,7 +79,7 @@ class Record:
         return self.ended - self.sent
 
     def as_json(self) -> dict[str, Any]:
-        """Fields for the raw file; to the microsecond."""
+        """Return the fields for the raw file, times rounded to the microsecond."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del found["times"], found["counts"]
         found |= {name: round(found[name], 6) for name in ("due", "sent", "ended")}

@@ -1,4 +1,4 @@
-"""Measure the load generator on this machine: its own latency, and the tokens a second that it can receive."""
+"""Self-test of the load generator on this machine: its own latency, and the tokens per second that it can receive."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jaxinfer.bench.watch import Bounds, Watch
 SCRIPT = Script(ttft=0.05, itl=0.01)
 FLOOR_USERS, TOKENS = 4, 200
 MOST_USERS = 2048
-LATE = 0.010  # seconds at p99 by which a token may be late while the generator still counts as keeping up
+LATE = 0.010  # seconds at p99 by which tokens may be late while the generator counts as keeping up
 
 
 async def measure(report: Console, protocols: tuple[str, ...] = ("grpc", "http")) -> int:
-    """The command: 0."""
+    """Run the command; return exit code 0."""
     for protocol in protocols:
         async with null_server(protocol, SCRIPT) as target:
             _show(report, protocol, await capability(target))
@@ -37,7 +37,7 @@ async def measure(report: Console, protocols: tuple[str, ...] = ("grpc", "http")
 
 @contextlib.asynccontextmanager
 async def null_server(protocol: str, script: Script) -> AsyncIterator[Target]:
-    """A null server in a process of its own, as a target that is open.
+    """Start a null server in a separate process, as an open target.
 
     Raises:
         TargetError: it does not start.
@@ -64,8 +64,8 @@ async def null_server(protocol: str, script: Script) -> AsyncIterator[Target]:
 
 
 async def capability(target: Target) -> dict[str, Any]:
-    """Measure with few users what the generator adds to each latency; then with ever more, until tokens are late."""
-    await _round(target, FLOOR_USERS)  # connections are made, code is warm
+    """Measure the generator's own latency with few users, then double the users until tokens are late."""
+    await _round(target, FLOOR_USERS)  # establishes connections and warms up the code
     floor = await _round(target, FLOOR_USERS)
     best, users = floor, 2 * FLOOR_USERS
     while users <= MOST_USERS:
@@ -77,7 +77,7 @@ async def capability(target: Target) -> dict[str, Any]:
 
 
 async def _round(target: Target, users: int) -> dict[str, Any]:
-    """``users`` requests at once."""
+    """Measure ``users`` concurrent requests."""
     loop = asyncio.get_running_loop()
     watch, driver = Watch(loop.time), Driver(target, loop.time, timeout=60.0)
     spec = Asked(Ids(VOCAB), 1.0, input=Lengths(16, 16), output=Lengths(TOKENS, TOKENS))

@@ -1,4 +1,4 @@
-"""The command: one run, or a sweep of them, on one server."""
+"""The ``bench serve`` command: one run, or a sweep of runs, on one server."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from jaxinfer.bench.target import Access, Item, Sampling, Served, Target
 from jaxinfer.bench.watch import Bounds, Watch
 
 OK, NOTHING_SUCCEEDED, OF_THE_GENERATOR, SOME_FAILED, INTERRUPTED = 0, 1, 3, 4, 130
-"""Exit codes; 2, that it cannot be measured, is `main`'s."""
-MOST_FAILED = 0.01  # share of the requests, of a rate that holds
-WARMUP_ROUND = 1 << 20  # requests of the warm-up are none of any run
+"""Exit codes; `main` returns 2, measurement impossible."""
+MOST_FAILED = 0.01  # maximum share of failed requests at a rate that holds
+WARMUP_ROUND = 1 << 20  # seed number of the warm-up, so that its requests differ from those of every run
 
 
 class Session:
-    """A server that is open, and what all runs on it share."""
+    """An open server, and the state shared by all runs on it."""
 
     def __init__(self, options: argparse.Namespace, target: Target, served: Served, asked: Asked) -> None:
         self.options, self.target, self.served, self.asked = options, target, served, asked
@@ -52,10 +52,11 @@ class Session:
 
     @classmethod
     async def open(cls, options: argparse.Namespace) -> Session:
-        """
+        """Open the target and describe the requests.
+
         Raises:
-            TargetError: no load can be put on this server.
-            DatasetError: nor such requests.
+            TargetError: this server cannot be measured.
+            DatasetError: the requests cannot be made.
         """
         target = make_target(options)
         served = await target.open()
@@ -76,7 +77,7 @@ class Session:
         return cls(options, target, served, asked)
 
     def items(self, number: int) -> Iterator[Item]:
-        """Requests of run ``number``: others in each, so that no run finds the prompts of another cached."""
+        """Return the requests of run ``number``: different in each, so that no run hits another's prefix cache."""
         return DATASETS[self.options.dataset].make(self.asked, self._seed(number))
 
     def _seed(self, number: int) -> int:
@@ -90,7 +91,7 @@ class Session:
             self.interrupted = await _cut_short(driver.closed_loop(items, min(count, DEFAULT_USERS)))
 
     async def run(self, load: Load, raw: RawFile | None) -> dict[str, Any]:
-        """Run once; its figures."""
+        """Run once and return the figures."""
         number, loop = len(self.runs), asyncio.get_running_loop()
         items = itertools.islice(self.items(number), load.requests)
         prepared = None if load.users else self._prepare(load, items, number)
@@ -123,7 +124,7 @@ class Session:
         return prepared
 
     async def sweep(self, load: Load, raw: RawFile | None) -> Knee:
-        """Runs at rates until the knee is found, or the search is cut short."""
+        """Run at various rates until the knee is found, or the search is interrupted."""
         options = self.options
         start = load.rate or 1.0
         limits = {"lowest": min(start, lowest_rate(load.duration)), "highest": options.sweep_max_rate}
@@ -140,7 +141,7 @@ class Session:
                 return judged(found.value, self.runs)
 
     def _breaks(self, figures: dict[str, Any]) -> str | None:
-        """Why a rate does not hold; None: it does."""
+        """Return the reason why a rate does not hold; None: it holds."""
         options, good, keeping = self.options, figures["goodput"], figures["keeping_up"]
         failed = figures["requests"] - figures["completed"]
         if failed > MOST_FAILED * figures["requests"]:
@@ -154,31 +155,31 @@ class Session:
 
 
 def below(share: float, bound: float) -> str:
-    """``85 % < 90 %``, with as many digits as it takes to see that it is less."""
+    """Format ``85 % < 90 %``, with enough digits to show that it is less."""
     digits = next(each for each in range(9) if round(100 * share, each) < round(100 * bound, each) or each == 8)
     return f"{100 * share:.{digits}f} % < {100 * bound:.{digits}f} %"
 
 
 def lowest_rate(duration: float | None) -> float:
-    """Below it a run of so many seconds would have too few requests to tell anything, or none."""
+    """Return the lowest rate at which a run of ``duration`` seconds has enough requests."""
     return Search.lowest if duration is None else max(Search.lowest, 5 / duration)
 
 
 def known(runs: list[dict[str, Any]]) -> Knee:
-    """The knee, as far as runs at several rates tell."""
+    """Return the knee, as far as the runs determine it."""
     holding = [run["rate"] for run in runs if run["breaks"] is None]
     broke = [run["rate"] for run in runs if run["breaks"] is not None]
     return Knee(max(holding, default=None), min(broke, default=None))
 
 
 def judged(knee: Knee, runs: list[dict[str, Any]]) -> Knee:
-    """The same, doubted if at one of its two rates the generator was the bottleneck."""
+    """Return the knee, marked as doubted if the generator was the bottleneck at one of its two rates."""
     doubted = {run["rate"] for run in runs if run["generator"]["doubts"]}
     return dataclasses.replace(knee, doubted=not doubted.isdisjoint((knee.holds, knee.breaks)))
 
 
 async def _cut_short(work: Awaitable[None]) -> bool:
-    """Ctrl-C, which cancels this task, ends ``work`` alone: what was measured until then is reported."""
+    """Wait for ``work``; Ctrl-C, which cancels this task, ends only ``work``, so that the results are reported."""
     try:
         await work
     except asyncio.CancelledError:
@@ -190,9 +191,10 @@ async def _cut_short(work: Awaitable[None]) -> bool:
 
 
 def make_target(options: argparse.Namespace) -> Target:
-    """
+    """Return the target of the options.
+
     Raises:
-        OptionsError: a file that is named cannot be read, or is not what it should be.
+        OptionsError: a file cannot be read, or has invalid contents.
     """
     access = make_access(options)
     exact = DATASETS[options.dataset].lengths_given if options.ignore_eos is None else options.ignore_eos
@@ -203,7 +205,8 @@ def make_target(options: argparse.Namespace) -> Target:
 
 
 def make_access(options: argparse.Namespace) -> Access:
-    """
+    """Return address and credentials of the options.
+
     Raises:
         OptionsError: as `make_target`.
     """
@@ -222,7 +225,7 @@ def _first_line(path: pathlib.Path | None) -> str | None:
 
 
 def _authority(path: pathlib.Path | None) -> bytes | None:
-    """Looked at here: gRPC would only say that it cannot connect."""
+    """Read and check certificates: gRPC would only report that it cannot connect."""
     content = _bytes(path)
     if content is not None:
         try:
@@ -240,7 +243,7 @@ def _bytes(path: pathlib.Path | None) -> bytes | None:
 
 
 async def measure(options: argparse.Namespace, report: Console) -> int:
-    """The whole command; its exit code.
+    """Run the whole command and return its exit code.
 
     Raises:
         TargetError, DatasetError, OptionsError, PlotError: one sentence.
@@ -291,7 +294,7 @@ def _exit_code(session: Session, knee: Knee | None) -> int:
         return INTERRUPTED
     if not any(run["completed"] for run in session.runs):
         return NOTHING_SUCCEEDED
-    if knee is None and any(run["errors"] for run in session.runs):  # a sweep looks for rates at which some fail
+    if knee is None and any(run["errors"] for run in session.runs):  # a sweep searches for rates at which some fail
         return SOME_FAILED
     doubted = knee.doubted if knee is not None else bool(session.runs[-1]["generator"]["doubts"])
     return OF_THE_GENERATOR if doubted else OK

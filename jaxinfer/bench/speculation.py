@@ -1,4 +1,4 @@
-"""What became of a server's drafts during a run, from the counters of its /metrics before and after it."""
+"""Acceptance of a server's draft tokens during a run, from the counters of its /metrics before and after."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.bench.target import Access, TargetError
 
-_PREFIX = "spec_decode_num_"  # behind the engine's own: vllm:, jaxinfer:
+_PREFIX = "spec_decode_num_"  # preceded by the prefix of the engine: vllm:, jaxinfer:
 _PER_PLACE = "accepted_tokens_per_pos"
-_MOST = 16 << 20  # bytes of a page
+_MOST = 16 << 20  # maximum bytes of a page
 WIDTH = 30  # characters of a bar
 
 
 class Counters(NamedTuple):
-    """Counts since the server's start: drafts that were verified, their tokens, those accepted, and those by place."""
+    """Counts since the server's start: verified drafts, their tokens, accepted tokens, also by position."""
 
     drafts: float
     tokens: float
@@ -29,10 +29,10 @@ class Counters(NamedTuple):
 
 
 def read(page: str) -> Counters | None:
-    """The counters on a page in Prometheus' text format, of all models together; None: it has none.
+    """Parse the counters of a page in Prometheus' text format, summed over models; None: it has none.
 
     Raises:
-        ValueError: it is no such page.
+        ValueError: the page is invalid.
     """
     sums, places = dict[str, float](), dict[int, float]()
     samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
@@ -48,7 +48,7 @@ def read(page: str) -> Counters | None:
 
 
 def between(before: Counters | None, after: Counters | None) -> dict[str, Any] | None:
-    """Figures of what was drafted between two looks; None: nothing, or the server was started anew."""
+    """Return the statistics of drafts between two readings; None: no drafts, or the server was restarted."""
     if before is None or after is None or after.drafts <= before.drafts:
         return None
     drafts = after.drafts - before.drafts
@@ -63,7 +63,7 @@ def between(before: Counters | None, after: Counters | None) -> dict[str, Any] |
 
 
 def lines(figures: Mapping[str, Any] | None) -> list[str]:
-    """The report's lines: a bar for each place of a draft, its share of the drafts that came true up to there."""
+    """Return the lines of the report: a bar for each draft position, with the share of drafts accepted up to it."""
     if figures is None:
         return []
     each = figures["draft_tokens"] / figures["drafts"]
@@ -81,10 +81,10 @@ def _bar(share: float) -> str:
 
 
 class Watched:
-    """A server's page of metrics.
+    """Metrics page of a server.
 
     Args:
-        url: of the page; None: that of the target, where that speaks HTTP, and nothing is said where it has none.
+        url: URL of the page; None: that of an HTTP target, whose absence is not an error.
     """
 
     def __init__(self, access: Access, url: str | None) -> None:
@@ -94,10 +94,10 @@ class Watched:
         self._url = url or own
 
     async def counters(self) -> Counters | None:
-        """The counters now; None: there are none.
+        """Return the current counters; None: there are none.
 
         Raises:
-            TargetError: a page that was asked for cannot be read.
+            TargetError: an explicitly given page cannot be read.
         """
         if self._url is None:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class EventParser:
-    """Bytes in, in pieces of any size; the data of complete events out. Other fields than ``data`` are ignored."""
+    """Incremental parser of byte chunks of any size to the data of events. Fields other than ``data`` are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -13,7 +13,7 @@ class EventParser:
         self._first = True
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of each event that ``piece`` completes."""
+        """Return the data of each event that ``chunk`` completes."""
         events = []
         for line in self._lines(chunk):
             if line:

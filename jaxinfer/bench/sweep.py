@@ -1,4 +1,4 @@
-"""The search for the knee: the highest rate at which a server still does what it should."""
+"""Search for the knee: the highest rate at which a server meets its goals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Generator
 
 @dataclasses.dataclass(frozen=True)
 class Knee:
-    """Rates in requests a second.
+    """Result of a search, with rates in requests per second.
 
     Attributes:
-        holds: the highest one that held; None: not even the lowest that was tried.
-        breaks: the lowest one that did not; None: none was found up to the limit.
-        doubted: at one of the two the generator was the bottleneck: it says nothing of the server.
+        holds: the highest rate that held; None: not even the lowest one tried.
+        breaks: the lowest rate that did not hold; None: none was found up to the limit.
+        doubted: the generator was the bottleneck at one of the two: the result is not about the server.
     """
 
     holds: float | None
@@ -23,11 +23,12 @@ class Knee:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """
+    """Search strategy.
+
     Attributes:
         start: the first rate.
-        precision: the search ends when the lowest rate that breaks is at most so much above the highest that holds.
-        lowest, highest: rates beyond which it does not go.
+        precision: the search ends at this relative gap of the lowest rate that breaks and the highest that holds.
+        lowest, highest: bounds of the rates.
     """
 
     start: float
@@ -36,7 +37,7 @@ class Search:
     highest: float = 65536.0
 
     def rates(self) -> Generator[float, bool, Knee]:
-        """Yields a rate to try and is sent whether it held: doubles (or halves, if the first breaks), then bisects."""
+        """Yield rates to try, and receive whether each held: double (or halve, if the first breaks), then bisect."""
         rate = self.start
         holds = yield rate
         factor, low, high = (2.0, rate, None) if holds else (0.5, None, rate)

@@ -1,4 +1,4 @@
-"""The report at the terminal."""
+"""Terminal report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LATENCIES = {
 
 
 def show_header(console: Console, lines: Mapping[str, str]) -> None:
-    """Print what was run, before it is."""
+    """Print the header of a report, before the run."""
     for name, words in lines.items():
         console.print(f"{name:<14}{words}", markup=False, highlight=False)
 
@@ -136,7 +136,7 @@ def _point(point: Mapping[str, Any]) -> list[str]:
 
 
 def _marked(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Explain the mark, once, by the rate at which it was worst."""
+    """Explain the mark once, with the worst rate as example."""
     marked = [point for point in points if point["generator"]["doubts"]]
     if not marked:
         return []

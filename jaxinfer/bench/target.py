@@ -1,4 +1,4 @@
-"""A server as the load generator sees it, whatever it speaks."""
+"""Protocol-independent interface of the load generator to a server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class TargetError(RuntimeError):
-    """No load can be put on this server. The message is one sentence that says why."""
+    """A server that cannot be measured. The message is one sentence with the reason."""
 
 
 class SendFailed(Exception):
-    """One request failed. ``kind`` is what errors are counted by."""
+    """A failed request. ``kind``: category by which errors are counted."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -24,8 +24,8 @@ class Item(NamedTuple):
 
     Attributes:
         prompt: text, or token ids.
-        prompt_len: its length in tokens; of a text an estimate.
-        due: seconds since the trace began, where the data set tells.
+        prompt_len: its length in tokens; for a text an estimate.
+        due: seconds since the trace began, if the data set has arrival times.
     """
 
     prompt: str | list[int]
@@ -35,7 +35,7 @@ class Item(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Facts that a stream states at its end; None: not stated."""
+    """Facts reported at the end of a stream; None: not reported."""
 
     finish: str | None
     prompt_tokens: int | None
@@ -45,7 +45,7 @@ class Ending(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """Facts that a server tells of itself; None: it does not.
+    """Facts that a server reports about itself; None: not reported.
 
     Attributes:
         accepts_ids: whether prompts may be token ids.
@@ -60,13 +60,13 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """The address of a server, and the way there.
+    """Address and credentials of a server.
 
     Attributes:
         url: grpc://, grpcs://, http:// or https:// with host and port.
         model: None: the one that is served.
-        ca: PEM of whom to trust, under TLS; None: the system's.
-        connections: over gRPC; requests take turns. Over HTTP each request under way has one.
+        ca: trusted certificates in PEM, under TLS; None: the system's.
+        connections: number of gRPC connections, used round-robin. Over HTTP each request in flight has one.
     """
 
     url: str
@@ -79,10 +79,10 @@ class Access:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings that all requests of a run have in common.
+    """Settings shared by all requests of a run.
 
     Attributes:
-        ignore_eos: outputs have exactly the length that was asked for, if the server knows how.
+        ignore_eos: outputs have exactly the requested length, if the server supports that.
     """
 
     temperature: float = 0.0
@@ -92,33 +92,33 @@ class Sampling:
 
 @runtime_checkable
 class Target(Protocol):
-    """A server. `open` first."""
+    """A server under test. Call `open` first."""
 
     async def open(self) -> Served:
         """Connect.
 
         Raises:
-            TargetError: nobody answers, the key is wrong, or there is no such model.
+            TargetError: the server does not respond, the key is wrong, or the model does not exist.
         """
         ...
 
     async def count_tokens(self, text: str) -> int:
-        """Tokens of ``text`` as a prompt.
+        """Return the number of tokens of ``text`` as a prompt.
 
         Raises:
-            TargetError: it cannot be asked.
+            TargetError: the request failed.
         """
         ...
 
     def prepare(self, item: Item) -> bytes:
-        """The message, ahead of time: encoding it must not delay its sending."""
+        """Encode a request ahead of time, so that encoding does not delay its sending."""
         ...
 
     async def stream(self, message: bytes, note: Callable[[int], None]) -> Ending:
-        """Send, and call ``note`` with the number of tokens whenever some come, at once.
+        """Send a message, and call ``note`` immediately with the number of tokens of each delivery.
 
         Raises:
-            SendFailed: the request was refused, or its stream did not end well.
+            SendFailed: the request was rejected, or its stream did not end properly.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Production traces as requests: when they arrive, how long they are, and which of their beginnings are the same."""
+"""Production traces as requests: arrival times, lengths, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-MOONCAKE_BLOCK = 512  # tokens that a hash id of the Mooncake trace stands for
+MOONCAKE_BLOCK = 512  # tokens per hash id of the Mooncake trace
 
 
 class TraceError(ValueError):
-    """A trace that cannot be replayed as asked. The message says why."""
+    """A trace that cannot be replayed with these options. The message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceRequest:
-    """One request.
+    """A request of a trace.
 
     Attributes:
         arrival: seconds since the trace began.
         prompt_len, output_len: tokens.
-        blocks: what the prompt consists of: equal numbers are equal runs of tokens; the last one may be cut.
+        blocks: blocks of the prompt: equal numbers are equal runs of tokens; the last one may be partial.
     """
 
     arrival: float
@@ -45,8 +45,8 @@ class Trace:
 
     Attributes:
         block_tokens: tokens of a block; None: a request is one block.
-        scale: tokens here for one token of the file.
-        dropped: requests of the file that were too long and left out.
+        scale: tokens here per token of the file.
+        dropped: number of requests of the file that were too long and skipped.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Trace:
 
 
 def read_azure(path: pathlib.Path) -> list[TraceRequest]:
-    """Azure's LLM inference trace of 2023: TIMESTAMP, ContextTokens, GeneratedTokens. Prompts share nothing.
+    """Read Azure's LLM inference trace of 2023: TIMESTAMP, ContextTokens, GeneratedTokens. Prompts share no prefixes.
 
     Raises:
         TraceError: the file is not such a trace.
@@ -87,7 +87,7 @@ def _azure_time(text: str) -> float:
 
 
 def read_mooncake(path: pathlib.Path) -> list[TraceRequest]:
-    """A Mooncake trace: a line of JSON each, ``timestamp`` in milliseconds, ``hash_ids`` of blocks of 512 tokens.
+    """Read a Mooncake trace: JSON lines with ``timestamp`` in milliseconds, ``hash_ids`` of blocks of 512 tokens.
 
     Raises:
         TraceError: the file is not such a trace.
@@ -110,10 +110,10 @@ def _mooncake_request(row: dict) -> TraceRequest:
 
 
 def scale_azure(requests: Sequence[TraceRequest], max_len: int, scale: float | None = None) -> Trace:
-    """Scale all lengths; what is longer than ``max_len`` then is left out.
+    """Scale all lengths; requests that are then longer than ``max_len`` are skipped.
 
     Args:
-        scale: None: as large as lets the longest request fit, and at most 1.
+        scale: None: the largest at which the longest request fits, and at most 1.
     """
     scale = min(1.0, max_len / max(request.total for request in requests)) if scale is None else scale
     scaled = [
@@ -126,7 +126,7 @@ def scale_azure(requests: Sequence[TraceRequest], max_len: int, scale: float | N
 
 
 def scale_mooncake(requests: Sequence[TraceRequest], max_len: int, block_tokens: int) -> Trace:
-    """Blocks of ``block_tokens`` instead of 512 tokens, outputs in proportion; what is too long is left out."""
+    """Use blocks of ``block_tokens`` instead of 512 tokens, outputs in proportion; skip requests that are too long."""
     scale = block_tokens / MOONCAKE_BLOCK
     scaled = []
     for request in requests:
@@ -138,7 +138,7 @@ def scale_mooncake(requests: Sequence[TraceRequest], max_len: int, block_tokens:
 
 
 def _scaled(tokens: int, scale: float) -> int:
-    """Rounded down, so that no sum grows; the small term mends products that are whole numbers but for rounding."""
+    """Round down, so that no sum grows; the small term compensates rounding errors of products that are integers."""
     return max(1, int(tokens * scale + 1e-9))
 
 
@@ -150,7 +150,7 @@ def _fitting(name: str, requests: list[TraceRequest], block: int | None, scale: 
 
 
 def prompt_tokens(trace: Trace, request: TraceRequest, vocab: int, seed: int) -> np.ndarray:
-    """int32 [prompt_len]: pseudo-random tokens that depend on the block and ``seed`` alone."""
+    """Return pseudo-random tokens, int32 [prompt_len], that depend only on block and ``seed``."""
     size = trace.block_tokens or request.prompt_len
     blocks: Iterable[np.ndarray] = (
         np.random.default_rng((seed, block)).integers(vocab, size=size, dtype=np.int32) for block in request.blocks

@@ -1,4 +1,4 @@
-"""Is the load generator itself in the way? Its lateness, its event loop's lag, its share of a processor."""
+"""Self-monitoring of the load generator: its lateness, event loop lag, and CPU share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from jaxinfer.bench.figures import percentiles
 from jaxinfer.bench.record import Record
 
-INTERVAL = 0.01  # seconds between looks at the event loop
+INTERVAL = 0.01  # seconds between samples of the event loop
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Limits within which a run tells of the server rather than of the generator: seconds, at the 99th percentile, and
-    the share of one processor."""
+    """Limits below which a run measures the server rather than the generator: seconds at the 99th percentile, and the
+    share of one CPU."""
 
     lateness: float = 0.010
     lag: float = 0.010
@@ -25,7 +25,7 @@ class Bounds:
 
 
 class Watch:
-    """Measures the generator between `start` and `stop`."""
+    """Monitor of the generator between `start` and `stop`."""
 
     def __init__(self, clock: Callable[[], float], cpu: Callable[[], float] = time.process_time) -> None:
         self._clock, self._cpu = clock, cpu
@@ -51,7 +51,7 @@ class Watch:
             self._task = None
 
     def report(self, records: Sequence[Record], bounds: Bounds, *, open_loop: bool) -> dict[str, Any]:
-        """The generator's own figures, in seconds, and ``doubts``: why the run tells of the generator."""
+        """Return the generator's own statistics, in seconds, and ``doubts``: why it distorts the measurement."""
         seconds, cpu = (end - begin for begin, end in zip(self._began, self._ended, strict=True))
         deliveries = sum(len(record.times) for record in records)
         late = [record.sent - record.due for record in records]

@@ -1,2 +1,2 @@
-"""The command `jaxinfer`: its subcommands, their flags and their errors. No jax: what a command does is imported when
-its flags are read."""
+"""The `jaxinfer` command: its subcommands, their flags and their errors. No jax: the implementation of a subcommand is
+imported after its flags are parsed."""

@@ -1,4 +1,4 @@
-"""One command for all: `jaxinfer serve`, `jaxinfer generate` and the rest."""
+"""Dispatcher of the `jaxinfer` subcommands: `jaxinfer serve`, `jaxinfer generate` and the rest."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxinfer.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One subcommand.
+    """A subcommand.
 
     Attributes:
         summary: one line for the list.
-        flags: the module whose ``parse(argv)`` reads its flags. It is imported first, and is light.
-        work: the module whose ``run(args)`` does it, and returns the exit code.
+        flags: the module with ``parse(argv)`` for its flags. It is imported first, and is light.
+        work: the module with ``run(args)``, which runs it and returns the exit code.
     """
 
     summary: str
@@ -49,7 +49,7 @@ jaxinfer serve path/to/folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command `jaxinfer`; its exit code."""
+    """Run the `jaxinfer` command and return its exit code."""
     return until_cut_off(lambda: _main(argv))
 
 
@@ -70,19 +70,19 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit code."""
+    """Run one subcommand and return its exit code."""
     return until_cut_off(lambda: _run(name, argv))
 
 
 def _run(name: str, argv: Sequence[str] | None) -> int:
-    """Run it. What it needs is imported in here, where Ctrl-C leaves no traceback."""
+    """Run a subcommand. Its modules are imported here, where Ctrl-C leaves no traceback."""
     command = COMMANDS[name]
     try:
         with leaving_at_once():
             args = importlib.import_module(command.flags).parse(argv)
             work = importlib.import_module(command.work)
         code: int = work.run(args)
-    except SystemExit as left:  # --help, --version, and flags that cannot be
+    except SystemExit as left:  # --help, --version, and invalid flags
         code = left.code if isinstance(left.code, int) else 0
     except KeyboardInterrupt:
         show_cursor()
@@ -91,7 +91,7 @@ def _run(name: str, argv: Sequence[str] | None) -> int:
 
 
 def overview() -> str:
-    """The text of `jaxinfer --help`."""
+    """Return the text of `jaxinfer --help`."""
     width = max(map(len, COMMANDS))
     rows = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     examples = [f"  {line}" for line in _EXAMPLES.strip().splitlines()]

@@ -13,7 +13,7 @@ _EXAMPLES = ("jaxinfer chat demo", 'jaxinfer chat path/to/folder --system "Answe
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; see `jaxinfer.cli.generate.parse`."""
+    """Parse the flags; see `jaxinfer.cli.generate.parse`."""
     parser = make_parser()
     args = parser.parse_args(argv)
     parser.take_model(args)
@@ -22,7 +22,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    """The parser."""
+    """Return the parser."""
     about = "A conversation with a model, in this process. Ctrl-C stops an answer, Ctrl-D ends it; /help says more."
     parser = Parser("jaxinfer chat", about, _EXAMPLES, _COMMON)
     group = parser.add_argument_group("the conversation")

@@ -15,7 +15,7 @@ from jaxinfer.flags import add_groups, given_settings
 THIS = "this"
 GPUS = ("h100", "h200", "a100")
 FOLDER = "compiled"
-"""Where programs are kept, in the model's own folder."""
+"""Folder of the compiled programs within the model folder."""
 
 _COMMON = ("target", "compilation_cache_dir", "dtype", "max_model_len", "max_num_seqs", "num_pages")
 _EXAMPLES = (
@@ -25,7 +25,7 @@ _EXAMPLES = (
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; ``settings`` are those of the engine that were given, ``argv`` is what they were read from."""
+    """Parse the flags; ``settings`` are the given engine settings, ``argv`` is the parsed command line."""
     parser, words = make_parser(), list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(words)
     parser.take_model(args)
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    """The parser."""
+    """Return the parser."""
     about = "Compile every program that a server with the same flags will need, ahead of its first start."
     parser = Parser("jaxinfer compile", about, _EXAMPLES, _COMMON)
     parser.add_model()

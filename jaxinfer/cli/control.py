@@ -22,7 +22,7 @@ more requests and waits for those that run, abort ends one request, flush forget
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags. An action that lacks its argument, or has one too many, ends the command."""
+    """Parse the flags. A missing or superfluous argument of the action ends the command."""
     parser = Parser("jaxinfer control", _ABOUT, _EXAMPLES, _COMMON)
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("request_id", nargs="?", metavar="ID", help="abort: the request's id")

@@ -21,13 +21,13 @@ _EXAMPLES = (
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; those of quantisation that were not given are None."""
+    """Parse the flags; quantisation flags that were not given are None."""
     args: argparse.Namespace = make_parser().parse_args(argv)
     return args
 
 
 def make_parser() -> Parser:
-    """The parser."""
+    """Return the parser."""
     about = "Write a model's folder in the form in which it loads fastest, or as safetensors, quantised if asked for."
     parser = Parser("jaxinfer convert", about, _EXAMPLES, _COMMON)
     parser.add_argument("source", metavar="SRC", help='"demo", a model\'s folder, a .gguf file, or a hub id')

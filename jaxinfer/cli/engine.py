@@ -1,4 +1,4 @@
-"""Flags of the commands that have an engine in their own process: the model, the engine, sampling."""
+"""Flags of the commands with an in-process engine: the model, the engine, sampling."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxinfer.flags import add_groups, all_flags, given_settings, whole_number
 from jaxinfer.names import DTYPES, known_dtype
 from jaxinfer.sampling_params import SamplingParams
 
-# At a terminal --seed is the request's own: the engine's is where unset seeds of requests come from.
+# On the command line --seed is that of the request; the engine's seed is the source of unset request seeds.
 _NO_FLAGS = ("seed",)
 
 MAX_TOKENS = 128
 
-# Options that go into SamplingParams under the same name; what is not given is the checkpoint's or the field's.
+# Options passed to SamplingParams under the same name; the defaults are those of the checkpoint or the field.
 SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "most tokens of an output"),
     "temperature": (float, "0: always the likeliest token; more: more variety"),
@@ -52,7 +52,7 @@ def add_engine(parser: Parser, sequences: str) -> None:
 
 
 def add_model_flag(group: argparse._ArgumentGroup) -> None:
-    """Add ``--model``, and its other names."""
+    """Add ``--model`` and its aliases."""
     group.add_argument(*all_flags("model"), metavar="MODEL", help="the model, where it is not the first word")
 
 
@@ -70,7 +70,7 @@ def _dtype(text: str) -> str:
 
 
 def engine_settings(parser: Parser, args: argparse.Namespace) -> dict[str, object]:
-    """The settings of the engine that were given; a setting that cannot be ends the command."""
+    """Return the given engine settings; an invalid setting ends the command."""
     settings = given_settings(args, EngineConfig, skip=_NO_FLAGS)
     try:
         check(EngineConfig(**settings))
@@ -80,7 +80,7 @@ def engine_settings(parser: Parser, args: argparse.Namespace) -> dict[str, objec
 
 
 def add_sampling(parser: Parser) -> None:
-    """Add the flags of sampling."""
+    """Add the sampling flags."""
     group = parser.add_argument_group("sampling (what the checkpoint recommends goes before the defaults below)")
     own = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | {"max_tokens": MAX_TOKENS}
     for name, (kind, text) in SAMPLING.items():
@@ -100,7 +100,7 @@ def add_sampling(parser: Parser) -> None:
 
 
 def _add_speculation(group: argparse._ArgumentGroup) -> None:
-    """Fields of `Speculation`: what --speculative drafts, and what becomes of it."""
+    """Add the fields of `Speculation`."""
     whether = "draft, where there is --speculative (default: on)"
     group.add_argument("--speculation", action=argparse.BooleanOptionalAction, default=None, help=whether)
     group.add_argument("--speculation-max-tokens", type=int, metavar="N", help="most draft tokens of a step; 0: none")
@@ -109,7 +109,7 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_structured(group: argparse._ArgumentGroup) -> None:
-    """Fields of `StructuredOutputs`."""
+    """Add the fields of `StructuredOutputs`."""
     one = group.add_mutually_exclusive_group()
     one.add_argument("--json-schema", type=_text, metavar="SCHEMA", help="the output is JSON of it (@FILE: in a file)")
     one.add_argument("--json-object", action="store_true", help="the output is a JSON object")
@@ -120,7 +120,7 @@ def _add_structured(group: argparse._ArgumentGroup) -> None:
 
 
 def _structured(args: argparse.Namespace) -> dict[str, object]:
-    """The fields that were given."""
+    """Return the fields that were given."""
     asked = {
         "json": args.json_schema,
         "json_object": args.json_object or None,
@@ -133,7 +133,7 @@ def _structured(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _text(given: str) -> str:
-    """The text, or what is in the file that it names."""
+    """Return the text, or the contents of the file given as @FILE."""
     if not given.startswith("@"):
         return given
     try:
@@ -143,7 +143,7 @@ def _text(given: str) -> str:
 
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, object]:
-    """Fields of SamplingParams that were given."""
+    """Return the fields of SamplingParams that were given."""
     given = {name: value for name in (*SAMPLING, *_LISTS) if (value := getattr(args, name)) is not None}
     about = {"enabled": args.speculation} | {n: getattr(args, f"speculation_{n}") for n in ("max_tokens", "acceptance")}
     if asked := {name: value for name, value in about.items() if value is not None}:

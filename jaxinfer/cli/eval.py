@@ -9,7 +9,7 @@ from jaxinfer.cli.engine import add_engine, engine_settings
 from jaxinfer.cli.parser import Parser
 
 LONGEST = 1024
-"""Tokens of a window, unless the context is shorter or another length is asked for."""
+"""Default tokens of a window, unless the context is shorter."""
 
 _COMMON = ("max_length", "stride", "json", "dtype", "kv_cache_dtype", "tensor_parallel_size")
 _EXAMPLES = (
@@ -19,7 +19,7 @@ _EXAMPLES = (
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; ``settings`` are those of the engine that were given."""
+    """Parse the flags; ``settings`` are the given engine settings."""
     parser = make_parser()
     args = parser.parse_args(argv)
     parser.take_model(args)
@@ -28,7 +28,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    """The parser."""
+    """Return the parser."""
     parser = Parser("jaxinfer eval", "Perplexity of a text under a model as it is served.", _EXAMPLES, _COMMON)
     parser.add_argument("measure", choices=("perplexity",), metavar="perplexity", help="over windows of a fixed length")
     parser.add_argument("file", metavar="FILE", help="text in UTF-8 (- is stdin)")

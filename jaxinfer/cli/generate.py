@@ -35,7 +35,7 @@ _EXAMPLES = (
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; ``settings`` and ``sampling`` are those of the engine and of the request that were given."""
+    """Parse the flags; ``settings`` and ``sampling`` are the given fields of the engine config and the request."""
     parser = make_parser()
     args = parser.parse_args(argv)
     parser.take_model(args)
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    """The parser."""
+    """Return the parser."""
     parser = Parser("jaxinfer generate", "Text from a model, in this process.", _EXAMPLES, _COMMON)
     what = parser.add_argument_group("the prompt (without one: what is piped in, or a chat at a terminal)")
     text = "text to continue; may be given several times"
@@ -83,7 +83,7 @@ def make_parser() -> Parser:
 
 
 def _adapter(text: str) -> tuple[str, str]:
-    """Name and path; no path where the name stands alone."""
+    """Split an adapter argument into name and path; the path may be empty."""
     name, equals, path = text.partition("=")
     if not name or (equals and not path):
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PATH, or the name of an adapter of demo")

@@ -1,4 +1,4 @@
-"""Ctrl-C, and the terminal that it leaves behind; readers who leave."""
+"""Handling of Ctrl-C, the terminal state after it, and broken pipes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of what Ctrl-C has ended."""
+"""Exit code of a process ended by Ctrl-C."""
 
 CUT_OFF = 128 + signal.SIGPIPE
-"""The exit code where whoever read the output has left, as `head` does."""
+"""Exit code if the reader of the output has closed the pipe, as `head` does."""
 
-_SHOW_CURSOR = b"\x1b[?25h\n"  # on a line of its own: the shell's prompt comes next
+_SHOW_CURSOR = b"\x1b[?25h\n"  # with a line break: the shell's prompt comes next
 
 
 def show_cursor() -> None:
-    """Give a terminal its cursor back, which a bar may have hidden."""
+    """Restore the terminal's cursor, which a progress bar may have hidden."""
     if os.isatty(2):
         os.write(2, _SHOW_CURSOR)
 
 
 def until_cut_off(work: Callable[[], int]) -> int:
-    """Do ``work`` for its exit code. Where its output has no reader any more it ends in silence, as other programs do;
-    where there is no room for it, with a sentence."""
+    """Run ``work`` and return its exit code. If the reader of its output has closed the pipe, it ends silently, as
+    other programs do; if the disk is full, with one sentence."""
     try:
         code = work()
         sys.stdout.flush()
@@ -46,10 +46,10 @@ def until_cut_off(work: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Ctrl-C in this block ends the process, and nothing can catch it.
+    """In this block Ctrl-C ends the process, and no code can catch it.
 
-    As an exception it would come up in the middle of somebody's import or callback, where some print a traceback and
-    others swallow it. For blocks that leave nothing half done.
+    As an exception it would be raised in the middle of an import or a callback of a library, where some print a
+    traceback and some swallow it. For blocks that leave no work half done.
     """
     with _handling(lambda *_: _leave()):
         yield
@@ -57,7 +57,7 @@ def leaving_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[threading.Event]:
-    """The first Ctrl-C in this block sets the event; a second one raises KeyboardInterrupt."""
+    """In this block the first Ctrl-C sets the event; a second one raises KeyboardInterrupt."""
     asked = threading.Event()
 
     def handle(*_: object) -> None:
@@ -71,7 +71,7 @@ def stopping() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # the only one that may set handlers, or gets signals
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers and gets signals
         yield
         return
     before = signal.signal(signal.SIGINT, handler)
@@ -82,7 +82,7 @@ def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[No
 
 
 def _leave() -> None:
-    with contextlib.suppress(RuntimeError, OSError):  # the signal may have come while it was written to
+    with contextlib.suppress(RuntimeError, OSError):  # the signal may have arrived during a write
         sys.stdout.flush()
     show_cursor()
     os._exit(INTERRUPTED)

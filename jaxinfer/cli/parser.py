@@ -1,4 +1,4 @@
-"""Parser of a command's flags: errors in one line with the nearest flag, help that is short at first."""
+"""Argument parser with one-line errors that suggest the nearest flag, and a short and a long help text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PLACES: Mapping[Any, str] = {int: "N", float: "X", pathlib.Path: "PATH"}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but that no flag can be abbreviated, an error is one line, and help comes in two lengths.
+    """An `argparse` parser without abbreviated flags, with one-line errors and help of two lengths.
 
     Args:
-        prog: the command as it is typed.
+        prog: the command as typed.
         examples: whole command lines.
         common: names of the flags that ``--help`` shows; ``--help-all`` shows all.
     """
@@ -39,13 +39,13 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--version", action="version", version=f"jaxinfer {__version__}", help="the version")
 
     def add_model(self, default: str | None = None) -> None:
-        """Add the model, which can be named without a flag; see `take_model`."""
+        """Add the model, which can be given without a flag; see `take_model`."""
         what = '"demo", a folder, a .gguf file, or a hub id'
         self.add_argument("named", metavar="MODEL", nargs="?", help=_with_default(what, default))
         self.set_defaults(model_by_default=default)
 
     def take_model(self, args: argparse.Namespace) -> None:
-        """Let ``args.model`` be the model, whichever way it was named."""
+        """Set ``args.model`` from the positional argument, the flag, or the default."""
         if args.named is not None and args.model is not None and args.named != args.model:
             self.error(f"MODEL {args.named} and --model {args.model} are two: name one")
         args.model = args.named or args.model or args.model_by_default
@@ -60,8 +60,8 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """argparse takes ``-t 2`` for ``-tp 2``, and does without abbreviations of long flags alone: of its findings,
-        those are right in which a flag of one letter is followed by its value (``-n3``)."""
+        """Filter argparse's matches: it takes ``-t 2`` for ``-tp 2``, and disables abbreviations of long flags only.
+        The correct matches are one-letter flags followed by their value (``-n3``)."""
         found: list[Any] = super()._get_option_tuples(option_string)
         return [each for each in found if each[1] == option_string[:2]]
 
@@ -71,17 +71,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {plain} ({self.prog} --help)\n")
 
     def refuse(self, sentence: str) -> NoReturn:
-        """End the command: a value cannot be, and no list of flags would help."""
+        """End the command for an invalid value, without a reference to --help."""
         self.exit(2, f"error: {sentence}\n")
 
     @override
     def format_help(self) -> str:
-        """All flags, in their groups."""
+        """Return the help of all flags, in their groups."""
         groups = [(group.title or "", group._group_actions) for group in self._action_groups]
         return self._page(groups, _WholeFormatter, [])
 
     def format_short_help(self) -> str:
-        """The usual flags."""
+        """Return the help of the usual flags."""
         flags = [action for action in self._actions if action.option_strings]
         usual = [action for action in flags if action.dest in self._common]
         groups = [("arguments", self._get_positional_actions()), ("usual flags", usual)]
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
         return "".join(f" [{name}]" if nargs == "?" else f" {name}" for name, nargs in names) + " [--FLAG VALUE ...]"
 
     def _dashed(self, word: str) -> str:
-        """A flag as it is spelt here where it was given as the setting is: --max_model_len."""
+        """Return a flag with dashes if it was given with underscores, as the setting: --max_model_len."""
         flag, equals, value = word.partition("=")
         dashed = flag.replace("_", "-")
         return dashed + equals + value if flag.startswith("--") and dashed in self._option_string_actions else word
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Print one of the two pages, and end."""
+    """Print one of the two help texts, and exit."""
 
     @override
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -129,7 +129,7 @@ class _Help(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """One name a flag, and no aliases."""
+    """Formatter that shows one name per flag, without aliases."""
 
     def __init__(self, prog: str) -> None:
         width = min(_WIDTH, shutil.get_terminal_size().columns - 2)
@@ -137,7 +137,7 @@ class _Formatter(argparse.HelpFormatter):
 
     @override
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # flags stay whole
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # do not split flags
 
     @override
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -151,7 +151,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _WholeFormatter(_Formatter):
-    """With what other engines call a flag."""
+    """Formatter that also shows the aliases from other engines."""
 
     @override
     def _get_help_string(self, action: argparse.Action) -> str:

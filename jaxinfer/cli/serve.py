@@ -28,7 +28,7 @@ ends the server when its requests have ended, after --drain-seconds at the lates
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; ``configuration`` is all that they and the file come to. A setting that cannot be ends the command."""
+    """Parse the flags; ``configuration`` combines the file and the flags. An invalid setting ends the command."""
     parser = make_parser()
     args = parser.parse_args(argv)
     parser.take_model(args)
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    """The parser."""
+    """Return the parser."""
     parser = Parser("jaxinfer serve", _ABOUT, _EXAMPLES, (*_COMMON, *_MORE))
     parser.add_model()
     file = parser.add_argument_group("file")
@@ -52,7 +52,7 @@ def make_parser() -> Parser:
 
 
 def layers(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The settings of the file, if one is given, and those of the flags."""
+    """Return the settings of the file, if one is given, and those of the flags."""
     flags = given_settings(args, ServeConfig, skip=_NESTED)
     flags["limits"] = given_settings(args, ServeLimits, prefix=_LIMIT)
     flags["engine"] = given_settings(args, EngineConfig)

@@ -1,4 +1,4 @@
-"""`jaxinfer version`: what runs here."""
+"""`jaxinfer version`: versions of jaxinfer and its dependencies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OTHERS = ("jax", "jaxlib", "flax", "grpcio", "jax-cuda12-plugin", "jax-cuda13-p
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """No flags but those that all commands have."""
+    """Parse the flags: only those shared by all commands."""
     args: argparse.Namespace = Parser("jaxinfer version", "Versions of jaxinfer and what it stands on.").parse_args(
         argv
     )
@@ -22,7 +22,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them; nothing is imported for it."""
+    """Print the versions without importing the packages."""
     del args
     print(f"jaxinfer {__version__}")
     print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")

@@ -1,4 +1,4 @@
-"""The Python client: text, token ids or chat in, typed deltas out. It needs grpcio and protobuf, and nothing else.
+"""Python client: text, token ids or chat in, typed deltas out. It depends only on grpcio and protobuf.
 
 ```
 from jaxinfer.client import Client
@@ -10,7 +10,7 @@ with Client("localhost:50051") as client:
             print(delta.text, end="", flush=True)
 ```
 
-`AsyncClient` has the same methods for asyncio, `Control` loads adapters. docs/client.md tells of retries and errors.
+`AsyncClient` has the same methods for asyncio, `Control` loads adapters. docs/client.md describes retries and errors.
 """
 
 from jaxinfer.client.aio import AsyncClient, AsyncStream

@@ -1,4 +1,4 @@
-"""The client for asyncio: `jaxinfer.client.sync` with ``await``."""
+"""Client for asyncio: `jaxinfer.client.sync` with ``await``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _RECONNECT_SECONDS = 0.1
 
 
 class AsyncClient:
-    """One connection to a jaxinfer server, for any number of tasks of one event loop. Make it where the loop runs.
+    """Connection to a jaxinfer server, for any number of tasks of one event loop. Create it where the loop runs.
 
     ```
     async with AsyncClient("localhost:50051") as client:
@@ -69,7 +69,7 @@ class AsyncClient:
         retry: RetryPolicy | None = DEFAULT_RETRY,
         keepalive: float | None = 30.0,
     ) -> None:
-        """Connects at the first call. Arguments and errors: see `jaxinfer.client.Client`."""
+        """Create the client; it connects at the first call. Arguments and errors: see `jaxinfer.client.Client`."""
         target = checked_target(target)
         link = connection(api_key, tls, retry, keepalive)
         if link.credentials is None:
@@ -86,7 +86,7 @@ class AsyncClient:
         return self._shown
 
     async def close(self) -> None:
-        """Ends the connection, and every call that is still open."""
+        """Close the connection, and cancel every open call."""
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -106,11 +106,11 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """The whole answer to a text, to token ids, or to chat messages.
+        """Return the complete answer to a text, to token ids, or to chat messages.
 
         Raises:
             ServerError: see `jaxinfer.client.Client`.
-            TypeError, ValueError: the request cannot be made.
+            TypeError, ValueError: the request is invalid.
         """
         request = generate_request(prompt, token_ids, messages, options)
         async with self._open(request, timeout) as stream:
@@ -125,7 +125,7 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """The answer as it is made. Raises as `generate`, but for what the server says: that the stream raises."""
+        """Stream the answer. Raises as `generate`, except that the stream raises the server's errors."""
         return self._open(generate_request(prompt, token_ids, messages, options), timeout)
 
     async def generate_batch(
@@ -135,14 +135,14 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[BatchItem, None]:
-        """Many prompts over one stream, each a text, token ids, or chat messages; the items come as they are done.
+        """Generate for many prompts (text, token ids, or chat messages) over one stream; yield items as they finish.
 
-        ``prompts`` is read no faster than the server takes them. An item has its own error; what is raised here
-        concerns all. Closing the generator (``contextlib.aclosing``) cancels what is not done.
+        ``prompts`` is read no faster than the server accepts them. Errors of one prompt are in its item; errors raised
+        here concern all. Closing the generator (``contextlib.aclosing``) cancels unfinished prompts.
 
         Raises:
             ServerError, TypeError, ValueError: see `generate`.
-            Exception: what ``prompts`` raised, after the items of the prompts before.
+            Exception: raised by ``prompts``, after the items of the earlier prompts.
         """
         batch = Batch(dict(options))
         call = self._stub.GenerateBatch(batch.requests_async(prompts), **self._settings(timeout))
@@ -165,7 +165,7 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[TokenizeOptions],
     ) -> list[int]:
-        """The token ids of a text, or of chat messages under the model's template."""
+        """Return the token ids of a text, or of chat messages under the model's template."""
         request = tokenize_request(text, messages, options)
         async with translated(self._explain):
             return list((await self._stub.Tokenize(request, **self._settings(timeout))).token_ids)
@@ -178,7 +178,7 @@ class AsyncClient:
         model: str | None = None,
         timeout: float | None = None,
     ) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
         async with translated(self._explain):
             return (await self._stub.Detokenize(request, **self._settings(timeout))).text
@@ -193,7 +193,7 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[Scored]:
-        """Log probabilities of each continuation behind the same prompt."""
+        """Return log probabilities of each continuation after the same prompt."""
         request = score_request(prompt, token_ids, messages, continuations, options)
         async with translated(self._explain):
             response = await self._stub.Score(request, **self._settings(timeout))
@@ -206,7 +206,7 @@ class AsyncClient:
             return read_model_info(await self._stub.GetModelInfo(request, **self._settings(timeout)))
 
     async def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
-        """The health of a service; "" asks whether the server lives at all.
+        """Return the health of a service; "" checks liveness.
 
         Raises:
             NotFound: the server does not know the service.
@@ -216,11 +216,11 @@ class AsyncClient:
             return read_health(await check(health_request(service), **self._settings(timeout)))
 
     async def wait_ready(self, timeout: float | None = None) -> None:
-        """Returns once the server accepts requests; a server that does not listen yet is waited for.
+        """Wait until the server accepts requests, also if it does not listen yet.
 
         Raises:
             DeadlineExceeded: it is not ready after ``timeout`` seconds.
-            Incompatible: it never will be, for this client.
+            Incompatible: this client can never connect to it.
         """
         seconds = self._timeout if timeout is None else timeout
         try:
@@ -233,7 +233,7 @@ class AsyncClient:
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _watched_ready(self) -> bool:
-        """False: the server ended the watch before it was ready."""
+        """Watch the health; return False if the server ended the watch before it was ready."""
         watch = self._channel.unary_stream(WATCH.path, WATCH.serializer, WATCH.deserializer)
         call = watch(health_request(READINESS), metadata=self._metadata)
         try:
@@ -254,7 +254,7 @@ class AsyncClient:
 
 
 class AsyncStream:
-    """The deltas of one request. ``async with`` waits until the server has accepted it, and cancels it when left early.
+    """Deltas of one request. ``async with`` waits until the server has accepted it, and cancels it on early exit.
 
     ```
     async with client.stream("Once") as stream:
@@ -262,7 +262,7 @@ class AsyncStream:
             print(delta.text, end="")
     ```
 
-    Iterating raises `ServerError` where the call fails, `Truncated` where it ends too soon.
+    Iterating raises `ServerError` if the call fails, `Truncated` if it ends early.
     """
 
     def __init__(self, call: Any, explain: Explain) -> None:
@@ -292,11 +292,11 @@ class AsyncStream:
                 return delta
 
     def cancel(self) -> None:
-        """Aborts the request. Who iterates gets `Cancelled`. Nothing, once it has ended."""
+        """Abort the request. A concurrent iteration raises `Cancelled`. No-op after its end."""
         self._call.cancel()
 
     async def completion(self) -> Completion:
-        """Reads what is left, and gives the whole answer: also what was iterated before.
+        """Read the rest of the stream, and return the complete answer, including deltas that were already iterated.
 
         Raises:
             ServerError: see the class.
@@ -307,7 +307,7 @@ class AsyncStream:
 
     @property
     def request_id(self) -> str:
-        """Known once the stream is entered, as are ``seed``, ``prompt_tokens`` and ``model``."""
+        """Id of the request; available once the stream is entered, as are ``seed``, ``prompt_tokens`` and ``model``."""
         return self._answer.request_id
 
     @property
@@ -320,12 +320,12 @@ class AsyncStream:
 
     @property
     def model(self) -> str:
-        """What answers: the served model, or an adapter."""
+        """Name of the model that answers: the served model, or an adapter."""
         return self._answer.model
 
     @property
     def usage(self) -> Usage | None:
-        """Known when the iteration has ended."""
+        """Token usage; available when the iteration has ended."""
         return self._answer.usage
 
     async def _read(self) -> pb.GenerateResponse:
@@ -342,7 +342,7 @@ class AsyncStream:
 
 @contextlib.asynccontextmanager
 async def translated(explain: Explain) -> AsyncIterator[None]:
-    """gRPC's errors as the client's own."""
+    """Translate gRPC errors to the client's own."""
     try:
         yield
     except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
@@ -350,10 +350,10 @@ async def translated(explain: Explain) -> AsyncIterator[None]:
 
 
 async def _translation(error: grpc.aio.AioRpcError | asyncio.CancelledError, explain: Explain) -> BaseException:
-    """grpc.aio tells of a cancelled call as if the task had been cancelled: only the task knows whether it was."""
+    """Return the client's error. grpc.aio reports a cancelled call like a cancelled task: the task's state decides."""
     if isinstance(error, grpc.aio.AioRpcError):
         found = from_status(error.code(), error.details() or "", error.trailing_metadata() or ())
         return await asyncio.to_thread(explain, found) if isinstance(found, Unavailable) else found
-    # Python 3.10 cannot tell, and a cancelled task must not go on.
+    # Python 3.10 cannot distinguish them, and a cancelled task must not continue.
     cancelling = getattr(asyncio.current_task(), "cancelling", lambda: True)
     return error if cancelling() else Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED)

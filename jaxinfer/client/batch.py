@@ -1,4 +1,4 @@
-"""The bookkeeping of one GenerateBatch stream, the same for both clients."""
+"""State of one GenerateBatch stream, shared by both clients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxinfer.protos.v1 import inference_pb2 as pb
 
 
 class Batch:
-    """Makes a request of each prompt, and of the responses one item for each request.
+    """Encoder of the requests of a batch, and assembler of their responses to one item per request.
 
-    gRPC fetches the requests in a thread or task of its own, where an exception of the caller's iterator would only be
-    logged. It is kept instead: the requests end there, and `check` raises it once those before have been answered.
+    gRPC consumes the requests in a separate thread or task, where it would only log an exception of the caller's
+    iterator. So the requests end there, and `check` raises the exception once the earlier ones have been answered.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -30,7 +30,7 @@ class Batch:
         try:
             for prompt in prompts:
                 yield self._request(prompt)
-        except Exception as fault:  # noqa: BLE001 - the caller's, whatever it is: raised by check
+        except Exception as fault:  # noqa: BLE001 - any exception of the caller: raised by check
             self._fault = fault
 
     async def requests_async(
@@ -43,11 +43,11 @@ class Batch:
             else:
                 for prompt in prompts:
                     yield self._request(prompt)
-        except Exception as fault:  # noqa: BLE001 - the caller's, whatever it is: raised by check
+        except Exception as fault:  # noqa: BLE001 - any exception of the caller: raised by check
             self._fault = fault
 
     def take(self, response: pb.GenerateResponse) -> BatchItem | None:
-        """The item, if the response ends its request."""
+        """Return the item, if the response ends its request."""
         name, event = response.request_id, response.WhichOneof("event")
         if event == "error":
             self._answers.pop(name, None)
@@ -60,11 +60,11 @@ class Batch:
         return self._item(name, completion=answer.completion())
 
     def check(self) -> None:
-        """Check that all was answered, when the stream has ended.
+        """Check, after the end of the stream, that all requests were answered.
 
         Raises:
-            Exception: what the caller's prompts raised.
-            Truncated: not every request has ended.
+            Exception: raised by the caller's prompts.
+            Truncated: a request has not ended.
         """
         if self._fault is not None:
             raise self._fault

@@ -1,4 +1,4 @@
-"""Reach a server: credentials, retries, the channel's options."""
+"""Connection settings: credentials, retries, channel options."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 import grpc
 
 _SERVICE = "jaxinfer.v1.Inference"
-# Tokenize and Score answer in one message, however long the text.
+# Tokenize and Score answer in one message, for a text of any length.
 _MAX_RECEIVED_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TLS:
-    """An encrypted connection. All files are PEM and are read when the client is made.
+    """An encrypted connection. All files are PEM and are read when the client is created.
 
     Attributes:
-        ca: certificates to check the server's with (default: those of the system).
-        cert, key: the client's own, for a server that asks for one.
-        server_name: the name that the server's certificate bears, where it is not the target's.
+        ca: certificates to verify the server's with (default: those of the system).
+        cert, key: client certificate, for a server that requires one.
+        server_name: name in the server's certificate, if it differs from the target.
     """
 
     ca: str | pathlib.Path | None = None
@@ -36,18 +36,18 @@ class TLS:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """When to make a call again: only where no answer has begun. The deadline of the call covers all attempts.
+    """Retry policy: calls are retried only if no answer has begun. The deadline of the call covers all attempts.
 
-    That is where the server is unavailable, and where it cancels the call itself: gRPC's own answer, before ours, to
-    calls that reach a server while it stops (grpc/grpc#41785). What the caller cancels is not made again.
+    Calls are retried if the server is unavailable, or cancels the call: gRPC does that, before our code runs, to calls
+    that arrive while a server stops (grpc/grpc#41785). Calls cancelled by the caller are not retried.
 
-    The gRPC library does it (proposal A6): it waits a random part of ``first_pause``, ``first_pause * factor`` and so
-    on up to ``longest_pause``, or as long as the server says (``grpc-retry-pushback-ms``), which may also forbid it.
+    The gRPC library implements it (proposal A6): it waits a random part of ``first_pause``, ``first_pause * factor``,
+    ... up to ``longest_pause``, or as requested by the server (``grpc-retry-pushback-ms``), which may forbid it.
 
     Attributes:
-        attempts: the first one included, 2 to 5.
+        attempts: total attempts, 2 to 5.
         first_pause, longest_pause: seconds.
-        queue_full: try again where the server is full, too, and not only where it is unavailable.
+        queue_full: also retry if the server's queue is full, not only if it is unavailable.
     """
 
     attempts: int = 4
@@ -65,7 +65,7 @@ class RetryPolicy:
             raise ValueError(f"factor={self.factor} must be at least 1")
 
     def service_config(self) -> str:
-        """The JSON that gRPC reads."""
+        """Return the service config as JSON."""
         codes = ["UNAVAILABLE", "CANCELLED", *(["RESOURCE_EXHAUSTED"] if self.queue_full else [])]
         policy = {
             "maxAttempts": self.attempts,
@@ -82,7 +82,7 @@ DEFAULT_RETRY = RetryPolicy()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Connection:
-    """Settings of a client's channel, in gRPC's words."""
+    """Settings of a client's channel, in gRPC's terms."""
 
     credentials: grpc.ChannelCredentials | None
     options: Sequence[tuple[str, str | int]]
@@ -90,11 +90,11 @@ class Connection:
 
 
 def connection(api_key: str | None, tls: bool | TLS, retry: RetryPolicy | None, keepalive: float | None) -> Connection:
-    """Make the settings that both clients are made of.
+    """Make the connection settings, for both clients.
 
     Raises:
         OSError: a file of ``tls`` cannot be read.
-        ValueError: ``keepalive`` or ``api_key`` is impossible.
+        ValueError: ``keepalive`` or ``api_key`` is invalid.
     """
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("api_key must be printable ASCII")
@@ -103,7 +103,7 @@ def connection(api_key: str | None, tls: bool | TLS, retry: RetryPolicy | None, 
     tls = TLS() if tls is True else tls
     options: list[tuple[str, str | int]] = [("grpc.max_receive_message_length", _MAX_RECEIVED_BYTES)]
     options += _retry_options(retry)
-    if keepalive is not None:  # while calls are open: a server that vanished is noticed
+    if keepalive is not None:  # while calls are open, to detect a server that vanished
         options += [("grpc.keepalive_time_ms", round(keepalive * 1000)), ("grpc.keepalive_timeout_ms", 10_000)]
         options += [("grpc.http2.max_pings_without_data", 0)]
     if isinstance(tls, TLS) and tls.server_name is not None:
@@ -116,7 +116,7 @@ def connection(api_key: str | None, tls: bool | TLS, retry: RetryPolicy | None, 
 
 
 def checked_target(target: str) -> str:
-    """``target`` as gRPC resolves it; ``grpc://`` is taken off.
+    """Return ``target`` as gRPC resolves it, without ``grpc://``.
 
     Raises:
         ValueError: it is an address of another protocol.

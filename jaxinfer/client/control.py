@@ -1,4 +1,4 @@
-"""The client of a server's control port: figures, requests, the prefix cache, LoRA adapters."""
+"""Client of a server's control port: statistics, requests, the prefix cache, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter that requests may name.
+    """A LoRA adapter that requests may name.
 
     Attributes:
-        path: of its folder on the server.
-        identity: SHA-256 of its content, hexadecimal: equal adapters have equal ones, whatever their names.
-        rank: the largest of its modules'.
+        path: path of its folder on the server.
+        identity: SHA-256 of its content, hexadecimal: identical for equal adapters, whatever their names.
+        rank: the largest rank of its modules.
         parent: the served model, which it changes.
     """
 
@@ -38,7 +38,7 @@ class Lora:
 
 
 class _Connected:
-    """What both clients are made of. A call is made once: loading is no question that could be asked again."""
+    """Base of both control clients. Calls are not retried: loading is not idempotent."""
 
     _grpc: ClassVar[Any] = grpc
 
@@ -51,8 +51,8 @@ class _Connected:
         timeout: float | None = None,
         keepalive: float | None = 30.0,
     ) -> None:
-        """Connects at the first call. Arguments and errors: see `jaxinfer.client.Client`; ``api_key`` needs the scopes
-        "admin" and "observe"."""
+        """Create the client; it connects at the first call. Arguments and errors: see `jaxinfer.client.Client`;
+        ``api_key`` needs the scopes "admin" and "observe"."""
         target = checked_target(target)
         link = connection(api_key, tls, None, keepalive)
         if link.credentials is None:
@@ -72,19 +72,18 @@ class _Connected:
 
 
 class Control(_Connected):
-    """One connection to the control port of a server, for any number of threads.
+    """Connection to the control port of a server, for any number of threads.
 
     ```
     with Control("localhost:50052") as control:
         control.load_lora("pirate", "adapters/pirate")
     ```
 
-    All calls raise `ServerError`: its subclasses say what went wrong. ``timeout`` is in seconds; None is the client's
-    own.
+    Calls raise `ServerError` or a subclass. ``timeout`` is in seconds; None is that of the client.
     """
 
     def close(self) -> None:
-        """Ends the connection, and every call that is still open."""
+        """Close the connection, and cancel every open call."""
         self._channel.close()
 
     def __enter__(self) -> Control:
@@ -94,66 +93,66 @@ class Control(_Connected):
         self.close()
 
     def stats(self, *, timeout: float | None = None) -> dict[str, Any]:
-        """The fields of `Stats` in protos/jaxinfer/v1/control.proto, by their names."""
+        """Return the fields of `Stats` in protos/jaxinfer/v1/control.proto, by name."""
         with translated(self._explain):
             return as_dict(self._stub.GetStats(pb.GetStatsRequest(), **self._settings(timeout)))
 
     def abort(self, request_id: str, *, tenant: str | None = None, timeout: float | None = None) -> None:
-        """Ends a request wherever it is; an unknown id is ignored. ``tenant``: only that tenant's."""
+        """Abort a request in any state; an unknown id is ignored. ``tenant``: only if it belongs to that tenant."""
         request = abort_request(request_id, tenant)
         with translated(self._explain):
             self._stub.Abort(request, **self._settings(timeout))
 
     def drain(self, within: float | None = None, *, timeout: float | None = None) -> int:
-        """Has the server accept no more requests, waits for those that run, and returns how many were aborted after
-        ``within`` seconds (None: the server's ``drain_seconds``)."""
+        """Make the server reject new requests, wait for running ones, and return how many were aborted after ``within``
+        seconds (None: the server's ``drain_seconds``)."""
         request = drain_request(within)
         with translated(self._explain):
             return int(self._stub.Drain(request, **self._settings(timeout)).aborted)
 
     def flush_prefix_cache(self, *, timeout: float | None = None) -> int:
-        """Forgets cached prefixes; returns the number of pages. Pages of running requests stay."""
+        """Drop cached prefixes and return the number of pages. Pages of running requests stay."""
         with translated(self._explain):
             return int(self._stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), **self._settings(timeout)).pages)
 
     def load_lora(
         self, lora_name: str, lora_path: str, *, load_inplace: bool = False, timeout: float | None = None
     ) -> Lora:
-        """Lets requests name an adapter, when the server has read it.
+        """Load an adapter; requests may name it once the server has read it.
 
         Args:
-            lora_path: of its folder on the server, below its ``lora_root``.
-            load_inplace: a name that is loaded means the new content from now on.
+            lora_path: path of its folder on the server, below its ``lora_root``.
+            load_inplace: replace a loaded adapter of this name.
 
         Raises:
             AlreadyExists: the name is loaded, and ``load_inplace`` is false.
             FailedPrecondition: the server takes no adapters.
-            InvalidRequest: the folder, or what is in it, cannot be served.
+            InvalidRequest: the folder, or its contents, cannot be served.
         """
         request = load_request(lora_name, lora_path, load_inplace)
         with translated(self._explain):
             return read_lora(self._stub.LoadLora(request, **self._settings(timeout)).lora)
 
     def unload_lora(self, lora_name: str, *, timeout: float | None = None) -> None:
-        """Lets no further request name an adapter. `NotFound`: there is none of this name."""
+        """Unload an adapter, so that further requests cannot name it. `NotFound`: there is none of this name."""
         request = unload_request(lora_name)
         with translated(self._explain):
             self._stub.UnloadLora(request, **self._settings(timeout))
 
     def list_loras(self, *, timeout: float | None = None) -> list[Lora]:
-        """Adapters that requests may name, by name."""
+        """Return the loaded adapters, sorted by name."""
         with translated(self._explain):
             answer = self._stub.ListLoras(pb.ListLorasRequest(), **self._settings(timeout))
         return [read_lora(lora) for lora in answer.loras]
 
 
 class AsyncControl(_Connected):
-    """`Control` for asyncio. Make it where the loop runs."""
+    """`Control` for asyncio. Create it where the loop runs."""
 
     _grpc = grpc.aio
 
     async def close(self) -> None:
-        """Ends the connection, and every call that is still open."""
+        """Close the connection, and cancel every open call."""
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncControl:
@@ -207,7 +206,7 @@ class AsyncControl(_Connected):
 
 
 def load_request(lora_name: str, lora_path: str, load_inplace: bool) -> pb.LoadLoraRequest:
-    """Raises ValueError: a value that the message cannot carry."""
+    """Build the message. Raises ValueError: a value that the message cannot carry."""
     request = pb.LoadLoraRequest(load_inplace=load_inplace)
     set_field(request, "lora_name", lora_name)
     set_field(request, "lora_path", lora_path)
@@ -215,14 +214,14 @@ def load_request(lora_name: str, lora_path: str, load_inplace: bool) -> pb.LoadL
 
 
 def unload_request(lora_name: str) -> pb.UnloadLoraRequest:
-    """Raises ValueError: a value that the message cannot carry."""
+    """Build the message. Raises ValueError: a value that the message cannot carry."""
     request = pb.UnloadLoraRequest()
     set_field(request, "lora_name", lora_name)
     return request
 
 
 def abort_request(request_id: str, tenant: str | None) -> pb.AbortRequest:
-    """Raises ValueError: a value that the message cannot carry."""
+    """Build the message. Raises ValueError: a value that the message cannot carry."""
     request = pb.AbortRequest()
     set_field(request, "request_id", request_id)
     if tenant is not None:
@@ -231,7 +230,7 @@ def abort_request(request_id: str, tenant: str | None) -> pb.AbortRequest:
 
 
 def drain_request(within: float | None) -> pb.DrainRequest:
-    """Raises ValueError: ``within`` is negative or no number of seconds."""
+    """Build the message. Raises ValueError: ``within`` is negative or not a number of seconds."""
     request = pb.DrainRequest()
     if within is not None:
         if not 0 <= within < 10**9:
@@ -241,7 +240,7 @@ def drain_request(within: float | None) -> pb.DrainRequest:
 
 
 def as_dict(message: Any) -> dict[str, Any]:
-    """A message's fields by their names, as Python's values; messages that are not set are left out."""
+    """Return a message's fields by name, as Python values; unset messages are left out."""
     fields = [field for field in message.DESCRIPTOR.fields if not field.has_presence or message.HasField(field.name)]
     return {field.name: _plain(getattr(message, field.name)) for field in fields}
 

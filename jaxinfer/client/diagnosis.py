@@ -1,4 +1,4 @@
-"""Find out why no connection comes about: gRPC says only what its last address said, and tries again in vain."""
+"""Diagnosis of failed connections: gRPC reports only the error of its last address, and retries hopeless cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Explain = Callable[[ServerError], ServerError]
 
 _SECONDS = 5.0
 _NO_CONNECTION = "failed to connect to all addresses"
-_SETTINGS, _ALERT = 4, 0x15  # of HTTP/2 and of TLS
+_SETTINGS, _ALERT = 4, 0x15  # frame type of HTTP/2, record type of TLS
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 _WRONG_NAMES = (62, 64)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, and that of an IP address
 
@@ -27,16 +27,16 @@ def explainer(target: str, tls: bool | TLS) -> Explain:
 
 
 def explained(error: ServerError, target: str, tls: TLS | None) -> ServerError:
-    """Return an `Incompatible` in place of ``error`` where it is certain that no try could succeed.
+    """Return an `Incompatible` instead of ``error`` if certainly no retry can succeed.
 
-    It connects once more, so it may take seconds.
+    It makes a new connection, which may take seconds.
 
     Args:
-        tls: None: without.
+        tls: None: a connection without TLS.
     """
     if not isinstance(error, Unavailable) or _NO_CONNECTION not in error.message:
         return error
-    with contextlib.suppress(OSError, ValueError):  # nobody listens, or it is no host and port
+    with contextlib.suppress(OSError, ValueError):  # no server listens, or the target is not a host and port
         host, port = _host_and_port(target)
         why = _why_not_plain(host, port) if tls is None else _why_not_tls(host, port, tls)
         return error if why is None else Incompatible(f"{target}: {why}", error.code)
@@ -44,7 +44,7 @@ def explained(error: ServerError, target: str, tls: TLS | None) -> ServerError:
 
 
 def _host_and_port(target: str) -> tuple[str, int]:
-    """Raises ValueError: it is not HOST:PORT."""
+    """Split HOST:PORT. Raises ValueError: the target has another form."""
     host, _, port = target.removeprefix("dns:///").rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -85,11 +85,11 @@ def _why_not_tls(host: str, port: int, tls: TLS) -> str | None:
 
 
 def _handshake(host: str, port: int, context: ssl.SSLContext, name: str) -> bool:
-    """Shake hands; whether the server then says anything. One that refuses the client's certificate, or wants one, ends
-    the connection instead, with or without an alert.
+    """Make a TLS handshake; return whether the server responds after it. A server that rejects the client's
+    certificate, or requires one, ends the connection instead, with or without an alert.
 
     Raises:
-        OSError: there is no connection, or (`ssl.SSLError`) no handshake.
+        OSError: the connection or (`ssl.SSLError`) the handshake failed.
     """
     with (
         socket.create_connection((host, port), _SECONDS) as line,

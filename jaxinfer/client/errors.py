@@ -1,4 +1,4 @@
-"""Errors that a call can end with instead of a result."""
+"""Errors of client calls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _DETAILS = "grpc-status-details-bin"
 
 @dataclasses.dataclass
 class ServerError(Exception):
-    """A call failed. Its subclasses say how; this class itself is for statuses that have none of their own.
+    """A failed call. Subclasses are the kinds of errors; this class itself is for statuses without a subclass.
 
     Attributes:
         message: the server's sentence.
         code: the gRPC status.
-        field: which field of the request is wrong, where one is.
-        retry_after: seconds after which the server would have the call made again, where it said so.
-        fault: of an `InternalError`: the id under which the server's log explains it.
+        field: name of the invalid field of the request, if there is one.
+        retry_after: seconds after which the server suggests a retry, if it does.
+        fault: for an `InternalError`: the id of its entry in the server's log.
     """
 
     message: str
@@ -38,19 +38,19 @@ class ServerError(Exception):
 
 
 class InvalidRequest(ServerError):
-    """A value of the request is wrong, or it is too long for the model: ``field`` and the message name it."""
+    """A value of the request is invalid or too long for the model: ``field`` and the message name it."""
 
 
 class Unauthenticated(ServerError):
-    """No API key, or an unknown one."""
+    """The API key is missing or unknown."""
 
 
 class PermissionDenied(ServerError):
-    """The API key is not allowed to do this."""
+    """The API key does not permit this call."""
 
 
 class NotFound(ServerError):
-    """Another model is served, or no adapter of this name."""
+    """The server does not serve the model, or has no adapter of this name."""
 
 
 class AlreadyExists(ServerError):
@@ -58,28 +58,28 @@ class AlreadyExists(ServerError):
 
 
 class FailedPrecondition(ServerError):
-    """The server was not started for this: another try would end the same."""
+    """The server was not started for this: a retry would fail, too."""
 
 
 class ResourceExhausted(ServerError):
-    """The request is beyond a limit of the server: another try would end the same."""
+    """The request exceeds a limit of the server: a retry would fail, too."""
 
 
 class QueueFull(ResourceExhausted):
-    """Too much is waiting already: try again after ``retry_after`` seconds."""
+    """The server's queue is full: retry after ``retry_after`` seconds."""
 
 
 class Unavailable(ServerError):
-    """No connection, or the server is starting, draining, or has lost its engine: worth another try."""
+    """The connection failed, or the server is starting, draining, or has lost its engine: a retry may succeed."""
 
 
 class Incompatible(ServerError):
-    """Client and server do not find to each other: one has TLS and the other has not, a certificate is not accepted,
-    or it is the port of another protocol. Another try would end the same."""
+    """Client and server cannot connect: only one of them uses TLS, a certificate is rejected, or the port has another
+    protocol. A retry would fail, too."""
 
 
 class DeadlineExceeded(ServerError):
-    """The time-out of the call has passed."""
+    """The timeout of the call has passed."""
 
 
 class Cancelled(ServerError):
@@ -87,11 +87,11 @@ class Cancelled(ServerError):
 
 
 class InternalError(ServerError):
-    """A fault of the server, which its log explains under ``fault``."""
+    """A bug or failure of the server, with details in its log under ``fault``."""
 
 
 class Truncated(ServerError):
-    """The stream ended well before the answer did: what came is not all."""
+    """The stream ended with status OK before the answer did: the answer is incomplete."""
 
 
 _CLASSES: dict[grpc.StatusCode, type[ServerError]] = {
@@ -111,17 +111,17 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def from_call(call: grpc.Call) -> ServerError:
-    """Return the error that a call of the sync API ended with."""
+    """Return the error of a failed call of the sync API."""
     return from_status(call.code(), call.details() or "", call.trailing_metadata() or ())
 
 
 def from_status(code: grpc.StatusCode, message: str, trailing: Iterable[tuple[str, str | bytes]]) -> ServerError:
-    """The exception for a status and its trailing metadata."""
+    """Return the exception for a status and its trailing metadata."""
     return _error(code, message, _details_in(trailing))
 
 
 def from_message(error: pb.Error) -> ServerError:
-    """The exception for one request's error within a batch."""
+    """Return the exception for one request's error within a batch."""
     return _error(_CODES.get(error.code, grpc.StatusCode.UNKNOWN), error.message, error.details)
 
 
@@ -130,7 +130,7 @@ def _details_in(trailing: Iterable[tuple[str, str | bytes]]) -> Iterable[Any]:
         if key == _DETAILS and isinstance(value, bytes):
             try:
                 return RpcStatus.FromString(value).details
-            except DecodeError:  # another server's idea of details: the status itself stands
+            except DecodeError:  # details in another server's format: the status itself still counts
                 return ()
     return ()
 

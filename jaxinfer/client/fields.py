@@ -1,4 +1,4 @@
-"""Set fields of messages, so that a wrong value's field is named."""
+"""Field setters of protobuf messages with errors that name the field."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from google.protobuf.struct_pb2 import Struct
 
 
 def set_field(message: Any, name: str, value: Any) -> None:
-    """Raises `ValueError`: the field cannot have this value."""
+    """Set a field. Raises `ValueError`: the field cannot have this value."""
     guarded(name, value, setattr, message, name, value)
 
 
 def extend(name: str, field: Any, values: Iterable[Any]) -> None:
-    """Raises `ValueError`: they are no list of what ``field`` holds."""
+    """Extend a repeated field. Raises `ValueError`: ``values`` is not a list of the type of ``field``."""
     if isinstance(values, str | bytes):
         raise ValueError(f"{name}={values!r} must be a list")
     guarded(name, values, field.extend, values)
 
 
 def set_struct(name: str, field: Struct, value: Mapping[str, Any]) -> None:
-    """Raises `ValueError`: it is no JSON object."""
+    """Set a Struct field. Raises `ValueError`: the value is not a JSON object."""
     guarded(name, value, json_format.ParseDict, value, field)
 
 
 def guarded(name: str, value: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call ``function``, and name the field of a wrong value, as protobuf does not.
+    """Call ``function``, and name the field of an invalid value, as protobuf does not.
 
     Raises:
-        ValueError: it is wrong.
+        ValueError: the value is invalid.
     """
     try:
         function(*arguments)

@@ -1,4 +1,4 @@
-"""grpc.health.v1 without its package."""
+"""Messages of grpc.health.v1, without its package."""
 
 from __future__ import annotations
 

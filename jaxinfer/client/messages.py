@@ -1,4 +1,4 @@
-"""Chat messages and choices of tools: OpenAI's shapes, and the records of answers, as protobuf's messages."""
+"""Conversion of chat messages and tool choices, in OpenAI's format or as records of answers, to protobuf messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TYPED = ("content", "tool_call_id", "reasoning")
 
 @dataclasses.dataclass
 class ToolCall:
-    """A call of a tool. ``arguments``: JSON, as far as the model writes JSON."""
+    """A tool call. ``arguments``: JSON, as far as the model writes JSON."""
 
     id: str
     name: str
@@ -24,7 +24,7 @@ class ToolCall:
 
 
 def set_message(item: pb.ChatMessage, message: ChatMessage) -> None:
-    """Set a message in OpenAI's shape; what has no field of its own goes to the template as it is.
+    """Set a message in OpenAI's format; fields without a protobuf field are passed to the template unchanged.
 
     Raises:
         ValueError: a value that the message cannot carry; the sentence names it.
@@ -48,10 +48,10 @@ def _add_call(item: pb.ChatMessage, call: ToolCall) -> None:
 
 
 def set_choice(message: pb.ToolChoice, choice: Any) -> None:
-    """Set a choice of tools: "auto", "none", "required", or OpenAI's object that names functions.
+    """Set a tool choice: "auto", "none", "required", or OpenAI's object that names functions.
 
     Raises:
-        ValueError: it is no such thing.
+        ValueError: the choice has another form.
     """
     if isinstance(choice, str) and choice in _MODES:
         message.mode = _MODES[choice]
@@ -65,7 +65,7 @@ def set_choice(message: pb.ToolChoice, choice: Any) -> None:
 
 
 def _calls(calls: Any) -> list[ToolCall]:
-    """Calls with arguments in text; none where one of them is something else."""
+    """Return calls with arguments as text; empty if any item has another form."""
     found = [_call(each) for each in calls] if isinstance(calls, list | tuple) else []
     return [each for each in found if each is not None] if None not in found else []
 
@@ -86,7 +86,7 @@ def _name(choice: Any) -> str | None:
 
 
 def _function(value: Any, names: set[str], within: set[str]) -> Mapping[str, Any] | None:
-    """The function in an object of this type and these names; None: it is another thing."""
+    """Return the function of an object with exactly these keys; None for any other object."""
     if not isinstance(value, Mapping) or value.keys() != names or value["type"] != "function":
         return None
     function = value["function"]

@@ -1,4 +1,4 @@
-"""Keyword arguments of the client, and the messages made of them."""
+"""Conversion of the client's keyword arguments to request messages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class ModelOption(TypedDict, total=False):
-    """Option of every call. ``model``: default is the served one; another name is `NotFound`."""
+    """Option of every call. ``model``: default is the served one; another name raises `NotFound`."""
 
     model: str | None
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options beside ``messages``, for the chat template. ``template``: one of the request's own.
+    """Options used with ``messages``, for the chat template. ``template``: replaces the model's template.
 
-    ``tool_choice``: "auto", "none", "required" or an object that names functions, in OpenAI's shapes.
-    ``reasoning_effort``: how much the model should think, in OpenAI's words.
+    ``tool_choice``: "auto", "none", "required" or an object that names functions, in OpenAI's format.
+    ``reasoning_effort``: amount of reasoning, with OpenAI's values.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -37,10 +37,10 @@ class ChatOptions(TypedDict, total=False):
 
 
 class AnswerOptions(TypedDict, total=False):
-    """Options beside ``messages``, for the answer.
+    """Options used with ``messages``, for the answer.
 
-    ``parse``: thoughts and tool calls come by themselves; not given: ``text`` is all that the model says. It is needed
-    by ``parallel_tool_calls`` (false: no call behind the first) and ``include_reasoning`` (false: no thought).
+    ``parse``: separate reasoning and tool calls from content; not given: ``text`` is the raw model output. It is
+    required by ``parallel_tool_calls`` (false: at most one call) and ``include_reasoning`` (false: drop the reasoning).
     """
 
     parse: bool | None
@@ -83,8 +83,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class LoraOption(TypedDict, total=False):
-    """Option of what is computed. ``lora_name``: the LoRA adapter that it is computed with; an unknown one is
-    `NotFound`."""
+    """Option of generation and scoring. ``lora_name``: LoRA adapter to use; an unknown one raises `NotFound`."""
 
     lora_name: str | None
 
@@ -92,9 +91,9 @@ class LoraOption(TypedDict, total=False):
 class GenerateOptions(ModelOption, LoraOption, ChatOptions, AnswerOptions, SamplingOptions, total=False):
     """Keyword arguments of a generation.
 
-    ``request_id``: default is one that the server makes. ``priority``: lower is served earlier. ``cache_salt``:
-    requests of different salts never share cached prompts, nor do tenants. ``add_special_tokens``: whether a text
-    prompt gets BOS.
+    ``request_id``: default is one made by the server. ``priority``: lower is served earlier. ``cache_salt``: requests
+    of different salts never share cached prompts, nor do tenants. ``add_special_tokens``: whether a text prompt gets
+    BOS.
     """
 
     request_id: str | None
@@ -128,7 +127,7 @@ def generate_request(
     """Build the message.
 
     Raises:
-        TypeError: not exactly one input, or an option that there is not.
+        TypeError: not exactly one input, or an unknown option.
         ValueError: a value that the message cannot carry; the sentence names it.
     """
     values = _checked(options, GenerateOptions)
@@ -141,7 +140,7 @@ def generate_request(
 
 
 def batch_prefix(options: Mapping[str, Any]) -> str:
-    """The beginning of the ids of a batch's requests."""
+    """Return the prefix of the request ids of a batch."""
     return options.get("request_id") or uuid.uuid4().hex
 
 
@@ -150,7 +149,7 @@ def batch_id(prefix: str, index: int) -> str:
 
 
 def batch_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The request for one prompt of a batch, whatever the prompt is."""
+    """Build the request for one prompt of a batch: text, token ids or messages."""
     if isinstance(prompt, str):
         return generate_request(prompt, None, None, options)
     if prompt and isinstance(prompt[0], Mapping):
@@ -200,7 +199,7 @@ def score_request(
 
 
 def _checked(options: Mapping[str, Any], known: type) -> dict[str, Any]:
-    """The options that have a value; what ``known`` has not is a TypeError, as for any keyword argument."""
+    """Return the options that have a value; unknown ones raise a TypeError, as for any keyword argument."""
     if unknown := options.keys() - known.__annotations__.keys():
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
     return {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Results of the client: plain records, no messages."""
+"""Result records of the client, independent of protobuf."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FINISH_REASONS: Mapping[int, str] = {
 
 
 class Health(enum.Enum):
-    """grpc.health.v1's answer. ``SERVICE_UNKNOWN``: this server does not know the service."""
+    """Status of grpc.health.v1. ``SERVICE_UNKNOWN``: this server does not know the service."""
 
     UNKNOWN = 0
     SERVING = 1
@@ -52,7 +52,7 @@ class PositionLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What is new of one call. ``index``: of the call in its output. ``id`` and ``name``: in its first delta."""
+    """Delta of one tool call. ``index``: index of the call in its output. ``id`` and ``name``: in its first delta."""
 
     index: int
     id: str | None
@@ -65,15 +65,15 @@ class Delta:
     """New text and tokens of one output.
 
     Attributes:
-        index: which output: 0 to n-1.
-        text: whole characters; may be empty.
-        logprobs: one for each of ``token_ids``, if asked for.
+        index: index of the output: 0 to n-1.
+        text: complete characters; may be empty.
+        logprobs: one for each of ``token_ids``, if requested.
         finish_reason: in an output's last delta: "stop", "length", "abort" or, under ``parse``, "tool_calls".
-        stop_reason: under "stop", the stop token or stop string of the request's own that ended it.
-        prompt_logprobs: in output 0's first delta, if asked for: of each prompt token but the first. A long prompt's go
-            on in the next ones, which have no tokens before the last of them.
-        acceptance: in an output's last delta: "typical" where drafts were kept by that rule; None: exactly.
-        reasoning, tool_calls: under ``parse``: more of the thought, and of the calls.
+        stop_reason: under "stop", the request's own stop token or stop string that ended it.
+        prompt_logprobs: in output 0's first delta, if requested: of each prompt token except the first. Those of a long
+            prompt continue in the next deltas, which have no tokens before the last of them.
+        acceptance: in an output's last delta: "typical" where drafts were accepted by that rule; None: exact.
+        reasoning, tool_calls: under ``parse``: deltas of the reasoning, and of the calls.
     """
 
     index: int
@@ -90,7 +90,7 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Tokens. ``completion_tokens`` are those of all outputs; ``cached_tokens`` were found in the prefix cache."""
+    """Token counts. ``completion_tokens``: of all outputs; ``cached_tokens``: found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -99,9 +99,9 @@ class Usage:
 
 @dataclasses.dataclass(repr=False)
 class Output(Brief):
-    """One of the ``n`` outputs: its deltas put together. ``finish_reason`` None: the stream has not got there.
-    ``acceptance`` is "typical" where drafts were kept by that rule, which changes tokens; None: exactly. Under
-    ``parse`` ``text`` is content, beside the thought and the calls."""
+    """Output of a request, one of ``n``: its deltas combined. ``finish_reason`` None: the stream has not ended.
+    ``acceptance`` is "typical" where drafts were accepted by that rule, which changes tokens; None: exact. Under
+    ``parse`` ``text`` is content, without reasoning and calls."""
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -114,7 +114,7 @@ class Output(Brief):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The output as a message of the conversation's next request."""
+        """The output as a message for the next request of the conversation."""
         parts = {"reasoning": self.reasoning, "tool_calls": list(self.tool_calls)}
         found = {name: value for name, value in parts.items() if value}
         return {"role": "assistant", "content": self.text if self.text or not found else None, **found}
@@ -122,11 +122,11 @@ class Output(Brief):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Completion(Brief):
-    """A whole answer. ``text``, ``token_ids``, ``message`` and so on are those of the first output.
+    """A complete answer. ``text``, ``token_ids``, ``message`` and so on are those of the first output.
 
     Attributes:
         seed: the one used, drawn by the server if none was given.
-        model: what has answered: the served model, or an adapter.
+        model: name of the model that answered: the served model, or an adapter.
     """
 
     request_id: str
@@ -166,7 +166,7 @@ class BatchItem:
     """Result of one prompt of a batch: a completion or an error.
 
     Attributes:
-        index: of the prompt, from 0, in the order in which the prompts were given.
+        index: index of the prompt, from 0, in the order in which the prompts were given.
     """
 
     index: int
@@ -174,7 +174,7 @@ class BatchItem:
     error: ServerError | None = None
 
     def result(self) -> Completion:
-        """The completion.
+        """Return the completion.
 
         Raises:
             ServerError: this prompt's error.
@@ -186,7 +186,7 @@ class BatchItem:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Scored(Brief):
-    """A continuation's tokens, the sum of their log probabilities, and whether each is the most likely one."""
+    """Score of a continuation: tokens, the sum of their log probabilities, and whether each is the most likely one."""
 
     tokens: Sequence[TokenLogprob]
     logprob: float
@@ -195,10 +195,10 @@ class Scored(Brief):
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """The served model.
+    """Description of the served model.
 
     Attributes:
-        defaults: what an unset sampling field means, by its name.
+        defaults: values of unset sampling fields, by name.
         limits: bounds on one request, by name.
         engine: the engine's resolved settings, by name.
     """
@@ -218,7 +218,7 @@ class ModelInfo:
 
 
 class _Parts:
-    """Texts of one output, joined once."""
+    """Text deltas of one output, joined once."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -238,7 +238,7 @@ class _Parts:
 
 
 class Answer:
-    """Puts the responses to one request together."""
+    """Assembler of the responses to one request."""
 
     def __init__(self) -> None:
         self.request_id = self.model = ""
@@ -250,7 +250,7 @@ class Answer:
         self._prompt_logprobs: list[PositionLogprobs] = []
 
     def take(self, response: pb.GenerateResponse) -> Delta | None:
-        """The delta in a response, if it has one."""
+        """Take a response; return its delta, if it has one."""
         match response.WhichOneof("event"):
             case "delta":
                 return self._add(read_delta(response.delta))
@@ -264,10 +264,10 @@ class Answer:
         return None
 
     def completion(self) -> Completion:
-        """The whole.
+        """Return the complete answer.
 
         Raises:
-            Truncated: the stream has not come to its end.
+            Truncated: the stream has not reached its end.
         """
         ended = bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)
         if self.usage is None or self.seed is None or not ended:

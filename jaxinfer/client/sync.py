@@ -1,4 +1,4 @@
-"""The client for programs without an event loop."""
+"""Synchronous client, for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ _RECONNECT_SECONDS = 0.1
 
 
 class Client:
-    """One connection to a jaxinfer server, for any number of threads.
+    """Connection to a jaxinfer server, for any number of threads.
 
     ```
     with Client("localhost:50051") as client:
         print(client.generate("Once upon a time", max_tokens=32).text)
     ```
 
-    All calls raise `ServerError`: its subclasses say what went wrong. ``timeout`` is in seconds, waiting in the
-    server's queue included; None is the client's own.
+    Calls raise `ServerError` or a subclass. ``timeout`` is in seconds, including the wait in the server's queue; None
+    is that of the client.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class Client:
         retry: RetryPolicy | None = DEFAULT_RETRY,
         keepalive: float | None = 30.0,
     ) -> None:
-        """Connects at the first call.
+        """Create the client; it connects at the first call.
 
         Args:
             target: ``host:port`` (or ``grpc://host:port``), ``unix:/path``, or any other name that gRPC resolves.
-            api_key: sent with each call; without ``tls`` anybody on the way can read it.
+            api_key: sent with each call; readable on the network without ``tls``.
             tls: True for the system's certificates.
-            timeout: of each call, in seconds (default: none).
-            retry: None makes every call once.
+            timeout: default timeout of each call, in seconds (default: none).
+            retry: None disables retries.
             keepalive: seconds between pings while calls are open; None sends none.
 
         Raises:
             OSError: a file of ``tls`` cannot be read.
-            ValueError: ``target``, ``keepalive`` or ``api_key`` is impossible.
+            ValueError: ``target``, ``keepalive`` or ``api_key`` is invalid.
         """
         target = checked_target(target)
         link = connection(api_key, tls, retry, keepalive)
@@ -99,7 +99,7 @@ class Client:
         return self._shown
 
     def close(self) -> None:
-        """Ends the connection, and every call that is still open."""
+        """Close the connection, and cancel every open call."""
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -119,11 +119,11 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """The whole answer to a text, to token ids, or to chat messages.
+        """Return the complete answer to a text, to token ids, or to chat messages.
 
         Raises:
             ServerError: see the class.
-            TypeError, ValueError: the request cannot be made.
+            TypeError, ValueError: the request is invalid.
         """
         request = generate_request(prompt, token_ids, messages, options)
         with self._open(request, timeout) as stream:
@@ -138,20 +138,20 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """The answer as it is made. Raises as `generate`, but for what the server says: that the stream raises."""
+        """Stream the answer. Raises as `generate`, except that the stream raises the server's errors."""
         return self._open(generate_request(prompt, token_ids, messages, options), timeout)
 
     def generate_batch(
         self, prompts: Iterable[Prompt], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Iterator[BatchItem]:
-        """Many prompts over one stream, each a text, token ids, or chat messages; the items come as they are done.
+        """Generate for many prompts (text, token ids, or chat messages) over one stream; yield items as they finish.
 
-        ``prompts`` is read in another thread, no faster than the server takes them. An item has its own error; what
-        is raised here concerns all. Leaving the iteration early cancels what is not done.
+        ``prompts`` is read in another thread, no faster than the server accepts them. Errors of one prompt are in its
+        item; errors raised here concern all. Leaving the iteration early cancels unfinished prompts.
 
         Raises:
             ServerError, TypeError, ValueError: see `generate`.
-            Exception: what ``prompts`` raised, after the items of the prompts before.
+            Exception: raised by ``prompts``, after the items of the earlier prompts.
         """
         batch = Batch(dict(options))
         call = self._stub.GenerateBatch(batch.requests(prompts), **self._settings(timeout))
@@ -174,7 +174,7 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[TokenizeOptions],
     ) -> list[int]:
-        """The token ids of a text, or of chat messages under the model's template."""
+        """Return the token ids of a text, or of chat messages under the model's template."""
         request = tokenize_request(text, messages, options)
         with translated(self._explain):
             return list(self._stub.Tokenize(request, **self._settings(timeout)).token_ids)
@@ -187,7 +187,7 @@ class Client:
         model: str | None = None,
         timeout: float | None = None,
     ) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
         with translated(self._explain):
             return self._stub.Detokenize(request, **self._settings(timeout)).text
@@ -202,7 +202,7 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[Scored]:
-        """Log probabilities of each continuation behind the same prompt."""
+        """Return log probabilities of each continuation after the same prompt."""
         request = score_request(prompt, token_ids, messages, continuations, options)
         with translated(self._explain):
             return [read_scored(item) for item in self._stub.Score(request, **self._settings(timeout)).scored]
@@ -215,7 +215,7 @@ class Client:
             )
 
     def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
-        """The health of a service; "" asks whether the server lives at all.
+        """Return the health of a service; "" checks liveness.
 
         Raises:
             NotFound: the server does not know the service.
@@ -225,11 +225,11 @@ class Client:
             return read_health(check(health_request(service), **self._settings(timeout)))
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Returns once the server accepts requests; a server that does not listen yet is waited for.
+        """Wait until the server accepts requests, also if it does not listen yet.
 
         Raises:
             DeadlineExceeded: it is not ready after ``timeout`` seconds.
-            Incompatible: it never will be, for this client.
+            Incompatible: this client can never connect to it.
         """
         seconds = self._timeout if timeout is None else timeout
         end = None if seconds is None else time.monotonic() + seconds
@@ -243,7 +243,7 @@ class Client:
             time.sleep(_RECONNECT_SECONDS)
 
     def _watched_ready(self, timeout: float | None) -> bool:
-        """False: the server ended the watch before it was ready."""
+        """Watch the health; return False if the server ended the watch before it was ready."""
         watch = self._channel.unary_stream(WATCH.path, WATCH.serializer, WATCH.deserializer)
         call = watch(health_request(READINESS), timeout=timeout, metadata=self._metadata)
         try:
@@ -260,7 +260,7 @@ class Client:
 
 
 class Stream:
-    """The deltas of one request. ``with`` waits until the server has accepted it, and cancels it when left early.
+    """Stream of deltas of one request. ``with`` waits until the server has accepted it, and cancels it on early exit.
 
     ```
     with client.stream("Once") as stream:
@@ -268,7 +268,7 @@ class Stream:
             print(delta.text, end="")
     ```
 
-    Iterating raises `ServerError` where the call fails, `Truncated` where it ends too soon.
+    Iterating raises `ServerError` if the call fails, `Truncated` if it ends early.
     """
 
     def __init__(self, call: Any, explain: Explain) -> None:
@@ -294,11 +294,11 @@ class Stream:
                 return delta
 
     def cancel(self) -> None:
-        """Aborts the request; of use from any thread. Who iterates gets `Cancelled`. Nothing, once it has ended."""
+        """Abort the request, from any thread. A concurrent iteration raises `Cancelled`. No-op after its end."""
         self._call.cancel()
 
     def completion(self) -> Completion:
-        """Reads what is left, and gives the whole answer: also what was iterated before.
+        """Read the rest of the stream, and return the complete answer, including deltas that were already iterated.
 
         Raises:
             ServerError: see the class.
@@ -309,7 +309,7 @@ class Stream:
 
     @property
     def request_id(self) -> str:
-        """Known once the stream is entered, as are ``seed``, ``prompt_tokens`` and ``model``."""
+        """Id of the request; available once the stream is entered, as are ``seed``, ``prompt_tokens`` and ``model``."""
         return self._answer.request_id
 
     @property
@@ -322,12 +322,12 @@ class Stream:
 
     @property
     def model(self) -> str:
-        """What answers: the served model, or an adapter."""
+        """Name of the model that answers: the served model, or an adapter."""
         return self._answer.model
 
     @property
     def usage(self) -> Usage | None:
-        """Known when the iteration has ended."""
+        """Token usage; available when the iteration has ended."""
         return self._answer.usage
 
     def _read(self) -> pb.GenerateResponse:
@@ -343,7 +343,7 @@ class Stream:
 
 @contextlib.contextmanager
 def translated(explain: Explain) -> Iterator[None]:
-    """gRPC's errors as the client's own."""
+    """Translate gRPC errors to the client's own."""
     try:
         yield
     except grpc.RpcError as error:

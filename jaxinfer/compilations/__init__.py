@@ -1,8 +1,8 @@
-"""Compilations: what is kept of them between starts, and counts of them; after READY there must be none.
+"""Compilation caches that persist between starts, and counters of compilations; after READY there must be none.
 
-JAX's own cache keeps executables (`cache`). To find one, JAX needs the program in StableHLO, and to trace and lower a
-GPU's kernels takes longer than all else of a restart: so that is kept, too (`programs`), by a digest of all that it is
-made from (`fingerprints`), and what was found out about executables by what they are (`findings`).
+JAX's own cache keeps executables (`cache`). To find one, JAX needs the program in StableHLO, and tracing and lowering
+GPU kernels takes longer than the rest of a restart: so StableHLO is cached, too (`programs`), by a digest of all its
+inputs (`fingerprints`), and calibration results are cached by the digest of the executables (`findings`).
 """
 
 from jaxinfer.compilations.cache import (

@@ -1,4 +1,4 @@
-"""JAX's cache of executables: where it is, what it does for this process, and how long parts of a start take."""
+"""JAX's persistent compilation cache: its location, its use by this process, and timing of start phases."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ DEFAULT_FOLDER = pathlib.Path("~/.cache/jaxinfer/compiled")
 # JAX reports this event around every compilation by the backend, a hit in the persistent cache included.
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _FOUND = "/jax/compilation_cache/cache_hits"
-_KEPT = "/jax/compilation_cache/cache_misses"  # where the cache has taken what was compiled
+_KEPT = "/jax/compilation_cache/cache_misses"  # when the cache stores a compiled program
 
 
 def use_compilation_cache(folder: str | None) -> None:
-    """Keep compiled programs in ``folder`` (None: the user's cache folder; "": nowhere): the second start compiles
-    nothing that the first one did.
+    """Keep compiled programs in ``folder`` (None: the user's cache folder; "": no cache), so that a second start
+    compiles nothing that the first one did.
 
     JAX has one cache per process: the last call decides.
     """
     path = None if folder == "" else str(pathlib.Path(folder or DEFAULT_FOLDER).expanduser())
     jax.config.update("jax_compilation_cache_dir", path)
-    # Every program of the engine counts, however small: startup is their sum.
+    # Every program of the engine counts, however small: startup time is their sum.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @contextlib.contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Tell, for debugging, how long a part of a start takes."""
+    """Log the duration of a start phase at debug level."""
     begun = time.perf_counter()
     try:
         yield
@@ -55,7 +55,7 @@ class Compilations:
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[Compilations]:
-    """Counts every compilation in this process, whoever causes it, until the block ends."""
+    """Count every compilation in this process, regardless of its caller, until the block ends."""
     seen = Compilations()
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -72,8 +72,8 @@ def count_compilations() -> Iterator[Compilations]:
 
 @dataclasses.dataclass
 class CacheUse:
-    """The persistent cache in this process: compilations ``wanted`` by the backend or in their place; of them those
-    ``found`` in the cache, and those that were compiled and ``kept`` there."""
+    """Use of the persistent cache by this process: ``wanted`` compilations or cache hits; of these the hits ``found``
+    in the cache, and compiled programs ``kept`` there."""
 
     wanted: int = 0
     found: int = 0
@@ -86,7 +86,7 @@ class CacheUse:
 
 @contextlib.contextmanager
 def count_cache_use() -> Iterator[CacheUse]:
-    """Counts what the persistent cache does for this process, until the block ends."""
+    """Count the use of the persistent cache by this process, until the block ends."""
     use = CacheUse()
 
     def listen(event: str, **_: str | int) -> None:

@@ -1,4 +1,4 @@
-"""What was found out about executables, kept by what they are."""
+"""Cache of calibration results by the digest of the executables that they are about."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _METADATA = re.compile(r", metadata={[^}]*}")
 
 
 def digest_of(stages: Iterable[Any]) -> str:
-    """A digest of the executables of compiled stages: of what XLA made of them, with the library calls and tiles that
-    it chose by measuring, which differ from compilation to compilation."""
+    """Return a digest of the executables of compiled stages: of XLA's output, including the library calls and tiles
+    that autotuning chose, which differ between compilations."""
     digest = hashlib.sha256(jax.devices()[0].client.platform_version.encode())
     for stage in stages:
         for executable in _executables(stage):
@@ -28,7 +28,7 @@ def digest_of(stages: Iterable[Any]) -> str:
 
 
 def _instructions(text: str) -> Iterator[str]:
-    """What a program does, without where in the source it stands, which the cache tells otherwise."""
+    """Yield the instructions of a program, without source locations, which differ in a cached program."""
     for line in text.splitlines():
         if " = " in line:
             yield _METADATA.sub("", line)
@@ -48,12 +48,12 @@ def _executables(stage: Any) -> Iterator[Any]:
 def found_out(
     digest: str | None, settings: str, find_out: Callable[[], dict[str, Any]], known: Callable[[Any], bool]
 ) -> dict[str, Any]:
-    """What an earlier start found out about the same executables with the same ``settings``, or else what this one
-    does, as JSON has it.
+    """Return what an earlier start found out about the same executables with the same ``settings``, or else the result
+    of ``find_out``, as JSON.
 
     Args:
-        digest: of the executables (`digest_of`); None: nobody knows which they are.
-        known: whether what a file holds is such a finding.
+        digest: digest of the executables (`digest_of`); None: unknown.
+        known: whether the contents of a file are a valid result.
     """
     folder = folder_of("calibrated")
     if folder is None or digest is None:

@@ -1,9 +1,9 @@
-"""Digests of all that a program is traced from: with the same one, there is nothing to trace.
+"""Digests of all inputs of tracing: a program with a known digest need not be traced again.
 
-What a function computes follows from its code, from what it closes over, from its arguments' shapes and from the
-modules whose names it uses. Those of jaxinfer and of its kernels are read as they are loaded, not as they lie on disk:
-who changes one in place has another program. Libraries are known by their versions. For code of anybody else there is
-no digest, so that what a researcher writes is traced at each start.
+The computation of a function follows from its code, its closure, the shapes of its arguments and the modules whose
+names it uses. Modules of jaxinfer and its kernels are digested as loaded, not as on disk: a patched module gives
+another program. Libraries are identified by their versions. Other code has no digest, so that user-written code is
+traced at each start.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from jaxinfer.compilations.files import FORM, sources
 _OWN = ("jaxinfer", "pallas_kernels")
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "jaxtyping", "ml_dtypes")
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, type(...), range, slice))
-# What a setting is called that says where things are, or how much is told of them.
+# Substrings of names of JAX settings that are paths or verbosity, and do not affect programs.
 _ELSEWHERE = ("_dir", "_path", "log", "dump", "compilation_cache", "persistent_cache", "traceback")
-_OPAQUE = "?"  # stands among modules for an object of which nobody knows what it consists of
-_INNER = ("__wrapped__", "__func__", "fget", "func")  # where objects that stand for a function have it
+_OPAQUE = "?"  # pseudo module of objects with unknown contents
+_INNER = ("__wrapped__", "__func__", "fget", "func")  # attributes of function-like objects that hold the function
 
 
 class _Foreign(Exception):
-    """Something is somebody else's, or nobody knows what it consists of."""
+    """Code or an object outside the known packages, or with unknown contents."""
 
 
 class Fingerprints:
-    """Digests of the programs of one start, while which no code may change: modules are read once."""
+    """Digests of the programs of one start, during which code must not change: modules are read once."""
 
     def __init__(self) -> None:
         self._reader, self._modules = _Reader(), dict[str, _Digest]()
 
     def of(self, device: jax.Device, function: Callable[..., Any], *parts: Any) -> str | None:
-        """A digest of a function, of its arguments and settings, and of the context that JAX traces in; None: something
-        among them is somebody else's.
+        """Return a digest of a function, its arguments and settings, and JAX's tracing context; None if any of these
+        involves foreign code.
 
         Args:
-            parts: trees of what the digest is of beside the function. Arrays count by their values.
+            parts: trees to digest in addition to the function. Arrays count by their values.
         """
         try:
             asked = self._reader.read([function, *map(jax.tree.flatten, parts)])
@@ -62,7 +62,7 @@ class Fingerprints:
         return _hash(*_surroundings(device), asked.digest, *code).hex()
 
     def _code(self, names: frozenset[str]) -> list[bytes]:
-        """Digests of these modules, and of all whose names they use."""
+        """Return digests of these modules, and of all modules that they use, transitively."""
         if _OPAQUE in names:
             raise _Foreign
         reached, waiting = dict[str, bytes](), [*names]
@@ -74,14 +74,14 @@ class Fingerprints:
         return [reached[name] for name in sorted(reached)]
 
     def _module(self, name: str) -> _Digest:
-        """The digest of all that the names of a module stand for, and the modules that these are from."""
+        """Return the digest of the values of all names of a module, and the modules that these come from."""
         if name not in self._modules:
             self._modules[name] = self._reader.module(name)
         return self._modules[name]
 
 
 def _surroundings(device: jax.Device) -> Iterator[str]:
-    """What tracing depends on beside the function and its arguments."""
+    """Yield the inputs of tracing besides the function and its arguments."""
     yield from (FORM, sources(), sys.version, *_versions())
     yield from (device.client.platform_version, device.device_kind)
     yield from (str(jax.sharding.get_abstract_mesh()), repr(nn.get_logical_axis_rules()))
@@ -103,17 +103,17 @@ def _versions() -> list[str]:
 
 
 class _Digest(NamedTuple):
-    """``met``: our modules that code is from."""
+    """Digest of a value. ``met``: our own modules that its code is from."""
 
     digest: bytes
     met: frozenset[str]
 
 
 class _Reader:
-    """Digests of values: of what each is and what it consists of. None is read twice."""
+    """Reader of values: digests the type and contents of each. No value is read twice."""
 
     def __init__(self) -> None:
-        self._known = dict[int, tuple[_Digest, Any]]()  # by id, with the value: no other gets its id
+        self._known = dict[int, tuple[_Digest, Any]]()  # by id; holding the value keeps its id unique
         self._trees = dict[PyTreeDef, _Digest]()
         self._within = list[int]()
         self._met = set[str]()
@@ -136,7 +136,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def _inside(self, value: Any) -> Iterator[None]:
-        """While a value is read: it may lead back to itself."""
+        """Track a value while it is read: it may refer back to itself."""
         self._within.append(id(value))
         try:
             yield
@@ -144,7 +144,7 @@ class _Reader:
             self._within.pop()
 
     def _members(self, home: str, named: Mapping[str, Any]) -> Iterator[str | bytes]:
-        """What a module or a class gives names to. Classes of its own are read, others named."""
+        """Yield the named values of a module or a class. Its own classes are read, other classes only named."""
         for key, value in sorted(named.items()):
             if key.startswith("__") and not isinstance(value, types.FunctionType):
                 continue
@@ -201,14 +201,14 @@ class _Reader:
                 yield from map(self._of, self._fields(value))
 
     def _tree(self, tree: PyTreeDef) -> bytes:
-        """Trees are made anew whenever arguments are flattened, and most programs have the same."""
+        """Return the digest of a tree structure, cached by value: flattening creates new ones, mostly equal."""
         if tree not in self._trees:
             self._trees[tree] = self._collected(map(self._of, (tree.node_data(), *tree.children())))
         self._met |= self._trees[tree].met
         return self._trees[tree].digest
 
     def _fields(self, value: Any) -> Iterator[Any]:
-        """What an object consists of."""
+        """Yield the contents of an object."""
         match value:
             case functools.partial():
                 yield from (value.func, value.args, value.keywords)
@@ -234,7 +234,7 @@ class _Reader:
 
 
 def _home(value: Any) -> str:
-    """The name of the module that something is from: of a function, whose names its code uses."""
+    """Return the name of the defining module of an object; for a function, that of its globals."""
     if isinstance(value, types.ModuleType):
         return value.__name__
     if isinstance(value, types.FunctionType):
@@ -248,20 +248,20 @@ def _package(value: Any) -> str:
 
 
 def _is_named(value: Any) -> bool:
-    """Whether it is a library's object that stands for a function by its name, `jnp.add` for example."""
+    """Return whether it is a library object that represents a function by name, for example `jnp.add`."""
     return _package(type(value)) in _LIBRARIES and isinstance(getattr(value, "__name__", None), str)
 
 
 def _held(function: types.FunctionType) -> Iterator[Any]:
-    """What a function has beside its code. Its class is read where it stands."""
+    """Yield the defaults and the closure of a function. ``__class__`` is read as part of the class."""
     yield from (function.__defaults__, function.__kwdefaults__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # of an empty one
+        with contextlib.suppress(ValueError):  # an empty cell
             yield None if name == "__class__" else cell.cell_contents
 
 
 def _code(code: types.CodeType) -> Iterator[str | bytes]:
-    """What a function does, wherever it stands in a file."""
+    """Yield the code of a function, independent of its position in a file."""
     yield from (code.co_code, code.co_exceptiontable, str(code.co_flags))
     yield repr((code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount))
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars))

@@ -1,4 +1,4 @@
-"""Programs before they are compiled: options of XLA, and StableHLO that an earlier start made."""
+"""Programs before compilation: XLA options, and cached StableHLO of earlier starts."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from jax.sharding import Mesh
 from jaxinfer.compilations.files import folder_of, write
 from jaxinfer.compilations.fingerprints import Fingerprints
 
-# Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
+# Recomputing a GEMM to save memory costs a tenth of a decode step, and memory is not short: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
-# The host reads the end of a loop (of steps, over a weight) unless a command buffer holds it. By default none does: the
-# list replaces the default and is the same, WHILE aside (and without collectives' kernels, which one device has not).
+# The host reads the end of a loop (of steps, over a weight) unless it is in a command buffer. By default no loop is:
+# this list replaces the default, with WHILE added (and without collectives, which one device does not have).
 _GPU_LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
 
 def compiler_options(mesh: Mesh, loops: bool = False) -> dict[str, str] | None:
-    """Options of XLA for a program of these devices. ``loops``: it may have some."""
+    """Return the XLA options for a program of these devices. ``loops``: it may contain loops."""
     if mesh.devices.flat[0].platform != "gpu":
         return None
     return _GPU_OPTIONS | _GPU_LOOP_OPTIONS if loops and mesh.size == 1 else _GPU_OPTIONS
 
 
-_KEPT_OF = ("gpu",)  # a CPU's programs have no kernels, which take longest
+_KEPT_OF = ("gpu",)  # programs of a CPU lack the kernels that take longest to lower
 _KERNELS = tuple(map(DisabledSafetyCheck.custom_call, ("mosaic_gpu", "mosaic_gpu_v2")))
 
 
@@ -44,14 +44,14 @@ def lower(
     results: Any,
     fingerprints: Fingerprints,
 ) -> jax.stages.Lowered:
-    """``function`` in StableHLO. What an earlier start made of the same function is not traced again.
+    """Return ``function`` in StableHLO. A function that an earlier start lowered is not traced again.
 
-    Kept are programs of one GPU, where JAX's compilation cache has a folder, and code of jaxinfer alone: see
+    Cached are programs of one GPU, if JAX's compilation cache has a folder, with code of jaxinfer only: see
     `Fingerprints`. Call it within `traced_for`.
 
     Args:
-        arguments: abstract arrays; ``donate``: which of them is donated.
-        results: shardings. Named tuples among the results themselves must be known to `jax.export`.
+        arguments: abstract arrays; ``donate``: index of the donated one.
+        results: shardings. Named tuples among the results must be registered with `jax.export`.
     """
     device = mesh.devices.flat[0]
     folder = folder_of("lowered") if mesh.size == 1 and device.platform in _KEPT_OF else None
@@ -73,14 +73,14 @@ def _exported(function: Callable[..., Any], arguments: tuple[Any, ...], platform
     def flat(*operands: Any) -> Any:
         return function(*jax.tree.unflatten(tree, operands))
 
-    # JAX's name of a platform to export for is that of a GPU's maker.
+    # jax.export names a GPU platform by its vendor.
     name = {"gpu": "cuda"}.get(platform, platform)
     return bytes(export(jax.jit(flat), platforms=[name], disabled_checks=_KERNELS)(*leaves).serialize())
 
 
 def _kept(path: pathlib.Path, make: Callable[[], bytes]) -> Exported:
-    """What ``path`` holds, or is to hold: behind its digest, as JAX does not look at what it is given. A file that was
-    cut off, or that another version wrote, is made anew."""
+    """Return the program in ``path``, or make and store it after its digest, because JAX does not verify serialised
+    programs. A truncated file, or one of another version, is replaced."""
     with contextlib.suppress(OSError):
         digest, content = _apart(path.read_bytes())
         if digest == hashlib.sha256(content).digest():

@@ -1,1 +1,1 @@
-"""Continuous batching: requests of token ids in, deltas out, one step at a time."""
+"""Continuous batching engine: takes token-id requests and returns output deltas, one step at a time."""

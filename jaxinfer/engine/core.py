@@ -1,4 +1,4 @@
-"""The core of an engine: its protocol, and its loop around scheduler, pages and a runner of plans. No jax."""
+"""Engine core: its protocol, and its loop around the scheduler, the KV manager and a plan runner. No jax."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from jaxinfer.validate import SamplingLimits
 
 @runtime_checkable
 class EngineCore(Protocol):
-    """Continuous batching of token-id requests: one engine, replicas, or ranks of data-parallel attention.
+    """Protocol of continuous batching engines for token-id requests: an engine, replicas, or data-parallel attention.
 
     Attributes:
-        config: settings as they are used; those of a replica hold for each.
-        limits: what a request may ask of the sampler.
-        loras: the adapters that requests may name; None: it serves none.
+        config: resolved settings; with replicas the settings of each.
+        limits: sampler limits for requests.
+        loras: adapters that requests may name; None: no adapters are served.
     """
 
     config: ResolvedEngine
@@ -53,16 +53,16 @@ class EngineCore(Protocol):
 
         Raises:
             RequestError: its id is in use, or it can never fit.
-            QueueFullError: too much is waiting.
+            QueueFullError: the waiting queue is full.
         """
         ...
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
-        """Raise QueueFullError where `add` would; see `Scheduler.check_room`. From any thread, also in a step."""
+        """Raise QueueFullError where `add` would; see `Scheduler.check_room`. From any thread, also during a step."""
         ...
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request (or one of its samples) without another delta. ``reason`` is what statistics count."""
+        """End a request (or one of its samples) without another delta. ``reason``: finish reason in the statistics."""
         ...
 
     def step(self) -> list[SequenceDelta]:
@@ -70,36 +70,36 @@ class EngineCore(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Statistics: what runs, waits and is in use now, and what was counted since the start."""
+        """Return statistics: current running, waiting and usage figures, and counters since the start."""
         ...
 
     def temporaries(self) -> int:
-        """Bytes of device memory that the hungriest program uses while it runs."""
+        """Return the bytes of device memory that the program with the largest working set uses while it runs."""
         ...
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached page; how many those were. Sequences that run keep theirs, which no other will find."""
+        """Drop every cached page; return their number. Running sequences keep theirs, which no other can match."""
         ...
 
     def journals(self) -> list[Journal]:
-        """Begin to tell of cached pages, those of each replica by itself; before any request."""
+        """Start recording changes of cached pages, one journal per replica; to be called before any request."""
         ...
 
     def check(self) -> None:
-        """Raises AssertionError unless slots and pages are all accounted for."""
+        """Raise AssertionError unless all slots and pages are accounted for."""
         ...
 
 
 @runtime_checkable
 class PlanRunner(Protocol):
-    """Carries plans out. What `launch` returns is opaque to the loop."""
+    """Executes plans. The result of `launch` is opaque to the loop."""
 
     def launch(self, plan: StepPlan) -> Any:
-        """Start a step without waiting for it; None: the plan holds nothing."""
+        """Start a step without waiting for it; None: the plan is empty."""
         ...
 
     def read(self, launched: Any) -> StepResult | None:
-        """Wait for a step and bring its results to the host; None for None."""
+        """Wait for a step and copy its results to the host; None for None."""
         ...
 
 
@@ -107,14 +107,14 @@ class EngineLoop:
     """An `EngineCore` (see there) around a runner: plans a step, launches it, reads an earlier one, commits it.
 
     Args:
-        kv: holds nothing yet.
-        runner: carries the plans out.
-        size_classes: prefill sizes with equal bits, see `buckets.next_chunk`; None: each is a class of its own.
-        decode_agrees: decode rows leave the bits of prefill chunks.
-        vocab_size: token ids that drafts may have.
-        costs: what decides between swapping and recomputing a preempted sequence.
-        vocabulary: that grammars speak of; None: requests have none.
-        loras: the adapters that requests may name; None: requests have none.
+        kv: an empty manager.
+        runner: executes the plans.
+        size_classes: prefill sizes with bitwise identical results, see `buckets.next_chunk`; None: one class per size.
+        decode_agrees: decode rows and prefill chunks write bitwise identical keys and values.
+        vocab_size: upper bound of draft token ids.
+        costs: costs for the choice between swapping and recomputing a preempted sequence.
+        vocabulary: vocabulary for grammars; None: requests have none.
+        loras: adapters that requests may name; None: requests have none.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EngineLoop:
         masks = Masks(vocabulary if config.grammars else None, config.structured_output_helpers, ahead)
         more: dict[str, Any] = {"masks": masks, "loras": loras, "decode_agrees": decode_agrees}
         self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock, **more)
-        self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
+        self._pending: collections.deque[Any] = collections.deque()  # launched steps that are not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()
         self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
@@ -164,16 +164,16 @@ class EngineLoop:
 
     @property
     def alive(self) -> int:
-        """Sequences that wait or run."""
+        """Waiting and running sequences."""
         return self._scheduler.running + sum(self._scheduler.waiting.values())
 
     @property
     def queued(self) -> Queued:
-        """Counts of what waits. From any thread."""
+        """Counts of the waiting queue. From any thread."""
         return self._scheduler.queued
 
     def cached(self, request: Request) -> int:
-        """Tokens of a prompt that would be found in the prefix cache now."""
+        """Return how many prompt tokens would hit the prefix cache now."""
         return self._scheduler.cached(request)
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -183,7 +183,7 @@ class EngineLoop:
         return self.read(self.launch())
 
     def launch(self) -> bool:
-        """Plan the next step and send it on its way; whether there was anything to do."""
+        """Plan the next step and launch it; return whether there was anything to do."""
         launched = self._runner.launch(self._scheduler.plan())
         if launched is not None:
             self._pending.append(launched)
@@ -192,8 +192,8 @@ class EngineLoop:
         return launched is not None
 
     def read(self, launched: bool) -> list[SequenceDelta]:
-        """The results of the oldest step, if it is due: as many may be on their way as there are pipeline stages, each
-        in another one, and all are read when nothing more was ``launched``."""
+        """Return the results of the oldest step, if due: as many steps may be in flight as there are pipeline stages,
+        each in another stage; all are read when nothing more was ``launched``."""
         due = self._pending and (not launched or len(self._pending) > self._ahead)
         before = self._pending.popleft() if due else None
         deltas = self._scheduler.commit(self._runner.read(before))
@@ -214,7 +214,7 @@ class EngineLoop:
         )
 
     def _compilations(self) -> int:
-        """Programs compiled since READY."""
+        """Return the number of programs compiled since READY."""
         return 0
 
     def temporaries(self) -> int:
@@ -231,7 +231,7 @@ class EngineLoop:
 
 
 def new_kv(engine: ResolvedEngine, windows: tuple[int | None, ...] = (None,)) -> KVManager:
-    """The manager of an engine's pages. ``windows``: of the groups of the cache."""
+    """Make the KV manager of an engine. ``windows``: windows of the cache groups."""
     return KVManager(
         KVConfig(
             pages=engine.num_pages,

@@ -1,4 +1,4 @@
-"""The engine: a model on the devices of one replica, requests in, deltas out, one step at a time."""
+"""Engine of one replica: a model on its devices, with continuous batching of requests, one step at a time."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from jaxinfer.structured.matcher import Vocabulary
 class Engine(EngineLoop):
     """Continuous batching of token-id requests on one model: an `EngineCore`.
 
-    Everything is compiled in the constructor; a request compiles nothing.
+    All programs are compiled in the constructor; a request compiles none.
 
     Args:
-        mesh: the devices that it runs on; None: the first ones.
+        mesh: devices of the engine; None: the first ones.
         progress: called at the beginning and after each compilation.
-        make_executor: makes another one than `LocalExecutor`.
-        calibration: of the executor's programs, where another engine has it.
-        loras: the adapters that requests may name; None: requests have none.
+        make_executor: factory of an executor other than `LocalExecutor`.
+        calibration: calibration of the executor's programs, if another engine has made it.
+        loras: adapters that requests may name; None: requests have none.
 
     Raises:
-        ValueError: the mesh has more than one place along ``data`` (see `jaxinfer.engine.distributed.replicas`).
+        ValueError: the mesh has a ``data`` axis larger than 1 (see `jaxinfer.engine.distributed.replicas`).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Engine(EngineLoop):
         self.calibration = found = calibration or calibrate(self._executor, prepared, platform)
         kv = new_kv(engine, model.cache_spec.windows)
         if not found.exact_resume:
-            kv.stop_caching()  # a prompt that goes on within a piece would have other bits
+            kv.stop_caching()  # resuming a prompt within a chunk would not be bitwise identical
         vocab = model.config.vocab_size
         batches, sizes = found.prefill_batches, found.decode_sizes
         runner = Runner(self._executor, engine, limits, kv.tables, vocab, batches, sizes)
@@ -85,7 +85,7 @@ class Engine(EngineLoop):
 
 
 def _vocabulary(tokenizer: Any, size: int) -> Vocabulary:
-    """What grammars need to know of the tokens that a model scores: their bytes. Those of special ones are names."""
+    """Return the vocabulary for grammars: the bytes of the tokens that a model scores (special tokens: their names)."""
     tokens = [tokenizer.token_bytes(number) for number in range(min(size, tokenizer.vocab_size))]
     special, ends = ([each for each in ids if each < size] for ids in (tokenizer.special_ids, tokenizer.eos_ids))
     return Vocabulary(tokens, frozenset(special), tuple(ends), size)

@@ -1,1 +1,1 @@
-"""Quality of a model as it is served: `jaxinfer eval perplexity`."""
+"""Evaluation of a model as it is served: `jaxinfer eval perplexity`."""

@@ -1,4 +1,4 @@
-"""`jaxinfer eval perplexity`: how well a model as it is served foretells a text."""
+"""`jaxinfer eval perplexity`: perplexity of a text under a model as it is served."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ERRORS = (*LOADING_ERRORS, EngineConfigError, RequestError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see `run`."""
+    """Run the command; see `run`."""
     return run_command("eval", arguments)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0, or 2 with one sentence on stderr for what cannot be done as asked."""
+    """Return exit code 0, or 2 with one sentence on stderr for an error."""
     try:
         _print(args, _perplexity(args))
     except ERRORS as error:

@@ -1,11 +1,11 @@
-"""Perplexity of a text over windows of a fixed length, as Hugging Face's page on it defines.
+"""Perplexity of a text over windows of a fixed length, as defined in the Hugging Face documentation.
 
-A window of ``max_length`` tokens begins each ``stride`` tokens. Of each only those tokens count that no window before
-it had, each given all tokens before it in its window; its first token, before which there is none, does not count. So
-from the second window on each token that counts has at least ``max_length - stride`` before it.
+A window of ``max_length`` tokens begins every ``stride`` tokens. In each window only the tokens that no earlier window
+covers count, each conditioned on all tokens before it in its window; the first token of the text, which has no context,
+does not count. So from the second window on each counted token has at least ``max_length - stride`` tokens of context.
 
-The mean is over tokens. (The code on that page weighs all windows but the first with one token less than they have.)
-See https://huggingface.co/docs/transformers/perplexity.
+The mean is over tokens. (The code in that documentation weighs each window but the first with one token less than it
+has.) See https://huggingface.co/docs/transformers/perplexity.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import NamedTuple
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingParams
 
-AT_ONCE = 32  # windows in one call: what they return is in memory
+AT_ONCE = 32  # windows per call, whose outputs are in memory
 _SCORING = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 
 class Window(NamedTuple):
-    """A part of the text, of which the last ``counted`` tokens count."""
+    """A slice of the text, of which the last ``counted`` tokens count."""
 
     begin: int
     end: int
@@ -33,10 +33,10 @@ class Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """What was found.
+    """Result of a measurement.
 
     Attributes:
-        loss: mean negative log likelihood, in nats a token.
+        loss: mean negative log likelihood, in nats per token.
         scored: tokens that counted.
     """
 
@@ -53,7 +53,7 @@ class Perplexity:
 
 
 def windows(tokens: int, max_length: int, stride: int) -> Iterator[Window]:
-    """Windows over a text of so many tokens, to the first that reaches its end."""
+    """Yield windows over a text of ``tokens`` tokens, up to the first that reaches its end."""
     done = 0
     for begin in range(0, tokens, stride):
         end = min(begin + max_length, tokens)
@@ -70,13 +70,13 @@ def measure(
     stride: int,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Perplexity:
-    """Perplexity of the text under the engine as it is, with its caches and its kernels.
+    """Measure the perplexity of the text under the engine as configured, with its caches and kernels.
 
     Args:
-        progress: called with windows done, windows in all, and a name.
+        progress: called with windows done, total windows, and a name.
 
     Raises:
-        RequestError: a window has no place in the context, or the text is shorter than two tokens.
+        RequestError: a window does not fit into the context, or the text is shorter than two tokens.
     """
     check(llm, len(token_ids), max_length, stride)
     all_windows = list(windows(len(token_ids), max_length, stride))
@@ -95,12 +95,12 @@ def measure(
 
 
 def check(llm: LLM, tokens: int, max_length: int, stride: int) -> None:
-    """Refuse what cannot be measured, before anything is.
+    """Reject invalid parameters before the measurement.
 
     Raises:
         RequestError: see `measure`.
     """
-    most = llm.engine.config.max_model_len - 1  # the engine always generates a token behind
+    most = llm.engine.config.max_model_len - 1  # the engine always generates one token after the prompt
     if not 2 <= max_length <= most:
         raise RequestError(
             "max_length", f"={max_length} must be from 2 to {most}: one token of the context is generated"
@@ -112,6 +112,6 @@ def check(llm: LLM, tokens: int, max_length: int, stride: int) -> None:
 
 
 def _losses(output: RequestOutput) -> list[float]:
-    """Negative log likelihood of each token but the first."""
+    """Return the negative log likelihood of each token except the first."""
     places = zip(output.prompt_logprobs or (), output.prompt_token_ids, strict=True)
     return [-candidates[token].logprob for candidates, token in places if candidates is not None]

@@ -1,1 +1,1 @@
-"""Programs of others that run and scale servers: a module for each, which alone imports it."""
+"""Integrations with orchestrators that run and scale servers; only the module of an orchestrator imports it."""

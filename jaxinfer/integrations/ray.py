@@ -1,7 +1,7 @@
-"""Replicas of `jaxinfer serve` as an application of Ray Serve: ``serve run jaxinfer.integrations.ray:app model=demo``.
+"""Ray Serve application of `jaxinfer serve` replicas: ``serve run jaxinfer.integrations.ray:app model=demo``.
 
-Ray's proxies have the doors, HTTP and gRPC; each replica has the front end, and one engine in processes of its own. An
-engine over several processes has a bundle of the replica's placement group for each. See docs/ray.md.
+Ray's proxies serve HTTP and gRPC; each replica has a front end and one engine in separate processes. An engine over
+several processes uses a bundle of the replica's placement group for each. See docs/ray.md.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _ID = b"x-request-id"
 
 
 def build_app(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> serve.Application:
-    """Make the application. It starts nothing.
+    """Build the application without starting it.
 
     Args:
         settings: see `jaxinfer.integrations.replicas.settings.parse`.
-        command: that starts an engine core (default: the real one).
+        command: command that starts an engine core (default: the real one).
 
     Raises:
-        ServeConfigError: a setting that cannot be. The message names it and its value.
+        ServeConfigError: an invalid setting. The message names it and its value.
     """
     config, replicas = parse(settings)
     made = serve.deployment(**deployment_options(config, replicas))(serve.ingress()(Replica))
@@ -61,18 +61,18 @@ def build_app(settings: Mapping[str, Any], command: Sequence[str] | None = None)
 
 
 def app(settings: dict[str, Any]) -> serve.Application:
-    """Make the application, for ``serve run`` and ``import_path``, which bring one mapping; see `build_app`."""
+    """Build the application for ``serve run`` and ``import_path``, which pass one mapping; see `build_app`."""
     return build_app(settings)
 
 
 class Replica:
-    """One replica: the front end in this process, and what watches over its engine.
+    """A replica: the front end in this process, and the supervisor of its engine.
 
-    It is there when the engine is ready, so that Ray sends it nothing before.
+    The constructor returns when the engine is ready, so that Ray sends no requests before.
 
     Raises:
-        ServeConfigError, KeysError: what cannot be served, before anything is started.
-        RuntimeError: a start that can only fail; the message says why.
+        ServeConfigError, KeysError: an invalid setting, before anything is started.
+        RuntimeError: the start cannot succeed; the message gives the reason.
     """
 
     async def __init__(  # type: ignore[misc] # Ray awaits it
@@ -100,7 +100,7 @@ class Replica:
             raise RuntimeError(reason)
 
     async def _until_failed(self) -> str:
-        """Wait for what no restart here mends, of this process or of another one of its group."""
+        """Wait until a process of the group fails for good, i.e. no restart fixes it; return the message."""
         waiting = {asyncio.ensure_future(self._server.until_failed())}
         if self._group is not None:
             waiting.add(asyncio.ensure_future(self._group.until_failed()))
@@ -115,29 +115,27 @@ class Replica:
         if self._group is not None:
             await self._group.stop()
 
-    # ---- what Ray asks
+    # ---- methods called by Ray
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return Door(self._server.app(), guarded=self._guarded)
 
     async def check_health(self) -> None:
-        """Raises:
-        UnhealthyError: another replica should take this one's place.
-        """
+        """Raise `UnhealthyError` if the replica should be replaced."""
         failure = self._failed.result() if self._failed.done() else None
         self._patience.look(self._server.state, failure)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what `jaxinfer.integrations.replicas.scaling.QueueLength` goes by."""
+        """Return the metrics for `jaxinfer.integrations.replicas.scaling.QueueLength`."""
         try:
             stats = await self._server.stats()
-        except ServeError:  # nothing runs and nothing waits
+        except ServeError:  # the engine does not run: no load
             return {RUNNING: 0.0, WAITING: 0.0}
         return {RUNNING: float(stats.running), WAITING: float(sum(stats.waiting.values()))}
 
     async def __del__(self) -> None:
-        """Ray calls it when what ran has ended, or its time is over."""
-        with contextlib.suppress(AttributeError):  # the start was refused
+        """Stop the replica. Ray calls it when running requests have ended, or after the shutdown timeout."""
+        with contextlib.suppress(AttributeError):  # the start was rejected
             await self._stop()
 
     # ---- jaxinfer.v1.Inference: Ray finds a method by the RPC's name
@@ -166,11 +164,11 @@ class Replica:
 
 
 class Door:
-    """ASGI, around the application of a replica. To that it lies at the root, wherever Ray has it, and the id of a
-    request, which Ray's proxy has chosen, is in an answer once.
+    """ASGI wrapper around the application of a replica. It removes Ray's route prefix from the path, and the
+    application's request id header, because Ray's proxy adds its own.
 
     Args:
-        guarded: callers beyond this machine are let in, for they show keys, or the network is trusted.
+        guarded: whether callers from other machines are accepted, because they need keys or the network is trusted.
     """
 
     def __init__(self, inner: ASGIApp, *, guarded: bool) -> None:
@@ -200,7 +198,7 @@ class Group:
     """The other processes of a replica's engine: one in each further bundle of its placement group.
 
     Attributes:
-        config: of process 0, which is the replica itself.
+        config: settings of process 0, which runs in the replica itself.
     """
 
     def __init__(self, config: ServeConfig, command: Sequence[str] | None, num_cpus: float, num_gpus: float) -> None:
@@ -218,7 +216,7 @@ class Group:
         self._lives = [member.live.remote() for member in self._members]
 
     async def until_failed(self) -> str:
-        """Wait until a process can be in no group any more; the sentence that says so."""
+        """Wait until a process has failed permanently; return the message."""
         lives = [asyncio.ensure_future(life) for life in self._lives]
         done, _ = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
         number = lives.index(first := done.pop()) + 1
@@ -232,12 +230,12 @@ class Group:
 
 
 class Member:
-    """A process of a group that is not the first: an actor of Ray's.
+    """A process of a group other than process 0, run in a Ray actor.
 
     Args:
-        config: with its `process_id`.
-        key: the group's secret.
-        command: that starts an engine core (default: the real one).
+        config: settings with the `process_id` of the process.
+        key: secret of the group.
+        command: command that starts an engine core (default: the real one).
     """
 
     def __init__(self, config: ServeConfig, key: str, command: Sequence[str] | None) -> None:
@@ -247,13 +245,13 @@ class Member:
         self._follower = Follower(with_key(config, self._folder.name, key), command)
 
     async def live(self) -> str:
-        """Follow process 0 until this one can be in no group any more; the sentence that says so."""
+        """Follow process 0 until this process has failed permanently; return the message."""
         await self._follower.start()
         return await self._follower.until_failed()
 
 
 def with_key(config: ServeConfig, folder: str, key: str) -> ServeConfig:
-    """Give a process the group's key, in a file, unless the settings name one that all hosts have."""
+    """Return the settings with the group's key in a file, unless they already name a key file."""
     if config.group_key_file is not None:
         return config
     path = pathlib.Path(folder) / "key"
@@ -263,7 +261,7 @@ def with_key(config: ServeConfig, folder: str, key: str) -> ServeConfig:
 
 
 def _free_address() -> str:
-    """An address of this host on which nobody listens now."""
+    """Return an address of this host with a port that is free now."""
     host = get_node_ip_address()
     with socket.create_server((host, 0)) as found:
         return f"{host}:{found.getsockname()[1]}"

@@ -1,1 +1,1 @@
-"""The paged KV cache: pages and tables on the host, pools on the device."""
+"""Paged KV cache: page tables and reference counts on the host, page pools on the device."""

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 
 
 class OutOfPagesError(RuntimeError):
-    """No page is free."""
+    """Allocation failure: no page is free."""
 
 
 class BlockPool[Owner]:
-    """Page ids 0 .. pages-1, each with a count of references and perhaps an owner.
+    """Page ids 0 .. pages-1, each with a reference count and possibly an owner.
 
-    A page with references is *in use* (`held`). One without is *cached* if it has an owner (its bytes are worth
-    keeping) and *free* otherwise. Free pages are handed out last-freed first, so that a small working set stays in
-    caches; cached ones are in the order in which their last reference went. All operations are O(1), and pages that
-    were never used cost nothing: a pool of host pages may be large.
+    A page with references is *in use* (`held`). A page without references is *cached* if it has an owner (its bytes are
+    worth keeping) and *free* otherwise. Free pages are allocated last-freed first, so that a small working set stays in
+    hardware caches; cached pages are in the order in which they lost their last reference. All operations are O(1), and
+    pages that were never used cost nothing: a pool of host pages may be large.
     """
 
     def __init__(self, pages: int) -> None:
-        self._total = self._unused = pages  # unused: never handed out
-        self._free: list[int] = []  # of those that were used before
+        self._total = self._unused = pages  # unused: never allocated
+        self._free: list[int] = []  # free pages that were allocated before
         self._refs: list[int] = []
         self._owners: list[Owner | None] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -32,7 +32,7 @@ class BlockPool[Owner]:
 
     @property
     def used(self) -> int:
-        """The number of pages that were ever handed out: pages 0 .. used-1."""
+        """Number of pages that were ever allocated: pages 0 .. used-1."""
         return len(self._refs)
 
     @property
@@ -49,7 +49,7 @@ class BlockPool[Owner]:
 
     @property
     def available(self) -> int:
-        """The number of pages that `take` can give: free ones, and cached ones once they are evicted."""
+        """Number of pages that `take` can give: free pages, and cached pages once they are evicted."""
         return self.free + len(self._cached)
 
     def refs(self, page: int) -> int:
@@ -62,7 +62,7 @@ class BlockPool[Owner]:
         """Take a free page, with one reference.
 
         Raises:
-            OutOfPagesError: none is free.
+            OutOfPagesError: no page is free.
         """
         if self._free:
             page = self._free.pop()
@@ -105,7 +105,7 @@ class BlockPool[Owner]:
             self._free.append(page)
 
     def oldest(self) -> int:
-        """The least recently used cached page."""
+        """Return the least recently used cached page."""
         return next(iter(self._cached))
 
     def touch(self, page: int) -> None:
@@ -120,7 +120,7 @@ class BlockPool[Owner]:
             self._cached[page] = None
 
     def check(self, expected: Mapping[int, int]) -> None:
-        """Raise AssertionError unless each page is free, cached or in use, referenced as ``expected`` says."""
+        """Raise AssertionError unless each page is free, cached or in use, with ``expected`` references."""
         free = set(self._free)
         if len(free) != len(self._free) or free & self._cached.keys():
             raise AssertionError("a page is free twice, or free and cached")

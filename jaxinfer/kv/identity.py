@@ -1,4 +1,4 @@
-"""Namespaces of the prefix cache: requests of different ones share no pages. No jax."""
+"""Namespaces of the prefix cache: requests of different namespaces share no pages. No jax."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ _LENGTH_BYTES = 4
 
 
 def cache_identity(request: Request) -> bytes:
-    """The namespace of a request's pages: two requests may share cached pages only if it is equal.
+    """Return the namespace of a request's pages: two requests may share cached pages only if it is equal.
 
-    The contract, for whoever adds to it:
+    The contract for new components of a namespace:
 
-    - `Request.cache_scope` says whom the operator lets share: a tenant, a group of tenants, or everybody. It comes from
-      whom the front end has authenticated, never from what a request says of itself.
-    - `Request.cache_salt` is the client's own, and parts what it wants parted within its scope.
+    - `Request.cache_scope` is the set of tenants that the operator lets share: a tenant, a group of tenants, or all. It
+      comes from the principal that the front end has authenticated, never from the request body.
+    - `Request.cache_salt` is set by the client, and separates requests within its scope.
     - `Request.lora` changes the keys and values of equal tokens: its identity, a hash of its *content*, is the third
-      part. Its name is not here: names are chosen by clients, and another adapter may have one later.
-    - What else changes them (an image) becomes one more part likewise: of all requests, empty where there is none.
-    - All that finds a page, or tells whether there is one, goes by this: the tree, copies of a page's head, pages on
-      the host, the choice of a replica.
+      component. Its name is not: clients choose names, and another adapter may have the name later.
+    - Any other input that changes keys and values (an image) becomes one more component, empty where there is none.
+    - Every lookup of a page, or of whether one exists, uses this namespace: the tree, copies of a page's head, host
+      pages, the choice of a replica.
 
-    Parts are written behind their lengths, in a fixed order, so no two lists of parts have the same bytes: scope "a"
+    Each component follows its length, in a fixed order, so no two lists of components have the same bytes: scope "a"
     with salt "bc" is not scope "ab" with salt "c".
     """
     adapter = "" if request.lora is None else request.lora.identity
@@ -30,7 +30,7 @@ def cache_identity(request: Request) -> bytes:
 
 
 def parts_of(identity: bytes) -> tuple[str, str, str]:
-    """Scope, salt and adapter of a namespace; all are "" of what `cache_identity` has not made."""
+    """Return scope, salt and adapter of a namespace; all are "" for bytes that `cache_identity` has not made."""
     parts, rest = list[str](), identity
     while rest:
         end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES])

@@ -1,8 +1,8 @@
-"""What others may count on: the cached pages that another sequence could be given, as they come and go. No jax.
+"""Journal of the cached pages that another sequence could match, as they are added and removed. No jax.
 
-A page counts where its bytes and those of every page above it are there, on the device or on the host, in each group
-that sees everything. Groups with a window do not count beside such a group: their pages go early, and without them a
-match is shorter. Where all groups have windows, all count.
+A page counts where its bytes and those of every page above it are present, on the device or on the host, in each
+full-attention group. Next to such a group, windowed groups do not count: their pages are evicted early, and without
+them a match is shorter. Where all groups have windows, all count.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _CODE_BYTES = 8
 
 
 class Label(NamedTuple):
-    """What parts a namespace from others: the identity of its adapter, and what stands for scope and salt, and tells
-    nobody what they are; "" where there is none."""
+    """Public label of a namespace: the identity of its adapter, and an opaque digest of scope and salt that does not
+    reveal them; "" where there is none."""
 
     lora: str = ""
     extra: str = ""
 
 
 class Changes(NamedTuple):
-    """What has changed: first everything went (``cleared``), then pages ``came``, each to a medium, parents first, then
-    others left: their hashes, by medium."""
+    """Cache changes in order: first all pages were removed (``cleared``), then pages ``came``, each to a medium,
+    parents first, then other pages ``left``: their hashes, by medium."""
 
     cleared: bool
     came: list[tuple[Node, str]]
@@ -39,24 +39,24 @@ class Changes(NamedTuple):
 
 
 class Journal:
-    """The pages of a store that others may count on, and how they have changed since the last look.
+    """Reusable pages of a store, and their changes since the last `take`.
 
-    Between two looks it costs no more than a set of nodes that were touched; a page that has come and gone in between
-    is not told of.
+    Between two calls it costs no more than a set of touched nodes; a page that was added and removed in between is not
+    reported.
 
     Args:
-        store: has no pages yet.
+        store: a store without pages.
     """
 
     def __init__(self, store: PageStore) -> None:
         whole = [group for group, window in enumerate(store.windows) if window is None]
         self._tree, self._groups = store.tree, whole or list(range(len(store.windows)))
         self._tree.touched = {}
-        self._shown: dict[bytes, int] = {}  # by hash, the mediums on which others know a page, a bit each
+        self._shown: dict[bytes, int] = {}  # by hash: mediums on which a page was reported, one bit each
         self._secret = secrets.token_bytes(16)
 
     def take(self) -> Changes | None:
-        """Return what has changed since the last call; None: nothing."""
+        """Return the changes since the last call; None: there are none."""
         touched, cleared = self._tree.touched, self._tree.cleared and bool(self._shown)
         self._tree.cleared = False
         if cleared:
@@ -74,10 +74,10 @@ class Journal:
         return Changes(cleared, came, left) if cleared or came or left else None
 
     def _changed(self, touched: Iterable[Node]) -> dict[bytes, tuple[Node, int, int]]:
-        """By its hash, each page whose mediums are others now: its node, those before, and those now. Parents first."""
+        """Return by hash each page with changed mediums: its node, the mediums before, and now. Parents first."""
         changed: dict[bytes, tuple[Node, int, int]] = {}
         for node in touched:
-            if node.parent is None and node.digest is not None:  # it has left the tree
+            if node.parent is None and node.digest is not None:  # the node has left the tree
                 changed[node.digest] = node, self._shown.get(node.digest, 0), 0
         for node in touched:
             if node.parent is not None:
@@ -85,7 +85,7 @@ class Journal:
         return {digest: change for digest, change in changed.items() if change[1] != change[2]}
 
     def _settle(self, first: Node, changed: dict[bytes, tuple[Node, int, int]]) -> None:
-        """Find the mediums of a page now, and of those below it if that makes a difference to them."""
+        """Find the current mediums of a page, and of the pages below it if they are affected."""
         todo = [first]
         while (above := todo[-1].parent) is not None and above.parent is not None and above.digest is None:
             todo.append(above)
@@ -96,7 +96,7 @@ class Journal:
             known = changed[digest][2] if digest in changed else before
             now = self._bits(node) if reached else 0
             if bool(now) != bool(known):
-                changed.pop(digest, None)  # to be behind its parent, which has perhaps only come now
+                changed.pop(digest, None)  # reinserted after its parent, which may have been added only now
                 todo += node.children.values()
             changed[digest] = node, before, now
 
@@ -105,11 +105,11 @@ class Journal:
             return 0
         device = all(node.pages[group] >= 0 for group in self._groups)
         host = node.host >= 0 and all(node.stored[group] for group in self._groups)
-        return device | host << 1 or 2  # partly here, partly there: it has to come from the host
+        return device | host << 1 or 2  # partly on each: importing the host copy is needed
 
     def _named(self, node: Node, changed: dict[bytes, tuple[Node, int, int]]) -> tuple[bytes, bool]:
-        """A node's hash, of all tokens up to it, of what computed them and of its namespace; and whether a sequence
-        could be given the page above."""
+        """Return a node's hash (of all tokens up to it, their codes and the namespace), and whether the page above can
+        be matched."""
         parent, (code, tokens) = node.parent, node.key
         assert parent is not None
         above = self._name_root(parent) if parent.digest is None else parent.digest
@@ -122,7 +122,7 @@ class Journal:
 
     def _name_root(self, root: Node) -> bytes:
         scope, salt, lora = parts_of(root.key[1])
-        secret = self._secret if scope or salt else b""  # who has a hash might guess names and try them
+        secret = self._secret if scope or salt else b""  # without it, a reader of hashes could guess and test names
         root.digest = digest = hashlib.sha256(secret + root.key[1]).digest()
         root.label = Label(lora, hashlib.sha256(digest).hexdigest()[:32] if secret else "")
         return digest

@@ -1,4 +1,4 @@
-"""The scheduler's only face to the KV cache: pages of the running sequences, their tables, the prefix cache. No jax."""
+"""KV cache manager, the scheduler's interface to pages and tables of sequences and to the prefix cache. No jax."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["KVConfig", "KVManager", "KVUsage", "Match", "Swapped"]
 class KVManager:
     """Pages of all slots, and the cached pages.
 
-    ``tables[group, slot]`` lists a slot's pages in order. Entries behind them are stale and never read, because lengths
+    ``tables[group, slot]`` lists a slot's pages in order. Entries after them are stale and never read, because lengths
     mask them; entries of pages that slid out of a window are 0 and masked by the window.
 
-    What a call frees may be handed out by the next call: the moves that this needs are collected until `take_moves`.
-    A token that is published, forked or swapped must have been computed by a step launched before.
+    The next call may allocate pages that this call freed: the moves that this needs are collected until `take_moves`. A
+    token that is published (cached), forked or swapped must have been computed by a step launched before.
     """
 
     tables: Int[np.ndarray, "groups slots width"]
@@ -46,11 +46,11 @@ class KVManager:
         self._absent = [NO_STATE if group == self._state else 0 for group in self._groups]
         self._pools = [pool for group, pool in enumerate(self._store.pools) if group != self._state]
 
-    # ---- what there is
+    # ---- usage
 
     @property
     def available(self) -> int:
-        """Free and cached pages in the group that has fewest, but for states."""
+        """Free and cached pages in the group that has fewest, not counting the group of states."""
         return min(pool.available for pool in self._pools)
 
     def usage(self) -> KVUsage:
@@ -60,26 +60,26 @@ class KVManager:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.config.page_size)
 
-    # ---- a sequence's pages
+    # ---- pages of a sequence
 
     def match(self, keys: PageKeys, codes: Sequence[int], limit: int) -> Match:
         """Find the longest cached prefix of ``keys.tokens[:limit]``; page i must be cached under ``codes[i]``.
 
         The head of one more page counts too: its tokens are copied. A code is ``class * (page_size + 1) + split``:
-        ``split`` tokens of the page are computed by prefill programs of that class, the others by decode rows. So
-        ``n`` tokens may be copied from a page of the same class if neither split is less than ``n``, or if the codes
-        are equal. Takes no reference: the match is good until the next call that takes pages.
+        ``split`` tokens of the page are computed by prefill programs of that class, the others by decode rows. So ``n``
+        tokens may be copied from a page of the same class if neither split is less than ``n``, or if the codes are
+        equal. Takes no reference: the match is valid until the next call that takes pages.
         """
         return find_prefix(self._store, keys, codes, limit) if self.config.prefix_caching else Match()
 
     def admit(self, slot: int, match: Match | None, length: int) -> bool:
-        """Give an empty slot the pages of ``match`` and fresh ones for ``length`` tokens in all.
+        """Give an empty slot the pages of ``match`` and fresh pages, for ``length`` tokens in total.
 
         Returns:
-            False if there is no room even after eviction; nothing has changed then.
+            False, with no change, if there are too few pages even after eviction.
 
         Raises:
-            AssertionError: the slot is in use, or something was evicted since the match was made.
+            AssertionError: the slot is in use, or a page was evicted since the match was made.
             ValueError: ``length`` is beyond the width of the tables.
         """
         hit = match or Match()
@@ -106,7 +106,7 @@ class KVManager:
         return True
 
     def extend(self, slot: int, length: int) -> bool:
-        """Grow a slot to ``length`` tokens; False, and nothing changed, if there is no room. O(1) if no page is needed.
+        """Grow a slot to ``length`` tokens; False, with no change, without enough pages. O(1) if no page is needed.
 
         Raises:
             ValueError: ``length`` is beyond the width of the tables.
@@ -121,7 +121,7 @@ class KVManager:
         return True
 
     def slide(self, slot: int, length: int) -> None:
-        """Release pages that no query of the slot at ``length`` or later sees. Queries before it must be launched."""
+        """Release pages that no query of the slot at ``length`` or later sees. Launch earlier queries before."""
         entry = self._slots[slot]
         for group in self._windowed:
             first, end = entry.firsts[group], min(self._store.first_visible(group, length), entry.count)
@@ -133,13 +133,13 @@ class KVManager:
                 entry.firsts[group] = end
 
     def fork(self, parent: int, child: int, length: int) -> bool:
-        """Share the parent's full pages of its first ``length`` tokens with an empty slot; a partial page is copied.
+        """Share the full pages of the parent's first ``length`` tokens with an empty slot; a partial page is copied.
 
         Returns:
-            False, and nothing changed, if there is no room, if the parent has released pages that the child's windows
-            see, or if the partial page is not there before the next step: the parent was filled in this batch, or has
-            taken over an equal page that was. Nor where there are states, unless one was kept right there: the parent
-            has gone on from the one in a partial page.
+            False, with no change, if there are too few pages, if the parent has released pages that the child's windows
+            see, or if the partial page is not written before the next step: the parent was filled in this batch, or was
+            merged with an equal page that was. Also False with recurrent states, unless one is stored exactly at
+            ``length``: the parent has overwritten the state of a partial page.
         """
         self._require_empty(child)
         source = self._slots[parent]
@@ -163,25 +163,25 @@ class KVManager:
         return True
 
     def _has_state(self, source: SlotPages, length: int) -> bool:
-        """Whether the state behind so many tokens is still there, or there are no states."""
+        """Whether the state after ``length`` tokens is still stored, or there are no states."""
         full, rest = divmod(length, self.config.page_size)
         return self._state is None or not length or (not rest and source.pages[self._state][full - 1] >= 0)
 
     def _may_copy(self, source: SlotPages, index: int) -> bool:
-        """Whether a page can be copied in this batch, which moves what it moves after its copies."""
+        """Whether a page can be copied in this batch: no move of the batch writes it, and there are free pages."""
         moves, pages = self._store.moves, [pages[index] for pages in source.pages]
         comes = source.born == moves.batch or any(moves.arrives(*place) for place in enumerate(pages))
         return not comes and self._store.has_room([1] * len(pages))
 
     def adopt(self, slot: int, other: int) -> None:
-        """Exchange the pages of two slots that are in use: ``slot`` goes on with what a fork of it has computed."""
+        """Exchange the pages of two slots in use: ``slot`` continues with the pages that its fork has computed."""
         held, counts = self._slots, self._counts
         held[slot], held[other] = held[other], held[slot]
         counts[slot], counts[other] = counts[other], counts[slot]
         self.tables[:, [slot, other]] = self.tables[:, [other, slot]]
 
     def release(self, slot: int) -> None:
-        """Release a slot's pages. Published ones stay cached."""
+        """Release a slot's pages. Published pages stay cached."""
         entry = self._slots.pop(slot)
         self._counts[slot] = 0
         for group, pages in enumerate(entry.pages):
@@ -189,13 +189,13 @@ class KVManager:
                 self._store.drop(group, page)
         self._move_cursor(entry, None)
 
-    # ---- the prefix cache
+    # ---- prefix cache
 
     def publish(self, slot: int, keys: PageKeys, codes: Sequence[int], length: int) -> None:
-        """Enter the full pages of the first ``length`` tokens into the tree. What was entered before costs nothing.
+        """Enter the full pages of the first ``length`` tokens into the radix tree. Pages entered before cost nothing.
 
-        Where the tree knows an equal page, the slot's table takes that one over and its own is freed. A slot that was
-        filled in this batch has computed nothing yet: nothing happens. Neither does it after `reset_prefix_cache`.
+        Where the tree has an equal page, the slot's table switches to it and the slot's own page is freed. No effect
+        for a slot filled in this batch, which has computed nothing yet, or before `reset_prefix_cache`.
         """
         entry = self._slots[slot]
         end = min(length // self.config.page_size, entry.count)
@@ -219,7 +219,7 @@ class KVManager:
             self._store.tree.prune(node)
 
     def start_journal(self) -> Journal:
-        """Begin to tell of cached pages; to be called before any sequence is admitted."""
+        """Start recording changes of cached pages; to be called before any sequence is admitted."""
         return Journal(self._store)
 
     def stop_caching(self) -> None:
@@ -227,10 +227,10 @@ class KVManager:
         self.config = dataclasses.replace(self.config, prefix_caching=False)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached page, on the device and on the host; return how many there were.
+        """Drop every cached page, on the device and on the host; return the number of pages dropped.
 
-        Sequences that run, or are swapped out, keep what they hold, but nobody else will find it: neither what they
-        have published nor what they compute from it later. What nobody holds is free at once.
+        Running and swapped sequences keep their pages, but no new sequence can match them, nor pages that they compute
+        later. Pages without references are free at once.
         """
         self._era += 1
         for entry in self._slots.values():
@@ -243,8 +243,8 @@ class KVManager:
         """Move the pages of the first ``length`` tokens to the host and release the slot.
 
         Returns:
-            None, and nothing changed, if there are too few host pages, or if bytes of the slot are still to come in
-            this batch.
+            None, with no change, if there are too few host pages, or if moves of this batch still write pages of the
+            slot.
         """
         entry, count, moves = self._slots[slot], self.pages_for(length), self._store.moves
         pages = [tuple(pages[index] for pages in entry.pages) for index in range(count)]
@@ -261,7 +261,7 @@ class KVManager:
         return swapped
 
     def swap_in(self, slot: int, swapped: Swapped) -> bool:
-        """Give an empty slot its pages back; False, and nothing changed, if there is no room."""
+        """Give an empty slot its pages back; False, with no change, if there are too few pages."""
         self._require_empty(slot)
         count, store = len(swapped.hosts), self._store
         if not store.has_room([count - first for first in swapped.firsts]):
@@ -275,7 +275,7 @@ class KVManager:
         return True
 
     def drop(self, swapped: Swapped) -> None:
-        """Free the host pages of a sequence that does not come back."""
+        """Free the host pages of a swapped sequence that is not resumed."""
         self._swapped.remove(swapped)
         for host in swapped.hosts:
             self._store.host.drop(host)
@@ -283,19 +283,19 @@ class KVManager:
     def take_moves(self) -> tuple[list[Export], list[Copy], list[Import]]:
         """Take the moves since the last call: the device runs all exports, all copies, all imports, then the step.
 
-        No page is the target of two moves of one call, and a copy reads its source as it was before the moves:
-        copies may run in order or all at once.
+        No page is the target of two moves of one call, and a copy reads its source as it was before the moves: copies
+        may run in order or all at once.
         """
         return self._store.moves.take(self._store.host)
 
-    # ---- inside
+    # ---- internals
 
     def check(self) -> None:
         """Raise AssertionError unless every page and every reference is accounted for.
 
-        In each group and on the host free + in use + cached = total, references are those of slots, of swapped
-        sequences and of pending moves, the tree and the pools agree, and a page that is shared or cached is full: it is
-        never the place that a sequence writes next.
+        In each group and on the host free + in use + cached = total; references are those of slots, of swapped
+        sequences and of pending moves; the tree and the pools agree; and a page that is shared or cached is full: no
+        sequence writes to it next.
         """
         store = self._store
         store.tree.check()
@@ -321,7 +321,7 @@ class KVManager:
             absent = self._absent[group]
             if self.tables[group, slot, : entry.count].tolist() != [page if page >= 0 else absent for page in pages]:
                 raise AssertionError(f"the table of slot {slot} does not list its pages")
-            whole = first if group == self._state else entry.count  # states are kept of some pages alone
+            whole = first if group == self._state else entry.count  # states are stored for some pages only
             if [page < 0 for page in pages[:whole]] != [index < first for index in range(whole)]:
                 raise AssertionError(f"slot {slot} lacks a page of its window, or has one before it")
             for page in filter(lambda page: page >= 0, pages[max(first, entry.sealed) :]):
@@ -355,7 +355,8 @@ class KVManager:
             self._store.tree.prune(old)
 
     def _cursor_at(self, entry: SlotPages, pages: int) -> tuple[Node | None, int]:
-        """The tree's node of a slot's last published page among the first ``pages``, and how many are published."""
+        """Return the node of the last published page among a slot's first ``pages``, and the number of published
+        ones."""
         node, published = entry.cursor, entry.published
         while published > pages:
             assert node is not None
@@ -363,17 +364,17 @@ class KVManager:
         return (node if published else None), published
 
     def _needs(self, more: int, length: int) -> list[int]:
-        """Pages that each group takes for ``more`` of a sequence that has ``length`` tokens with them."""
+        """Return the pages that each group takes for ``more`` pages of a sequence that then has ``length`` tokens."""
         return [min(more, self._states_kept(length)) if group == self._state else more for group in self._groups]
 
     def _states_kept(self, length: int) -> int:
-        """Of how many of the last pages states are kept: of the last one, which the sequence goes on from, and of the
-        one before if nobody can go on from the last one later."""
+        """Return the number of last pages with a stored state: the last page, from which the sequence continues, and
+        the page before it if the last one is partial and cannot be matched later."""
         return 1 + bool(length % self.config.page_size and self.config.prefix_caching)
 
     def _grow(self, slot: int, entry: SlotPages, more: int, length: int) -> None:
-        """Append ``more`` fresh pages to the slot, none before a group's first one; with them it has room for
-        ``length`` tokens."""
+        """Append ``more`` fresh pages to the slot, none before a group's first page, for a capacity of ``length``
+        tokens."""
         start, kept = self._counts[slot], self._needs(more, length)
         for group in self._groups:
             pages, first, absent = entry.pages[group], entry.firsts[group], self._absent[group]

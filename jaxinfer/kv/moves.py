@@ -1,4 +1,4 @@
-"""Moves of page bytes that a step makes before it computes. No jax.
+"""Page moves that a step makes before it computes. No jax.
 
 A page of a sequence has one physical page in each cache group; -1 where it slid out of a group's window.
 """
@@ -11,21 +11,21 @@ Pages = tuple[int, ...]
 
 
 class Export(NamedTuple):
-    """Device pages whose bytes go to a page in host memory."""
+    """Device pages to copy to a page in host memory."""
 
     source: Pages
     host: int
 
 
 class Copy(NamedTuple):
-    """Device pages whose bytes go to other device pages."""
+    """Device pages to copy to other device pages."""
 
     source: Pages
     target: Pages
 
 
 class Import(NamedTuple):
-    """A page in host memory whose bytes go to device pages."""
+    """A page in host memory to copy to device pages."""
 
     host: int
     target: Pages

@@ -1,4 +1,4 @@
-"""The moves of pages for the next step. No jax."""
+"""Page moves collected for the next step. No jax."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxinfer.kv.radix import Node
 class PendingMoves:
     """Moves since the last `take`. The device runs all exports, then all copies, then all imports, then the step.
 
-    Within one batch a page may be freed and handed out again. That is safe because exports and copies read what a page
-    contained before the batch, and because the batch itself has a reference to the pages that it writes and to the host
-    pages that it reads: those are nobody else's before it has run. So no page is the target of two moves, and copies
-    may run one after another or all at once.
+    Within one batch a page may be freed and allocated again. That is safe because exports and copies read the contents
+    of a page from before the batch, and because the batch itself holds a reference to the pages that it writes and to
+    the host pages that it reads: these are not reallocated before it has run. So no page is the target of two moves,
+    and copies may run in any order or all at once.
     """
 
     def __init__(self) -> None:
@@ -65,5 +65,5 @@ class PendingMoves:
         return taken
 
     def references(self, pool: BlockPool[Node]) -> list[int]:
-        """The pages of a pool that the batch references."""
+        """Return the pages of a pool that the batch references."""
         return [page for other, page in self._pins if other is pool]

@@ -1,4 +1,4 @@
-"""The device side of the KV cache: one array per layer, donated to every step, and how a step reads and writes it."""
+"""Device side of the KV cache: one array per layer, donated to every step, and its reads and writes in a step."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Options = AttentionOptions | LatentOptions
 Rope = tuple[jax.Array, jax.Array]
 
 _SPAN = 64
-"""Tokens of a chunk of a recurrence, at most: so many are one matrix."""
+"""Maximum tokens per chunk of a recurrence: a chunk is computed as one matrix."""
 
 
 class LayerPool(NamedTuple):
     """Keys and values of one layer, or its latents with their index keys; see `stored` for their dtype.
 
-    ``scales`` are what 8-bit elements are multiplied with when they are read. There are none beside others, rather than
-    empty ones: the host pays for every array that a program takes. Each belongs to one head of one token, or to one of
-    the parts of its row, and is computed from it alone (`pallas_kernels.kv_write.reference`). So the stored
-    numbers of a token depend on nothing else: not on its chunk, not on earlier contents of its page, and not on
-    whether it is recomputed.
+    ``scales`` are the factors of 8-bit elements, applied when they are read. Pools of other dtypes have None rather
+    than an empty array: the host pays for every array that a program takes. Each scale belongs to one head of one
+    token, or to one segment of its latent row, and is computed from it alone (`pallas_kernels.kv_write.reference`). So
+    the stored numbers of a token do not depend on its chunk, on earlier contents of its page, or on whether it is
+    recomputed.
     """
 
     data: Num[Array, "pages *page"]
@@ -42,8 +42,8 @@ class LayerPool(NamedTuple):
 
 
 class StatePool(NamedTuple):
-    """A layer with states: one array ``[states, *shape]`` for each of `LayerSpec.states`, and its keys and values
-    (None: it has none)."""
+    """States of a layer: one array ``[states, *shape]`` for each of `LayerSpec.states`; and its keys and values (None:
+    the layer has none)."""
 
     states: tuple[Num[Array, "states *shape"], ...]
     pages: LayerPool | None = None
@@ -64,9 +64,9 @@ def new_pools(
     zero.
 
     Args:
-        dtype: the model's.
-        sharding: of elements and scales alike.
-        platform: of the devices; None: JAX's default one.
+        dtype: the model's dtype.
+        sharding: sharding of both elements and scales.
+        platform: platform of the devices; None: JAX's default platform.
     """
     kind = stored(spec, dtype, platform or jax.default_backend())
 
@@ -79,7 +79,7 @@ def new_pools(
 
 
 def with_states(spec: CacheSpec, pools: list[LayerPool], room: Callable[[StateSpec], Any]) -> list[Pool]:
-    """Add states to the `new_pools` of a model: the caches of all its layers.
+    """Add states to the `new_pools` of a model: returns the caches of all its layers.
 
     Args:
         room: makes the array ``[states, *shape]`` of one kind.
@@ -95,13 +95,13 @@ def with_states(spec: CacheSpec, pools: list[LayerPool], room: Callable[[StateSp
 
 
 def pages_of(pools: Sequence[Pool]) -> list[LayerPool]:
-    """The keys and values of those layers that have any."""
+    """Return the keys and values of the layers that have any."""
     found = (pool if isinstance(pool, LayerPool) else pool.pages for pool in pools)
     return [pages for pages in found if pages is not None]
 
 
 def with_pages(pools: Sequence[Pool], pages: Sequence[LayerPool]) -> list[Pool]:
-    """The pools with other keys and values, as `pages_of` lists them."""
+    """Replace the keys and values of the pools, in the order of `pages_of`."""
     new = iter(pages)
 
     def replaced(pool: Pool) -> Pool:
@@ -113,13 +113,13 @@ def with_pages(pools: Sequence[Pool], pages: Sequence[LayerPool]) -> list[Pool]:
 
 
 def stored(spec: CacheSpec, dtype: jnp.dtype, platform: str) -> jnp.dtype:
-    """The dtype of a pool's array, where ``dtype`` is the model's: on a CPU the bits of float8, see `bits`."""
+    """Return the dtype of a pool's array for a model in ``dtype``: on a CPU, float8 is stored as uint8, see `bits`."""
     wanted = jnp.dtype(spec.dtype or dtype)
     return jnp.dtype(jnp.uint8) if platform == "cpu" and bits.meant(jnp.uint8) == wanted else wanted
 
 
 def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype, target: Target | None = None) -> str | None:
-    """The refusal of the attention kernels for such a cache and queries of the same dtype; None: they run.
+    """Return why the attention kernels do not support such a cache with queries of the same dtype; None: they do.
 
     Args:
         target: default: a Hopper GPU.
@@ -146,8 +146,8 @@ def _no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype, target: Target
 def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backend: Wish) -> bool:
     """Return whether one kernel rotates and writes the heads of a fused projection of rows.
 
-    Where XLA writes, it had better rotate before, together with what comes first. Never a refusal: where a kernel is
-    asked for that cannot rotate such heads, it writes them rotated.
+    Where XLA writes, rotating first is faster, fused with what precedes it. An explicitly requested kernel that cannot
+    rotate such heads is not an error: it writes heads that are already rotated.
     """
     one_chunk = jax.ShapeDtypeStruct((1, *qkv.shape), qkv.dtype)
     options: dict[str, Any] = {"rope": rope, "scales": cache.scales, "interleaved": interleaved}
@@ -156,7 +156,7 @@ def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backe
 
 
 class _PagedAttend:
-    """The common part of `DecodeAttend` and `PrefillAttend`: write new keys and values, then attend."""
+    """Base class of `DecodeAttend` and `PrefillAttend`: write new keys and values, then attend."""
 
     spec: CacheSpec
     tables: jax.Array
@@ -191,9 +191,9 @@ class _PagedAttend:
     def choosing(
         self, q: jax.Array, k: jax.Array, index: Index, cache: LayerPool, layer: LayerSpec, scale: float
     ) -> tuple[jax.Array, jax.Array | None, LayerPool]:
-        """See `ChoosingAttend`. Where no sequence is longer than a choice, index keys are written, but never read."""
+        """See `ChoosingAttend`. Where no sequence exceeds ``index_topk``, index keys are written but never read."""
         table, index = self.tables[self.spec.group(layer)], Index(*map(self._by_chunk, index))
-        # Of one write: XLA would copy a pool that is written, read and written again.
+        # Written together: XLA would copy a pool that is written, read and written again.
         rows = jnp.concatenate([self._by_chunk(k)[:, :, 0], index.k.astype(k.dtype)], axis=-1)
         cache = _with_latents(cache, rows, *self._places(table, rows.shape[1], cache), layer)
         longest, most = table.shape[1] * cache.data.shape[-2], layer.index_topk
@@ -237,19 +237,19 @@ class _PagedAttend:
 
     @property
     def _states(self) -> Int[Array, "batch width"]:
-        """Tables of the group of states."""
+        """Page tables of the group of states."""
         return self.tables[self.spec.windows.index(STATE)]
 
     def _before(self, starts: jax.Array) -> Int[Array, " batch"]:
-        """Where the states before some positions are."""
+        """Return the pool indices of the states before the positions ``starts``; `NO_STATE` at position 0."""
         page = jnp.maximum(starts - 1, 0)[:, None] // self.spec.page_size
         return jnp.where(starts > 0, jnp.take_along_axis(self._states, page, axis=1)[:, 0], NO_STATE)
 
     def _borders(
         self, starts: jax.Array, lengths: jax.Array, time: int
     ) -> tuple[Int[Array, "batch pages"], Int[np.ndarray, " pages"]]:
-        """Where each chunk's states go that are behind its pages, out of range where none is kept, and how many tokens
-        of the chunk these pages end behind. A chunk of several tokens begins where a page does."""
+        """Return the pool indices of the states at the page ends of each chunk, out of range where none is stored, and
+        the number of chunk tokens up to each page end. A chunk of several tokens begins at a page boundary."""
         page, width = self.spec.page_size, self._states.shape[1]
         index = np.arange(-(-time // page))
         at = starts[:, None] // page + index
@@ -257,7 +257,7 @@ class _PagedAttend:
         return jnp.where(index * page < lengths[:, None], ids, NO_STATE), (index + 1) * page
 
     def _pieces(self) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
-        """Where each chunk begins, and how many tokens it has."""
+        """Return the start position and the number of tokens of each chunk."""
         raise NotImplementedError
 
     def _by_chunk(self, x: jax.Array) -> jax.Array:
@@ -265,15 +265,15 @@ class _PagedAttend:
         raise NotImplementedError
 
     def _places(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
-        """The pages of the tokens of each chunk, out of range where there is none, and the slot of the first token."""
+        """Return the pages of each chunk's tokens, out of range where there is none, and the first token's slot."""
         raise NotImplementedError
 
     def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
-        """Attend with queries by chunk; the results are rows."""
+        """Attend with queries by chunk; the results are by row."""
         raise NotImplementedError
 
     def _chosen(self, index: Index, cache: LayerPool, table: jax.Array, k: int) -> jax.Array:
-        """Choose ``k`` keys for each query, whose index is by chunk, as `LatentOptions.chosen` has them."""
+        """Choose ``k`` keys per query, given the index by chunk, in the format of `LatentOptions.chosen`."""
         raise NotImplementedError
 
 
@@ -284,13 +284,13 @@ class _PagedAttend:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeAttend(_PagedAttend):
-    """`Attend` for rows of one token each: row r stands at ``positions[r]`` of the sequence with ``tables[:, r]``.
+    """`Attend` for rows of one token each: row r is at ``positions[r]`` of the sequence with ``tables[:, r]``.
 
     A row at position -1 is padding: it writes nothing and attends to nothing. Rows may be consecutive positions of one
     sequence: all write before any attends.
 
-    ``tables`` holds one for each group of the cache. ``backend`` is `EngineConfig.attention_backend`. ``owners``: the
-    slot of each row, where there are states and rows may be fed drafts, and ``turns`` of these (`StateRows`).
+    ``tables`` has one page table per group of the cache. ``backend`` is `EngineConfig.attention_backend`. ``owners``:
+    the slot of each row, where there are states and rows may be fed drafts; ``turns``: see `StateRows`.
     """
 
     spec: CacheSpec
@@ -301,7 +301,7 @@ class DecodeAttend(_PagedAttend):
     turns: int | None = None
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
-        """See `jaxinfer.layers.recurrent.Recur`; behind drafts states are not yet those of pages (`accept`)."""
+        """See `jaxinfer.layers.recurrent.Recur`; states after drafts are not in their pages until `accept`."""
         if self.owners is None:
             return super().recur(function, inputs, state)
         by_row = jax.tree.map(self._by_chunk, inputs)
@@ -309,7 +309,7 @@ class DecodeAttend(_PagedAttend):
         return jax.tree.map(lambda x: x[:, 0], outputs), pool
 
     def accept(self, pools: list[Pool], accepted: Bool[Array, " rows"]) -> list[Pool]:
-        """Keep the states behind accepted rows, when all layers are computed."""
+        """Keep the states after accepted rows, once all layers are computed."""
         if self.owners is None:
             return pools
         states = [pool.states if isinstance(pool, StatePool) else () for pool in pools]
@@ -348,10 +348,10 @@ class DecodeAttend(_PagedAttend):
 )
 @dataclasses.dataclass(frozen=True)
 class PrefillAttend(_PagedAttend):
-    """`Attend` for prompt chunks: ``lengths`` tokens from ``starts``, which may lie within a page.
+    """`Attend` for prompt chunks: ``lengths`` tokens from position ``starts``, which may be inside a page.
 
     The rows are the chunks' tokens one chunk after another, all padded to one size. A chunk of length 0 writes nothing.
-    They may be consecutive chunks of one sequence that share no page: all write before any attends.
+    Chunks may be consecutive chunks of one sequence that share no page: all write before any attends.
     """
 
     spec: CacheSpec
@@ -390,7 +390,7 @@ class PrefillAttend(_PagedAttend):
 def _with_latents(
     cache: LayerPool, latents: jax.Array, pages: jax.Array, offsets: jax.Array, layer: LayerSpec
 ) -> LayerPool:
-    """Write latents ``[batch, chunk, latent]``, quantised where the pool has scales; index keys may be behind them."""
+    """Write latents ``[batch, chunk, latent]``, quantised where the pool has scales; index keys may follow them."""
     if cache.scales is None or layer.latent_rank is None:
         return cache._replace(data=kv_write.write_latents(cache.data, latents, pages, offsets))
     key, row = cache.data.shape[-1] - layer.index_dim, cache.data.shape[-1]
@@ -402,7 +402,7 @@ def _with_latents(
 def _options(
     cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None, chosen: jax.Array | None = None
 ) -> Options:
-    """The options of a layer's attention.
+    """Return the attention options of a layer.
 
     Raises:
         ValueError: latents together with a window, a soft-cap or sinks.
@@ -421,7 +421,7 @@ def copy_pages(
     target: Int[Array, "groups copies"],
     backend: Wish = "auto",
 ) -> list[LayerPool]:
-    """Copy pages to other pages in every layer, by each group's ids; a target beyond the pool is dropped."""
+    """Copy pages to other pages in every layer, by the ids of each group; a target beyond the pool is dropped."""
 
     def copied(pool: LayerPool, group: int) -> LayerPool:
         return kv_copy.copy_pages(pool, source[group], target[group], path=backend)

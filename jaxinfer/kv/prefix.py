@@ -1,4 +1,4 @@
-"""The longest cached prefix of a sequence. No jax."""
+"""Lookup of the longest cached prefix of a sequence. No jax."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxinfer.types import STATE
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A cached prefix: good until something is evicted.
+    """A cached prefix, valid until a page is evicted.
 
     Attributes:
-        tokens: its length; full pages first, then perhaps the head of one more page, which is copied.
+        tokens: its length; full pages first, then possibly the head of one more page, which is copied.
         nodes: the full pages.
-        donor: the node whose page's head is copied.
-        changes: the tree's count when this was found.
+        donor: the node of the page whose head is copied.
+        changes: value of `RadixTree.changes` when the match was made.
     """
 
     tokens: int = 0
@@ -28,11 +28,11 @@ class Match:
 
 
 def find_prefix(store: PageStore, keys: PageKeys, codes: Sequence[int], limit: int) -> Match:
-    """Find the longest prefix of ``keys.tokens[:limit]`` whose pages are cached under ``codes``. Changes nothing.
+    """Find the longest prefix of ``keys.tokens[:limit]`` whose pages are cached under ``codes``. Changes no state.
 
     Args:
-        codes: of each page of the sequence: which programs would compute it.
-        limit: most tokens to look for.
+        codes: code of each page of the sequence: the programs that would compute it.
+        limit: maximum tokens to match.
     """
     limit, size = min(limit, len(keys.tokens)), store.page_size
     root = store.tree.root(keys.namespace)
@@ -42,7 +42,7 @@ def find_prefix(store: PageStore, keys: PageKeys, codes: Sequence[int], limit: i
     nodes = nodes[: _covered(store, nodes)]
     start = len(nodes) * size
     donor, head = None, 0
-    if start < limit and STATE not in store.windows:  # a state is that of a whole page
+    if start < limit and STATE not in store.windows:  # a state is only stored at the end of a page
         rest = keys.tokens[start : min(limit, start + size)].tobytes()
         parent = nodes[-1] if nodes else root
         donor, head = store.tree.closest(
@@ -52,7 +52,7 @@ def find_prefix(store: PageStore, keys: PageKeys, codes: Sequence[int], limit: i
 
 
 def _path(store: PageStore, root: Node, keys: PageKeys, codes: Sequence[int], pages: int) -> list[Node]:
-    """Nodes from the root down, as far as keys match and have their pages in all groups without a window."""
+    """Return the nodes from the root down with matching keys and with pages in all groups without a window."""
     whole = [group for group, window in enumerate(store.windows) if window is None]
     node, path = root, []
     for page in range(pages):
@@ -65,7 +65,7 @@ def _path(store: PageStore, root: Node, keys: PageKeys, codes: Sequence[int], pa
 
 
 def _covered(store: PageStore, nodes: list[Node]) -> int:
-    """The most leading nodes after which a query finds every page that its windows see."""
+    """Return the most leading nodes after which a query finds every page that its windows see."""
     windowed = [group for group, window in enumerate(store.windows) if window is not None]
     if not windowed:
         return len(nodes)

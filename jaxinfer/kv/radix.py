@@ -1,8 +1,8 @@
-"""The radix tree of cached pages, by their tokens. No jax.
+"""Radix tree of cached pages, keyed by their tokens. No jax.
 
-Its edges are whole pages (after RadixAttention, Zheng et al. 2024): a node stands for a page of tokens
-in the context of all pages above it. Its key holds the tokens and a *code*, which says which programs computed them,
-since equal tokens from other programs may have other bits.
+Its edges are whole pages (after RadixAttention, Zheng et al. 2024): a node represents a page of tokens in the context
+of all pages above it. Its key has the tokens and a *code*, which identifies the programs that computed them, since
+equal tokens from other programs may not be bitwise identical.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 PageKey = tuple[int, bytes]
 Rank = tuple[int, bytes, int]  # class of a code, tokens, code
 _ITEM = np.dtype(np.int32).itemsize
-# Neighbours compared on either side. More matter only where many pages begin alike and few of them may be used.
+# Neighbours compared on either side. More matter only where many pages share a prefix and few of them are usable.
 _NEIGHBOURS = 16
 
 
 class PageKeys:
-    """The tokens of one sequence and the keys of its full pages, each cut once.
+    """Tokens of one sequence and the keys of its full pages, each computed once.
 
     Args:
         namespace: sequences of different namespaces share nothing (`jaxinfer.kv.identity.cache_identity`).
@@ -38,7 +38,7 @@ class PageKeys:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [known tokens], a view: good until the next `extend`."""
+        """View of the known tokens, int32 ``[tokens]``, valid until the next `extend`."""
         return self._tokens[: self._count]
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -54,7 +54,7 @@ class PageKeys:
         self._count = count
 
     def page_bytes(self, page: int) -> bytes:
-        """The tokens of full page ``page``.
+        """Return the tokens of full page ``page`` as bytes.
 
         Raises:
             IndexError: the page is not full.
@@ -68,16 +68,16 @@ class PageKeys:
 
 
 class Node:
-    """One page of tokens. Its bytes lie on the device, in a host page, in both, or (windowed groups) nowhere.
+    """One page of tokens. Its bytes are on the device, in a host page, in both, or (windowed groups) nowhere.
 
-    A large cache has as many nodes as pages, and the garbage collector walks over every list and dict that a node
-    has: so most nodes, with one child or none, have none but ``children``.
+    A large cache has as many nodes as pages, and the garbage collector traverses every list and dict of a node: so most
+    nodes, which have at most one child, have no container except ``children``.
 
     Attributes:
         pages: the device page in each group, -1: none.
         host: the host page with a copy of the groups in ``stored``, -1: none.
-        pins: sequences whose last published page this is; the node stays while there are any.
-        digest, label: the journal's, see `jaxinfer.kv.journal`.
+        pins: number of sequences whose last published page this is; a pinned node is not removed.
+        digest, label: set by the journal, see `jaxinfer.kv.journal`.
     """
 
     __slots__ = ("_order", "children", "digest", "host", "key", "label", "pages", "parent", "pins", "stored")
@@ -92,7 +92,7 @@ class Node:
         self.pins = 0
         self.digest: bytes | None = None
         self.label: Any = None
-        self._order: list[Rank] | None = None  # of the children, sorted; None: there never were several
+        self._order: list[Rank] | None = None  # of the children, sorted; None: there was never more than one
 
     def has(self, group: int) -> bool:
         """Return whether the bytes of a group are on the device or on the host."""
@@ -104,10 +104,10 @@ class Node:
 
 
 class RadixTree:
-    """Nodes by their path from the root of a namespace; free and used pages are the pools' business.
+    """Nodes by their path from the root of a namespace; the pools track which pages are free or in use.
 
-    ``changes`` counts the times that pages which could have been matched were lost. Where there is a journal,
-    ``touched`` has the nodes whose pages have changed since its last look, unless all were ``cleared`` since.
+    ``changes`` counts the removals of pages that could have been matched. With a journal, ``touched`` has the nodes
+    whose pages have changed since the journal last read it, and ``cleared`` is set if all nodes were removed since.
     """
 
     def __init__(self, groups: int, page_size: int) -> None:
@@ -122,7 +122,7 @@ class RadixTree:
         return self._roots.get(namespace)
 
     def plant(self, namespace: bytes) -> Node:
-        """Return the root of a namespace, made if there is none."""
+        """Return the root of a namespace, created if there is none."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, (0, namespace), self._groups)
@@ -137,7 +137,7 @@ class RadixTree:
         return node
 
     def prune(self, node: Node) -> None:
-        """Remove a node without pages, children and pins, and then each parent of which that is true."""
+        """Remove a node without pages, children and pins, and then each ancestor that has become such a node."""
         self.changes += 1
         while node.empty and not node.children and not node.pins:
             self.touch(node)
@@ -160,17 +160,17 @@ class RadixTree:
             self.touched, self.cleared = {}, True
 
     def touch(self, node: Node) -> None:
-        """Note for the journal, if there is one, that a node's pages have changed."""
+        """Mark a node's pages as changed for the journal, if there is one."""
         if self.touched is not None:
             self.touched[node] = None
 
     def closest(
         self, parent: Node, code: int, tokens: bytes, usable: Callable[[Node], bool]
     ) -> tuple[Node | None, int]:
-        """Find the child whose page has most leading tokens in common with ``tokens`` for reuse, and their number.
+        """Find the child whose page shares the most reusable leading tokens with ``tokens``, and their number.
 
-        Children lie in the order of their bytes, so the longest common prefixes are next to where ``tokens`` would be.
-        Under another code of the same class only tokens that prefill computes in both pages count.
+        Children are sorted by their bytes, so the longest common prefixes are next to the insertion point of
+        ``tokens``. Under another code of the same class only tokens that prefill computes in both pages count.
         """
         kind, split = divmod(code, self._codes)
         order = self._sorted(parent)
@@ -188,7 +188,7 @@ class RadixTree:
         return best
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
+        """Yield every node except the roots, parents first."""
         stack = list(self._roots.values())
         while stack:
             children = stack.pop().children.values()
@@ -196,7 +196,7 @@ class RadixTree:
             stack.extend(children)
 
     def check(self) -> None:
-        """Raise AssertionError if a link is wrong, or a node leads to nothing."""
+        """Raise AssertionError if a link is wrong, or a node has no pages, children and pins."""
         for root in self._roots.values():
             if not root.children and not root.pins:
                 raise AssertionError("the root of an empty namespace was left")
@@ -210,7 +210,7 @@ class RadixTree:
                     raise AssertionError("a node that leads to nothing was left")
 
     def _sorted(self, parent: Node) -> list[Rank]:
-        """The ranks of a node's children in order."""
+        """Return the ranks of a node's children in order."""
         return list(map(self._rank, parent.children)) if parent._order is None else parent._order
 
     def _rank(self, key: PageKey) -> Rank:
@@ -218,7 +218,7 @@ class RadixTree:
 
 
 def _common_tokens(first: bytes, second: bytes) -> int:
-    """The number of leading tokens that two pages have in common."""
+    """Return the number of leading tokens that two pages have in common."""
     count = min(len(first), len(second)) // _ITEM
     differ = np.frombuffer(first, np.int32, count) != np.frombuffer(second, np.int32, count)
     return int(differ.argmax()) if differ.any() else count

@@ -1,4 +1,4 @@
-"""Records of the KV manager: its sizes, what it tells, the pages of a slot. No jax."""
+"""Records of the KV manager: cache sizes, usage, the pages of a slot. No jax."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class KVConfig:
     """Sizes of the cache.
 
     Attributes:
-        pages: of each group.
+        pages: pages of each group.
         page_size: tokens per page.
         slots: sequences that run at once, and forks of them.
-        width: most pages of one sequence.
-        windows: of each group; None: every token is seen for ever; `STATE`: the group of states.
+        width: maximum pages of one sequence.
+        windows: sliding window of each group in tokens; None: full attention; `STATE`: the group of recurrent states.
         states: pages of that group.
-        host_pages: pages in host memory, for sequences that are swapped out and for what is evicted.
+        host_pages: pages in host memory, for swapped sequences and evicted pages.
         prefix_caching: whether pages outlive their sequences and are shared with later ones.
     """
 
@@ -46,7 +46,7 @@ class KVUsage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Swapped:
-    """Pages of a sequence in host memory, in order. Group g has none before page ``firsts[g]``; ``era``: see
+    """Pages of a swapped sequence in host memory, in order. Group g has none before page ``firsts[g]``; ``era``: see
     `SlotPages`."""
 
     hosts: tuple[int, ...]
@@ -56,11 +56,13 @@ class Swapped:
 
 @dataclasses.dataclass(slots=True)
 class SlotPages:
-    """Pages of a slot: ``pages[group][page]``, -1 before ``firsts[group]``, and of states where none is kept.
+    """Pages of a slot: ``pages[group][page]``; -1 before ``firsts[group]``, and in the group of states where no state
+    is stored.
 
-    The first ``published`` pages are known to the tree, down to ``cursor``. The first ``sealed`` ones are full and may
-    be shared: they are not written any more. ``born`` is the batch in which the slot was filled, ``era`` counts the
-    resets before its first token was computed: pages of an earlier era are nobody else's any more.
+    The first ``published`` pages are in the radix tree; ``cursor`` is the node of the last of them. The first
+    ``sealed`` pages are full, no longer written, and may be shared. ``born`` is the batch in which the slot was filled.
+    ``era`` is the number of prefix cache resets before its first token was computed: pages of an earlier era are not
+    shared with new sequences.
     """
 
     pages: list[list[int]]

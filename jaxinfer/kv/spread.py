@@ -1,7 +1,7 @@
-"""Attention and copies of pages where heads are spread over devices: each works on its own heads, in its own pool.
+"""Attention and page copies with heads sharded over devices: each device works on its own heads, in its own pool.
 
-Kernels know nothing of a mesh, and XLA's partitioner nothing of kernels. So both run inside `jax.shard_map`, over the
-mesh that the program is traced for; without one, or with one device along the axis, nothing is wrapped.
+Kernels are not aware of a mesh, and XLA's partitioner cannot partition kernels. So both run inside `jax.shard_map`,
+over the mesh that the program is traced for; without a mesh, or with one device along the axis, nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REPLICATED, _HEADS = PartitionSpec(), PartitionSpec(None, _AXES)
 
 
 def _pool(latent: bool) -> LayerPool:
-    """The partition specs of a layer's pool."""
+    """Return the partition specs of a layer's pool."""
     heads: Any = pool_spec(latent)  # elements and scales have the same leading dimensions
     return LayerPool(heads, heads)
 
@@ -37,7 +37,7 @@ def spread(attend: DecodeAttend | PrefillAttend) -> DecodeAttend | PrefillAttend
 
 
 class SpreadAttend(NamedTuple):
-    """`Attend` with each device's heads on that device; latents serve all heads and are replicated."""
+    """`Attend` with the heads sharded over devices; latents serve all heads and are replicated."""
 
     attend: DecodeAttend | PrefillAttend
 
@@ -65,7 +65,7 @@ class SpreadAttend(NamedTuple):
     def choosing(
         self, q: jax.Array, k: jax.Array, index: Index, cache: LayerPool, layer: LayerSpec, scale: float
     ) -> tuple[jax.Array, jax.Array | None, LayerPool]:
-        """See `ChoosingAttend`: each device chooses for itself, by the same numbers."""
+        """See `ChoosingAttend`: each device chooses the keys redundantly, from identical numbers."""
 
         def choosing_shard(attend: DecodeAttend | PrefillAttend, *operands: Any) -> Any:
             q, k, index, cache = operands
@@ -76,8 +76,8 @@ class SpreadAttend(NamedTuple):
         return run(self.attend, q, k, index, cache)
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
-        """See `jaxinfer.layers.recurrent.Recur`: the states of heads are where the heads are, all else is XLA's, whose
-        partitioner knows nothing of kernels."""
+        """See `jaxinfer.layers.recurrent.Recur`: states are sharded with their heads. Only XLA's implementation runs,
+        because its partitioner cannot partition kernels."""
         return dataclasses.replace(self.attend, backend="xla").recur(function, inputs, state)
 
     def fused(

@@ -1,4 +1,4 @@
-"""Recurrences over pools of states: of pieces of sequences, and of rows some of which are fed drafts."""
+"""Recurrent layers over pools of states: chunks of sequences in prefill, and decode rows that may hold draft tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Recurrence = Callable[[Any, jax.Array, jax.Array, int], tuple[Any, jax.Array]]
 
 @runtime_checkable
 class PooledRecurrence(Protocol):
-    """A `Recurrence` that may have a kernel which goes on from states in a pool: see `LinearAttention.in_pool`."""
+    """A `Recurrence` that may have a kernel which reads and writes states in a pool: see `LinearAttention.in_pool`."""
 
     def in_pool(
         self, inputs: Any, pool: jax.Array, read: jax.Array, write: jax.Array, lengths: jax.Array, size: int
@@ -27,14 +27,14 @@ class PooledRecurrence(Protocol):
 
 
 class Pieces(NamedTuple):
-    """Pieces of sequences ``[batch, time, ...]``, and the places of states in a pool.
+    """Chunks of sequences ``[batch, time, ...]``, and the indices of their states in a pool.
 
     Attributes:
-        lengths: real tokens of each.
-        size: tokens of a chunk, of which ``time`` is a multiple.
-        read: where the state before each piece is; beyond the pool: it is zeros.
-        write: where the states behind its pages go; beyond the pool: nowhere.
-        last: the chunks behind which these are.
+        lengths: real tokens of each sequence.
+        size: tokens of a scan chunk; ``time`` is a multiple of it.
+        read: pool index of the state before each sequence's tokens; beyond the pool: that state is zeros.
+        write: pool indices of the states at the ends of pages; beyond the pool: not stored.
+        last: index of the scan chunk at whose end each of these states is.
     """
 
     lengths: Int[Array, " batch"]
@@ -47,14 +47,14 @@ class Pieces(NamedTuple):
 def run_pieces(
     function: Recurrence, inputs: Any, pool: jax.Array, pieces: Pieces, backend: Wish
 ) -> tuple[Any, jax.Array]:
-    """Run a recurrence over pieces, from the states in a pool, and keep those behind pages: by a kernel that reads and
-    writes the pool itself, where the function has one."""
+    """Run a recurrence over chunks, from the states in a pool, and store the states at page ends. A kernel reads and
+    writes the pool directly where the function has one."""
     done = None if backend == "xla" else _by_kernel(function, inputs, pool, pieces)
     if done is not None:
         return done
     exists = (pieces.read < pool.shape[0]).reshape(-1, *[1] * (pool.ndim - 1))
     known = jnp.where(exists, pool.at[pieces.read].get(mode="clip"), 0)
-    # Else XLA fuses it with what is around, and rounds otherwise where that is a loop (`run_rows`).
+    # Else XLA fuses it with its surroundings, and rounds differently inside a loop (`run_rows`).
     inputs, known, lengths = lax.optimization_barrier((inputs, known, pieces.lengths))
     outputs, states = lax.optimization_barrier(function(inputs, known, lengths, pieces.size))
     kept = states[:, pieces.last].reshape(-1, *pool.shape[1:]).astype(pool.dtype)
@@ -70,20 +70,20 @@ def _by_kernel(function: Any, inputs: Any, pool: jax.Array, pieces: Pieces) -> t
 
 
 class StateRows(NamedTuple):
-    """Rows of one token each, of which some may be fed drafts, and where their states are.
+    """Decode rows of one token each, some of which may be fed draft tokens, and the pool indices of their states.
 
-    A slot's own row is fed a known token: its state goes to its page. Whether a draft is accepted shows when all layers
-    are computed, so the state behind its row goes to a place of that row, in the last ones of the pool, from which
-    the row of the next token goes on; `keep_accepted` takes those to pages that turn out to be needed.
+    A slot's own row is fed a known token: its state goes to its page. A draft is known to be accepted only after all
+    layers are computed, so the state after a draft row goes to a scratch entry of that row, one of the last in the
+    pool, where the row of the next token reads it. `keep_accepted` copies these states to the pages that need them.
 
     Attributes:
         owners: slot of each row, see `DraftRows`.
-        positions: of the tokens; -1: the row is idle.
-        before: the place of the state before each position; beyond the pool: it is zeros.
-        home: the place of the page that has the position.
+        positions: positions of the tokens; -1: the row is idle.
+        before: pool index of the state before each position; beyond the pool: that state is zeros.
+        home: pool index of the page that has the position.
         page: tokens of a page.
-        turns: one more than there are drafts behind one another, at most; None: as many as there are. Over devices no
-            command buffer holds a loop, and the host would wait for its end, were that not known.
+        turns: upper bound of 1 + the draft depth; None: computed from the rows. On several devices a loop is not
+        captured in a command buffer, and without a static bound the host would wait for its end.
     """
 
     owners: Int[Array, " rows"]
@@ -95,17 +95,17 @@ class StateRows(NamedTuple):
 
     @property
     def depths(self) -> Int[Array, " rows"]:
-        """Drafts that a row hangs on: 0 for those of a known token, -1 for idle ones."""
+        """Draft depth of each row: 0 for rows of a known token, -1 for idle rows."""
         known = jnp.take(self.positions, self.owners, mode="clip")
         return jnp.where(self.positions >= 0, self.positions - known, -1)
 
     def behind(self) -> Bool[Array, "rows others"]:
-        """Whether the other row is of the same slot, one position behind the row's."""
+        """Whether the other row is of the same slot and at the next position."""
         same = (self.owners[:, None] == self.owners) & (self.positions >= 0)
         return same & (self.positions == self.positions[:, None] + 1)
 
     def places(self, states: int) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
-        """Where each row's state is read in a pool of so many places, and where the one behind it goes."""
+        """Return the pool indices where each row's state is read and written, in a pool of ``states`` entries."""
         drafts, index = self.depths > 0, jnp.arange(self.owners.shape[0])
         leaves = jnp.where(drafts, states - index.shape[0] + index, self.home)
         parent = jnp.argmax(self.behind().T, axis=1)
@@ -115,10 +115,11 @@ class StateRows(NamedTuple):
 def run_rows(
     function: Recurrence, inputs: Any, pool: jax.Array, rows: StateRows, backend: Wish
 ) -> tuple[Any, jax.Array]:
-    """Run a recurrence over rows ``[rows, 1, ...]``: all slots' own ones, then all first drafts, then all second ones.
+    """Run a recurrence over rows ``[rows, 1, ...]``: all slots' own rows, then all first drafts, then all second
+    drafts.
 
-    Each time it is the same computation of the same number of rows, so no bit of a row depends on whether its token is
-    known or a draft. It ends with the longest draft.
+    Each pass is the same computation of the same number of rows, so a row is bitwise the same whether its token is
+    known or a draft. The loop ends with the longest draft.
     """
     depths, (read, leaves), last = rows.depths, rows.places(pool.shape[0]), np.zeros(1, np.int32)
 
@@ -141,11 +142,11 @@ def run_rows(
 
 
 def keep_accepted[Pools](pools: Pools, rows: StateRows, accepted: Bool[Array, " rows"]) -> Pools:
-    """Take the states behind accepted drafts to their pages, of each page the last one's.
+    """Copy the states after accepted drafts to their pages: for each page the state of the last accepted row.
 
     Args:
         pools: any tree of arrays ``[states, *shape]``.
-        accepted: rows whose tokens are the sequence's: see `jaxinfer.sampling.drafts`.
+        accepted: rows whose tokens are part of the sequence: see `jaxinfer.sampling.drafts`.
     """
     goes_on = jnp.any(rows.behind() & accepted, axis=1) & ((rows.positions + 1) % rows.page > 0)
     target = jnp.where(accepted & (rows.depths > 0) & ~goes_on, rows.home, NO_STATE)

@@ -12,20 +12,21 @@ from jaxinfer.types import STATE
 
 
 class PageStore:
-    """Pools, tree and pending moves, kept consistent with each other.
+    """Pools, radix tree and pending moves, kept consistent with each other.
 
-    Eviction takes the least recently used page. In a group without a window a sequence references all pages of
-    its path and releases the last one first, so that page is a leaf of what is left; its node goes as a whole, to a
-    host page if there are any. A page of a windowed group can go alone: the nodes below it may be matched without.
+    Eviction takes the least recently used page. In a group without a window a sequence references all pages of its path
+    and releases the last one first, so the evicted page is a leaf of the rest; its node is evicted as a whole, to a
+    host page if there are any. A page of a windowed group can be evicted alone: the nodes below it may match without
+    it.
 
-    One case leaves a node without its page above nodes that have theirs: a fork still uses pages that its parent
-    has published under equal pages of somebody else. They are found again when someone publishes what is missing.
+    In one case a node without its page is above nodes that have theirs: a fork still uses pages that its parent has
+    published under another sequence's equal pages. They match again when a sequence publishes what is missing.
 
-    Pages of the group of states (`jaxinfer.types.STATE`) are few: a node has one only where a sequence has kept what it
-    was then. They go alone, as those of a window do.
+    Pages of the group of states (`jaxinfer.types.STATE`) are few: a node has one only where a sequence has stored its
+    state. They are evicted alone, like the pages of a window.
 
-    A node keeps its host copy after it came back to the device, until the host page is needed: to evict it again then
-    costs nothing.
+    A node keeps its host copy after it is loaded to the device, until the host page is needed: evicting it again is
+    free.
     """
 
     def __init__(
@@ -39,9 +40,9 @@ class PageStore:
         self.moves = PendingMoves()
 
     def first_visible(self, group: int, position: int) -> int:
-        """The first page that a query at ``position`` sees: earlier pages are of no use to it or to later queries."""
+        """Return the first page that a query at ``position`` sees: neither it nor later queries use earlier pages."""
         window = self.windows[group]
-        if window == STATE:  # that behind the token before
+        if window == STATE:  # the query reads the state after the preceding token
             return max(0, position - 1) // self.page_size
         return 0 if window is None else max(0, position - window + 1) // self.page_size
 
@@ -85,13 +86,13 @@ class PageStore:
     @staticmethod
     def _owner(pool: BlockPool[Node], page: int) -> Node:
         node = pool.owner(page)
-        assert node is not None  # a page without one is free, not cached
+        assert node is not None  # a page without an owner is free, not cached
         return node
 
-    # ---- the host
+    # ---- host pages
 
     def take_host(self, count: int) -> list[int] | None:
-        """Take host pages, evicting cached ones if need be; None, and nothing changed, if there are too few."""
+        """Take host pages, evicting cached ones if need be; None, with no change, if there are too few."""
         if count > self.host.available:
             return None
         while self.host.free < count:
@@ -99,7 +100,7 @@ class PageStore:
         return [self.host.take() for _ in range(count)]
 
     def _offload(self, node: Node) -> None:
-        """Export the bytes of a node that leaves the device to a host page, if there is room."""
+        """Export the bytes of a node that is evicted from the device to a host page, if one is available."""
         present = tuple(page >= 0 for page in node.pages)
         if node.host >= 0 and all(
             stored or not on_device for stored, on_device in zip(node.stored, present, strict=True)
@@ -124,10 +125,10 @@ class PageStore:
         self.tree.touch(node)
         self.tree.prune(node)
 
-    # ---- hits
+    # ---- prefix hits
 
     def hit_needs(self, nodes: Sequence[Node], firsts: Sequence[int]) -> list[int]:
-        """Pages in each group that `hold_path` takes: missing ones, and cached ones that can then not be evicted."""
+        """Return the pages per group that `hold_path` takes: missing ones, and cached ones, no longer evictable."""
         return [
             sum(node.pages[group] < 0 or not pool.refs(node.pages[group]) for node in nodes[firsts[group] :])
             for group, pool in enumerate(self.pools)
@@ -136,7 +137,7 @@ class PageStore:
     def hold_path(self, nodes: Sequence[Node], firsts: Sequence[int]) -> list[list[int]]:
         """Reference the pages of a path, [group][page], from ``firsts[group]`` on (-1 before), on the device.
 
-        Pages only on the host are imported. All are referenced first, so that none is evicted for another one.
+        Pages that are only on the host are imported. All are referenced first, so that none is evicted to load another.
         """
         wanted = [[group for group, first in enumerate(firsts) if index >= first] for index in range(len(nodes))]
         for node, groups in zip(nodes, wanted, strict=True):
@@ -155,7 +156,7 @@ class PageStore:
         if not any(absent):
             return
         for node, groups, gone in zip(nodes, wanted, absent, strict=True):
-            # Also pages on the device: until the batch has run, no node may be exported half and none lose its parent.
+            # Also pages on the device: until the batch has run, no node may be half exported or lose its parent.
             for group in set(groups).difference(gone):
                 self.moves.pin(self.pools[group], node.pages[group])
             if gone:
@@ -173,7 +174,7 @@ class PageStore:
         self.moves.import_page(node.host, tuple(target), self.pools)
 
     def donor_source(self, node: Node) -> Pages | int | None:
-        """The source of a copy of all groups of a node in the next batch: device pages, a host page, or None."""
+        """Return the source to copy all groups of a node in the next batch: device pages, a host page, or None."""
         if all(page >= 0 and not self.moves.arrives(group, page) for group, page in enumerate(node.pages)):
             return tuple(node.pages)
         return node.host if node.host >= 0 and all(node.stored) else None
@@ -181,8 +182,8 @@ class PageStore:
     def enter(self, parent: Node, key: PageKey, pages: list[int]) -> Node | None:
         """Enter a full page of a sequence, ``pages[group]`` (-1: none), into the tree.
 
-        Where the tree has an equal page already, the entry of ``pages`` is changed to it. None if a page is in the
-        tree under another key.
+        Where the tree has an equal page already, the entry of ``pages`` is changed to it. None if a page is in the tree
+        under another key.
         """
         node = parent.children.get(key)
         for group, page in enumerate(pages):
@@ -207,9 +208,9 @@ class PageStore:
         return known
 
     def clear(self) -> int:
-        """Take every page out of the tree, on the device and on the host; return the number of nodes that had one.
+        """Remove every page from the tree, on the device and on the host; return the number of nodes that had one.
 
-        A page that somebody holds stays theirs, and is free when they let go. No node may be pinned.
+        A referenced page stays with its holders, and is free after the last release. No node may be pinned.
         """
         nodes = list(self.tree.nodes())
         found = sum(not node.empty for node in nodes)

@@ -1,7 +1,7 @@
-"""Pages that leave the device and come back: preempted sequences, and cached prefixes that were evicted.
+"""Transfer of pages between device and host: preempted sequences, and evicted pages of cached prefixes.
 
-A page outside is an array in page-locked memory of the host. A program's copies to and from it are a part of the
-program: they run in the order of the calls, and nobody waits for them.
+A host page is an array in page-locked host memory. Copies to and from it are operations of a compiled program: they run
+in the order of the calls and do not block the host.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import kv_copy
 
 TRANSFERS = (4, 1)
-"""Pages that one call of an export or restore program moves: a program each. Several share the launches of a call, and
-one alone, as most evictions are, moves no other bytes."""
+"""Pages moved by one call of an export or restore program: one program per size. The larger size shares the launches of
+a call; size 1, used by most evictions, moves no surplus bytes."""
 
 COPIES = 8
 """Pages that one call of the copy program takes."""
@@ -31,13 +31,13 @@ _SCALE = np.dtype(np.float32)
 
 
 def moved_pages(spec: CacheSpec, count: int, page_size: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of ``count`` exported pages, ``[count, layers, *page]``, of a model in ``dtype``.
+    """Return shape and dtype of ``count`` exported pages, ``[count, layers, *page]``, of a model in ``dtype``.
 
     Quantised pages are one array of bytes: the elements of a head of a token are followed by the bytes of its scale,
-    the elements of a latent by the bytes of its two.
+    the elements of a latent by the bytes of its two scales.
 
-    Layers of unlike shapes are one layer that has as many heads as can be dealt out of all of them; what each head of
-    a token has in the layers stands side by side.
+    Layers of different shapes are packed as one layer whose number of heads divides that of each layer; the data of all
+    layers are concatenated within each head of a token.
     """
     kind = jnp.dtype(jnp.uint8) if spec.dtype else jnp.dtype(dtype)
     pages = [_packed_page(spec, page_size, layer) for layer in spec.attending or (LayerSpec(),)]
@@ -54,7 +54,7 @@ def _packed_page(spec: CacheSpec, page_size: int, layer: LayerSpec) -> tuple[int
 
 
 def _common_heads(spec: CacheSpec) -> int | None:
-    """The most heads of which each layer has a multiple; None: all layers are alike."""
+    """Return the greatest number of heads that divides that of each layer; None: all layers have the same shape."""
     sizes = {spec.sizes(layer) for layer in spec.attending}
     return math.gcd(*(heads for heads, _ in sizes)) if len(sizes) > 1 else None
 
@@ -62,7 +62,7 @@ def _common_heads(spec: CacheSpec) -> int | None:
 def export_pages(
     spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
 ) -> tuple[Shaped[Array, "1 layers *page"], ...]:
-    """Gather pages of all layers that attend, by each group's ids, an array a page; see `moved_pages`."""
+    """Gather pages of all layers that attend, by the ids of each group, one array per page; see `moved_pages`."""
     pages = _gathered(spec, pools, source)
     return tuple(pages[at : at + 1] for at in range(source.shape[1]))
 
@@ -71,7 +71,7 @@ def _gathered(
     spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
 ) -> Shaped[Array, "pages layers *page"]:
     layers = [_packed(pool, source[spec.group(layer)]) for pool, layer in zip(pools, spec.attending, strict=True)]
-    if not layers:  # a stage whose layers have states alone
+    if not layers:  # a pipeline stage whose layers only have states
         none = moved_pages(spec, source.shape[1], spec.page_size, jnp.dtype(jnp.float32))
         return jnp.zeros(none.shape, none.dtype)
     if (heads := _common_heads(spec)) is None:
@@ -80,7 +80,7 @@ def _gathered(
 
 
 def _with_heads(pages: Shaped[Array, "pages 2 kv_heads slots _"], heads: int) -> Shaped[Array, "pages 2 heads slots _"]:
-    """Neighbouring heads beside each other in one."""
+    """Concatenate neighbouring heads so that ``heads`` remain."""
     count, parts, kv_heads, slots, wide = pages.shape
     apart = pages.reshape(count, parts, heads, kv_heads // heads, slots, wide)
     return jnp.moveaxis(apart, 3, 4).reshape(count, parts, heads, slots, -1)
@@ -100,8 +100,7 @@ def import_pages(
     pages: Sequence[Shaped[Array, "1 layers *page"]],
     target: Int[Array, "groups pages"],
 ) -> list[LayerPool]:
-    """Write exported pages (`export_pages`), wherever they lie, into other pages; a target beyond the pool is
-    dropped."""
+    """Write exported pages (`export_pages`), in any memory, to other pages; a target beyond the pool is dropped."""
     arrived = jnp.concatenate([jax.device_put(page, jax.memory.Space.Device) for page in pages])
     packed = zip(pools, spec.attending, _by_layer(spec, arrived), strict=True)
     return [
@@ -110,7 +109,7 @@ def import_pages(
 
 
 def _by_layer(spec: CacheSpec, pages: Shaped[Array, "pages layers *page"]) -> list[jax.Array]:
-    """The pages of each layer as `_packed` made them."""
+    """Split exported pages into the pages of each layer, as `_packed` made them."""
     if (heads := _common_heads(spec)) is None:
         return [pages[:, layer] for layer in range(len(spec.attending))]
     count, _, parts, _, slots, _ = pages.shape
@@ -140,7 +139,7 @@ def slot_bytes(pages: Shaped[np.ndarray, "pages layers *page"]) -> UInt8[np.ndar
 
 
 def transfers[Move](moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
-    """Cut moves into as many as one call takes, see `TRANSFERS`."""
+    """Split moves into batches of the sizes in `TRANSFERS`, one batch per call."""
     at = 0
     for size in TRANSFERS:
         while at + size <= len(moves):
@@ -148,10 +147,10 @@ def transfers[Move](moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
 
 
 class HostPages:
-    """What lies on pages of the host: as many arrays at most as there are pages.
+    """Contents of the host pages: at most one array of `export_pages` per page.
 
-    Of each page an array of `export_pages` is kept until the next one comes. Its memory is free again when nothing
-    that was launched reads it any more: the runtime's allocator gives it to the next page.
+    The array of a page is kept until the next one replaces it. Its memory is free again when no launched operation
+    reads it any more: the runtime's allocator reuses it for the next page.
     """
 
     def __init__(self, host_pages: int) -> None:
@@ -159,7 +158,7 @@ class HostPages:
         self._pages: dict[int, Array] = {}
 
     def release(self, pages: Sequence[int]) -> None:
-        """Forget what lies on these pages, before it is replaced: so the new bytes may take the old ones' memory.
+        """Drop the contents of these pages before they are replaced, so that the new bytes may reuse their memory.
 
         Raises:
             IndexError: a page is beyond ``host_pages``.
@@ -170,16 +169,16 @@ class HostPages:
             self._pages.pop(page, None)
 
     def put(self, pages: Sequence[int], arrays: Sequence[Shaped[Array, "1 layers *page"]]) -> None:
-        """Keep ``arrays[i]`` as host page ``pages[i]``. Nobody waits: they may still be on their way.
+        """Keep ``arrays[i]`` as host page ``pages[i]``. Does not block: the arrays may still be in transfer.
 
         Raises:
-            IndexError: as `release`.
+            IndexError: see `release`.
         """
         self.release(pages)
         self._pages.update(zip(pages, arrays, strict=True))
 
     def take(self, pages: Sequence[int]) -> tuple[Shaped[Array, "1 layers *page"], ...]:
-        """The arrays of these pages.
+        """Return the arrays of these pages.
 
         Raises:
             KeyError: nothing was ever put into a page.

@@ -1,1 +1,1 @@
-"""Pure layers that families are built from."""
+"""Pure layers from which model families are built."""

@@ -22,7 +22,7 @@ from pallas_kernels.token_index import Index
 
 @runtime_checkable
 class Attend(Protocol):
-    """Store the new keys and values in this layer's cache and attend to all that a token may see."""
+    """Attention backend of a layer: stores new keys and values in its cache and attends to all visible tokens."""
 
     def __call__(
         self,
@@ -35,18 +35,18 @@ class Attend(Protocol):
         sinks: Float[Array, " heads"] | None = None,
         chosen: Any = None,
     ) -> tuple[Float[Array, "*batch heads value_dim"], Any]:
-        """``v`` is None where the keys are latents (`LayerSpec.latent_rank`), and ``value_dim`` that rank then. Both
-        are None where the cache is another layer's, which has stored them (`LayerSpec.source`).
+        """Return the attention output and the updated cache.
 
-        ``sinks`` are scores that every query gives to nothing: they stand in the softmax's sum and have no value.
-        ``chosen``: the only keys that queries attend to, as this attention chooses them; None: all.
+        ``v`` is None for MLA latents (`LayerSpec.latent_rank`, then ``value_dim``). ``k`` and ``v`` are None if the
+        layer reads another layer's cache (`LayerSpec.source`). ``sinks``: attention sink logit of each head, without a
+        value. ``chosen``: the keys selected by sparse attention, in this backend's format; None: all.
         """
         ...
 
 
 @runtime_checkable
 class ChoosingAttend(Attend, Protocol):
-    """An `Attend` with a cache of index keys. One that is none is over contiguous sequences: see `causal_choice`."""
+    """An `Attend` that caches index keys. Backends without index keys run contiguous sequences: see `causal_choice`."""
 
     def choosing(
         self,
@@ -57,16 +57,16 @@ class ChoosingAttend(Attend, Protocol):
         layer: LayerSpec,
         scale: float,
     ) -> tuple[Float[Array, "*batch heads value_dim"], Any, Any]:
-        """Store latents and index keys, and attend to the ``layer.index_topk`` tokens that each query chooses.
+        """Store latents and index keys, and attend to the top ``layer.index_topk`` tokens of each query.
 
-        Returns the result, the choice (None: all tokens) and the cache.
+        Returns the output, the selected tokens (None: all) and the cache.
         """
         ...
 
 
 @runtime_checkable
 class FusedAttend(Attend, Protocol):
-    """An `Attend` that may take a fused projection as it is, and rotate while it writes keys and values."""
+    """An `Attend` that may take the fused QKV projection as it is and apply RoPE while it writes keys and values."""
 
     def fused(
         self,
@@ -78,25 +78,25 @@ class FusedAttend(Attend, Protocol):
         scale: float,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "*batch heads head_dim"], Any] | None:
-        """Attend as by `__call__` with the rotated parts; None, and nothing done: not for these operands."""
+        """Attend as `__call__`, with RoPE applied inside; None, without side effects, for unsupported operands."""
         ...
 
 
 class Attention(Layer):
     """Multi-head attention with ``heads`` query and ``kv_heads`` key/value heads (GQA, Ainslie et al. 2023).
 
-    Parameters: ``qkv`` [d, kv_heads, group + 2, head_dim], each group's queries followed by its key and value, so
+    Parameters: ``qkv`` [d, kv_heads, group + 2, head_dim], the queries of each group followed by its key and value, so
     that sharding over kv_heads keeps a group together; ``out`` [heads * head_dim, d].
 
     Attributes:
-        qk_l2_eps: rotated queries and keys are divided by their root mean square, without weights (Llama 4).
-        scale: of the scores; None: 1 / sqrt(head_dim).
-        qk_norm_eps: queries and keys are normalised over head_dim before they are rotated.
-        norm_offset: see `RMSNorm`, of these two norms.
-        qk_layer_norm: they are `LayerNorm` instead.
-        qk_norm_whole: they are over all heads together: their weights are [heads, head_dim], [kv_heads, head_dim].
+        qk_l2_eps: epsilon of an RMS norm without weights, applied to rotated queries and keys (Llama 4).
+        scale: score scale; None: 1 / sqrt(head_dim).
+        qk_norm_eps: epsilon of the QK norm over head_dim, applied before RoPE; None: no QK norm.
+        norm_offset: offset of the QK norm, see `RMSNorm`.
+        qk_layer_norm: the QK norm is a `LayerNorm`.
+        qk_norm_whole: the QK norm is over all heads together: its weights are [heads, head_dim], [kv_heads, head_dim].
         interleaved: see `rotate`.
-        sinks: a learned score for nothing, one a head (``sinks`` [heads]).
+        sinks: each head has a learned attention sink logit (``sinks`` [heads]).
     """
 
     heads: int
@@ -126,11 +126,11 @@ class Attention(Layer):
         cache: Any,
         temperature: Float[Array, "*batch"] | None = None,
     ) -> tuple[Float[Array, "*batch out"], Any]:
-        """Attend.
+        """Run self-attention.
 
         Args:
-            rope: cosines and sines of `rope_angles`; None where positions are encoded otherwise.
-            temperature: queries are multiplied by it, after their rotation.
+            rope: cosines and sines of `rope_angles`; None: no rotary embedding.
+            temperature: factor of the queries after RoPE.
         """
         mixed, cache = self._attended(self._project(all_tokens(x)), rope, attend, cache, temperature)
         out = own_tokens(matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out")))
@@ -162,7 +162,7 @@ class Attention(Layer):
     def encoded(
         self, q: jax.Array, k: jax.Array, rope: tuple[jax.Array, jax.Array] | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys as they meet: normalised, then rotated."""
+        """Return queries and keys after normalisation and RoPE."""
         if self.qk_norm_eps is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
@@ -175,7 +175,7 @@ class Attention(Layer):
         return rotate(q, *rope, interleaved=self.interleaved), rotate(k, *rope, interleaved=self.interleaved)
 
     def norm(self, eps: float) -> Layer:
-        """Make the norm of queries, or of keys: of [..., heads, head_dim]."""
+        """Make the norm of queries or keys [..., heads, head_dim]."""
         if self.qk_norm_whole:
             return AllHeadsNorm(eps)
         return LayerNorm(eps) if self.qk_layer_norm else RMSNorm(eps, self.norm_offset)
@@ -194,7 +194,7 @@ def causal_attend(
     sinks: Float[Array, " heads"] | None = None,
     chosen: Bool[Array, "*batch time time"] | None = None,
 ) -> tuple[Float[Array, "*batch time heads value_dim"], tuple[jax.Array, jax.Array]]:
-    """Attention over one contiguous sequence per batch entry: differentiable, the plain equation. The cache is its keys
+    """Attend over one contiguous sequence per batch entry: the reference formula, differentiable. The cache is the keys
     and values."""
     if k is None:
         assert cache is not None, layer
@@ -214,8 +214,8 @@ def distant_attend(
     sinks: Float[Array, " heads"] | None = None,
     chosen: Bool[Array, "*batch time keys"] | None = None,
 ) -> tuple[Float[Array, "*batch time heads value_dim"], Float[Array, "*batch heads time keys"]]:
-    """The plain equation of attention and its weights (float32), where each query is ``distance`` tokens behind each
-    key: below 0 it does not see it. The result of a query that sees nothing is finite, and nobody reads it."""
+    """Compute attention by the reference formula, with its weights (float32), where each query is ``distance`` tokens
+    after each key: a negative distance is masked. The output of a fully masked query is finite and unused."""
     heads, kv_heads = q.shape[-2], k.shape[-2]
     grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -233,8 +233,8 @@ def distant_attend(
 def causal_choice(
     index: Index, layer: LayerSpec, distance: Int[Array, "*#batch time keys"] | None = None
 ) -> Bool[Array, "*batch time keys"] | None:
-    """The keys that each query attends to, of one contiguous sequence unless a ``distance`` says what it sees (as
-    `distant_attend`); no gradient flows through a choice."""
+    """Return the keys selected by each query of one contiguous sequence (None: all); a ``distance`` replaces the causal
+    mask, as in `distant_attend`. No gradient flows through the selection."""
     keys = index.k.shape[-2]
     if layer.index_topk is None or keys <= layer.index_topk:
         return None

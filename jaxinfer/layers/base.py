@@ -1,4 +1,4 @@
-"""The base class of layers: reads parameters by name."""
+"""Base class of layers, which reads parameters by name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import flax.linen as nn
 
 
 class Layer(nn.Module):
-    """A Flax module whose parameters are declared by its family's parameter tree, not by itself.
+    """A Flax module whose parameters are declared by the parameter tree of its family.
 
-    Shapes, sharding and initialisation stand in one place (`types.ParamSpec`); a layer only reads.
+    Shapes, sharding and initialisation are declared in one place (`types.ParamSpec`); a layer only reads parameters.
     """
 
     def weight(self, name: str) -> Any:
-        """The array (or quantised storage) called ``name`` in this layer's part of the parameters."""
+        """Return the array (or quantised storage) ``name`` from this layer's parameters."""
         value: Any = self.get_variable("params", name)
         if value is None:
             raise KeyError(f"parameter {'/'.join((*self.path, name))} is missing from the given parameters")

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention with a gated delta rule behind a short convolution (Yang et al. 2024)."""
+"""Gated DeltaNet: linear attention with a gated delta rule after a short convolution (Yang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec, StateSpec
 
-_UNIT_EPS = 1e-6  # of the norm of queries and keys
+_UNIT_EPS = 1e-6  # epsilon of the L2 norm of queries and keys
 
 
 class GatedDeltaNet(Layer):
-    """``heads`` groups of ``values`` value heads each, which share a query and a key.
+    """Gated DeltaNet mixer with ``heads`` key heads, each with ``values`` value heads that share its query and key.
 
-    Parameters: ``qkvz`` [d, heads, 2 key + 2 values value_dim], a group's query, key, values and their gates one behind
-    another, so that sharding over heads keeps a group together; ``ba`` [d, heads, 2 values]; ``conv`` [heads, channels,
+    Parameters: ``qkvz`` [d, heads, 2 key + 2 values value_dim], concatenated query, key, values and gates of a key
+    head, so that sharding over heads keeps a group together; ``ba`` [d, heads, 2 values]; ``conv`` [heads, channels,
     taps]; ``log_decay`` and ``dt_bias`` [heads, values]; ``norm`` [value_dim]; ``out`` [heads values value_dim, d].
 
     Attributes:
         layer: has the states of `states`.
-        key, value: sizes of a head.
-        activation: of what the convolution gives; that of gates is always SiLU.
+        key, value: key and value head dims.
+        activation: activation of the convolution output; that of gates is always SiLU.
     """
 
     heads: int
@@ -40,7 +40,7 @@ class GatedDeltaNet(Layer):
     activation: str = "silu"
 
     def __call__(self, x: Float[Array, "*batch d"], attend: Any, cache: Any) -> tuple[Float[Array, "*batch d"], Any]:
-        """Mix what came before into each token; ``cache`` has the states of `states`."""
+        """Mix previous tokens into each token; ``cache`` holds the states of `states`."""
         rows, of_conv, of_delta = x.shape[:-1], *self.layer.states
         x = all_tokens(x)
         channels = 2 * self.key + self.values * self.value
@@ -54,12 +54,12 @@ class GatedDeltaNet(Layer):
         return out, None if cache is None else cache._replace(states=(conv, delta))
 
     def _heads(self, qkv: Float[Array, "*batch heads channels"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries and keys of all heads, and values of all value heads, float32."""
+        """Return float32 queries and keys of all key heads, and values of all value heads."""
         q, k, v = jnp.split(qkv.astype(jnp.float32), [self.key, 2 * self.key], axis=-1)
         return _unit(q) * self.key**-0.5, _unit(k), v.reshape(*v.shape[:-2], self.heads * self.values, self.value)
 
     def _gates(self, ba: Float[Array, "*batch heads gates"]) -> tuple[jax.Array, jax.Array]:
-        """What a state is multiplied with, as a logarithm, and how much of it is replaced; float32."""
+        """Return the log decay and the write strength (beta) of the state of each value head, float32."""
         b, a = jnp.split(ba, 2, axis=-1)
         wide = (self.weight(name).astype(jnp.float32) for name in ("log_decay", "dt_bias"))
         rate, bias = wide
@@ -75,7 +75,7 @@ class GatedDeltaNet(Layer):
 
 
 def states(heads: int, values: int, key: int, value: int, taps: int) -> tuple[StateSpec, StateSpec]:
-    """The states of a `GatedDeltaNet`: the last inputs of its convolution, and what it remembers."""
+    """Return the state specs of a `GatedDeltaNet`: the last inputs of its convolution, and its recurrent state."""
     return StateSpec((heads, 2 * key + values * value, taps - 1)), StateSpec((heads * values, key, value), exact=True)
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention (DeepSeek-V3.2-Exp): a small indexer chooses the tokens that a query attends to."""
+"""DeepSeek sparse attention (DeepSeek-V3.2-Exp): a small indexer selects the tokens that a query attends to."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from jaxinfer.parallel.tokens import all_tokens
 from jaxinfer.quant import matmul
 from pallas_kernels.token_index import Index
 
-# Of the norm of index keys, in every published model, whatever its `rms_norm_eps`.
+# Epsilon of the index key norm in every published model, independent of its `rms_norm_eps`.
 INDEX_NORM_EPS = 1e-6
 
 
 class Indexer(Layer):
-    """The index queries, weights and keys of tokens; `pallas_kernels.token_index` has the rule by which they choose.
+    """Indexer: makes the index queries, weights and keys by which `pallas_kernels.token_index` selects tokens.
 
     Parameters: ``q`` [q_rank, heads, dim]; ``k`` [d, dim]; ``k_norm`` {scale, bias}; ``weights`` [d, heads], float32
-    whatever the model's dtype.
+    whatever the model dtype.
 
     Attributes:
-        interleaved: see `rotate`; the first numbers of a head are rotated.
+        interleaved: see `rotate`; RoPE covers the first dims of a head.
     """
 
     interleaved: bool
@@ -39,7 +39,7 @@ class Indexer(Layer):
     def __call__(
         self, x: Float[Array, "*batch d"], wanted: Float[Array, "*batch k"], angles: tuple[jax.Array, jax.Array]
     ) -> Index:
-        """``wanted``: the normed latent that the layer's queries are projected from."""
+        """Return the index queries, weights and keys; ``wanted``: the normed query latent of the layer."""
         q = rotate(matmul(wanted, self.weight("q")), *angles, interleaved=self.interleaved)
         k = self.k_norm(matmul(x, self.weight("k")))[..., None, :]
         k = rotate(k, *angles, interleaved=self.interleaved)[..., 0, :]
@@ -49,10 +49,10 @@ class Indexer(Layer):
 
 
 class SparseLatentAttention(LatentAttention):
-    """`LatentAttention` to the tokens that an indexer chooses: its own (parameter ``indexer``), or an earlier layer's.
+    """`LatentAttention` to tokens selected by its own indexer (parameter ``indexer``) or by that of an earlier layer.
 
     Attributes:
-        index_interleaved: of the indexer, see there; None: the layer has none, and takes the choice that it is handed.
+        index_interleaved: `Indexer.interleaved`; None: no indexer, the layer uses the selection passed to it.
     """
 
     index_interleaved: bool | None = None
@@ -70,7 +70,7 @@ class SparseLatentAttention(LatentAttention):
         cache: Any,
         chosen: Any = None,
     ) -> tuple[Float[Array, "*batch d"], Any, Any]:
-        """Attend. Returns the result, the choice by which it came about, and the cache."""
+        """Run attention. Returns the output, the token selection that it used, and the cache."""
         x = all_tokens(x)
         wanted, k = self.latents(x, angles)
         q, rest = self.queries(wanted, angles), (cache, self.layer, self.scale)

@@ -1,4 +1,4 @@
-"""Mamba-2: a state space with one decay for each head and token, behind a short convolution (Dao & Gu 2024)."""
+"""Mamba-2: a state-space layer with one decay per head and token, after a short convolution (Dao & Gu 2024)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class MambaSizes:
     """Sizes and switches of `Mamba2`.
 
     Attributes:
-        groups: of neighbouring heads, which share what they write to (B) and read from (C) the state.
-        state: numbers of a head's state for each number of the head.
-        taps: tokens that the convolution sees.
-        activation: behind the convolution.
-        bias, conv_bias, out_bias: of the projection of the input, the convolution, and the projection of the output.
-        norm: "gated": over what the gate has multiplied; "before gate"; None: there is none, the gate alone.
-        limits: to which time steps are clipped.
-        multipliers: of the projected gate, values, B, C and time steps.
+        groups: groups of neighbouring heads, which share B (input to the state) and C (output of the state).
+        state: state size per head dim.
+        taps: kernel size of the convolution, in tokens.
+        activation: activation after the convolution.
+        bias, conv_bias, out_bias: whether the input projection, convolution and output projection have biases.
+        norm: "gated": norm after the gate; "before gate": norm before the gate; None: gate without norm.
+        limits: clipping range of the time steps.
+        multipliers: factors of the projected gate, values, B, C and time steps.
     """
 
     heads: int
@@ -53,20 +53,20 @@ class MambaSizes:
 
     @property
     def states(self) -> tuple[StateSpec, StateSpec, StateSpec]:
-        """The last inputs of the convolution, of heads and of groups, and what is remembered. Groups may be fewer than
-        devices: all of them are on each."""
+        """Specs of the states: convolution inputs of heads and of groups, and the recurrent state. Group states are
+        replicated, since there may be fewer groups than devices."""
         heads = StateSpec((self.heads, self.head_dim, self.taps - 1))
         groups = StateSpec((2 * self.groups, self.state, self.taps - 1), whole=True)
         return heads, groups, StateSpec((self.heads, self.state, self.head_dim), exact=True)
 
 
 class Mamba2(Layer):
-    """The mixer of Mamba-2.
+    """Mamba-2 mixer.
 
-    Parameters: ``zx`` [d, heads, 2 head_dim], each head's gate and values, so that sharding over heads keeps them
+    Parameters: ``zx`` [d, heads, 2 head_dim], the gate and values of each head, so that sharding over heads keeps them
     together; ``dt`` [d, heads]; ``bc`` [d, 2 groups, state], B of all groups, then C; ``conv_x`` [heads, head_dim,
     taps], ``conv_bc`` [2 groups, state, taps]; ``log_decay``, ``dt_bias`` and ``skip`` [heads]; ``norm`` [heads,
-    head_dim]; ``out`` [heads head_dim, d]. By the switches also ``zx_bias``, ``dt_in_bias``, ``bc_bias``,
+    head_dim]; ``out`` [heads head_dim, d]. Depending on the switches also ``zx_bias``, ``dt_in_bias``, ``bc_bias``,
     ``conv_x_bias``, ``conv_bc_bias`` and ``out_bias``.
 
     Attributes:
@@ -78,7 +78,7 @@ class Mamba2(Layer):
     eps: float
 
     def __call__(self, x: Float[Array, "*batch d"], attend: Any, cache: Any) -> tuple[Float[Array, "*batch d"], Any]:
-        """Mix what came before into each token; ``cache`` has the states of `MambaSizes.states`."""
+        """Mix previous tokens into each token; ``cache`` holds the states of `MambaSizes.states`."""
         rows, (of_x, of_bc, of_memory) = x.shape[:-1], self.layer.states[-3:]
         z, values, bc, dt = self._projected(all_tokens(x))
         kept = (None,) * 3 if cache is None else cache.states
@@ -99,7 +99,7 @@ class Mamba2(Layer):
         return self.weight(name).astype(jnp.float32)
 
     def _projected(self, x: Float[Array, "*batch d"]) -> tuple[jax.Array, ...]:
-        """The gate and the values of each head, B and C of each group, and the time steps."""
+        """Return the gate and values of each head, B and C of each group, and the time steps."""
         zx, bc, dt = (self._linear(x, *names) for names in (("zx", "zx_bias"), ("bc", "bc_bias"), ("dt", "dt_in_bias")))
         z, values = jnp.split(zx, 2, axis=-1)
         parts = (z, values, *jnp.split(bc, 2, axis=-2), dt)
@@ -114,16 +114,16 @@ class Mamba2(Layer):
         return short_conv(self.weight(name), self.weight(f"{name}_bias") if self.sizes.conv_bias else None)
 
     def _activated(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-        """What the convolution gives, float32 but rounded as the model's dtype is."""
+        """Apply the activation in the model dtype and return float32."""
         return ACTIVATIONS[self.sizes.activation](x).astype(jnp.float32)
 
     def _steps(self, dt: Float[Array, "*batch heads"]) -> Float[Array, "*batch heads"]:
-        """Time steps, float32: how much of a token is written, and how long a state is left to decay."""
+        """Return the float32 time steps, which set how much of a token is written and how far a state decays."""
         steps = jax.nn.softplus(dt.astype(jnp.float32) + self._wide("dt_bias"))
         return steps if self.sizes.limits == UNLIMITED else jnp.clip(steps, *self.sizes.limits)
 
     def _by_head(self, bc: Float[Array, "*batch groups state"]) -> tuple[jax.Array, jax.Array]:
-        """B and C of each head."""
+        """Repeat B and C of each group for its heads."""
         b, c = jnp.split(bc, 2, axis=-2)
         heads = self.sizes.heads // self.sizes.groups
         return jnp.repeat(b, heads, axis=-2), jnp.repeat(c, heads, axis=-2)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed: keys and values never leave their latents."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed: no keys or values are made of latents."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, matmul_heads, plus_bias
 from jaxinfer.types import LayerSpec
 
-# Of the norms of latents, in every published model, whatever its `rms_norm_eps`.
+# Epsilon of the latent norms in every published model, independent of its `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(Layer):
-    """Attention whose cache is one latent of ``layer.latent_rank`` numbers a token and one rotated key of ``rope``.
+    """MLA layer: caches a latent of ``layer.latent_rank`` and a rotated key of ``rope`` elements per token.
 
-    A query's unrotated part is multiplied by its head's up-projection of keys and meets the latents themselves; what
-    it gathers of them is multiplied by its head's up-projection of values. That is the published equation in another
-    order: no key or value of a head is ever made, for one token or for a whole prompt.
+    Weight absorption: the unrotated part of a query is multiplied by the key up-projection of its head and scored
+    against latents; the attention output over latents is multiplied by the value up-projection. This reorders the
+    published equation: no key or value of a head is ever materialised, in prefill or decode.
 
-    Parameters: ``down`` [d, q_rank + latent_rank + rope], the latents of queries (none without ``q_rank``) and of
-    keys, and the key to rotate; ``q_norm`` and ``kv_norm`` {scale}; ``q`` [q_rank or d, heads, nope + rope];
-    ``up_key`` [heads, nope, latent_rank]; ``up_value`` [heads, latent_rank, value_dim]; ``out``
-    [heads * value_dim, d]; ``down_bias`` and ``out_bias`` with ``bias``.
+    Parameters: ``down`` [d, q_rank + latent_rank + rope], the query latent (absent without ``q_rank``), the key latent,
+    and the key to rotate; ``q_norm`` and ``kv_norm`` {scale}; ``q`` [q_rank or d, heads, nope + rope]; ``up_key``
+    [heads, nope, latent_rank]; ``up_value`` [heads, latent_rank, value_dim]; ``out`` [heads * value_dim, d];
+    ``down_bias`` and ``out_bias`` with ``bias``.
 
     Attributes:
-        nope, rope: numbers of a query's head that are not rotated, and that are.
-        q_rank: of the queries' latent; None: queries are projected from the input.
-        scale: of the scores.
+        nope, rope: unrotated and rotated dims of a query head.
+        q_rank: rank of the query latent; None: queries are projected from the input.
+        scale: score scale.
         interleaved: see `rotate`.
     """
 
@@ -56,7 +56,7 @@ class LatentAttention(Layer):
     def __call__(
         self, x: Float[Array, "*batch d"], angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """``angles``: cosines and sines of the rotated numbers, of `RopeConfig.angles`."""
+        """Run attention; ``angles``: cosines and sines of the rotated dims, of `RopeConfig.angles`."""
         wanted, k = self.latents(all_tokens(x), angles)
         mixed, cache = attend(self.queries(wanted, angles), k, None, cache, self.layer, self.scale)
         return self.out(mixed), cache
@@ -64,7 +64,7 @@ class LatentAttention(Layer):
     def latents(
         self, x: Float[Array, "*batch d"], angles: tuple[jax.Array, jax.Array]
     ) -> tuple[Float[Array, "*batch wanted"], Float[Array, "*batch 1 latent"]]:
-        """What queries are projected from, and the latents of keys with their rotated numbers."""
+        """Return the input of the query projection, and the key latents with their rotated keys."""
         down = matmul(x, self.weight("down"), self.weight("down_bias") if self.bias else None)
         first, rank = self.q_rank or 0, self.layer.latent_rank
         assert rank is not None
@@ -74,7 +74,7 @@ class LatentAttention(Layer):
         return x if self.q_rank is None else self.q_norm(wanted), k
 
     def out(self, mixed: Float[Array, "*batch heads rank"]) -> Float[Array, "*batch d"]:
-        """The layer's result of what queries have gathered of latents."""
+        """Project attention outputs over latents to the layer output."""
         values = matmul_heads(mixed, self.weight("up_value"))
         out = own_tokens(matmul(values.reshape(*values.shape[:-2], -1), self.weight("out")))
         return plus_bias(out, self.weight("out_bias")) if self.bias else out
@@ -82,7 +82,7 @@ class LatentAttention(Layer):
     def queries(
         self, x: Float[Array, "*batch k"], angles: tuple[jax.Array, jax.Array]
     ) -> Float[Array, "*batch heads latent"]:
-        """Queries that meet latents and rotated keys."""
+        """Return absorbed queries, which are scored against latents and rotated keys."""
         q = matmul(x, self.weight("q"))
         absorbed = matmul_heads(q[..., : self.nope], self.weight("up_key"))
         return jnp.concatenate([absorbed, rotate(q[..., self.nope :], *angles, interleaved=self.interleaved)], axis=-1)

@@ -17,9 +17,9 @@ _TWICE_U = 2.0 * math.sqrt(2.0 / math.pi)
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The approximation of `gelu_erf` by tanh (Hendrycks & Gimpel 2016), ``x (1 + tanh(u)) / 2``.
+    """Approximate `gelu_erf` by tanh (Hendrycks & Gimpel 2016), ``x (1 + tanh(u)) / 2``.
 
-    The sum cancels where x is negative, and leaves errors of half an ulp of 1; ``x sigmoid(2u)`` is the same.
+    That sum cancels for negative x, with errors of half an ulp of 1; the code uses the identical ``x sigmoid(2u)``.
     """
     return x * jax.nn.sigmoid(_TWICE_U * x * (1.0 + 0.044715 * x * x))
 
@@ -44,9 +44,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class GatedMLP(Layer):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020). ``gate_up`` is [2, hidden, d], ``down`` [hidden, d].
+    """Gated feed-forward network down(act(gate(x)) * up(x)) (Shazeer 2020).
 
-    ``gate_scale`` multiplies the gate.
+    ``gate_up`` is [2, hidden, d], ``down`` [hidden, d]. ``gate_scale`` multiplies the gate.
     """
 
     activation: str
@@ -69,7 +69,7 @@ class GatedMLP(Layer):
 
 
 class MLP(Layer):
-    """down(act(up(x))), with biases where the parameters have them: ``up`` [hidden, d], ``down`` [hidden, d]."""
+    """Ungated feed-forward network down(act(up(x))): ``up`` [hidden, d], ``down`` [hidden, d]; biases with ``bias``."""
 
     activation: str
     bias: bool = True

@@ -1,7 +1,7 @@
-"""Mixture of experts: a router chooses a few feed-forward networks for each token (Shazeer et al. 2017).
+"""Mixture of experts: a router selects a few feed-forward networks for each token (Shazeer et al. 2017).
 
-No token is ever dropped, and a token's result does not depend on the others: its experts' products have fixed shapes
-(`pallas_kernels.grouped_matmul`), and their results are added in the order in which its router chose them.
+No token is ever dropped, and results are batch-invariant: expert products have fixed shapes
+(`pallas_kernels.grouped_matmul`), and a token's outputs are added in the order of the router's selection.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from pallas_kernels.grouped_matmul import group, taken
 
 @dataclasses.dataclass(frozen=True)
 class RoutingRule:
-    """The rule by which a router's logits become experts and weights.
+    """Rule by which router logits become experts and weights.
 
     Attributes:
-        top_k: experts of a token.
+        top_k: experts per token.
         scores: "softmax" and "sigmoid" of all logits (Mixtral and Qwen; DeepSeek-V3); "softmax of chosen" and "sigmoid
-            of chosen": of the chosen logits alone (gpt-oss; Llama 4); "sparsemixer": see `_sparsemixer` (PhiMoE).
-        renormalise: the chosen scores are divided by their sum and ``norm_added``, or by ``norm_min`` if that is
-            more.
-        scale: of the weights, at last.
-        groups: the experts lie in this many groups of neighbours.
-        top_groups: only the best groups' experts can be chosen (DeepSeek-V2, Liu et al. 2024).
-        group_score: what makes a group good: its best expert ("max") or the sum of its best two ("top2").
-        jitter: of the sparsemixer: experts that are further behind the best, as a share, have no part in the softmax.
+            of chosen": of the selected logits only (gpt-oss; Llama 4); "sparsemixer": see `_sparsemixer` (PhiMoE).
+        renormalise: the selected scores are divided by their sum plus ``norm_added``, or, if ``norm_min`` is set, by
+            the larger of it and their sum.
+        scale: factor of the weights, applied last.
+        groups: number of expert groups, each of consecutive experts.
+        top_groups: experts are selected from this many best groups (DeepSeek-V2, Liu et al. 2024).
+        group_score: score of a group: its best expert ("max") or the sum of its best two ("top2").
+        jitter: sparsemixer: the softmax excludes experts with a relative gap to the best above 2 * jitter.
     """
 
     top_k: int
@@ -57,7 +57,7 @@ class RoutingRule:
 
 
 class Routing(NamedTuple):
-    """The experts of each token, and the weights of their results."""
+    """Expert ids of each token, and the weights of their outputs."""
 
     experts: Int[Array, "tokens top_k"]
     weights: Float[Array, "tokens top_k"]
@@ -66,10 +66,10 @@ class Routing(NamedTuple):
 def route(
     logits: Float[Array, "tokens experts"], rule: RoutingRule, correction: Float[Array, " experts"] | None = None
 ) -> Routing:
-    """Choose experts, in float32.
+    """Route tokens to experts, in float32.
 
     Args:
-        correction: added to the scores while experts are chosen, not to their weights (Wang et al. 2024).
+        correction: bias added to the scores for the selection only, not to the weights (Wang et al. 2024).
     """
     logits = logits.astype(jnp.float32)
     if rule.scores == "sparsemixer":
@@ -92,8 +92,8 @@ def route(
 
 
 def _sparsemixer(logits: Float[Array, "tokens experts"], rule: RoutingRule) -> Routing:
-    """The best experts one after the other (Liu et al. 2024, SparseMixer-v2): the weight of each is its softmax among
-    those that are left and near it."""
+    """Select experts one after another (Liu et al. 2024, SparseMixer-v2): the weight of each is its softmax among the
+    remaining experts with a score close to its own."""
     left, chosen, weights = logits, [], []
     for _ in range(rule.top_k):
         best = left.max(axis=-1, keepdims=True)
@@ -107,7 +107,7 @@ def _sparsemixer(logits: Float[Array, "tokens experts"], rule: RoutingRule) -> R
 
 
 def _of_best_groups(choice: Float[Array, "tokens experts"], rule: RoutingRule) -> Float[Array, "tokens experts"]:
-    """Set the scores of all but the best groups' experts to -inf."""
+    """Set the scores of experts outside the best groups to -inf."""
     grouped = choice.reshape(choice.shape[0], rule.groups, -1)
     best = top_k(grouped, 1 if rule.group_score == "max" else 2)[0].sum(axis=-1)
     _, chosen = top_k(best, rule.top_groups)
@@ -117,7 +117,7 @@ def _of_best_groups(choice: Float[Array, "tokens experts"], rule: RoutingRule) -
 
 @dataclasses.dataclass(frozen=True)
 class GLU:
-    """act(gate) * up (Shazeer 2020), the activation in float32."""
+    """Activation of gated experts: act(gate) * up (Shazeer 2020), with the activation in float32."""
 
     activation: str
 
@@ -127,7 +127,7 @@ class GLU:
 
 @dataclasses.dataclass(frozen=True)
 class Ungated:
-    """act(up), of experts without a gate: their ``gate_up`` is [experts, 1, hidden, d]."""
+    """Activation of ungated experts: act(up). Their ``gate_up`` is [experts, 1, hidden, d]."""
 
     activation: str
 
@@ -138,7 +138,7 @@ class Ungated:
 
 @dataclasses.dataclass(frozen=True)
 class ClampedGLU:
-    """gate * sigmoid(alpha * gate) * (up + 1), the gate at most ``limit`` and up within +-``limit`` (gpt-oss)."""
+    """Activation of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate at most ``limit``, up within +-``limit``."""
 
     alpha: float
     limit: float
@@ -150,7 +150,7 @@ class ClampedGLU:
 
 
 class Experts(NamedTuple):
-    """The weights of experts: of all, or of one device's shard.
+    """Weights of experts: of all experts, or of one device's shard.
 
     Attributes:
         gate_up: [experts, 2, hidden, d].
@@ -175,13 +175,13 @@ def run_experts(
     *,
     scaled_inputs: bool = False,
 ) -> Float[Array, "tokens d"]:
-    """The weighted sum of the chosen experts' outputs for each token, float32.
+    """Return the weighted sum of the selected experts' outputs for each token, float32.
 
     Args:
-        routing: a pair whose expert is not among ``experts`` adds nothing: several devices' results add up.
-        first: the index of the first of ``experts`` among all.
-        spread: the number of experts on all devices; None: ``experts`` are all.
-        scaled_inputs: weights are of what experts see, not of their outputs.
+        routing: entries with an expert outside ``experts`` add zero, so the results of several devices can be summed.
+        first: global index of the first of ``experts``.
+        spread: number of experts on all devices; None: ``experts`` are all.
+        scaled_inputs: weights multiply the inputs of experts instead of their outputs.
     """
     (tokens, top_k), count = routing.experts.shape, experts.gate_up.shape[0]
     local = routing.experts - first
@@ -209,11 +209,11 @@ def run_experts(
 
 @dataclasses.dataclass(frozen=True)
 class SharedExpert:
-    """A `GatedMLP` of all tokens.
+    """Shared expert: a `GatedMLP` applied to all tokens.
 
     Attributes:
-        mlp: its parameters by name; with a shard of the hidden numbers, results are parts of a sum.
-        gate: [1, d]; the result is multiplied with a sigmoid of it and the token.
+        mlp: parameters by name; with a shard of the hidden dimension, outputs are partial sums.
+        gate: [1, d]; the output is multiplied by a sigmoid of its product with the token.
     """
 
     activation: str
@@ -237,14 +237,14 @@ def run_experts_over_ranks(
     *,
     scaled_inputs: bool = False,
 ) -> Float[Array, "tokens d"]:
-    """Run experts where each rank has its tokens and some of the experts, in the dtype of ``x``.
+    """Run experts under DP attention, where each rank has its tokens and some of the experts, in the dtype of ``x``.
 
-    Two exchanges among all ranks (all-to-all; Lepikhin et al. 2020, GShard): tokens go to the ranks of their experts,
-    and their outputs come back. There is room for every token on every rank, so that none is dropped. Parts are
-    added in the order of ranks: a token's result depends neither on its rank nor on other tokens.
+    Two all-to-all exchanges (Lepikhin et al. 2020, GShard): tokens go to the ranks of their experts, and outputs come
+    back. Every rank has capacity for every token, so that none is dropped. Partial results are added in rank order: the
+    result of a token depends neither on its rank nor on other tokens.
 
     Args:
-        experts: this rank's; the ranks have equally many, in order.
+        experts: experts of this rank; all ranks have the same number, in rank order.
         scaled_inputs: see `run_experts`.
     """
     ranks, (tokens, d) = traced_dp_ranks(), x.shape
@@ -265,7 +265,7 @@ def run_experts_over_ranks(
 
 
 def _slots_among_ranks(experts: Experts, tokens: int) -> Int[Array, "tokens n"]:
-    """The place of each token's adapter among those of all ranks, which the tokens take with them; n = 0: none is."""
+    """Return the index of each token's LoRA adapter among those of all ranks, to send with it; n = 0: no adapters."""
     for weight in (experts.gate_up, experts.down):
         if (slots := slots_of(weight)) is not None:
             own = weight.a.shape[0] // traced_dp_ranks()
@@ -283,10 +283,10 @@ def _of_rows(experts: Experts, slots: Int[Array, "rows n"]) -> Experts:
 def packed(
     x: Float[Array, "*batch d"], weights: Float[Array, "*batch top_k"], numbers: Int[Array, "*batch n"]
 ) -> Shaped[Array, "*batch words"]:
-    """Pack tokens with their routing as integers of the width of the tokens' numbers, for one exchange of all.
+    """Pack tokens and their routing into words as wide as the tokens' dtype, for a single exchange.
 
     Args:
-        numbers: the tokens' experts, and where their adapters lie.
+        numbers: expert ids of the tokens, and the indices of their LoRA adapters.
     """
     word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     parts = (lax.bitcast_convert_type(part, word) for part in (x, weights, numbers.astype(jnp.int32)))
@@ -296,10 +296,10 @@ def packed(
 def unpacked(
     words: Shaped[Array, "tokens words"], dtype: jnp.dtype, widths: tuple[int, int, int]
 ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens top_k"], Int[Array, "tokens n"]]:
-    """Unpack the arguments of `packed`: tokens of ``dtype``, and the ``widths`` of the three in numbers."""
+    """Unpack the arguments of `packed`: tokens of ``dtype``; ``widths``: elements per token of the three arrays."""
     kinds, found, at = (dtype, jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)), [], 0
     for kind, width in zip(kinds, widths, strict=True):
-        each = kind.itemsize // words.dtype.itemsize  # words of a number
+        each = kind.itemsize // words.dtype.itemsize  # words per element
         part = words[:, at : at + width * each]
         part = part if each == 1 else part.reshape(-1, width, each)
         found.append(lax.bitcast_convert_type(part, kind))
@@ -317,10 +317,10 @@ def run_spread_experts(
     *,
     scaled_inputs: bool = False,
 ) -> Float[Array, "tokens d"]:
-    """Run experts where each device has some, or a shard of their hidden numbers, in the dtype of ``x``.
+    """Run experts that are sharded over devices, by expert or by hidden dimension, in the dtype of ``x``.
 
-    Tokens of ranks go to their experts (`run_experts_over_ranks`). Else all tokens are on every device, whose results
-    are parts of one sum; so are the shared expert's. ``scaled_inputs``: see `run_experts`.
+    Under DP attention, tokens go to their experts (`run_experts_over_ranks`). Otherwise all tokens are on every device,
+    and device results, including the shared expert's, are partial sums. ``scaled_inputs``: see `run_experts`.
     """
     scaled = {"scaled_inputs": scaled_inputs}
     if traced_dp_ranks() > 1:
@@ -332,7 +332,7 @@ def run_spread_experts(
         return result if shared is None else result + shared(x)
 
     def run_shard(x: jax.Array, routing: Routing, experts: Experts, mlp: Any, gate: Any) -> jax.Array:
-        if experts.down_bias is not None:  # once in the sum
+        if experts.down_bias is not None:  # add the bias once in the psum
             once = lax.axis_index(within) == 0
             experts = experts._replace(down_bias=jnp.where(once, experts.down_bias, 0))
         count = experts.gate_up.shape[0]
@@ -354,19 +354,19 @@ def run_spread_experts(
 
 
 class MoE(Layer):
-    """Routed experts, and one that all tokens share where the parameters have it.
+    """Mixture-of-experts layer: routed experts, and optionally a shared expert.
 
-    Parameters: ``router`` [experts, d], ``gate_up`` [experts, 2, hidden, d], ``down`` [experts, d, hidden]; by the
-    attributes also ``router_bias`` [experts], ``correction`` [experts], ``gate_up_bias`` [experts, 2, hidden],
+    Parameters: ``router`` [experts, d], ``gate_up`` [experts, 2, hidden, d], ``down`` [experts, d, hidden]; depending
+    on the attributes also ``router_bias`` [experts], ``correction`` [experts], ``gate_up_bias`` [experts, 2, hidden],
     ``down_bias`` [experts, d], ``shared`` (`GatedMLP`) and ``shared_gate`` [1, d].
 
     Attributes:
         rule: see `RoutingRule`.
-        glu: what becomes of gate and up: `GLU`, `ClampedGLU` or `Ungated`.
+        glu: activation of gate and up: `GLU`, `ClampedGLU` or `Ungated`.
         bias: the router and the experts have biases.
         correction: see `route`.
-        shared_activation: of the expert that all tokens share; None: there is none.
-        shared_gate: the shared expert's result is multiplied with a sigmoid of the token.
+        shared_activation: activation of the shared expert; None: no shared expert.
+        shared_gate: the output of the shared expert is multiplied by a sigmoid gate of the token.
         scaled_inputs: see `run_experts`.
     """
 
@@ -379,7 +379,7 @@ class MoE(Layer):
     scaled_inputs: bool = False
 
     def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        """Run the experts of ``live`` tokens; the others choose no expert and their results are not used."""
+        """Run the experts of ``live`` tokens; padding tokens select no expert and their results are not used."""
         flat = all_tokens(x).reshape(-1, x.shape[-1])
         routing = self.routing(flat)
         nobody = jnp.iinfo(jnp.int32).max
@@ -389,11 +389,11 @@ class MoE(Layer):
         return own_tokens(mixed.reshape(x.shape))
 
     def seen(self, x: Float[Array, "tokens d"]) -> Float[Array, "tokens d"]:
-        """What experts see of tokens; the router sees them as they are."""
+        """Return the inputs of the experts; the router reads the unmodified tokens."""
         return x
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
-        """Route tokens, in float32 whatever the model's dtype."""
+        """Route tokens, in float32 whatever the model dtype."""
         logits = matmul_transposed(x.astype(jnp.float32), self.weight("router"))
         if self.bias:
             logits = logits + self.weight("router_bias").astype(jnp.float32)

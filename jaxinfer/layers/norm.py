@@ -1,4 +1,4 @@
-"""Normalisation."""
+"""Normalisation layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unit_rms(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
 class RMSNorm(Layer):
     """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32.
 
-    ``offset`` is added to the stored scale: 1 in the checkpoints of Gemma.
+    ``offset`` is added to the stored scale: 1 for Gemma checkpoints.
     """
 
     eps: float
@@ -47,7 +47,7 @@ class LayerNorm(Layer):
 
 
 class HeadLayerNorm(Layer):
-    """`LayerNorm` without bias over each head, with a scale for each of them: ``scale`` [heads, head_dim]."""
+    """`LayerNorm` without bias over each head, with per-head scales: ``scale`` [heads, head_dim]."""
 
     eps: float
 
@@ -56,7 +56,7 @@ class HeadLayerNorm(Layer):
 
 
 class AllHeadsNorm(Layer):
-    """`RMSNorm` over all heads at once: ``scale`` [heads, head_dim]."""
+    """`RMSNorm` over all heads together: ``scale`` [heads, head_dim]."""
 
     eps: float
 
@@ -73,6 +73,6 @@ def _standardised(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]
 
 
 def _scales(scale: Float[Array, "stored head_dim"], x: Float[Array, "... heads head_dim"]) -> jax.Array:
-    """The scales of the heads of ``x``, float32: KV heads may be copied, each beside itself (`jaxinfer.parallel`)."""
+    """Return float32 scales for the heads of ``x``, repeated for adjacent copies of KV heads (`jaxinfer.parallel`)."""
     copies = x.shape[-2] // scale.shape[0]
     return (scale if copies == 1 else jnp.repeat(scale, copies, axis=0)).astype(jnp.float32)

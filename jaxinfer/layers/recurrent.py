@@ -1,4 +1,4 @@
-"""Recurrences: what layers with a state of fixed size compute, wherever states are kept (docs/states.md)."""
+"""Recurrences of layers with a fixed-size state, independent of where the state is stored (docs/states.md)."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from jaxinfer.types import StateSpec
 from pallas_kernels import linear_attention
 
 Recurrence = Callable[[Any, jax.Array, Int[Array, " batch"], int], tuple[Any, jax.Array]]
-"""``function(inputs, state, lengths, size)``: the outputs of pieces ``[batch, time, ...]`` of sequences, of which
-``lengths`` tokens are real, and the states ``[batch, chunks, ...]`` behind each ``size`` of them, as far as they are
-real. A token's output may depend on what is before it and on its place in its chunk, on nothing else."""
+"""Function ``(inputs, state, lengths, size)`` that returns the outputs of chunks ``[batch, time, ...]`` of sequences,
+with ``lengths`` valid tokens, and the states ``[batch, chunks, ...]`` after each ``size`` valid tokens. The output of a
+token may depend only on earlier tokens and on its position in its chunk."""
 
-_SIZE = 64  # tokens of a chunk of the plain form
+_SIZE = 64  # tokens per chunk of the reference implementation
 
 
 @runtime_checkable
 class Recur(Protocol):
-    """What an `Attend` that keeps states between steps has besides."""
+    """Interface of an `Attend` that also stores recurrent states between steps."""
 
     def recur(self, function: Recurrence, inputs: Any, state: Any) -> tuple[Any, Any]:
-        """Run a recurrence over rows ``[*batch, ...]`` from the states that are kept, and keep those behind them."""
+        """Run a recurrence over rows ``[*batch, ...]`` from the stored states, and store the resulting states."""
         ...
 
 
 def recur(
     attend: Any, function: Recurrence, inputs: Any, state: Any, spec: StateSpec, rows: tuple[int, ...], dtype: Any
 ) -> tuple[Any, Any]:
-    """Run a recurrence as `Recur` does, or without any ``state`` over whole sequences: differentiable.
+    """Run a recurrence through `Recur`, or, without a ``state``, over whole sequences (differentiable).
 
     Args:
         inputs: arrays ``[*rows, ...]``; without a state the last of ``rows`` is time.
-        spec: of the state; ``dtype``: the model's.
+        spec: spec of the state; ``dtype``: the model dtype.
     """
     if state is not None:
         assert isinstance(attend, Recur)
@@ -52,7 +52,7 @@ def recur(
 
 
 def run_whole(function: Recurrence, inputs: Any, state: Any, lengths: Int[Array, " batch"]) -> tuple[Any, jax.Array]:
-    """Run a recurrence over pieces ``[batch, time, ...]`` of any length: their outputs, and the states behind them."""
+    """Run a recurrence over chunks ``[batch, time, ...]`` of any length; return the outputs and the final states."""
     time = jax.tree.leaves(inputs)[0].shape[1]
     size = 1 if time == 1 else _SIZE
     padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -time % size), *[(0, 0)] * (x.ndim - 2)]), inputs)
@@ -61,7 +61,7 @@ def run_whole(function: Recurrence, inputs: Any, state: Any, lengths: Int[Array,
 
 
 def short_conv(weight: Float[Array, "*channels taps"], bias: Float[Array, "*channels"] | None = None) -> Recurrence:
-    """A causal convolution of each channel over the last ``taps`` tokens, whose state are the last ``taps - 1``."""
+    """Make a causal convolution of each channel over ``taps`` tokens; its state is the last ``taps - 1`` inputs."""
     return functools.partial(_short_conv, weight, bias)
 
 
@@ -85,8 +85,8 @@ def _short_conv(
 
 
 class LinearAttention:
-    """`Recurrence` of linear attention: its inputs are those of `linear_attention.chunks`, with or without beta, of as
-    many heads of queries and keys as of values, or a divisor of that."""
+    """`Recurrence` of linear attention; inputs are those of `linear_attention.chunks`, beta optional. The number of
+    query and key heads divides that of value heads."""
 
     def __call__(
         self,
@@ -112,10 +112,10 @@ class LinearAttention:
         lengths: Int[Array, " batch"],
         size: int,
     ) -> tuple[jax.Array, jax.Array] | None:
-        """The same by one kernel, from states in a pool and to it; None: there is none for these operands.
+        """Run the recurrence in one kernel, from and to states in a pool; None: no kernel supports these operands.
 
         Args:
-            read, write: places in the pool; beyond it a state is zeros, or dropped.
+            read, write: indices in the pool; out of bounds, a state is read as zeros, or its write is dropped.
         """
         q, k, v, decay, *beta = _real(inputs, lengths)
         operands, one = (q, k, v, decay, beta[0] if beta else None), q.shape[1] == 1
@@ -133,6 +133,6 @@ linear_recurrence = LinearAttention()
 
 
 def _real(inputs: tuple[jax.Array, ...], lengths: Int[Array, " batch"]) -> list[jax.Array]:
-    """The inputs with zeros for padding, which change no state."""
+    """Zero the padding of the inputs, so that it changes no state."""
     live = jnp.arange(inputs[0].shape[1]) < lengths[:, None]
     return [jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 2)), x, 0) for x in inputs]

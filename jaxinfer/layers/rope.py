@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al. 2021) and the ways published checkpoints stretch them.
+"""Rotary position embeddings (Su et al. 2021) and the context extensions of published checkpoints.
 
 Frequencies are computed once on the host in float64 and rounded to float32; angles, cosines and the rotation are
-float32 whatever the model's dtype.
+float32 whatever the model dtype.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jaxinfer.brief import Brief
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RopeConfig(Brief):
-    """Position embedding of a checkpoint, with the parameters of config.json.
+    """RoPE settings of a checkpoint, with the parameters of config.json.
 
     Attributes:
         kind: "default", "linear" (Chen et al. 2023), "llama3", "yarn" (Peng et al. 2023), "longrope" (Ding et al.
             2024), "dynamic" or "proportional" (see `docs/rope.md`).
-        partial: the share of a head that is rotated; of proportional the share of its frequencies that are not 0.
-        attention_factor: cosines and sines are multiplied by it, and so scores by its square (yarn, longrope).
-        beta_fast, beta_slow, truncate: of yarn: between so many turns over the original context a frequency is
+        partial: fraction of a head that is rotated; for proportional, the fraction of nonzero frequencies.
+        attention_factor: factor of cosines and sines, so that its square scales the scores (yarn, longrope).
+        beta_fast, beta_slow, truncate: yarn: frequencies with between this many turns over the original context are
             interpolated; ``truncate`` rounds the two ends outwards.
-        short_factor, long_factor: of longrope: one number a frequency.
-        original_max_position: the context that a checkpoint was trained with; of dynamic the model's own.
-        long: of longrope: which factors hold; None: the long ones where a position is beyond the original context.
+        short_factor, long_factor: longrope: one factor per frequency.
+        original_max_position: context length in training; for dynamic, the context length of the model.
+        long: longrope: which factors apply; None: the long ones if a position is beyond the original context.
     """
 
     theta: float = 10000.0
@@ -51,7 +51,7 @@ class RopeConfig(Brief):
     def angles(
         self, positions: Int[Array, "*batch"], head_dim: int
     ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-        """Cosine and sine of every position's angles for `rotate`, times ``attention_factor``; float32."""
+        """Return cosines and sines of every position's angles for `rotate`, times ``attention_factor``; float32."""
         inverse: np.ndarray | Array = self.inverse_frequencies(head_dim)
         if self.kind == "longrope" and self.long is None:
             stretched = dataclasses.replace(self, long=True).inverse_frequencies(head_dim)
@@ -61,15 +61,15 @@ class RopeConfig(Brief):
         return rope_angles(positions, inverse, self.attention_factor)
 
     def up_to(self, length: int) -> RopeConfig:
-        """The config for sequences of at most ``length`` tokens, all computed alike: longrope takes one set of factors,
-        dynamic is plain within the model's context."""
+        """Return the config for sequences of at most ``length`` tokens, with the same frequencies for all of them:
+        longrope fixes one set of factors, and dynamic becomes default within the model's context."""
         if self.kind == "longrope":
             return dataclasses.replace(self, long=length > self.original_max_position)
         plain = self.kind == "dynamic" and length <= self.original_max_position
         return dataclasses.replace(self, kind="default") if plain else self
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """[rotated numbers / 2] float32 radians per position; the short ones of longrope while ``long`` is None."""
+        """Return [rotated dims / 2] float32 radians per position; the short ones of longrope while ``long`` is None."""
         dim = head_dim if self.kind == "proportional" else int(head_dim * self.partial)
         exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
         inverse = 1.0 / (self.theta**exponents)
@@ -88,24 +88,24 @@ class RopeConfig(Brief):
         return inverse.astype(np.float32)
 
     def _shrink(self, tokens: Array, dim: int) -> Array:
-        """What dynamic multiplies frequencies by (NTK-aware): the base grows with a text beyond the model's context, so
-        that its longest wave is stretched as it is. 1 within the context, exactly."""
+        """Return the frequency factors of dynamic (NTK-aware) scaling: the base grows with the tokens beyond the
+        context, so that the longest wavelength grows by 1 + factor * excess / context. Exactly 1 in the context."""
         beyond = jnp.maximum(tokens - self.original_max_position, 0).astype(jnp.float32)
         growth = jnp.log1p(beyond * (self.factor / self.original_max_position))
         exponents = (np.arange(0, dim, 2, dtype=np.float64) / max(dim - 2, 1)).astype(np.float32)
         return jnp.exp(-growth * exponents)
 
     def _llama3(self, inverse: np.ndarray) -> np.ndarray:
-        """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated."""
+        """Scale frequencies as Llama 3.1: stretch long wavelengths, keep short ones, interpolate between."""
         wavelength = 2 * math.pi / inverse
         turns = self.original_max_position / wavelength
-        # Llama 4's two factors are the same: nothing is between them.
+        # Llama 4 has two equal factors: no wavelength is between them.
         smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor or 1e-9)
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * inverse / self.factor + smooth * inverse
 
     def _yarn(self, inverse: np.ndarray, dim: int) -> np.ndarray:
-        """NTK by parts: as llama3, but the ramp is linear in the index of the frequency, not in its turns."""
+        """Interpolate frequencies by parts (NTK): as llama3, but with a ramp linear in the index of the frequency."""
 
         def index(turns: float) -> float:
             return dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -114,25 +114,25 @@ class RopeConfig(Brief):
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        # transformers' way out where the ramp has no length
+        # fallback of transformers for a ramp of zero length
         ramp = np.clip((np.arange(inverse.size) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
         return inverse / self.factor * ramp + inverse * (1 - ramp)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Yarn's growth of scores with the context (equation 22), as its root: once for each of query and key."""
+    """Return the square root of YaRN's score scale (equation 22), which is applied to both query and key."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def rope_angles(
     positions: Int[Array, "*batch"], inverse: Float[np.ndarray | Array, " half"], factor: float = 1.0
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Cosine and sine of every position's angles, times ``factor``, float32."""
+    """Return cosines and sines of every position's angles, times ``factor``, float32."""
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor
-    # Without the barrier XLA computes them again in every layer.
+    # The barrier keeps XLA from recomputing them in every layer.
     return lax.optimization_barrier((cos, sin))
 
 
@@ -142,7 +142,7 @@ def rotate(
     sin: Float[Array, "*batch half"],
     interleaved: bool = False,
 ) -> Float[Array, "*batch heads head_dim"]:
-    """Rotate pairs of the first ``2 * half`` numbers of every head; what lies behind them stays (partial rotation).
+    """Rotate pairs of the first ``2 * half`` elements of every head; the rest is unchanged (partial rotation).
 
     Pairs are (i, i + half), the layout of most Hugging Face checkpoints, or (2 i, 2 i + 1) if ``interleaved``.
     """

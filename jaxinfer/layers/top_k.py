@@ -1,4 +1,4 @@
-"""Top-k of the last axis, such as of a router's or a vocabulary's scores."""
+"""Top-k along the last axis, for scores of a router or of a vocabulary."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import lowering_target
 
-_FEW = 512  # numbers, which had better be compared all with all, unless rows make
-_MANY = 1 << 24  # comparisons: XLA unrolls such a fusion to thousands of registers, and takes minutes for it
+_FEW = 512  # largest row of which all pairs are compared
+_MANY = 1 << 24  # most comparisons in total: XLA unrolls a larger fusion to thousands of registers, which takes minutes
 
 
 def top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-    """`lax.top_k` of the last axis: the numbers and their places, the largest first, of equal ones the first.
+    """Return the k largest elements of the last axis and their indices, as `lax.top_k`: descending, ties by index.
 
-    On a GPU by counting: there XLA sorts, in several launches, or by a library that no command buffer can hold.
+    GPUs count instead: XLA sorts there in several launches, or by a library that no command buffer can hold.
     """
     if lowering_target().platform != "cpu":
         few = x.shape[-1] <= _FEW and x.size * x.shape[-1] <= _MANY
@@ -27,15 +27,15 @@ def top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"]
 
 
 def counted_top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-    """`top_k` by comparing all with all, n * n comparisons. Beside NaN, places are within bounds and mean nothing."""
+    """Compute `top_k` by comparing all pairs, n * n comparisons. With NaN, indices are in bounds but meaningless."""
     return _counted(x, jnp.arange(x.shape[-1], dtype=jnp.int32), k)
 
 
 def grouped_top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-    """`top_k` of many in some 2 * n * k comparisons, with NaN as in `counted_top_k`.
+    """Compute `top_k` of long rows in about 2 * n * k comparisons, with NaN as in `counted_top_k`.
 
-    The k largest lie in those k groups of neighbours whose largest numbers are the largest: before any other number
-    come k of at least its size, one of each group.
+    The k largest elements are in the k groups of neighbours with the largest maxima: any other element is preceded by k
+    elements of at least its size, one from each of these groups.
     """
     n, size = x.shape[-1], _group_size(x.shape[-1], k)
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % size)], constant_values=-jnp.inf)
@@ -51,14 +51,14 @@ def grouped_top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*b
 
 
 def _group_size(n: int, k: int) -> int:
-    """A power of two for which there are about as many groups as there will be candidates."""
+    """Return a power of two for which there are about as many groups as candidates."""
     return 1 << round(math.log2(n / max(k, 1)) / 2)
 
 
 def _counted(
     x: Float[Array, "*batch n"], places: Int[Array, "*#batch n"], k: int
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-    """The k largest of numbers that lie at ``places``, in any order."""
+    """Return the k largest elements, with their indices from ``places``, which may be in any order."""
     mine, other = x[..., :, None], x[..., None, :]
     ahead = (other > mine) | ((other == mine) & (places[..., None, :] < places[..., :, None]))
     chosen = ahead.sum(-1, dtype=jnp.int32)[..., None, :] == jnp.arange(k)[:, None]

@@ -1,1 +1,1 @@
-"""Low-rank adapters (Hu et al. 2021): read, kept, placed on the device, folded into weights."""
+"""LoRA adapters (Hu et al. 2021): reading, host cache, device slots, and merging into weights."""

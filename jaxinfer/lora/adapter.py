@@ -1,4 +1,4 @@
-"""An adapter in the shapes of a model's own parameters. No jax."""
+"""Adapter data types in the shapes of a model's own parameters. No jax."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Delta:
-    """What an adapter changes of one parameter: a product with it becomes ``magnitude * (base + x a^T b^T) + bias``.
+    """An adapter's change to one parameter: a product with it becomes ``magnitude * (base + x a^T b^T) + bias``.
 
-    ``b`` has the adapter's scale in it already. A parameter that holds several of a checkpoint's tensors (queries, keys
-    and values; gate and up) has the rows of each one's A below one another, and zeros in ``b`` where one's rank meets
-    another's outputs. Outputs have the parameter's dimensions but for its inputs', in their order.
+    ``b`` includes the adapter's scale. For a parameter fused from several checkpoint tensors (queries, keys and values;
+    gate and up) the A matrices are stacked, and ``b`` has zeros where the rank of one tensor meets the outputs of
+    another. Outputs have the parameter's dimensions except the inputs, in their order.
 
-    Arrays are numpy's, in float32, where an adapter was read. Where it is trained they are whatever JAX puts there.
+    Arrays are float32 numpy arrays if the adapter was read from files, and JAX arrays or tracers in training.
 
     Attributes:
-        a: [rank, in]; of experts [experts, rank, in]. Of an embedding: [rank, vocab].
-        b: [*out, rank]; of experts [experts, *out, rank].
-        magnitude: of DoRA (Liu et al. 2024), already over the norm of what it scales; None: it is 1.
-        bias: added behind that; None: nothing.
+        a: [rank, in]; for experts [experts, rank, in]. For an embedding: [rank, vocab].
+        b: [*out, rank]; for experts [experts, *out, rank].
+        magnitude: DoRA magnitude (Liu et al. 2024), already divided by the norm of the weight it scales; None: 1.
+        bias: added after the magnitude; None: no bias.
     """
 
     a: Any
@@ -35,10 +35,10 @@ class Adapter:
     """A LoRA adapter for one model.
 
     Attributes:
-        identity: SHA-256 of its weights and of all of its configuration that changes a result, hexadecimal; empty where
-            it was not read from files.
-        rank: the largest of its modules'.
-        deltas: by the path of the parameter in the model's tree, such as ``("layers_0", "attention", "qkv")``.
+        identity: hexadecimal SHA-256 of its weights and of all configuration that affects results; empty if it was not
+            read from files.
+        rank: the largest rank of its modules.
+        deltas: changes by the path of the parameter, such as ``("layers_0", "attention", "qkv")``.
     """
 
     identity: str

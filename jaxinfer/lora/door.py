@@ -1,4 +1,4 @@
-"""Adapters as callers in this process name them. No jax."""
+"""LoRA management for in-process callers. No jax."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxinfer.types import LoRARef, Request
 
 @dataclasses.dataclass(frozen=True)
 class LoRARequest:
-    """An adapter for a request, as vLLM's record of this name; here no number goes with it.
+    """An adapter for a request, like vLLM's class of this name but without an integer id.
 
     Attributes:
-        lora_name: the name that it is loaded under, if none is, or one of another folder.
-        lora_path: of its folder, in PEFT's format.
+        lora_name: name of the adapter; it is loaded under this name unless already loaded from the same folder.
+        lora_path: path of its folder, in PEFT's format.
     """
 
     lora_name: str
@@ -31,43 +31,43 @@ class LoRARequest:
 
 
 LoRAChoice = LoRARequest | str | None
-"""An adapter; the name of one that is loaded; or none."""
+"""An adapter, the name of a loaded adapter, or None."""
 
 
 @runtime_checkable
 class ServesLoRAs(Protocol):
-    """Protocol of an engine, as far as adapters are concerned."""
+    """Protocol of an engine with LoRA support."""
 
     loras: LoRAStore | None
 
 
 class LoRADoor:
-    """What whoever has an ``engine`` can be asked about adapters."""
+    """Mixin with the LoRA methods of classes that have an ``engine``."""
 
     @property
     def engine(self) -> ServesLoRAs:
         raise NotImplementedError
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Read an adapter from a folder in PEFT's format, and let requests name it. A name that is loaded again means
-        the new content from then on; requests that run end with the old one.
+        """Load an adapter from a folder in PEFT's format, so that requests may name it. Reloading a name replaces the
+        content for new requests; running requests finish with the old content.
 
         Raises:
-            LoRAError: the adapter cannot be served; says why.
+            LoRAError: the adapter cannot be served, with the reason.
             RequestError: the engine serves no adapters.
         """
         self._loras.load(name, os.fspath(path))
 
     def unload_lora(self, name: str) -> None:
-        """Let no further request name an adapter; requests that run end with it.
+        """Reject further requests for an adapter; running requests finish with it.
 
         Raises:
-            RequestError: there is none of this name, or the engine serves none.
+            RequestError: no adapter has this name, or the engine serves none.
         """
         self._loras.unload(name)
 
     def list_loras(self) -> list[LoadedLoRA]:
-        """Adapters that requests may name. Raises RequestError where the engine serves none."""
+        """Return the adapters that requests may name; raise RequestError if the engine serves none."""
         return self._loras.list()
 
     @property
@@ -77,12 +77,12 @@ class LoRADoor:
         return self.engine.loras
 
     def _adapted(self, requests: Sequence[Request], lora: LoRAChoice | Sequence[LoRAChoice]) -> list[Request]:
-        """The requests with their adapters."""
+        """Return the requests with their adapters."""
         refs = self._refs(lora, len(requests))
         return [dataclasses.replace(each, lora=ref) for each, ref in zip(requests, refs, strict=True)]
 
     def _refs(self, lora: LoRAChoice | Sequence[LoRAChoice], prompts: int) -> list[LoRARef | None]:
-        """The adapter of each prompt; folders that are not loaded are."""
+        """Return the adapter of each prompt, loading folders that are not yet loaded."""
         if lora is None:
             return [None] * prompts
         if isinstance(lora, LoRARequest | str):

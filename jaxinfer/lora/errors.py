@@ -1,7 +1,7 @@
-"""The error of adapters that cannot be served."""
+"""Error of adapters that cannot be loaded."""
 
 from __future__ import annotations
 
 
 class AdapterError(ValueError):
-    """An adapter that cannot be loaded. The message is one sentence for a person, and names the key or the tensor."""
+    """Error for an adapter that cannot be loaded. The message is one user-facing sentence with the key or tensor."""

@@ -1,4 +1,4 @@
-"""Folders that adapters may be read from, where somebody else names them. No jax."""
+"""Path validation for adapter folders that untrusted requests name. No jax."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PICKLED_FILE = "adapter_model.bin"
 
 
 def adapter_folder(root: pathlib.Path, path: str) -> pathlib.Path:
-    """The folder of an adapter that a request names, below the folder that an operator has set.
+    """Return the folder of an adapter that a request names, below the folder that the operator has set.
 
     Args:
-        root: it, and all that its links lead to within it, may be read.
-        path: below ``root``: from there, or whole.
+        root: files below it, with links resolved within it, may be read.
+        path: path below ``root``, relative to it or absolute.
 
     Raises:
-        AdapterError: there is no such folder below ``root``, or it or one of its files is a link out of it, or no
-            regular file. What lies elsewhere is never told apart from what does not exist.
+        AdapterError: there is no such folder below ``root``, or it or one of its files links outside of it or is no
+            regular file. The message never reveals whether a path outside of ``root`` exists.
     """
     wanted, said = pathlib.PurePath(path), f"lora_path {path[:120]!r}"
     if not path or "\0" in path or ".." in wanted.parts:
@@ -37,7 +37,7 @@ def adapter_folder(root: pathlib.Path, path: str) -> pathlib.Path:
 
 
 def _below(top: pathlib.Path, path: pathlib.Path) -> pathlib.Path | None:
-    """Where a path leads, links followed; None: nowhere, or not below ``top``."""
+    """Return the path with links resolved; None if it does not exist or is not below ``top``."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError):

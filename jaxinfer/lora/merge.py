@@ -1,4 +1,4 @@
-"""Adapters folded into a model's weights, and a model's weights as those need them who read adapters."""
+"""Merging of adapters into a model's weights, and access to the weights for adapter readers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Path = tuple[str, ...]
 
 
 def merge_lora(model: Model, adapter: Adapter) -> Model:
-    """The model with an adapter in its weights: it needs no adapter any more, and costs what the model costs.
+    """Return the model with an adapter merged into its weights, without run-time cost.
 
-    The sum is made in float32 and rounded to the weight's dtype once, so in bfloat16 it differs a little from the
-    adapter beside the model.
+    The sum is computed in float32 and rounded to the weight's dtype once, so in bfloat16 results differ slightly from
+    those of an unmerged adapter.
 
     Raises:
-        ValueError: the adapter is not for this model, one of its weights is stored quantised, or a table of embeddings
-            that is the head, too, or it adds a bias where the model has none.
+        ValueError: the adapter does not fit this model, one of its weights is quantised or a tied embedding table, or
+            the adapter adds a bias that the model does not have.
     """
     specs = dict(walk_specs(declared(model)))
     params = dict(model.params)
@@ -46,13 +46,13 @@ def merge_lora(model: Model, adapter: Adapter) -> Model:
 
 
 def declared(model: Model) -> ParamTree:
-    """The model's specs as its family declares them: what `read_adapter` reads adapters for."""
+    """Return the specs as the model's family declares them, as `read_adapter` requires."""
     return model.family.param_specs(model.config)
 
 
 def model_base(model: Model) -> Callable[[Path], np.ndarray]:
-    """What `read_adapter` asks of a model's own weights: float32, dequantised where they are stored quantised, each KV
-    head once. It raises AdapterError for one of which other processes have parts."""
+    """Return a function that gives `read_adapter` the model's own weights: float32, dequantized, each KV head once. It
+    raises AdapterError for a weight that is sharded over several processes."""
     specs = with_tied_head(declared(model))
 
     def base(path: Path) -> np.ndarray:
@@ -60,7 +60,7 @@ def model_base(model: Model) -> Callable[[Path], np.ndarray]:
         for key in weight_path(model.params, path):
             weight = weight[key]
         _require_whole(path, weight)
-        # a stored weight has its outputs first, whatever the parameter's own order
+        # a stored weight has its outputs first, independent of the parameter's order
         turned = is_stored(weight) and specs[path].inputs == 0
         values = np.asarray(dense(weight) if is_stored(weight) else weight, np.float32)
         return without_copies(np.moveaxis(values, -1, 0) if turned else values, specs[path])
@@ -77,12 +77,12 @@ def _require_whole(path: Path, weight: Any) -> None:
 
 
 def bias_path(path: Path) -> Path:
-    """Where a product's bias lies: beside its weight."""
+    """Return the path of a product's bias: next to its weight."""
     return (*path[:-1], "bias" if path[-1] == "table" else f"{path[-1]}_bias")
 
 
 def _update(params: dict[str, Any], path: Path, change: Callable[[Any], Any]) -> None:
-    """Changes a leaf; mappings on the way to it are copied, so that the model's own tree stays."""
+    """Change a leaf; copies the mappings along its path, so that the model's own tree stays unchanged."""
     for key in path[:-1]:
         params[key] = dict(params.get(key, {}))
         params = params[key]
@@ -111,7 +111,7 @@ def _storage(weight: Any) -> str:
 
 
 def _flat(delta: Delta, spec: ParamSpec) -> np.ndarray:
-    """B with its outputs in one dimension: [*experts, out, rank]."""
+    """Return B with its outputs flattened to one dimension: [*experts, out, rank]."""
     experts = spec.shape[: delta.a.ndim - 2]
     return delta.b.reshape(*experts, -1, delta.b.shape[-1])
 

@@ -1,4 +1,4 @@
-"""The adapters of a model that is served."""
+"""Creation of the adapter store of a served model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxinfer.types import LoRATarget, ParamTree
 
 
 def open_store(model: Model, config: EngineConfig) -> LoRAStore:
-    """A store that reads PEFT's folders for a model, as an engine of these settings takes them."""
+    """Return a store that reads PEFT folders for a model, within the limits of an engine config."""
     specs, base = declared(model), model_base(model)
-    targets = lora_targets(specs, specs, config.max_lora_rank, _modules(specs, config))  # without copies of heads
+    targets = lora_targets(specs, specs, config.max_lora_rank, _modules(specs, config))  # without replicated heads
 
     def read(path: str) -> Adapter:
         adapter = read_adapter(pathlib.Path(path), specs, max_rank=config.max_lora_rank, base=base)
@@ -32,7 +32,7 @@ def open_store(model: Model, config: EngineConfig) -> LoRAStore:
 
 
 def _modules(specs: ParamTree, config: EngineConfig) -> Collection[str]:
-    """The modules that the settings name.
+    """Return the modules that the settings name.
 
     Raises:
         EngineConfigError: the model has no such module.

@@ -1,4 +1,4 @@
-"""An adapter as a device takes it: layer by layer, in the shapes of its banks. No jax."""
+"""Adapters as device uploads: layer by layer, in the shapes of the banks. No jax."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.types import LoRATarget
 
 Path = tuple[str, ...]
-_SPREAD = np.float32(0.05)  # deviation of random numbers
+_SPREAD = np.float32(0.05)  # standard deviation of random values
 
 
 def parts(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> list[dict[str, Float32[np.ndarray, "..."]]]:
-    """All arrays of a bank's slot: those of the adapter, padded, and zeros (magnitudes: ones) for all else.
+    """Return all arrays of a bank slot: those of the adapter, padded, and zeros (magnitudes: ones) elsewhere.
 
-    A part has the parameters whose paths begin alike; parts stand in the order of ``targets``. Arrays are named
-    "path/of/parameter:a", "...:b", "...:magnitude" and "...:bias".
+    A part has the parameters whose paths have the same first key; parts are in the order of ``targets``. Arrays are
+    named "path/of/parameter:a", "...:b", "...:magnitude" and "...:bias".
 
     Raises:
         ValueError: see `require_fit`.
@@ -33,7 +33,7 @@ def parts(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> list[dict[str
 
 
 def random_parts(targets: Mapping[Path, LoRATarget], seed: int) -> Iterator[dict[str, Float32[np.ndarray, "..."]]]:
-    """The parts of an adapter that nobody trained, of every weight that can have one."""
+    """Yield the parts of a random adapter that covers every adaptable weight."""
     rng = np.random.default_rng(seed)
     for _, paths in itertools.groupby(targets, key=lambda path: path[0]):
         yield {
@@ -45,7 +45,7 @@ def random_parts(targets: Mapping[Path, LoRATarget], seed: int) -> Iterator[dict
 
 
 def require_fit(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> None:
-    """Raises ValueError where a parameter of the adapter has no bank, or its arrays do not fit there."""
+    """Raise ValueError if a parameter of the adapter has no bank, or its arrays do not fit."""
     for path, delta in adapter.deltas.items():
         if path not in targets:
             raise ValueError(f"{'.'.join(path)}: there is no bank for an adapter of it")

@@ -1,4 +1,4 @@
-"""Sequences that wait for their adapters, beside a queue of those that wait for nothing else. No jax."""
+"""Queue of sequences that wait for their adapters, layered over a policy's queue. No jax."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import LoRARef, Request
 
 PATIENCE = 64
-"""Steps that an adapter waits for a slot to become free by itself; from then on one is drained for it.
+"""Steps that an adapter waits for a slot to become free before another adapter is drained for it.
 
-No setting: it is good for a wide range around it. Simulated (40 rows of 8 hot adapters in 8 slots, few rare ones), 16
-steps let the rare ones wait for 33 steps instead of 49, and hot ones are loaded again 2.5 times as often; with 256 a
-request waits for more than twice its fair share. Where slots are few for the adapters in use, fewer steps change
-nothing. What there is to choose is the number of slots (``max_loras``)."""
+A constant rather than a setting, as a wide range around it works. In a simulation (40 rows of 8 hot adapters in 8
+slots, few rare ones), with 16 steps the rare ones wait for 33 steps instead of 49, but hot ones are reloaded 2.5 times
+as often; with 256 a request waits for more than twice its fair share. If slots are few for the adapters in use, fewer
+steps change nothing. The setting to tune is ``max_loras``.
+"""
 _NAP = 0.01  # seconds
 
 
 @runtime_checkable
 class Waiter(Protocol):
-    """Protocol of a sequence, as far as adapters are concerned."""
+    """Protocol of a sequence, with its LoRA fields."""
 
     request: Request
     arrival: int
@@ -38,7 +39,7 @@ class Waiter(Protocol):
 
 @runtime_checkable
 class PolicyQueue[W](Protocol):
-    """Queue of the scheduler (`jaxinfer.engine.scheduling.queues.Queue`), where the methods are documented."""
+    """Protocol of a scheduler queue (`jaxinfer.engine.scheduling.queues.Queue`), where the methods are documented."""
 
     @property
     def tokens(self) -> int: ...
@@ -58,7 +59,7 @@ class PolicyQueue[W](Protocol):
 
 @runtime_checkable
 class AdapterSource(Protocol):
-    """Where adapters come from: `jaxinfer.lora.store.LoRAStore`, where the methods are documented."""
+    """Protocol of an adapter store (`jaxinfer.lora.store.LoRAStore`), where the methods are documented."""
 
     def __len__(self) -> int: ...
     def retain(self, ref: LoRARef) -> None: ...
@@ -69,7 +70,7 @@ class AdapterSource(Protocol):
 
 
 class _Wanted[W: Waiter]:
-    """An adapter's sequences that cannot be admitted, since which step and time, and the least rank of any of them."""
+    """An adapter's held sequences, the step and time when their wait began, and the least rank of any of them."""
 
     def __init__(self, since: int, rank: tuple[float, ...], time: float) -> None:
         self.since, self.rank, self.time = since, rank, time
@@ -77,27 +78,27 @@ class _Wanted[W: Waiter]:
 
 
 class AdapterQueue[W: Waiter]:
-    """A queue that shows those sequences alone whose adapter is on the device; the others get on as if they were not
-    there.
+    """A queue that exposes only sequences whose adapter is resident; sequences of other adapters do not block them.
 
-    It stands in front of the queue of a policy. A sequence whose turn it would be, and whose adapter cannot be used, is
-    held outside of it, and goes back to its old place when the adapter has come. So an adapter that is read, or for
-    which there is no slot, keeps nobody waiting but its own sequences.
+    It wraps the queue of a policy. A sequence that is next but whose adapter is not usable is held outside of that
+    queue, and returns to its old position when the adapter is loaded. So an adapter that is being read, or that has no
+    slot, delays only its own sequences.
 
-    Slots are given to adapters in the order of the policy's ranks of those held. An adapter whose sequences have waited
-    for ``patience`` steps gets a slot drained: of the adapter that has lain there for longest no further sequence is
-    admitted until those that run have ended, which then waits in its turn. As many are drained as wait too long. So of
-    W adapters that are wanted none waits for more than W / slots turns of ``patience`` steps and a request's length.
+    Adapters get slots in the order of the policy's ranks of their held sequences. If an adapter's sequences have waited
+    for ``patience`` steps, a slot is drained for it: the adapter that has been resident for longest admits no further
+    sequences until its running ones have ended, and then waits in its turn. As many adapters are drained as are
+    overdue. So of W requested adapters none waits for more than W / slots turns of ``patience`` steps and a request's
+    length.
 
-    Sequences without an adapter pass through. For the engine's thread alone.
+    Sequences without an adapter pass through. Only for the engine thread.
 
     Args:
-        slots: on the device.
-        recorder: is told how long adapters were waited for.
+        slots: number of slots on the device.
+        recorder: records how long sequences waited for adapters.
         patience: in steps.
 
     Attributes:
-        held: those that wait for their adapters.
+        held: sequences that wait for their adapters.
     """
 
     def __init__(
@@ -112,11 +113,11 @@ class AdapterQueue[W: Waiter]:
         self._recorder = recorder
         self.held: set[W] = set()
         self._held: dict[str, _Wanted[W]] = {}  # by identity
-        self._line: list[tuple[tuple[float, ...], str]] = []  # of those of them that have no slot, in order of rank
+        self._line: list[tuple[tuple[float, ...], str]] = []  # held adapters without a slot, in order of rank
         self._inside: collections.Counter[str] = collections.Counter()  # sequences in the policy's queue
         self._coming: dict[str, Future[Sequence[Part]]] = {}
         self._draining: list[str] = []
-        self._loaded_for: dict[str, tuple[float, ...]] = {}  # by placed identity: the rank of whom it was placed for
+        self._loaded_for: dict[str, tuple[float, ...]] = {}  # by placed identity: rank of its sequence when placed
         self._running: collections.Counter[str] = collections.Counter()
         self._names_running: collections.Counter[str] = collections.Counter()
         self._names_waiting: collections.Counter[str] = collections.Counter()
@@ -128,7 +129,7 @@ class AdapterQueue[W: Waiter]:
         """Keep the adapter of a new request until it is done.
 
         Raises:
-            RequestError: there is no such adapter any more.
+            RequestError: the adapter no longer exists.
         """
         if request.lora is not None:
             self._source.retain(request.lora)
@@ -141,8 +142,8 @@ class AdapterQueue[W: Waiter]:
     # ---- a step
 
     def begin(self) -> tuple[list[Load], list[tuple[W, str]]]:
-        """Begin a step: place adapters, and let their sequences go on. Returns what is to be written before the step's
-        programs, and the sequences whose adapters cannot be had, with the reason: they are to be ended."""
+        """Begin a step: place adapters, and release their sequences. Returns the parts to write before the step's
+        programs, and the sequences to end because their adapters cannot be loaded, with the reason."""
         self._step += 1
         failed = self._place()
         self._drain()
@@ -153,16 +154,16 @@ class AdapterQueue[W: Waiter]:
         return [] if load is None else [load], failed
 
     def launched(self, runs: bool) -> None:
-        """Note that a step was planned; ``runs``: it will be read."""
+        """Note that a step was planned; ``runs``: its results will be read."""
         if runs:
             self._slots.launched()
 
     def read(self) -> None:
-        """Note that the earliest step that was launched is read."""
+        """Note that the earliest launched step has been read."""
         self._slots.read()
 
     def rest(self) -> None:
-        """Wait a while for an adapter, when there is nothing else to do."""
+        """Sleep briefly for an adapter when there is nothing else to do."""
         coming = [each for each in self._coming.values() if not each.done()]
         if coming:
             concurrent.futures.wait(coming, _NAP, concurrent.futures.FIRST_COMPLETED)
@@ -174,7 +175,7 @@ class AdapterQueue[W: Waiter]:
         return load
 
     def _place(self) -> list[tuple[W, str]]:
-        """Prepare the adapters that are next, and give slots to those that are ready for one."""
+        """Prepare the adapters that are next, and assign slots to those that are ready."""
         failed: list[tuple[W, str]] = []
         self._coming = {each: future for each, future in self._coming.items() if each in self._held}
         for _, identity in self._line[: len(self._slots)]:
@@ -204,18 +205,18 @@ class AdapterQueue[W: Waiter]:
                 self._line_up(before)
 
     def _spared(self, placed: str, wanted: str) -> bool:
-        """Whether a placed adapter must not give way: those for whom it came wait for nothing but their turn, which is
-        before that of those who want the other one. (Else two could take turns for ever, and nobody run.)"""
+        """Return whether a placed adapter must not be evicted: its own sequences are due before those of the other one.
+        Otherwise two adapters could evict each other forever without running."""
         is_due = self._slots.fresh(placed) and self._inside[placed] > 0
         return is_due and self._loaded_for[placed] < self._held[wanted].rank
 
     def _prepared(self) -> list[str]:
-        """Adapters that wait for a slot and nothing else, in the order in which they get one."""
+        """Return the adapters that wait only for a slot, in the order in which they get one."""
         ready = [identity for identity, future in self._coming.items() if future.done()]
         return sorted(ready, key=lambda identity: self._held[identity].rank)
 
     def _drain(self) -> None:
-        """Choose the adapters of which nobody is admitted, so that their slots become free for those that wait."""
+        """Choose the adapters that admit no sequences, so that their slots become free for waiting adapters."""
         overdue = [each for each in self._prepared() if self._step - self._held[each].since > self._patience]
         if not overdue:
             self._draining = []
@@ -229,7 +230,7 @@ class AdapterQueue[W: Waiter]:
     def _ready(self, identity: str) -> bool:
         return self._slots.usable(identity) and identity not in self._draining
 
-    # ---- who waits
+    # ---- queue
 
     @property
     def tokens(self) -> int:
@@ -342,57 +343,57 @@ class AdapterQueue[W: Waiter]:
         _add(self._names_waiting, sequence.request.lora.name, sign)
 
     def usage(self) -> LoRAUsage:
-        """Figures of now. From any thread."""
+        """Return current usage counts. Safe from any thread."""
         slots, used = len(self._slots), self._slots.used
         running, waiting = dict(self._names_running), dict(self._names_waiting)
         return LoRAUsage(len(self._source), slots, used, self._loads, self._evictions, running, waiting)
 
     def check(self, running: Iterable[W]) -> None:
-        """Check that those who run have all pins, and the slots of their adapters.
+        """Check that the running sequences hold all pins, and the slots of their adapters.
 
         Raises:
-            AssertionError: they have not.
+            AssertionError: they do not.
         """
         self._slots.check([(lora.identity, each.lora_slot) for each in running if (lora := each.request.lora)])
 
 
 class NoAdapters:
-    """An engine's that serves none: what `AdapterQueue` does besides being a queue."""
+    """Stub of `AdapterQueue`'s non-queue methods, for an engine that serves no adapters."""
 
     held: AbstractSet[Any] = frozenset()
 
     def enter(self, request: Request) -> None:
-        """Refuse a request that wants an adapter."""
+        """Reject a request with an adapter."""
         if request.lora is not None:
             raise RequestError("lora", f"={request.lora.name!r}: this engine serves no adapters (enable_lora is off)")
 
     def done(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing: no adapter is kept."""
 
     def begin(self) -> tuple[list[Load], list[tuple[Any, str]]]:
-        """Nothing to load, and nobody who waits for it."""
+        """Return no loads and no failed sequences."""
         return [], []
 
     def launched(self, runs: bool) -> None:
-        """Nothing is counted."""
+        """Do nothing: steps are not counted."""
 
     def read(self) -> None:
-        """Nothing is counted."""
+        """Do nothing: steps are not counted."""
 
     def rest(self) -> None:
-        """Nothing comes."""
+        """Do nothing: no adapter is being loaded."""
 
     def usage(self) -> None:
-        """Nothing to tell."""
+        """Return None: there are no adapters."""
 
     def check(self, running: Iterable[Any]) -> None:
-        """Nothing is pinned."""
+        """Do nothing: no adapter is pinned."""
 
 
 def with_adapters[W: Waiter](
     queue: PolicyQueue[W], slots: int, source: AdapterSource | None, recorder: LoadRecorder
 ) -> tuple[AdapterQueue[W] | NoAdapters, PolicyQueue[W]]:
-    """What a scheduler needs for its adapters, and the queue that it has then. ``source`` None: it serves none."""
+    """Return the scheduler's adapter component and the queue to use. ``source`` None: no adapters are served."""
     if source is None:
         return NoAdapters(), queue
     made = AdapterQueue(queue, slots, source, recorder)
@@ -400,7 +401,7 @@ def with_adapters[W: Waiter](
 
 
 def _add(counts: collections.Counter[str], key: str, number: int) -> None:
-    """Count, and forget what comes to nothing: adapters come and go."""
+    """Add to a count, and delete zero counts, as the set of adapters changes."""
     counts[key] += number
     if not counts[key]:
         del counts[key]

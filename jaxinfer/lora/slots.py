@@ -1,4 +1,4 @@
-"""Which adapter lies in which slot of the device's banks. No jax."""
+"""Assignment of adapters to the slots of the device's banks. No jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 Part = Mapping[str, np.ndarray]
-"""Arrays of one part of an adapter, by "path/of/parameter:a", as a bank's slot takes them."""
+"""Arrays of one part of an adapter, by "path/of/parameter:a", in the shapes of a bank slot."""
 
 Load = tuple[int, int, Part]
 """Part of an adapter to be written before a step's programs: slot, number of the part, its arrays."""
@@ -17,17 +17,17 @@ Load = tuple[int, int, Part]
 
 @dataclasses.dataclass(eq=False)
 class _Slot:
-    """State of one slot; an adapter is in it from its first part on, and usable once all ``parts`` are sent."""
+    """State of one slot; an adapter occupies it from its first part on, and is usable once all ``parts`` are sent."""
 
     number: int
     identity: str | None = None
     parts: Sequence[Part] = ()
     sent: int = 0
     pins: int = 0
-    used: int = 0  # when it was let go of, or placed
+    used: int = 0  # time when it was last released, or placed
     placed: int = 0
-    last_step: int = 0  # the last that was launched while it was pinned
-    fresh: bool = False  # nobody has used it since it was placed
+    last_step: int = 0  # last step launched while it was pinned
+    fresh: bool = False  # unused since it was placed
 
     @property
     def loading(self) -> bool:
@@ -35,14 +35,13 @@ class _Slot:
 
 
 class Slots:
-    """Adapters by their identities in the slots of the device, the least recently used one given up first.
+    """Adapters by identity in the slots of the device, with LRU eviction.
 
-    Sequences that run with an adapter pin it. A slot is not written while it is pinned, while a step that was launched
-    under a pin has not been read, or before all of the parts that it is being given are sent. For the engine's thread
-    alone.
+    Running sequences pin their adapter. A slot is not overwritten while it is pinned, while a step launched under a pin
+    has not been read, or while its parts are still being sent. Only for the engine thread.
 
     Args:
-        count: slots, at least 1.
+        count: number of slots, at least 1.
     """
 
     def __init__(self, count: int) -> None:
@@ -57,36 +56,36 @@ class Slots:
         return len(self._slots)
 
     def __contains__(self, identity: str) -> bool:
-        """Whether an adapter lies in a slot or is being loaded."""
+        """Return whether an adapter is in a slot or is being loaded."""
         return identity in self._by_identity
 
     @property
     def identities(self) -> list[str]:
-        """Adapters that lie in slots or are being loaded, by how long they do, the longest first."""
+        """Adapters in slots, including those being loaded, the longest resident first."""
         return sorted(self._by_identity, key=lambda identity: self._by_identity[identity].placed)
 
     def usable(self, identity: str) -> bool:
-        """Whether all of an adapter is in its slot, for the step that is being planned."""
+        """Return whether an adapter is completely in its slot, for the step being planned."""
         return (slot := self._by_identity.get(identity)) is not None and not slot.loading
 
     @property
     def used(self) -> int:
-        """Slots that hold an adapter, or are being given one."""
+        """Number of slots that hold or are loading an adapter."""
         return len(self._by_identity)
 
     def whole(self, number: int) -> str | None:
-        """The adapter of a slot, if all of it is there."""
+        """Return the adapter of a slot if it is completely loaded."""
         slot = self._slots[number]
         return None if slot.loading else slot.identity
 
     def fresh(self, identity: str) -> bool:
-        """Whether nobody has used an adapter since it was placed."""
+        """Return whether an adapter is unused since it was placed."""
         return self._by_identity[identity].fresh
 
     # ---- use
 
     def acquire(self, identity: str) -> int:
-        """Pin a usable adapter for one sequence; the slot that it is in until `release`."""
+        """Pin a usable adapter for one sequence; return its slot, which is fixed until `release`."""
         slot = self._by_identity[identity]
         if slot.loading:
             raise AssertionError(f"adapter {identity} is used before all of it is loaded")
@@ -95,7 +94,7 @@ class Slots:
         return slot.number
 
     def release(self, identity: str) -> None:
-        """Let go of a pin: launched steps may still use the slot."""
+        """Release a pin; launched steps may still use the slot."""
         slot = self._by_identity[identity]
         if not slot.pins:
             raise AssertionError(f"adapter {identity} is let go of more often than it was taken")
@@ -107,14 +106,14 @@ class Slots:
         self._launched += 1
 
     def read(self) -> None:
-        """Note that the earliest launched step that was not read is read now."""
+        """Note that the earliest unread step is read now."""
         self._read += 1
 
     # ---- placing
 
     def vacant(self, spared: Callable[[str], bool] = lambda identity: False) -> int | None:
-        """The slot that the next adapter is to have: an empty one, or that of the least recently used adapter that may
-        be given up and is not ``spared``; None: there is none now."""
+        """Return the slot for the next adapter: an empty one, or that of the least recently used adapter that is
+        evictable and not ``spared``; None if there is none now."""
         free = (each for each in self._slots if self._idle(each))
         left = (each for each in free if each.identity is None or not spared(each.identity))
         found = min(left, key=lambda each: (each.identity is not None, each.used), default=None)
@@ -124,7 +123,7 @@ class Slots:
         return not slot.pins and not slot.loading and slot.last_step <= self._read
 
     def place(self, number: int, identity: str, parts: Sequence[Part]) -> str | None:
-        """Give a vacant slot to an adapter, whose parts are loaded one by one; the identity that it had before."""
+        """Assign a vacant slot to an adapter, whose parts are loaded one by one; return its previous identity."""
         slot = self._slots[number]
         if identity in self or not self._idle(slot):
             raise AssertionError(f"adapter {identity} cannot be placed in slot {number}, which has {slot.identity}")
@@ -138,8 +137,8 @@ class Slots:
         return before
 
     def next_load(self) -> Load | None:
-        """The part to be written before the programs of the step that is being planned; of one adapter after another,
-        so that no step is much longer for it. With the last one the adapter is usable."""
+        """Return the part to write before the programs of the step being planned; one part per step bounds the added
+        time. After the last part the adapter is usable."""
         if not self._loading:
             return None
         slot = self._loading[0]
@@ -155,13 +154,13 @@ class Slots:
         return self._now
 
     def check(self, running: Sequence[tuple[str, int]]) -> None:
-        """Check that all pins are those of who runs, and each adapter is in one slot.
+        """Check that the pins match the running sequences, and each adapter is in one slot.
 
         Args:
-            running: the adapter of each sequence that runs with one, and the slot in which it believes that to be.
+            running: adapter and assumed slot of each running sequence that has one.
 
         Raises:
-            AssertionError: they are not.
+            AssertionError: they do not match.
         """
         held = [(each.identity, each.number) for each in self._slots for _ in range(each.pins)]
         if sorted(map(str, held)) != sorted(map(str, running)):

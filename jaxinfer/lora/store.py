@@ -1,4 +1,4 @@
-"""Adapters by name, in the host's memory or in their folders. No jax."""
+"""Adapters by name, in host memory or in their folders. No jax."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SHOWN = 8  # names in a message
 
 
 class LoRAError(ValueError):
-    """An adapter that cannot be served; says which, and why."""
+    """Error for an adapter that cannot be served, with its name and the reason."""
 
 
 class LoadedLoRA(NamedTuple):
     """An adapter that requests may name.
 
     Attributes:
-        path: of its folder.
+        path: path of its folder.
         identity: hash of its content.
-        rank: the largest of its modules'.
+        rank: the largest rank of its modules.
     """
 
     name: str
@@ -39,51 +39,50 @@ class LoadedLoRA(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _Content:
-    """An adapter's content: where it was read, and in memory or not. ``live``: requests that have not ended."""
+    """Content of an adapter: its folder, and its arrays if in memory. ``live``: requests that have not ended."""
 
     loaded: LoadedLoRA
     adapter: Adapter | None
-    named: int = 0  # names that it has
+    named: int = 0  # number of names it has
     live: int = 0
     pins: int = 0
 
     @property
     def needed(self) -> bool:
-        """Whether it may not leave the memory: it lies on the device, or its folder may have something else by now."""
+        """Whether it must stay in memory: it is resident on the device, or its folder may have changed."""
         return self.pins > 0 or (self.live > 0 and not self.named)
 
 
 class LoRAStore:
-    """Adapters that requests may name, the least recently used ones left in their folders.
+    """Host store of the adapters that requests may name; the least recently used ones are dropped from memory.
 
-    A name means what was loaded last under it. What it meant before is kept, by its identity, until the last request
-    that came with it has ended.
+    A name refers to the adapter last loaded under it. A replaced adapter is kept, by its identity, until the last
+    request that uses it has ended.
 
-    **Threads.** All methods may be called from any thread; one lock guards the tables and is held for no longer than it
-    takes to look something up. Files are read, and parts are made, in one thread of the store's own, in the order in
-    which that was asked for. `load` waits for it, and so is not for an event loop or the engine's thread; all other
-    methods wait for nothing.
+    **Threads.** All methods may be called from any thread; one lock guards the tables and is held only for look-ups.
+    Files are read, and parts are made, in one thread of the store, in order of submission. `load` blocks until the read
+    is done, so it must not be called from an event loop or the engine thread; no other method blocks.
 
     Args:
-        reader: reads a folder; raises ValueError or OSError where it cannot.
-        parts: cuts an adapter into what a slot of the device takes, one part a step.
-        capacity: adapters in memory; more only while more than that lie on the device or were replaced under requests.
+        reader: reads a folder; raises ValueError or OSError on failure.
+        parts: splits an adapter into arrays for a device slot, one part per step.
+        capacity: adapters in memory; exceeded only while more are resident on the device or were replaced while in use.
     """
 
     def __init__(self, reader: Callable[[str], Adapter], parts: Callable[[Adapter], Sequence[Part]], capacity: int):
         self._reader, self._parts, self._capacity = reader, parts, capacity
         self._lock = threading.Lock()
-        self._names: dict[str, str] = {}  # to identities
-        self._contents: dict[str, _Content] = {}  # by identity, the least recently used first
+        self._names: dict[str, str] = {}  # identity by name
+        self._contents: dict[str, _Content] = {}  # by identity, least recently used first
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lora")
 
     # ---- names
 
     def load(self, name: str, path: str) -> LoRARef:
-        """Read a folder, and let requests name it from now on; waits until it is read.
+        """Read a folder, blocking, so that requests may name it.
 
         Raises:
-            LoRAError: it cannot be read; what the name meant before stays.
+            LoRAError: it cannot be read; the name keeps its previous adapter.
         """
         if not name:
             raise LoRAError("lora_name='' must not be empty")
@@ -103,30 +102,30 @@ class LoRAStore:
         return LoRARef(name, adapter.identity)
 
     def unload(self, name: str) -> None:
-        """Let no further request name an adapter; those that came with it end with it.
+        """Reject further requests for an adapter; requests that already use it finish with it.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: no adapter has this name.
         """
         with self._lock:
             self._known(name)
             self._forget_name(name)
 
     def resolve(self, name: str) -> LoRARef:
-        """What a name means now.
+        """Return the adapter that a name currently refers to.
 
         Raises:
-            RequestError: nothing; says what is known.
+            RequestError: the name is unknown; lists the known names.
         """
         with self._lock:
             return LoRARef(name, self._known(name))
 
     def __len__(self) -> int:
-        """Names that requests may give."""
+        """Return the number of names that requests may use."""
         return len(self._names)
 
     def list(self) -> list[LoadedLoRA]:
-        """Adapters that requests may name, by name."""
+        """Return the adapters that requests may name, sorted by name."""
         with self._lock:
             return [self._contents[self._names[name]].loaded._replace(name=name) for name in sorted(self._names)]
 
@@ -146,10 +145,10 @@ class LoRAStore:
     # ---- requests, and the device
 
     def retain(self, ref: LoRARef) -> None:
-        """Keep an adapter for a request that has come with it, until `release`.
+        """Keep an adapter for a new request until `release`.
 
         Raises:
-            RequestError: it is not known any more.
+            RequestError: the adapter is no longer known.
         """
         with self._lock:
             if ref.identity not in self._contents:
@@ -164,20 +163,20 @@ class LoRAStore:
             self._trim()
 
     def pin(self, identity: str) -> None:
-        """Note that an adapter is placed on a device."""
+        """Note that an adapter is resident on a device."""
         with self._lock:
             self._contents[identity].pins += 1
 
     def unpin(self, identity: str) -> None:
-        """Note that an adapter has left a device."""
+        """Note that an adapter was evicted from a device."""
         with self._lock:
             self._contents[identity].pins -= 1
             self._forget_unused(identity)
             self._trim()
 
     def prepare(self, identity: str) -> Future[Sequence[Part]]:
-        """The parts of an adapter of a request that has not ended, once they are read and made. The future's exception
-        is a LoRAError that says why they cannot be had."""
+        """Read and split the adapter of a request that has not ended. The future's exception is a LoRAError with the
+        reason."""
         return self._thread.submit(self._prepare, identity)
 
     def _prepare(self, identity: str) -> Sequence[Part]:

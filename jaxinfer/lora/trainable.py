@@ -1,4 +1,4 @@
-"""Adapters that are trained: new ones, and the arrays of any as leaves of a pytree."""
+"""Trainable adapters: initialisation, and registration of their arrays as pytree leaves."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Path = tuple[str, ...]
 
 
 def init_adapter(model: Model, rank: int, key: jax.Array, names: Collection[str] | None = None) -> Adapter:
-    """A new adapter, which changes nothing yet: normal A of variance 1 / inputs, and B of zeros (Hu et al. 2021).
+    """Return a new adapter that changes nothing yet: normal A of variance 1 / inputs, and zero B (Hu et al. 2021).
 
     It is a pytree of float32 arrays, as every `Adapter` is once this module is imported: `jax.grad` of a function of
-    ``model.with_lora(adapter)`` has its form. A parameter that is several tensors of a checkpoint has one A for all.
+    ``model.with_lora(adapter)`` has its structure. A parameter fused from several checkpoint tensors has a single A.
 
     Args:
-        rank: of each parameter's product.
-        key: of the random numbers.
-        names: of the parameters, as they are called within a layer ("qkv", "down"); None: all products of the layers
-            but those of experts.
+        rank: rank for each parameter.
+        key: PRNG key.
+        names: names of parameters within a layer ("qkv", "down"); None: all products of the layers except those of
+            experts.
 
     Raises:
-        ValueError: the rank is not positive, or a name is that of no such parameter.
+        ValueError: the rank is not positive, or a name matches no adaptable parameter.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank} and must be at least 1")

@@ -1,4 +1,4 @@
-"""What an engine tells of its adapters. No jax."""
+"""LoRA usage counters of an engine. No jax."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Protocol, runtime_checkable
 
 @dataclasses.dataclass(frozen=True)
 class LoRAUsage:
-    """Adapters of one engine, or of several, at one moment.
+    """LoRA usage of one engine, or of several, at one moment.
 
     Attributes:
-        loaded: names that requests may give.
-        slots: of the device's banks.
-        slots_used: those that hold an adapter, or are being given one.
-        loads: adapters that were given a slot, so far.
-        evictions: adapters that lost theirs to another one, so far.
-        running: sequences in slots of the batch, by the names of their adapters; names without any are left out.
-        waiting: the same of sequences that wait for a slot of the batch, whatever keeps them.
+        loaded: names that requests may use.
+        slots: slots in the device's banks.
+        slots_used: slots that hold or are loading an adapter.
+        loads: adapters placed in a slot so far.
+        evictions: adapters evicted from a slot so far.
+        running: sequences in the batch by adapter name; names without any are left out.
+        waiting: waiting sequences by adapter name, for any reason; names without any are left out.
     """
 
     loaded: int
@@ -32,7 +32,7 @@ class LoRAUsage:
 
 
 def merged_usage(usages: Sequence[LoRAUsage]) -> LoRAUsage:
-    """The figures of several engines that share their names, as those of one."""
+    """Combine the usage of several engines that share adapter names."""
     found = {field.name: [getattr(each, field.name) for each in usages] for field in dataclasses.fields(LoRAUsage)}
     slots, used, loads, evictions = (sum(found[name]) for name in ("slots", "slots_used", "loads", "evictions"))
     running, waiting = _added(found["running"]), _added(found["waiting"])
@@ -48,12 +48,12 @@ def _added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 @runtime_checkable
 class LoadRecorder(Protocol):
-    """Protocol of who keeps the times (`jaxinfer.engine.scheduling.stats.StatsRecorder`)."""
+    """Protocol of the recorder of load times (`jaxinfer.engine.scheduling.stats.StatsRecorder`)."""
 
     def lora_wanted(self) -> float:
-        """The time at which an adapter is missing, for `lora_loaded`."""
+        """Return the current time when an adapter is missing, for `lora_loaded`."""
         ...
 
     def lora_loaded(self, wanted: float) -> None:
-        """Note that an adapter can be used that somebody has waited for since ``wanted``."""
+        """Record that an adapter, awaited since ``wanted``, is now usable."""
         ...

@@ -1,1 +1,1 @@
-"""Families of models, one file each: a config, a tree of parameter specs, a Flax module."""
+"""Model families, one file each: a config, a tree of parameter specs, a Flax module."""

@@ -1,4 +1,4 @@
-"""Apertus (arXiv:2509.14233): Llama with norms of queries and keys, and xIELU in networks without a gate."""
+"""Apertus (arXiv:2509.14233): Llama with QK norm, and xIELU in feed-forward networks without a gate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, matmul_transposed
 from jaxinfer.types import ParamSpec, ParamTree, Source
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12e6,
@@ -31,7 +31,7 @@ _LEARNED = ("alpha_p", "alpha_n", "beta", "eps")
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json; errors as of `decoder_fields`."""
+    """Read config.json; raises as `decoder_fields` does."""
     said = config.get("rope_parameters") or config.get("rope_scaling")
     read = ConfigReader(config if said or "rope_theta" in config else {**config, "rope_parameters": _ROPE}, _DEFAULTS)
     read.choice("hidden_act", "xielu", ("xielu",))
@@ -43,7 +43,7 @@ def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 class Xielu(Layer):
-    """down(xIELU(up(x))): a parabola above 0, and below an exponential (Huang & Schlag 2024), whose slopes are learned.
+    """MLP down(xIELU(up(x))): a parabola above 0 and an exponential below (Huang & Schlag 2024), with learned slopes.
 
     Parameters: ``up`` and ``down`` [hidden, d]; ``alpha_p``, ``alpha_n``, ``beta`` and ``eps`` [1].
     """
@@ -58,14 +58,14 @@ class Xielu(Layer):
 
 
 class ApertusBlock(LlamaBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     def network(self) -> Layer:
         return Xielu()
 
 
 class Apertus(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Apertus decoder: see `Decoder`."""
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         return (override or ApertusBlock)(self.config, self.config.layers[index], parent=None)

@@ -1,4 +1,4 @@
-"""Arcee: Llama without a gate in its feed-forward networks."""
+"""Arcee: Llama with ungated feed-forward networks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, block_specs, l
 from jaxinfer.models.specs import decoder, plain_mlp
 from jaxinfer.types import ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json; errors as of `decoder_fields`."""
+    """Read config.json; raises as `decoder_fields` does."""
     return LlamaConfig(**llama_fields(ConfigReader(config, _DEFAULTS)))
 
 
 class ArceeBlock(LlamaBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     def network(self) -> Layer:
         return MLP(self.config.activation, self.config.mlp_bias)
 
 
 class Arcee(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Arcee decoder: see `Decoder`."""
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         return (override or ArceeBlock)(self.config, self.config.layers[index], parent=None)

@@ -1,7 +1,7 @@
-"""Cohere's Command-R, R7B and A: attention beside the MLP, one layer norm without bias before both, scaled logits.
+"""Cohere's Command-R, R7B and A: parallel attention and MLP after one layer norm without bias, scaled logits.
 
-Command-R+ normalises each head of queries and keys with scales of its own. The second generation has windows in three
-layers of four; those that have none do not know positions (NoPE).
+Command-R+ has a QK norm with per-head scales. The second generation has sliding windows in three of four layers; the
+layers without a window have no position embedding (NoPE).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxinfer.models.olmo import local_layers, windowed
 from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 256_000,
     "hidden_size": 8192,
@@ -34,19 +34,19 @@ _DEFAULTS = {
     "tie_word_embeddings": True,
     "logit_scale": 0.0625,
 }
-_THETA1 = 5e5  # of the first generation
+_THETA1 = 5e5  # RoPE theta of the first generation
 _NAMES = {"rms_norm_eps": "layer_norm_eps"}
 _PATTERN = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CohereConfig(LlamaConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        rotated: whether each layer knows positions.
-        head_norms: queries and keys are normalised, each head with a scale of its own.
-        logit_scale: of the logits.
+        rotated: whether each layer has rotary embeddings.
+        head_norms: whether there is a QK norm with per-head scales.
+        logit_scale: factor of the logits.
     """
 
     rotated: tuple[bool, ...]
@@ -55,7 +55,7 @@ class CohereConfig(LlamaConfig):
 
     @staticmethod
     def from_cohere(config: Mapping[str, Any]) -> CohereConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader({**config, "mlp_bias": False}, {**_DEFAULTS, "rope_theta": _THETA1}, _NAMES)
         fields = llama_fields(read)
         scale, norms = read.number("logit_scale"), read.flag("use_qk_norm", False)
@@ -63,7 +63,7 @@ class CohereConfig(LlamaConfig):
 
     @staticmethod
     def from_cohere2(config: Mapping[str, Any]) -> CohereConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader({**config, "mlp_bias": False}, _DEFAULTS, _NAMES)
         local = local_layers(read, read.positive("sliding_window_pattern", _PATTERN))
         fields = {**llama_fields(read), "layers": windowed(read, local)}
@@ -72,14 +72,14 @@ class CohereConfig(LlamaConfig):
 
 
 class HeadNormAttention(Attention):
-    """`Attention` whose queries and keys are normalised by layer norms, each head with a scale of its own."""
+    """`Attention` with a QK layer norm that has per-head scales."""
 
     def norm(self, eps: float) -> Layer:
         return HeadLayerNorm(eps)
 
 
 class CohereBlock(Layer):
-    """One decoder layer: attention and MLP read the same normalised input. ``rotated``: whether it knows positions."""
+    """A decoder layer: attention and MLP read the same normalised input. ``rotated``: whether it uses RoPE."""
 
     config: CohereConfig
     layer: LayerSpec
@@ -104,7 +104,7 @@ class CohereBlock(Layer):
 
 
 class Cohere(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Cohere decoder: see `Decoder`."""
 
     config: CohereConfig
 
@@ -136,6 +136,6 @@ def _block_specs(cfg: CohereConfig, prefix: str) -> dict[str, Any]:
 
 
 def _head_norms(name: str, heads: int, head_dim: int) -> dict[str, Any]:
-    """`HeadLayerNorm`, stored as it is; whole on every device, since heads are not alike."""
+    """Return the parameters of a `HeadLayerNorm`, stored as it is; replicated, since the scales of heads differ."""
     shape = (heads, head_dim)
     return {"scale": ParamSpec(shape, (None, "norm"), init="ones", sources=(Source(name, shape),))}

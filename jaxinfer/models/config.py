@@ -1,4 +1,4 @@
-"""Reading config.json: every field is checked, and an error names the field and its value."""
+"""Reading of config.json: every field is validated, and an error names the field and its value."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxinfer.types import LayerSpec
 
 
 class ConfigError(ValueError):
-    """A config.json that cannot be served. The message names the field and the value."""
+    """A config.json that is invalid or not supported. The message names the field and the value."""
 
 
 _REQUIRED = object()
 
-# A parameter tree of more would take minutes and gigabytes to make, before any checkpoint contradicts it.
+# Upper bounds: a larger parameter tree would take minutes and gigabytes to build before a checkpoint contradicts it.
 _MOST_LAYERS = _MOST_EXPERTS = 1024
 _MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), _MOST_LAYERS),
@@ -32,7 +32,7 @@ _SHORT = reprlib.Repr(maxstring=120, maxother=120, maxlist=20, maxdict=20, maxle
 
 
 def shown(value: object) -> str:
-    """Format a value for a message, cut where it is long."""
+    """Format a value for a message, truncated if it is long."""
     return _SHORT.repr(value)
 
 
@@ -41,8 +41,8 @@ class ConfigReader:
     """Typed access to the fields of config.json. A field that is absent or null takes its default.
 
     Attributes:
-        defaults: of the family; those of the fields that it has not are given to each method.
-        names: the family's own, by those that most families use and that methods are given.
+        defaults: defaults of the family; defaults of other fields are passed to each method.
+        names: field names of the family, by the common names that methods take.
     """
 
     fields: Mapping[str, Any]
@@ -50,11 +50,11 @@ class ConfigReader:
     names: Mapping[str, str] = MappingProxyType({})
 
     def spelled(self, name: str) -> str:
-        """Return the family's own name of a field."""
+        """Return the family's name of a field."""
         return self.names.get(name, name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Read a field unchecked."""
+        """Read a field without validation."""
         value = self.fields.get(self.spelled(name))
         value = self.defaults.get(name, default) if value is None else value
         if value is _REQUIRED:
@@ -97,10 +97,10 @@ class ConfigReader:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DecoderConfig(Brief):
-    """A checkpoint's config.json, resolved, as far as families are alike: no optional field is left open.
+    """Fields of a resolved config.json that all families share: no optional field is left open.
 
     Attributes:
-        kv_heads, head_dim: of the KV cache.
+        kv_heads, head_dim: sizes of the KV cache.
     """
 
     vocab_size: int
@@ -117,7 +117,7 @@ class DecoderConfig(Brief):
 
 
 def key_value_heads(read: ConfigReader, heads: int) -> int:
-    """Read the number of KV heads: null is as many as there are ``heads``, whatever a family's default is."""
+    """Read the number of KV heads: null means ``heads``, whatever the default of the family is."""
     name = read.spelled("num_key_value_heads")
     null = name in read.fields and read.fields[name] is None
     return heads if null else read.positive("num_key_value_heads", heads)
@@ -126,12 +126,12 @@ def key_value_heads(read: ConfigReader, heads: int) -> int:
 def decoder_fields(
     read: ConfigReader, *, mlp_ratio: int | None = None, head_dim: int | None = None, cut_heads: bool = False
 ) -> dict[str, Any]:
-    """Read the fields of `DecoderConfig` but ``layers``, by the names that most families use.
+    """Read the fields of `DecoderConfig` except ``layers``, by the names that most families use.
 
     Args:
-        mlp_ratio: hidden sizes that an ``intermediate_size`` which is left out has (None: it must be there).
-        head_dim: the family's own, whatever the file says.
-        cut_heads: heads have no size of their own, all together that of the hidden state.
+        mlp_ratio: a missing ``intermediate_size`` is this many hidden sizes (None: it is required).
+        head_dim: head dim of the family, which overrides config.json.
+        cut_heads: the head dim is always the hidden size divided by the heads; any other one is rejected.
 
     Raises:
         ConfigError: a field is missing, of the wrong type or not supported.
@@ -159,13 +159,13 @@ def decoder_fields(
 
 
 def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Rename fields of ``config`` that have two names: ``names`` maps one to the other, which the family reads. Where
-    both are there, the first counts, as in transformers."""
+    """Rename fields of ``config`` that have two names: ``names`` maps one to the name that the family reads. If both
+    are present, the first takes precedence, as in transformers."""
     return {**config, **{other: config[name] for name, other in names.items() if name in config}}
 
 
 def aliased(read: Callable[[Mapping[str, Any]], Any], names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Any]:
-    """Make a reader of a config.json some of whose fields may have other names; ``names``: see `renamed`."""
+    """Make a reader of config.json that also accepts other field names; ``names``: see `renamed`."""
 
     @functools.wraps(read)
     def config(config_json: Mapping[str, Any]) -> Any:
@@ -174,13 +174,13 @@ def aliased(read: Callable[[Mapping[str, Any]], Any], names: Mapping[str, str]) 
     return config
 
 
-# The defaults of `transformers` where config.json leaves these out; null means no window.
+# Defaults of `transformers` for fields missing from config.json; a null window means full attention.
 SLIDING_WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28
 
 
 def sliding_layers(read: ConfigReader) -> list[bool] | None:
-    """Read from ``layer_types`` which layers have a window; None: it is left out."""
+    """Read from ``layer_types`` which layers have a sliding window; None: the field is missing."""
     kinds, count = read.get("layer_types"), read.positive("num_hidden_layers")
     if kinds is None:
         return None
@@ -190,14 +190,14 @@ def sliding_layers(read: ConfigReader) -> list[bool] | None:
 
 
 def qwen_window(read: ConfigReader) -> int | None:
-    """Read the window of Qwen's models: null is none; one that is not used may be 0."""
+    """Read the sliding window of Qwen models: null means none; an unused window may be 0."""
     if not read.flag("use_sliding_window", False) or read.fields.get("sliding_window", SLIDING_WINDOW) is None:
         return None
     return read.positive("sliding_window", SLIDING_WINDOW)
 
 
 def max_window_layers(read: ConfigReader) -> int:
-    """Read the number of layers that Qwen's models treat otherwise than those behind them."""
+    """Read ``max_window_layers``: the number of first layers that Qwen models treat differently from the rest."""
     count = read.get("max_window_layers", _MAX_WINDOW_LAYERS)
     read.require(type(count) is int and count >= 0, "max_window_layers", "must be >= 0")
     return count
@@ -209,12 +209,12 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "pro
 def rope_config(
     read: ConfigReader, max_position: int, head_dim: int | None = None, partial: bool = False
 ) -> RopeConfig:
-    """RoPE from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
+    """Read RoPE from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
 
     Args:
-        max_position: of the model, what a factor or an original context is taken from where it is left out.
-        head_dim: longrope's lists must have a factor for each frequency of such heads (None: unchecked).
-        partial: whether the family knows heads that are rotated in part (``partial_rotary_factor``).
+        max_position: context length of the model, from which a missing factor or original context is derived.
+        head_dim: longrope's lists must have one factor per frequency of this head dim (None: unchecked).
+        partial: whether the family supports partial rotation (``partial_rotary_factor``).
     """
     for name in ("rope_parameters", "rope_scaling"):
         value = read.fields.get(name)
@@ -230,7 +230,7 @@ def layer_rope(
     head_dim: int | None = None,
     partial: bool = False,
 ) -> RopeConfig:
-    """`rope_config` where ``scaling`` is what config.json says of these layers alone."""
+    """Read RoPE as `rope_config` does, where ``scaling`` is the RoPE object of these layers."""
     known = {name: read.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     known |= {name: value for name, value in scaling.items() if value is not None}
     original = read.get("original_max_position_embeddings")

@@ -1,6 +1,6 @@
-"""The decoder common to all families: tokens to embeddings, through the blocks, to hidden states and logits.
+"""Decoder common to all families: from token ids through embeddings and blocks to hidden states and logits.
 
-A family's module is a `Decoder` that defines a block and the input common to all blocks (`context`).
+The module of a family is a `Decoder` that defines a block and the input common to all blocks (`context`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jaxinfer.quant import matmul_transposed, plus_bias, take
 
 
 class Decoder(Layer):
-    """The whole model as a pure function of its parameters.
+    """Decoder model as a pure function of its parameters.
 
-    ``config`` is the family's; it has at least ``vocab_size``, ``layers``, ``max_position`` and ``tied``.
-    ``overrides`` replaces the block of single layers: ``module.clone(overrides=((3, MyBlock),))``, where ``MyBlock``
-    is made as the family's own; -1 is the last layer. What blocks sow is in their collections under ``layers_0`` ....
-    ``taps`` are layers whose inputs are sown as ``features`` (`jaxinfer.models.head`).
+    ``config`` is the config of the family; it has at least ``vocab_size``, ``layers``, ``max_position`` and ``tied``.
+    ``overrides`` replaces the block of single layers: ``module.clone(overrides=((3, MyBlock),))``, where ``MyBlock`` is
+    constructed like the family's block; -1 is the last layer. Values that blocks sow are in their collections under
+    ``layers_0`` .... ``taps`` are layers whose inputs are sown as ``features`` (`jaxinfer.models.head`).
 
-    Parameters: ``embed`` {table [vocab, d]}, ``layers_0`` ..., ``final_norm``, and ``head`` {table} unless
-    it is tied to ``embed``. Where a family's ``head_bias`` is true, ``head`` has a ``bias`` [vocab], tied or not.
+    Parameters: ``embed`` {table [vocab, d]}, ``layers_0`` ..., ``final_norm``, and ``head`` {table} unless it is tied
+    to ``embed``. If the ``head_bias`` of a family is true, ``head`` has a ``bias`` [vocab], tied or not.
     """
 
     config: Any
@@ -48,37 +48,37 @@ class Decoder(Layer):
 
     @property
     def bound(self) -> str | None:
-        """What layers are given beside hidden states, so that none can run without the others; None: nothing."""
+        """Input of layers besides hidden states, without which single layers cannot run; None: hidden states alone."""
         shared = any(layer.source is not None for layer in self.config.layers)
         return "keys and values of other layers" if shared else None
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        """Make layer ``index``, unbound (``parent=None``): called with (x, context, attend, cache).
+        """Make the block of layer ``index``, unbound (``parent=None``): called with (x, context, attend, cache).
 
-        Layers whose attributes are equal share one compiled function.
+        Blocks with equal attributes share one compiled function.
         """
         raise NotImplementedError
 
     def context(self, positions: Int[Array, "*batch"]) -> Any:
-        """The input common to all blocks: the angles of rotary embeddings.
+        """Return the input common to all blocks: the angles of rotary embeddings.
 
-        Padding stands at position -1: it must come to finite numbers, which nobody reads.
+        Padding has position -1: its results must be finite, and are not used.
         """
         return self.config.rope.angles(positions, self.config.head_dim)
 
     def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Any]:
-        """What the first block is given of embeddings, and what all blocks are told (`context`)."""
+        """Return the input of the first block, made from embeddings, and the input common to all blocks (`context`)."""
         return x, self.context(positions)
 
     def told(self, context: Any, index: int) -> Any:
-        """What layer ``index`` is told of the ``context``."""
+        """Return the ``context`` of layer ``index``."""
         del index
         return context
 
     def up_to(self, length: int) -> Decoder:
-        """The decoder for sequences of at most ``length`` tokens, all computed alike, as an engine serves it.
+        """Return the decoder for at most ``length`` tokens, with the same RoPE for all, as an engine serves it.
 
-        Differs where a checkpoint has other rotary embeddings for long texts than for short ones (docs/rope.md).
+        It differs for checkpoints with different rotary embeddings for long and short texts (docs/rope.md).
         """
         ropes = {name: value for name, value in vars(self.config).items() if isinstance(value, RopeConfig)}
         changed = {name: rope.up_to(length) for name, rope in ropes.items()}
@@ -95,7 +95,7 @@ class Decoder(Layer):
     def __call__(
         self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """Hidden states after the final norm, and the caches (one entry a layer) with the new keys and values."""
+        """Return hidden states after the final norm, and the caches (one per layer) with the new keys and values."""
         return self.forward(self.embed(tokens, positions), positions, attend, cache)
 
     def forward(
@@ -108,16 +108,16 @@ class Decoder(Layer):
     def part(
         self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """Run a pipeline stage: some of the layers. The first takes tokens, the others the output of the one before.
+        """Run a pipeline stage: a range of layers. The first takes tokens, the others the output of the previous stage.
 
-        ``cache`` has one entry for each of these layers. Parameters of other stages need not be there (`owns`).
+        ``cache`` has one entry for each of these layers. Parameters of other stages may be missing (`owns`).
         """
         x = x if layers.start else self.embed(x, positions)
         x, caches = self.blocks(x, positions, attend, cache, layers)
         return all_tokens(self.normed(x) if layers.stop == len(self.config.layers) else x), caches
 
     def owns(self, name: str, layers: range) -> bool:
-        """Return whether the stage of these layers reads the parameter ``name``."""
+        """Return whether the pipeline stage of these layers reads the parameter ``name``."""
         if name.startswith("layers_"):
             return int(name.removeprefix("layers_")) in layers
         last = layers.stop == len(self.config.layers)
@@ -128,11 +128,11 @@ class Decoder(Layer):
     def blocks(
         self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
     ) -> tuple[Array, Any]:
-        """Run these layers; ``cache`` has an entry for each of them that keeps keys and values."""
+        """Run these layers; ``cache`` has one entry for each layer that stores keys and values."""
         overrides, specs = dict(self.overrides), self.config.layers
         compiled: dict[Any, Callable[..., Any]] = {}
         mutable = subtract_filters(self.scope.mutable, "params") if self.scope else False
-        # Whole before that: a table whose output is spread over tokens would be gathered.
+        # Gather tokens first: if the output of the lookup were sharded over tokens, XLA would gather the table.
         x, context = self.entered(own_tokens(all_tokens(x)), positions)
         carried = self.carried(x)
         sources: set[int | None] = {spec.source for spec in specs}
@@ -156,15 +156,15 @@ class Decoder(Layer):
         return self.hidden(carried), None if cache is None else caches
 
     def begins(self, index: int) -> bool:
-        """Return whether a pipeline stage may begin with layer ``index``: it takes hidden states alone."""
+        """Return whether a pipeline stage may begin with layer ``index``: its input is hidden states alone."""
         return True
 
     def carried(self, x: Array) -> Any:
-        """What the first block takes, and each hands to the next: hidden states, where a family has nothing besides."""
+        """Return the value passed from block to block: hidden states, unless a family adds to them."""
         return x
 
     def hidden(self, carried: Any) -> Array:
-        """The hidden states of it."""
+        """Return the hidden states of the value passed between blocks."""
         return carried
 
     def normed(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
@@ -181,14 +181,14 @@ class Decoder(Layer):
 
 
 class LayerNormDecoder(Decoder):
-    """A `Decoder` whose final norm is a `LayerNorm` (``final_norm``); its config has a ``norm_eps``."""
+    """A `Decoder` with a `LayerNorm` as the final norm (``final_norm``); its config has a ``norm_eps``."""
 
     def final_norm(self) -> Layer:
         return LayerNorm(self.config.norm_eps, parent=None)
 
 
 def _identity(block: Layer) -> tuple[Any, ...]:
-    """A key, equal for blocks that compute the same function of their parameters. Arrays are equal to themselves."""
+    """Return a key, equal for blocks that compute the same function of their parameters; arrays compare by id."""
     names = [field.name for field in dataclasses.fields(block) if field.name not in ("parent", "name")]
     return (type(block), *(_key(getattr(block, name)) for name in names))
 
@@ -202,10 +202,10 @@ def _key(value: Any) -> Any:
 
 
 def _by_layer(overrides: Any, count: int) -> tuple[tuple[int, Callable[..., Layer]], ...]:
-    """The overrides by the numbers of layers from the first.
+    """Return the overrides by non-negative layer index.
 
     Raises:
-        ValueError: they are no pairs of a layer of the model and of what makes its block, or name a layer twice.
+        ValueError: they are not pairs of a layer of the model and a block factory, or name a layer twice.
     """
     pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
     if not isinstance(pairs, Iterable) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
@@ -223,7 +223,7 @@ def _by_layer(overrides: Any, count: int) -> tuple[tuple[int, Callable[..., Laye
 
 
 def _jit_block(block: Layer, attend: Attend, mutable: Any) -> Callable[..., Any]:
-    """The compiled block: what it gives, and what it sows in the collections of the filter ``mutable``."""
+    """Compile the block: it returns its output, and what it sows in collections of the filter ``mutable``."""
 
     def layer(params: Any, carried: Any, context: Any, cache: Any) -> Any:
         operands = {"params": params}, carried, context, attend, cache

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437): latent attention, a few dense layers, then mixtures of experts."""
+"""DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437): MLA, a few dense layers, then mixtures of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxinfer.models.specs import correction_bias, decoder, gated_experts, gated
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 _ROPES = ("default", "linear", "yarn", "llama3")
-# The defaults in which transformers' two configurations differ.
+# Defaults that differ between the two configurations of transformers.
 _V2 = {"first_k_dense_replace": 0, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
 _V3 = {
     "max_position_embeddings": 4096,
@@ -51,16 +51,16 @@ _YOUTU = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DeepseekConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        q_rank, nope, rope_dim, value_dim: see `LatentAttention`; the rank of its latents is that of ``layers``.
-        scale: of the scores.
+        q_rank, nope, rope_dim, value_dim: see `LatentAttention`; the rank of its latents is in ``layers``.
+        scale: score scale.
         interleaved: see `rotate`.
-        dense: the number of first layers without experts.
-        rule: the router of the others, for ``experts`` of ``expert_size``; ``shared_size`` is what all tokens share.
-        corrected: experts have a bias that counts while they are chosen.
-        predictors: layers behind the last one that predict further tokens (`jaxinfer.models.mtp`).
+        dense: number of leading layers without experts.
+        rule: router of the other layers, for ``experts`` of ``expert_size``; ``shared_size``: of the shared expert.
+        corrected: the router has a correction bias for the selection (`route`).
+        predictors: MTP layers after the last layer (`jaxinfer.models.mtp`).
     """
 
     q_rank: int | None
@@ -81,9 +81,9 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Patterns of tensors that the model itself has no place for.
+        """Patterns of tensors that the model does not load.
 
-        V3's checkpoint has a layer behind the last one, whether its config.json says so or not. It is for drafts.
+        V3 checkpoints have an MTP layer after the last one, even if config.json does not declare it, for drafting.
         """
         return tuple(f"model.layers.{len(self.layers) + index}.*" for index in range(max(1, self.predictors)))
 
@@ -103,7 +103,7 @@ class DeepseekConfig(DecoderConfig):
         read = ConfigReader(config, _V2)
         require_only(read, "scoring_func", "softmax")
         require_only(read, "mlp_bias", False)
-        # transformers takes no notice of it, and DeepSeek's own code does not scale the weights that it divides.
+        # transformers ignores it, and DeepSeek's own code does not scale the weights that it normalises.
         require_only(read, "norm_topk_prob", False)
         limited = read.choice("topk_method", "greedy", ("greedy", "group_limited_greedy")) != "greedy"
         rule = RoutingRule(read.positive("num_experts_per_tok"), scale=read.number("routed_scaling_factor", 1.0))
@@ -113,7 +113,7 @@ class DeepseekConfig(DecoderConfig):
 
     @staticmethod
     def from_v3(config: Mapping[str, Any]) -> DeepseekConfig:
-        """Read the config.json of a DeepseekV3ForCausalLM; errors as in `from_v2`."""
+        """Read the config.json of a DeepseekV3ForCausalLM; raises as `from_v2` does."""
         read = ConfigReader(config, _V3)
         require_only(read, "scoring_func", "sigmoid")
         require_only(read, "topk_method", "noaux_tc")
@@ -121,19 +121,18 @@ class DeepseekConfig(DecoderConfig):
 
     @staticmethod
     def from_glm(config: Mapping[str, Any]) -> DeepseekConfig:
-        """Read the config.json of a Glm4MoeLiteForCausalLM (GLM-4.7-Flash); errors as in `from_v2`."""
+        """Read the config.json of a Glm4MoeLiteForCausalLM (GLM-4.7-Flash); raises as `from_v2` does."""
         return DeepseekConfig.from_v3(with_layer_types(config, _GLM))
 
     @staticmethod
     def from_youtu(config: Mapping[str, Any]) -> DeepseekConfig:
-        """Read the config.json of a YoutuForCausalLM, which has no experts; errors as in `from_v2`."""
+        """Read the config.json of a YoutuForCausalLM, which has no experts; raises as `from_v2` does."""
         layers = ConfigReader(config).positive("num_hidden_layers")
         return DeepseekConfig.from_v3({**_YOUTU, **config, "first_k_dense_replace": layers})
 
 
 def with_layer_types(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``config``, of which those that are null are left out, and ``first_k_dense_replace`` says what
-    ``mlp_layer_types`` does."""
+    """Return the fields of ``config`` without nulls, with ``first_k_dense_replace`` set from ``mlp_layer_types``."""
     known = {name: value for name, value in config.items() if value is not None or name in _NULLABLE}
     fields = {**defaults, **known}
     read = ConfigReader(fields)
@@ -147,7 +146,7 @@ def with_layer_types(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
 
 
 def v3_rule(read: ConfigReader) -> RoutingRule:
-    """Read the router of DeepSeek-V3, of which the best of groups of experts are chosen with a correction."""
+    """Read the router of DeepSeek-V3, which selects experts of the best groups with a correction bias."""
     return RoutingRule(
         read.positive("num_experts_per_tok", 8),
         scores="sigmoid",
@@ -191,25 +190,25 @@ def _common(read: ConfigReader, rule: RoutingRule, *, corrected: bool, interleav
 
 
 def require_only(read: ConfigReader, name: str, value: Any) -> None:
-    """Refuse any value of a field but the one that the models' published code implements."""
+    """Reject any value of a field except the one that the models' published code implements."""
     read.require(read.fields.get(name) in (None, value), name, f"is not supported (known: {value})")
 
 
 def _q_rank(read: ConfigReader) -> int | None:
-    """Read the rank of the queries' latent: null means none; absent, it is transformers' default."""
+    """Read the rank of the query latent: null means none; absent, it is transformers' default."""
     null = "q_lora_rank" in read.fields and read.fields["q_lora_rank"] is None
     return None if null else read.positive("q_lora_rank", 1536)
 
 
 def count_of(read: ConfigReader, name: str, default: int = 0) -> int:
-    """Read a number of layers, ``default`` where it is left out."""
+    """Read a number of layers, ``default`` if the field is missing."""
     value = read.get(name, default)
     read.require(type(value) is int and 0 <= value <= 1024, name, "must be >= 0 and at most 1024")
     return value
 
 
 def routed_experts(read: ConfigReader, rule: RoutingRule) -> int:
-    """Read the number of experts, which the groups must divide."""
+    """Read the number of experts, which must be divisible by the groups."""
     count = read.positive("n_routed_experts")
     least = 2 if rule.group_score == "top2" else 1
     read.require(
@@ -222,14 +221,14 @@ def routed_experts(read: ConfigReader, rule: RoutingRule) -> int:
 
 
 def _score_scale(read: ConfigReader, rope: RopeConfig) -> float:
-    """Yarn's growth of the scores with the context, which these models have beside that of cosines and sines."""
+    """Return YaRN's score scale for long contexts, which these models apply in addition to scaled cosines and sines."""
     scaling = ConfigReader(read.fields.get("rope_scaling") or read.fields.get("rope_parameters") or {})
     all_dim = scaling.number("mscale_all_dim", 0.0)
     return yarn_mscale(rope.factor, all_dim) ** 2 if all_dim and rope.kind != "default" else 1.0
 
 
 class DeepseekBlock(Layer):
-    """One decoder layer, with a mixture of experts unless it is ``dense``."""
+    """A decoder layer with a mixture of experts, or with an MLP if it is ``dense``."""
 
     config: DeepseekConfig
     layer: LayerSpec
@@ -248,7 +247,7 @@ class DeepseekBlock(Layer):
         )
 
     def make_attention(self, kind: Callable[..., Layer], **options: Any) -> Any:
-        """Make the attention with the sizes of the config; ``options``: what this ``kind`` of it has besides."""
+        """Make the attention with the sizes of the config; ``options``: further arguments of this ``kind``."""
         cfg = self.config
         sizes = {"heads": cfg.heads, "nope": cfg.nope, "rope": cfg.rope_dim, "q_rank": cfg.q_rank}
         switches = {"scale": cfg.scale, "bias": cfg.attention_bias, "interleaved": cfg.interleaved}
@@ -291,7 +290,7 @@ def block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]
 
 
 def moe_specs(cfg: Any, prefix: str) -> dict[str, Any]:
-    """`MoE`'s parameters, with the sizes and switches that ``cfg`` names as `DeepseekConfig`."""
+    """Return the parameters of `MoE`; ``cfg`` has the size and switch fields of `DeepseekConfig`."""
     d = cfg.hidden_size
     tree: dict[str, Any] = {
         "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),
@@ -326,7 +325,7 @@ def _attention_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
 
 
 def _side_by_side(prefix: str, parts: list[tuple[str, int]], d: int, kind: str) -> ParamSpec:
-    """Projections of one input as one matrix [d, sizes of all], or their biases as one vector."""
+    """Return projections of one input concatenated to a matrix [d, sum of sizes], or their biases to a vector."""
     weight, sources, at = kind == "weight", [], 0
     for name, size in parts:
         place = slice(at, at + size)
@@ -339,7 +338,7 @@ def _side_by_side(prefix: str, parts: list[tuple[str, int]], d: int, kind: str) 
 
 
 def _up_specs(cfg: DeepseekConfig, name: str) -> dict[str, Any]:
-    """``up_key`` and ``up_value``: the rows of each head in ``kv_b_proj``, those of its keys first."""
+    """Return ``up_key`` and ``up_value`` from ``kv_b_proj``, whose rows are grouped by head, keys first."""
     size, shape = cfg.nope + cfg.value_dim, (cfg.heads * (cfg.nope + cfg.value_dim), cfg.rank)
 
     def rows(head: int, first: int, last: int, transpose: bool) -> Source:

@@ -1,6 +1,6 @@
-"""DeepSeek-V3.2 (arXiv:2512.02556) and GLM-5: DeepSeek-V3 with attention to the tokens that an indexer chooses.
+"""DeepSeek-V3.2 (arXiv:2512.02556) and GLM-5: DeepSeek-V3 with sparse attention to tokens selected by an indexer.
 
-In GLM-5.2 most layers have no indexer of their own and take the choice of the last one that has (arXiv:2603.12201).
+In GLM-5.2 most layers have no indexer and use the selection of the last layer that has one (arXiv:2603.12201).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _KINDS = {"F": "full", "S": "shared"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DeepseekSparseConfig(DeepseekConfig):
-    """A checkpoint's config.json, resolved: see `DeepseekConfig`.
+    """The resolved config.json of a checkpoint: see `DeepseekConfig`.
 
     Attributes:
-        index_heads, index_interleaved: see `Indexer`; the size of its keys and how many it chooses are in ``layers``.
-        indexed: for each layer, whether it has an indexer; others take the choice of the one before.
+        index_heads, index_interleaved: see `Indexer`; its key dim and the number of selected tokens are in ``layers``.
+        indexed: whether each layer has an indexer; a layer without one uses the previous selection.
     """
 
     index_heads: int
@@ -51,13 +51,13 @@ class DeepseekSparseConfig(DeepseekConfig):
 
     @staticmethod
     def from_v32(config: Mapping[str, Any]) -> DeepseekSparseConfig:
-        """Read the config.json of a DeepseekV32ForCausalLM; errors as in `DeepseekConfig.from_v2`."""
+        """Read the config.json of a DeepseekV32ForCausalLM; raises as `DeepseekConfig.from_v2` does."""
         fields = with_layer_types(config, _V32)
         return _with_indexers(fields, (True,) * ConfigReader(fields).positive("num_hidden_layers"))
 
     @staticmethod
     def from_glm(config: Mapping[str, Any]) -> DeepseekSparseConfig:
-        """Read the config.json of a GlmMoeDsaForCausalLM; errors as in `DeepseekConfig.from_v2`."""
+        """Read the config.json of a GlmMoeDsaForCausalLM; raises as `DeepseekConfig.from_v2` does."""
         fields = with_layer_types(config, _GLM)
         return _with_indexers(fields, _indexed(ConfigReader(fields)))
 
@@ -78,7 +78,7 @@ def _with_indexers(fields: Mapping[str, Any], indexed: tuple[bool, ...]) -> Deep
 
 
 def _indexed(read: ConfigReader) -> tuple[bool, ...]:
-    """Which layers have an indexer: as listed, else by letters, else every so many-th."""
+    """Read which layers have an indexer: from a list of kinds, a string of letters, or an interval."""
     count, kinds, name = read.positive("num_hidden_layers"), read.get("indexer_types"), "indexer_types"
     if kinds is None and read.get("index_topk_pattern") is not None:
         name = "index_topk_pattern"
@@ -94,14 +94,14 @@ def _indexed(read: ConfigReader) -> tuple[bool, ...]:
 
 
 class Carried(NamedTuple):
-    """Hidden states, and the last choice of tokens (None: all of them)."""
+    """Value passed between blocks: hidden states, and the last token selection (None: all tokens)."""
 
     x: Float[Array, "*batch d"]
     chosen: Any = None
 
 
 class DeepseekSparseBlock(DeepseekBlock):
-    """`DeepseekBlock` that attends to the tokens of an indexer: its own if it is ``indexed``."""
+    """`DeepseekBlock` with attention to the tokens of an indexer, which is its own if it is ``indexed``."""
 
     config: DeepseekSparseConfig
     indexed: bool = True

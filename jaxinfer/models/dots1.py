@@ -10,7 +10,7 @@ from jaxinfer.models.config import SLIDING_WINDOW, ConfigReader, sliding_layers
 from jaxinfer.models.deepseek import count_of, require_only, routed_experts, v3_rule
 from jaxinfer.models.sparse import SparseConfig
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "num_key_value_heads": 32,
     "n_group": 1,
@@ -23,7 +23,7 @@ _MAX_WINDOW_LAYERS = 62
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read the config.json of a Dots1ForCausalLM; errors as of `sparse.read_config`."""
+    """Read the config.json of a Dots1ForCausalLM; raises as `sparse.read_config` does."""
     read = ConfigReader(config, _DEFAULTS, {"num_experts": "n_routed_experts"})
     require_only(read, "scoring_func", "sigmoid")
     require_only(read, "moe_layer_freq", 1)
@@ -47,7 +47,7 @@ def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _windows(read: ConfigReader) -> list[int | None]:
-    """Read the window of each layer: by ``layer_types``, else of the layers behind ``max_window_layers``."""
+    """Read the sliding window of each layer: from ``layer_types``, else for layers from ``max_window_layers`` on."""
     null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
     count = read.positive("num_hidden_layers")
     local = sliding_layers(read)

@@ -1,7 +1,7 @@
-"""EAGLE heads: one decoder layer that continues a model's features (EAGLE-1/2, arXiv:2401.15077, 2406.16858) or three
-of its layers' (EAGLE-3, arXiv:2503.01840).
+"""EAGLE draft heads: one decoder layer that continues a model's features (EAGLE-1/2, arXiv:2401.15077, 2406.16858) or
+those of three of its layers (EAGLE-3, arXiv:2503.01840).
 
-Formats: the authors' folders, SpecForge's, and those of speculators, whose config.json nests the layer's.
+Formats: the authors' folders, SpecForge, and speculators, whose config.json nests the config of the layer.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from jaxinfer.types import LayerSpec, ParamTree
 
 IGNORE = ("t2d", "d2t", "embed_tokens.weight", "lm_head.weight")
 MAP = "inverse"
-"""Parameter of a reduced vocabulary: the head's id of each of the model's tokens, -1 where it has none."""
+"""Parameter of a reduced vocabulary: the head's id of each token of the model, -1 if it has none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class EagleConfig(HeadConfig):
-    """A head's config.json, resolved.
+    """The resolved config.json of an EAGLE head.
 
     Attributes:
-        prefix: of its layers' tensors.
+        prefix: name prefix of the layers' tensors.
         qkv_bias, out_bias, mlp_bias: as in `jaxinfer.models.llama.LlamaConfig`.
-        fc_bias: of EAGLE-1 and 2.
-        draft_vocab: tokens that EAGLE-3 may say.
-        norm_before_residual: EAGLE-3's layer adds to the normed feature.
-        norm_before_fc: the three inputs are normed as one; ``fc_norm``: each by itself.
-        norm_output: what is fed back is normed (EAGLE-3.1).
+        fc_bias: whether ``fc`` has a bias (EAGLE-1 and 2).
+        draft_vocab: size of the draft vocabulary (EAGLE-3).
+        norm_before_residual: the residual of the EAGLE-3 layer is the normed feature.
+        norm_before_fc: the three inputs of ``fc`` are normed together; ``fc_norm``: each is normed separately.
+        norm_output: the state that is fed back is normed (EAGLE-3.1).
     """
 
     rope: RopeConfig
@@ -82,7 +82,7 @@ def eagle_config(files: HeadFiles) -> EagleConfig:
 
 
 def eagle3_config(files: HeadFiles) -> EagleConfig:
-    """Read the config.json of an EAGLE-3 head; errors as in `eagle_config`."""
+    """Read the config.json of an EAGLE-3 head; raises as `eagle_config` does."""
     read, target = ConfigReader(_flat(files.config_json)), files.target
     fields = _fields(read, files)
     read.require(len(fields["layers"]) == 1, "num_hidden_layers", "must be 1")
@@ -104,8 +104,8 @@ def eagle3_config(files: HeadFiles) -> EagleConfig:
 
 
 def _norm_output(read: ConfigReader) -> bool:
-    """Whether the norm stands before what is fed back. In SpecForge's files the field says whether there is one at all,
-    and it stands behind."""
+    """Return whether the state that is fed back is normed. In SpecForge's files the field declares whether there is a
+    norm at all, which then only the LM head applies."""
     if "speculators_model_type" in read.fields:
         return read.flag("norm_output", False)
     read.require(read.flag("norm_output", True), "norm_output", "is not supported")
@@ -113,7 +113,7 @@ def _norm_output(read: ConfigReader) -> bool:
 
 
 def _fields(read: ConfigReader, files: HeadFiles) -> dict[str, Any]:
-    """Fields of the layer. Which biases and norms it has, the tensors tell: configs name them in many ways."""
+    """Read the fields of the layer. Tensor names decide its biases and norms: configs name them in many ways."""
     fields = decoder_fields(read) | {"tied": False}
     parts = {
         "qkv_bias": "q_proj.bias",
@@ -130,7 +130,7 @@ def _fields(read: ConfigReader, files: HeadFiles) -> dict[str, Any]:
 
 
 def _shared(files: HeadFiles, fields: Mapping[str, Any]) -> dict[str, str]:
-    """The model's embeddings, where the head brings none of its own."""
+    """Map the embeddings to those of the model, unless the head has its own."""
     own = "embed_tokens.weight" in files.names
     ConfigReader(files.config_json).require(
         own or fields["hidden_size"] == files.target.hidden_size,
@@ -141,13 +141,13 @@ def _shared(files: HeadFiles, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of all forms side by side: those of speculators' and SpecForge's nested objects, too."""
+    """Flatten the fields of all formats to one level, including the nested objects of speculators and SpecForge."""
     nested = [config.get(name) for name in ("transformer_layer_config", "eagle_config")]
     return {**{name: each for part in nested if isinstance(part, dict) for name, each in part.items()}, **config}
 
 
 def _taps(read: ConfigReader, count: int) -> tuple[int, ...]:
-    """Layers whose inputs the head reads. Files name the layers whose outputs these are, one before."""
+    """Read the layers whose inputs the head reads. Files list layers by output: the layers one before."""
     ids = read.get("eagle_aux_hidden_state_layer_ids", [1, count // 2 - 1, count - 4])
     numbers = isinstance(ids, list) and all(type(each) is int and -1 <= each < count - 1 for each in ids)
     name = "eagle_aux_hidden_state_layer_ids"
@@ -156,7 +156,7 @@ def _taps(read: ConfigReader, count: int) -> tuple[int, ...]:
 
 
 class EagleLayer(Layer):
-    """A decoder layer. ``wide``: its attention reads the token's embedding beside the feature (EAGLE-3)."""
+    """A decoder layer. ``wide``: its attention reads the token's embedding concatenated with the feature (EAGLE-3)."""
 
     config: EagleConfig
     layer: LayerSpec
@@ -189,7 +189,7 @@ class EagleLayer(Layer):
 
 
 class Eagle(DraftHead):
-    """EAGLE-1 and 2: the layer reads a projection of embedding and feature; the model's own table makes logits.
+    """EAGLE-1 and 2 heads: the layer reads a projection of embedding and feature; the model's own LM head makes logits.
 
     Parameters: ``fc`` [2 d, d], ``fc_bias``, ``layers_0`` ..., and the model's ``embed`` and ``head``.
     """
@@ -219,11 +219,10 @@ class Eagle(DraftHead):
 
 
 class Eagle3(DraftHead):
-    """EAGLE-3: ``fc`` makes one state of three layers' inputs; logits are of a vocabulary of its own.
+    """EAGLE-3 head: ``fc`` fuses the inputs of three layers into one state; logits are over the draft vocabulary.
 
     Parameters: ``fc`` [3 d', d], ``layers_0``, ``final_norm``, ``head`` {table [draft vocab, d]}, ``inverse`` [vocab]
-    where its vocabulary is a part of the model's, ``fc_norm`` or ``fc_norm_0`` ... of its inputs, and ``embed``, its
-    own or the model's.
+    for a reduced vocabulary, ``fc_norm`` or ``fc_norm_0`` ... for its inputs, and ``embed``, its own or the model's.
     """
 
     config: EagleConfig

@@ -1,4 +1,4 @@
-"""Ernie 4.5, the dense models: Llama whose rotary embedding turns neighbouring numbers."""
+"""Ernie 4.5 dense models: Llama with interleaved rotary embeddings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, llama_fields
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 103424,
     "hidden_size": 1024,
@@ -26,10 +26,10 @@ _DEFAULTS = {
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json; errors as of `decoder_fields`."""
+    """Read config.json; raises as `decoder_fields` does."""
     read = ConfigReader(config, _DEFAULTS, {"attention_bias": "use_bias"})
     if "head_dim" in config and config["head_dim"] is None:
-        # null means equal parts of the hidden state, not the default
+        # null means hidden_size / heads, not the default
         plain = {name: value for name, value in _DEFAULTS.items() if name != "head_dim"}
         read = ConfigReader(read.fields, plain, read.names)
     fields = llama_fields(read)
@@ -37,14 +37,14 @@ def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 class ErnieBlock(LlamaBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     def options(self) -> dict[str, Any]:
         return {"interleaved": True}
 
 
 class Ernie(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Ernie decoder: see `Decoder`."""
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         return (override or ErnieBlock)(self.config, self.config.layers[index], parent=None)

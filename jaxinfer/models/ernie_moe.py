@@ -1,4 +1,4 @@
-"""Ernie 4.5's mixtures of experts: a few dense layers, then experts by corrected softmax beside shared ones."""
+"""Ernie 4.5 MoE: a few dense layers, then experts by softmax with a correction bias, and shared experts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _DEFAULTS = {
     "tie_word_embeddings": True,
 }
 _NAMES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
-# Layers that predict further tokens.
+# MTP layers, not loaded.
 IGNORE = ("model.mtp*", "mtp*")
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read the config.json of an Ernie4_5_MoeForCausalLM; errors as of `sparse.read_config`."""
-    heads = {"num_key_value_heads"} & config.keys()  # null: of the other heads
+    """Read the config.json of an Ernie4_5_MoeForCausalLM; raises as `sparse.read_config` does."""
+    heads = {"num_key_value_heads"} & config.keys()  # null: as many as query heads
     read = ConfigReader(config, {name: value for name, value in _DEFAULTS.items() if name not in heads}, _NAMES)
     require_only(read, "use_bias", False)
     size = read.positive("moe_intermediate_size")

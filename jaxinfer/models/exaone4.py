@@ -1,6 +1,6 @@
-"""EXAONE 4: norms behind attention and MLP, not before them, norms of each query's and key's head.
+"""EXAONE 4: attention and MLP with post-norms instead of pre-norms, and a QK norm per head.
 
-The large model has windows in three layers of four; those that have none do not know positions (NoPE).
+The large model has sliding windows in three of four layers; the other layers have no position embedding (NoPE).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxinfer.models.olmo import local_layers, windowed
 from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 102400,
     "hidden_size": 4096,
@@ -37,13 +37,13 @@ _PLAIN = {"attention_bias": False, "mlp_bias": False}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Exaone4Config(LlamaConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``rotated``: whether each layer knows positions."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``rotated``: whether each layer uses RoPE."""
 
     rotated: tuple[bool, ...]
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> Exaone4Config:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader({**config, **_PLAIN}, _DEFAULTS)
         layers, null = _layers(read)
         rotated = tuple(null or layer.window is not None for layer in layers)
@@ -51,17 +51,17 @@ class Exaone4Config(LlamaConfig):
 
 
 def _layers(read: ConfigReader) -> tuple[tuple[LayerSpec, ...], bool]:
-    """Read the windows; and whether there is none at all (``sliding_window`` null)."""
+    """Read the windows of the layers, and whether there are none at all (``sliding_window`` null)."""
     null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
     if null:
         return windowed(read, sliding_layers(read) or [False] * read.positive("num_hidden_layers")), True
-    named = sliding_layers(read)  # beside them the published pattern is a word, "LLLG"
+    named = sliding_layers(read)  # files with it publish the pattern as a string, "LLLG"
     local = named if named is not None else local_layers(read, read.positive("sliding_window_pattern", _PATTERN))
     return windowed(read, local), False
 
 
 class Exaone4Block(Layer):
-    """One decoder layer. ``rotated``: whether it knows positions."""
+    """A decoder layer. ``rotated``: whether it has rotary embeddings."""
 
     config: Exaone4Config
     layer: LayerSpec
@@ -86,7 +86,7 @@ class Exaone4Block(Layer):
 
 
 class Exaone4(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Exaone4 decoder: see `Decoder`."""
 
     config: Exaone4Config
 

@@ -1,7 +1,7 @@
 """Falcon (Almazrouei et al. 2023) in its three layouts: Falcon-RW, 7B (one KV head) and 40B/180B/11B (grouped).
 
 Positions are rotary, or a bias that grows with the key's position (ALiBi, Press et al. 2022). The bias is an additional
-number of every key, which the queries weigh with 1: attention itself knows nothing of it.
+element of every key, which queries multiply by 1: attention needs no support for it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class FalconConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        rope: None where positions are an ALiBi bias.
-        parallel: attention and MLP both read the layer's input.
-        norms: layer norms of a layer: 2 where attention and MLP have one each.
+        rope: None if positions are an ALiBi bias.
+        parallel: attention and MLP both read the input of the layer.
+        norms: layer norms per layer; 2: attention and MLP have one each.
     """
 
     rope: RopeConfig | None
@@ -61,7 +61,7 @@ class FalconConfig(DecoderConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> FalconConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(renamed(config, {"n_embed": "hidden_size"}), _DEFAULTS, _NAMES)
         new, parallel = read.flag("new_decoder_architecture", False), read.flag("parallel_attn", True)
         read.require(parallel or not new, "parallel_attn", "must be true where new_decoder_architecture is")
@@ -99,9 +99,9 @@ def _norms(read: ConfigReader, new: bool, parallel: bool) -> int:
 
 
 def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
-    """The slopes of the heads' biases over positions: powers of 2^(-8 / n) for n heads, as float32.
+    """Return the ALiBi slopes of the heads: powers of 2^(-8 / n) for n heads, as float32.
 
-    Where n is no power of two, the slopes of the next smaller one are followed by every other one of the next larger.
+    If n is no power of two, the slopes of the next smaller one are followed by every other slope of the next larger.
     """
     whole = 2 ** math.floor(math.log2(heads))
     powers = [(index + 1) * 8 / whole for index in range(whole)]
@@ -110,10 +110,10 @@ def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
 
 
 def alibi_bias(positions: Int[Array, "*batch"], heads: int) -> Float[Array, "*batch heads"]:
-    """The bias of the keys at ``positions``, float32.
+    """Return the ALiBi bias of the keys at ``positions``, float32.
 
-    Slopes, positions and bias are rounded to bfloat16 each, whatever the model's dtype: so the checkpoints were
-    trained. XLA may leave out a conversion to bfloat16 and back, but no `reduce_precision`.
+    Slopes, positions and bias are each rounded to bfloat16, whatever the model dtype, as in training. XLA may remove a
+    conversion to bfloat16 and back, but no `reduce_precision`.
     """
     slopes = _bfloat16(jnp.asarray(alibi_slopes(heads)))
     return _bfloat16(slopes * _bfloat16(positions[..., None].astype(jnp.float32)))
@@ -124,7 +124,7 @@ def _bfloat16(x: jax.Array) -> jax.Array:
 
 
 def _with_bias(attend: Attend, bias: Float[Array, "*batch heads"]) -> Attend:
-    """Wrap ``attend``: a bias is added to the (unscaled) scores of each key."""
+    """Wrap ``attend`` to add a bias to the (unscaled) scores of each key."""
 
     def biased(
         q: jax.Array,
@@ -150,7 +150,7 @@ def _with_bias(attend: Attend, bias: Float[Array, "*batch heads"]) -> Attend:
 
 
 def _biased_dim(head_dim: int) -> int:
-    """Size of a key with its bias: a multiple of 8, since GPU kernels read rows of whole 16 bytes."""
+    """Return the size of a key with its bias: a multiple of 8, since GPU kernels read rows in units of 16 bytes."""
     return -(-(head_dim + 1) // 8) * 8
 
 
@@ -160,7 +160,7 @@ def _beside(x: Float[Array, "*batch heads dim"], last: Float[Array, "*batch head
 
 
 class FalconBlock(Layer):
-    """One decoder layer. ``context``: cosines and sines of a rotary embedding, or the bias of keys at the positions."""
+    """A decoder layer. ``context``: cosines and sines of rotary embeddings, or the ALiBi bias of the keys."""
 
     config: FalconConfig
     layer: LayerSpec
@@ -205,7 +205,7 @@ class Falcon(LayerNormDecoder):
 
 
 def cache_spec(cfg: FalconConfig) -> CacheSpec:
-    """The KV cache; with ALiBi each key is stored with its bias."""
+    """Return the KV cache spec; with ALiBi each key is stored with its bias."""
     return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim if cfg.rope else _biased_dim(cfg.head_dim))
 
 
@@ -235,7 +235,7 @@ def _block_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
 
 
 def _attention_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
-    """`Attention`'s parameters: the fused projection is by KV head (queries, key, value) in all three layouts."""
+    """Return the parameters of `Attention`; in all layouts the fused projection is by KV head (queries, key, value)."""
     d, axes = cfg.hidden_size, ("kv_heads", "group", "head_dim")
     form = (cfg.kv_heads, cfg.heads // cfg.kv_heads + 2, cfg.head_dim)
     fused = Source(f"{prefix}.query_key_value.weight", (math.prod(form), d), transpose=True, reshape=(d, *form))

@@ -1,4 +1,4 @@
-"""Falcon-H1 (arXiv:2507.22448): attention and Mamba-2 side by side in each layer, with multipliers all over (muP)."""
+"""Falcon-H1 (arXiv:2507.22448): parallel attention and Mamba-2 in each layer, with muP multipliers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _DEFAULTS = mamba.DEFAULTS | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class FalconH1Config(LlamaConfig):
-    """A checkpoint's config.json, resolved: see `LlamaConfig`.
+    """The resolved config.json of a checkpoint: see `LlamaConfig`.
 
     Attributes:
-        mamba: of what stands beside attention.
+        mamba: sizes of the Mamba-2 mixer.
         embedding_multiplier, attention_in, attention_out, mamba_in, mamba_out, mlp_gate, mlp_out, logits_multiplier:
-            multiply what they are named after.
-        scale: of the scores, in which the multiplier of keys is.
+            factors of the tensors that they name.
+        scale: score scale, which includes the multiplier of keys.
     """
 
     mamba: MambaSizes
@@ -58,7 +58,7 @@ class FalconH1Config(LlamaConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> FalconH1Config:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS)
         fields, bias, sizes = decoder_fields(read), read.flag("attention_bias", False), _mamba(read)
         gate, out = _numbers(read, "mlp_multipliers", 2)
@@ -103,7 +103,7 @@ def _numbers(read: ConfigReader, name: str, count: int) -> tuple[float, ...]:
 
 
 class FalconH1Block(Layer):
-    """One decoder layer: attention beside Mamba-2, then a gated network."""
+    """A decoder layer: parallel attention and Mamba-2, then a gated MLP."""
 
     config: FalconH1Config
     layer: LayerSpec

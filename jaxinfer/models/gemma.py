@@ -1,7 +1,7 @@
-"""Gemma 1, 2 and 3 (text): norms whose scales are stored less one, embeddings scaled by sqrt(d), gated GELU.
+"""Gemma 1, 2 and 3 (text): norm scales stored minus one, embeddings scaled by sqrt(d), gated GELU.
 
-Gemma 2 adds norms behind attention and MLP, soft-caps and windows in every other layer; Gemma 3 norms of queries and
-keys, more windows, and a rotary embedding of its own for the layers that have one.
+Gemma 2 adds post-norms of attention and MLP, soft-caps, and sliding windows in every other layer; Gemma 3 adds a QK
+norm, more sliding-window layers, and a separate rotary embedding for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxinfer.models.llama import attention_specs
 from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _ALL = {
     "head_dim": 256,
     "hidden_act": "gelu_pytorch_tanh",
@@ -54,20 +54,20 @@ _DEFAULTS = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2 | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
 }
-# Every so many layers one sees the whole text; the others have a window.
+# Period of full-attention layers; the other layers have a sliding window.
 _PATTERN = {"gemma2": 2, "gemma3_text": 6}
 _OFFSET = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GemmaConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        local: which layers have a window, and with it ``local_rope``.
-        sandwich: attention and MLP are normalised behind as well as before.
-        scale: of the scores.
-        final_softcap: logits become ``c * tanh(logit / c)`` (None: they stay).
+        local: which layers have a sliding window, and with it ``local_rope``.
+        sandwich: attention and MLP have post-norms as well as pre-norms.
+        scale: score scale.
+        final_softcap: logits become ``c * tanh(logit / c)`` (None: no soft-cap).
     """
 
     local: tuple[bool, ...]
@@ -94,7 +94,7 @@ class GemmaConfig(DecoderConfig):
         read.require(not bidirectional, "use_bidirectional_attention", "is no decoder")
         fields, local, bias = decoder_fields(read), _local(read, kind), read.flag("attention_bias", False)
         rope, local_rope = _ropes(read, kind, fields["max_position"], fields["head_dim"])
-        if kind == "gemma" and fields["activation"] == "gelu":  # means the approximation there, as in `transformers`
+        if kind == "gemma" and fields["activation"] == "gelu":  # means the approximation here, as in `transformers`
             fields["activation"] = "gelu_pytorch_tanh"
         return GemmaConfig(
             **fields,
@@ -129,7 +129,7 @@ def _layers(read: ConfigReader, kind: str, local: tuple[bool, ...]) -> tuple[Lay
 
 
 def _cap(read: ConfigReader, name: str, default: float | None, kind: str) -> float | None:
-    """Read a soft-cap; null means none, whatever the default."""
+    """Read a soft-cap; null means none, whatever the default is."""
     if kind == "gemma" or read.fields.get(name, default) is None:
         return None
     cap = read.number(name, default)
@@ -165,7 +165,7 @@ def two_ropes(read: ConfigReader, max_position: int, head_dim: int) -> tuple[Rop
 
 
 class GemmaBlock(Layer):
-    """One decoder layer. Subclass it and name it in `Gemma.overrides` to change what a layer does.
+    """A decoder layer. Subclass it and name it in `Gemma.overrides` to change what a layer does.
 
     ``local`` selects one of the two rotary embeddings.
     """
@@ -205,7 +205,7 @@ class GemmaBlock(Layer):
 
 
 class Gemma(Decoder):
-    """The whole decoder: see `Decoder`. Its context is both rotary embeddings' cosines and sines."""
+    """The Gemma decoder: see `Decoder`. Its context is the cosines and sines of both rotary embeddings."""
 
     config: GemmaConfig
 

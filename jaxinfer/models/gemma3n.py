@@ -1,7 +1,7 @@
-"""Gemma 3n (text): four streams of hidden states of which a layer computes one, a low-rank path beside attention.
+"""Gemma 3n (text): layers compute one of four streams of hidden states, with a low-rank path parallel to attention.
 
-AltUp (Baykal et al. 2023) predicts the streams before a layer and corrects them behind it; LAuReL (Menghani et al.
-2024) is the low-rank path. Embeddings for each layer, and layers that read earlier ones' keys, are as in Gemma 4.
+AltUp (Baykal et al. 2023) predicts the streams before a layer and corrects them after it; LAuReL (Menghani et al. 2024)
+is the low-rank path. Per-layer embeddings and reuse of the KV cache of earlier layers are as in Gemma 4.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, matmul_transposed
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 262_400,
     "hidden_size": 2048,
@@ -57,20 +57,20 @@ _DEFAULTS = {
 }
 _PATTERN, _SHARED, _SOFTCAP = 5, 15, 30.0
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95
-_LEAST_SQUARE = 1e-5  # of a stream, where it is given another's magnitude
+_LEAST_SQUARE = 1e-5  # least mean square of a stream that is rescaled to the magnitude of another
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Gemma3nConfig(PerLayerConfig):
-    """A checkpoint's config.json, resolved: see `PerLayerConfig`.
+    """The resolved config.json of a checkpoint: see `PerLayerConfig`.
 
     Attributes:
-        hidden_sizes: of each layer's MLP.
-        sparsity: the share of each layer's MLP that a token leaves out; 0: none.
-        streams: of hidden states.
-        active: the one that layers compute.
-        corrected_scale: what layers' own embeddings are added to is seen through a scale.
-        low_rank: of the path beside attention.
+        hidden_sizes: hidden size of each layer's MLP.
+        sparsity: fraction of each layer's MLP that is zeroed for a token; 0: none.
+        streams: number of streams of hidden states.
+        active: index of the stream that layers compute.
+        corrected_scale: the active stream is scaled at the input of the gate of per-layer embeddings.
+        low_rank: rank of LAuReL.
     """
 
     hidden_sizes: tuple[int, ...]
@@ -86,7 +86,7 @@ class Gemma3nConfig(PerLayerConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> Gemma3nConfig:
-        """Read config.json as `transformers` writes it, or as it is on the hub.
+        """Read config.json as `transformers` writes it, or as published on the Hub.
 
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
@@ -137,8 +137,8 @@ def _sparsity(read: ConfigReader, count: int) -> tuple[float, ...]:
 
 
 class SparseMLP(GatedMLP):
-    """`GatedMLP` with the largest gates of a token alone: those beyond the quantile ``sparsity`` of a normal variable
-    of their mean and deviation, less that."""
+    """`GatedMLP` of a token's largest gates only: it subtracts the ``sparsity`` quantile of a normal distribution with
+    the mean and deviation of the gates, and clips at 0."""
 
     sparsity: float = 0.0
 
@@ -152,7 +152,7 @@ class SparseMLP(GatedMLP):
 
 
 class AltUp(Layer):
-    """Alternating updates: a layer computes one stream, and the others follow.
+    """AltUp (alternating updates): a layer computes one stream; the others are predicted and corrected.
 
     Parameters: ``norm`` (`RMSNorm`), ``router`` [streams, d], ``prediction`` [streams ** 2, streams] and ``correction``
     [streams, streams].
@@ -186,7 +186,7 @@ class AltUp(Layer):
 
 
 class LowRank(Layer):
-    """x + norm(right(left(x))) (LAuReL). ``left`` is [d, rank], ``right`` [rank, d]."""
+    """Low-rank residual path x + norm(right(left(x))) (LAuReL). ``left`` is [d, rank], ``right`` [rank, d]."""
 
     eps: float
 
@@ -198,7 +198,7 @@ class LowRank(Layer):
 
 
 class Gemma3nBlock(Layer):
-    """One decoder layer. Subclass it and name it in `Gemma3n.overrides` to change what a layer does."""
+    """A decoder layer. Subclass it and name it in `Gemma3n.overrides` to change what a layer does."""
 
     config: Gemma3nConfig
     layer: LayerSpec
@@ -228,7 +228,7 @@ class Gemma3nBlock(Layer):
     def computed(
         self, x: Float[Array, "*batch d"], context: Context, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """The active stream: attention, the low-rank path, the MLP."""
+        """Compute the active stream: attention, the low-rank path, the MLP."""
         normal = self.attention_norm(x)
         mixed, cache = self.attention(normal, context.ropes[self.layer.window is not None], attend, cache)
         x = (x + self.attention_out_norm(mixed) + self.low_rank(normal)) * math.sqrt(0.5)
@@ -236,10 +236,10 @@ class Gemma3nBlock(Layer):
 
 
 class Gemma3n(PerLayerDecoder):
-    """The whole decoder: see `PerLayerDecoder`. Between its layers there are ``streams`` hidden states.
+    """The Gemma3n decoder: see `PerLayerDecoder`. Between its layers there are ``streams`` hidden states.
 
-    Parameters beside those of `PerLayerDecoder`: ``streams_in`` and ``streams_out``, each with a matrix [d, d] for
-    every stream but the first.
+    Parameters in addition to those of `PerLayerDecoder`: ``streams_in`` and ``streams_out``, each with a matrix [d, d]
+    for every stream except the first.
     """
 
     config: Gemma3nConfig
@@ -266,13 +266,13 @@ class Gemma3n(PerLayerDecoder):
 
 
 def _as_large(x: Float[Array, "*batch d"], other: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-    """``x`` with the root mean square of another one."""
+    """Rescale ``x`` to the root mean square of ``other``."""
     have, want = (jnp.mean(jnp.square(each.astype(jnp.float32)), -1, keepdims=True) for each in (x, other))
     return (x * (jnp.sqrt(want) / jnp.sqrt(jnp.maximum(have, _LEAST_SQUARE)))).astype(x.dtype)
 
 
 def _names(cfg: Gemma3nConfig) -> list[str]:
-    """Streams that have matrices of their own."""
+    """Return the names of the streams that have matrices."""
     return [f"stream_{stream}" for stream in range(1, cfg.streams)]
 
 

@@ -1,7 +1,7 @@
-"""Gemma 4 (text): wider heads where a layer sees everything, values that are normalised, embeddings for each layer.
+"""Gemma 4 (text): larger heads in full-attention layers, normalised values, per-layer embeddings.
 
-The last layers may read the keys and values of earlier ones, keys may be values, too, and experts may stand beside the
-MLP of each layer.
+The last layers may read the KV cache of earlier layers, keys may also serve as values, and layers may have experts
+parallel to the MLP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxinfer.models.specs import decoder, gated_mlp, plain, rms_norm
 from jaxinfer.quant import matmul_transposed
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -56,7 +56,7 @@ _DEFAULTS = {
 }
 _UNIFIED = {"max_position_embeddings": 262_144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 _KINDS = {"gemma4_text": _DEFAULTS, "gemma4_unified_text": _DEFAULTS | _UNIFIED}
-_PATTERN = 6  # every so many layers one sees the whole text
+_PATTERN = 6  # period of full-attention layers
 _ROPES: Mapping[str, Mapping[str, Any]] = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -65,14 +65,14 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Gemma4Config(PerLayerConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        key_is_value: of layers that see everything a value is the key before its norm.
-        wide: MLPs of layers that read another one's keys are twice as wide.
-        experts: of each layer; 0: there are none.
-        expert_size: the hidden size of an expert.
-        top_k: experts of a token.
+        key_is_value: in full-attention layers the value is the key before its norm.
+        wide: MLPs of layers that read the KV cache of another layer are twice as wide.
+        experts: number of experts per layer; 0: none.
+        expert_size: hidden size of an expert.
+        top_k: experts per token.
     """
 
     key_is_value: bool
@@ -83,7 +83,7 @@ class Gemma4Config(PerLayerConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> Gemma4Config:
-        """Read config.json as `transformers` writes it, or as it is on the hub.
+        """Read config.json as `transformers` writes it, or as published on the Hub.
 
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
@@ -107,7 +107,7 @@ class Gemma4Config(PerLayerConfig):
 
 
 def _ropes(read: ConfigReader, max_position: int, dims: tuple[int, int]) -> tuple[RopeConfig, RopeConfig]:
-    """Read the rotary embeddings of layers that see everything and of those with a window, with heads of ``dims``."""
+    """Read the rotary embeddings of full-attention and of sliding-window layers, with head sizes ``dims``."""
     given = read.get("rope_parameters", {})
     read.require(isinstance(given, dict), "rope_parameters", "must be an object")
     both = [given.get(name) or fields for name, fields in _ROPES.items()]
@@ -119,7 +119,7 @@ def _ropes(read: ConfigReader, max_position: int, dims: tuple[int, int]) -> tupl
 def _layers(read: ConfigReader, heads: int, kv_heads: int, head_dim: int) -> tuple[LayerSpec, ...]:
     count = read.positive("num_hidden_layers")
     local = sliding_layers(read) or [(index + 1) % _PATTERN != 0 for index in range(count)]
-    local[-1] = False  # transformers' way, whatever the file says
+    local[-1] = False  # as in transformers, whatever config.json sets
     window = read.positive("sliding_window")
     found = []
     for index, near in enumerate(local):
@@ -133,7 +133,7 @@ def _layers(read: ConfigReader, heads: int, kv_heads: int, head_dim: int) -> tup
 
 
 def _sizes(read: ConfigReader, index: int, near: bool, kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """KV heads of a layer, and their size: as newer files say it for each one, or for all that see everything."""
+    """Return the number and dim of a layer's KV heads, which newer files set per layer, others for full attention."""
     every = read.get("per_layer_config")
     if every is None:
         if near:
@@ -142,7 +142,7 @@ def _sizes(read: ConfigReader, index: int, near: bool, kv_heads: int, head_dim: 
         heads = read.positive("num_global_key_value_heads", kv_heads) if own else kv_heads
         return heads, read.positive("global_head_dim")
     read.require(isinstance(every, dict), "per_layer_config", "must be an object")
-    # The numbers of layers have as many digits as the last one's: "05".
+    # Keys are layer indices, zero-padded to the digits of the last one: "05".
     fields: Any = next((each for name, each in every.items() if name.isdecimal() and int(name) == index), {})
     known = (
         all(map(str.isdecimal, every))
@@ -163,10 +163,10 @@ def _experts(read: ConfigReader) -> dict[str, Any]:
 
 
 class ScaledMoE(MoE):
-    """`MoE` whose experts see tokens behind a norm, ``norm``, and whose router sees them with a root mean square of 1.
+    """`MoE` whose experts read tokens after a norm, ``norm``, and whose router reads tokens of root mean square 1.
 
-    Parameters beside those of `MoE`: ``router_scale`` [d], of what the router sees; ``expert_scale`` [experts], of the
-    weights of experts.
+    Parameters in addition to `MoE`: ``router_scale`` [d], factor of the router input; ``expert_scale`` [experts],
+    factor of the expert weights.
     """
 
     eps: float = 1e-6
@@ -186,7 +186,7 @@ class ScaledMoE(MoE):
 
 
 class Gemma4Block(Layer):
-    """One decoder layer. Subclass it and name it in `Gemma4.overrides` to change what a layer does."""
+    """A decoder layer. Subclass it and name it in `Gemma4.overrides` to change what a layer does."""
 
     config: Gemma4Config
     layer: LayerSpec
@@ -228,7 +228,7 @@ def _key_is_value(cfg: Gemma4Config, layer: LayerSpec) -> bool:
 
 
 class Gemma4(PerLayerDecoder):
-    """The whole decoder: see `PerLayerDecoder`."""
+    """The Gemma4 decoder: see `PerLayerDecoder`."""
 
     config: Gemma4Config
 

@@ -1,6 +1,6 @@
-"""GLM-4, the dense models: Llama that rotates half of each head, in neighbouring numbers; gate and up are one tensor.
+"""GLM-4 dense models: Llama with half of each head rotated, interleaved; gate and up are one tensor.
 
-``glm4`` (GLM-4-0414) adds norms behind attention and MLP.
+``glm4`` (GLM-4-0414) adds post-norms of attention and MLP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxinfer.models.phi3 import gate_up
 from jaxinfer.models.specs import decoder, linear, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 151552,
     "hidden_size": 4096,
@@ -38,13 +38,13 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GlmConfig(LlamaConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``sandwich``: there are norms behind, too."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``sandwich``: whether there are post-norms."""
 
     sandwich: bool
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GlmConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS)
         sandwich = read.choice("model_type", "glm", ("glm", "glm4")) == "glm4"
         fields = decoder_fields(read)
@@ -57,7 +57,7 @@ class GlmConfig(LlamaConfig):
 
 
 def even_rotation(head_dim: int, partial: float) -> None:
-    """Raises ConfigError where this part of a head is no even number of numbers."""
+    """Raise ConfigError unless this fraction of a head is a positive even number of dims."""
     size = int(head_dim * partial)
     if size == 0 or size % 2:
         raise ConfigError(
@@ -67,7 +67,7 @@ def even_rotation(head_dim: int, partial: float) -> None:
 
 
 class GlmBlock(LlamaBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     config: GlmConfig
 
@@ -89,7 +89,7 @@ class GlmBlock(LlamaBlock):
 
 
 class Glm(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Glm decoder: see `Decoder`."""
 
     config: GlmConfig
 

@@ -28,9 +28,9 @@ _DEFAULTS = {
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read the config.json of a Glm4MoeForCausalLM; errors as of `sparse.read_config`.
+    """Read the config.json of a Glm4MoeForCausalLM; raises as `sparse.read_config` does.
 
-    A checkpoint has a layer behind the last one, whether its config.json says so or not. It is for drafts.
+    A checkpoint has an MTP layer after the last one, even if config.json does not declare it. It is used for drafting.
     """
     read = ConfigReader(config, _DEFAULTS, {"num_experts": "n_routed_experts"})
     rule, count = v3_rule(read), read.positive("num_hidden_layers")

@@ -18,10 +18,10 @@ from jaxinfer.models.specs import decoder, layer_norm, plain
 from jaxinfer.quant import take
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
-# Masks, which every reader makes for itself.
+# Causal masks, which are not loaded.
 IGNORE = ("*.attn.bias", "*.attn.masked_bias")
 
-# As the files call what other families call otherwise; they may have either name.
+# GPT-2's names of common config fields; a file may use either name.
 GENERAL_NAMES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -48,13 +48,13 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GPT2Config(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``scales``: of the attention scores, one a layer."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``scales``: score scale of each layer."""
 
     scales: tuple[float, ...]
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GPT2Config:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(renamed(config, GENERAL_NAMES), _DEFAULTS, NAMES)
         read.require(not read.flag("add_cross_attention", False), "add_cross_attention", "is not supported")
         fields, count = decoder_fields(read, mlp_ratio=4, cut_heads=True), read.positive("num_hidden_layers")
@@ -69,7 +69,7 @@ def _scales(read: ConfigReader, count: int, head_dim: int) -> tuple[float, ...]:
 
 
 class GPT2Block(Layer):
-    """One decoder layer. ``scale`` is the scale of its attention scores."""
+    """A decoder layer. ``scale``: score scale of its attention."""
 
     config: GPT2Config
     layer: LayerSpec
@@ -95,7 +95,7 @@ class GPT2Block(Layer):
 
 
 class GPT2(LayerNormDecoder):
-    """The whole decoder: see `Decoder`. ``positions`` {table [max_position, d]} is added to the embeddings."""
+    """The GPT2 decoder: see `Decoder`. ``positions`` {table [max_position, d]} is added to the embeddings."""
 
     config: GPT2Config
     embeddings: ClassVar[tuple[str, ...]] = ("embed", "positions")
@@ -130,7 +130,7 @@ def _block_specs(cfg: GPT2Config, prefix: str) -> dict[str, Any]:
         "out": _matrix(f"{prefix}.attn.c_proj.weight", (d, d), ("heads", "embed")),
         "out_bias": plain(f"{prefix}.attn.c_proj.bias", (d,), ("embed",), "zeros"),
     }
-    # The checkpoint's matrices are [in, out]; `up` lies the other way round.
+    # The checkpoint's matrices are [in, out]; `up` is [out, in].
     up = Source(f"{prefix}.mlp.c_fc.weight", (d, hidden), transpose=True)
     mlp = {
         "up": ParamSpec((hidden, d), ("mlp", "embed"), sources=(up,), inputs=-1),
@@ -147,7 +147,7 @@ def _block_specs(cfg: GPT2Config, prefix: str) -> dict[str, Any]:
 
 
 def _split_qkv(cfg: GPT2Config, name: str, lead: tuple[int, ...]) -> ParamSpec:
-    """`Attention`'s ``qkv`` of a tensor [*lead, 3 d]: the queries of all heads, then their keys, then their values."""
+    """Return the ``qkv`` of `Attention` from a tensor [*lead, 3 d]: queries of all heads, then keys, then values."""
     d, everything = cfg.hidden_size, (slice(None),) * len(lead)
     sources = tuple(
         Source(
@@ -167,5 +167,5 @@ def _split_qkv(cfg: GPT2Config, name: str, lead: tuple[int, ...]) -> ParamSpec:
 
 
 def _matrix(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
-    """A matrix [in, out], stored so in the checkpoint."""
+    """Return the spec of a matrix [in, out], stored as [in, out] in the checkpoint."""
     return ParamSpec(shape, axes, sources=(Source(name, shape),), inputs=0)

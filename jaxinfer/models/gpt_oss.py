@@ -1,6 +1,6 @@
 """gpt-oss (arXiv:2508.10925): attention with sinks and alternating windows, experts with biases and a clamped GLU.
 
-Checkpoints of plain numbers are read; those in MXFP4 are refused.
+Expert weights may be unquantized or in MXFP4 (`jaxinfer.weights.formats.mxfp4`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROPE = {
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read config.json as `transformers` (old or new style) writes it; errors as of `sparse.read_config`."""
+    """Read config.json as `transformers` (old or new style) writes it; raises as `sparse.read_config` does."""
     scaled = any(config.get(name) is not None for name in ("rope_parameters", "rope_scaling"))
     read = sparse.reader(config if scaled else {**config, "rope_parameters": _ROPE}, _DEFAULTS)
     bias = read.flag("attention_bias", True)
@@ -56,7 +56,7 @@ def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _windows(read: ConfigReader) -> list[int | None]:
-    """Read the windows by layer: the first has one, the second none, and so on, unless ``layer_types`` is set."""
+    """Read the window of each layer: the first has one, the second none, and so on, unless ``layer_types`` is set."""
     null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
     window, local = None if null else read.positive("sliding_window", _WINDOW), sliding_layers(read)
     local = [index % 2 == 0 for index in range(read.positive("num_hidden_layers"))] if local is None else local
@@ -84,7 +84,7 @@ def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
 
 
 def _gate_up(name: str, count: int, d: int, hidden: int) -> ParamSpec:
-    """The gate and up of one tensor [experts, d, 2 hidden] with their columns interleaved."""
+    """Return the ``gate_up`` of `MoE` from one tensor [experts, d, 2 hidden] with interleaved columns."""
     sources = tuple(
         Source(
             name,

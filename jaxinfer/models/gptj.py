@@ -1,4 +1,4 @@
-"""GPT-J (Wang & Komatsuzaki 2021): interleaved partial rotary attention beside the MLP, both after one layer norm."""
+"""GPT-J (Wang & Komatsuzaki 2021): interleaved partial rotation, parallel attention and MLP after one layer norm."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GPTJConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``rotary_dim``: rotated numbers of a head."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``rotary_dim``: rotated dims of a head."""
 
     rotary_dim: int
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GPTJConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(renamed(config, GENERAL_NAMES), _DEFAULTS, NAMES)
         fields, layers = decoder_fields(read, mlp_ratio=4, cut_heads=True), read.positive("num_hidden_layers")
         return GPTJConfig(**fields, layers=(LayerSpec(),) * layers, rotary_dim=_rotary_dim(read, fields["head_dim"]))
@@ -52,7 +52,7 @@ def _rotary_dim(read: ConfigReader, head_dim: int) -> int:
 
 
 class GPTJBlock(Layer):
-    """One decoder layer: attention and MLP read the same normalised input."""
+    """A decoder layer: attention and MLP read the same normalised input."""
 
     config: GPTJConfig
     layer: LayerSpec

@@ -1,4 +1,4 @@
-"""Granite 3: Llama with four multipliers, of embeddings, of what each layer adds, of scores and of logits."""
+"""Granite 3: Llama with four multipliers, of embeddings, residual branches, scores and logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, llama_fields
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -27,13 +27,13 @@ DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GraniteConfig(LlamaConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        embedding_multiplier: of embeddings.
-        residual_multiplier: of what attention and MLP add to the hidden state.
-        scale: of the scores.
-        logits_scaling: logits are divided by it.
+        embedding_multiplier: factor of the embeddings.
+        residual_multiplier: factor of the outputs of attention and MLP.
+        scale: score scale.
+        logits_scaling: divisor of the logits.
     """
 
     embedding_multiplier: float
@@ -43,13 +43,13 @@ class GraniteConfig(LlamaConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GraniteConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, DEFAULTS)
         return GraniteConfig(**llama_fields(read), **multipliers(read))
 
 
 def multipliers(read: ConfigReader) -> dict[str, Any]:
-    """Read what `GraniteConfig` has beyond Llama's fields; raises ConfigError."""
+    """Read the fields that `GraniteConfig` adds to `LlamaConfig`; raises ConfigError."""
     scaling = read.number("logits_scaling", 1.0)
     read.require(scaling != 0.0, "logits_scaling", "must not be 0")
     return {
@@ -61,7 +61,7 @@ def multipliers(read: ConfigReader) -> dict[str, Any]:
 
 
 class GraniteBlock(LlamaBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     config: GraniteConfig
 
@@ -78,7 +78,7 @@ class GraniteBlock(LlamaBlock):
 
 
 class Granite(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Granite decoder: see `Decoder`."""
 
     config: GraniteConfig
 

@@ -1,5 +1,5 @@
-"""Granite 4: Mamba-2 in most layers and attention in few, with Granite's multipliers; experts beside a shared network,
-or that one alone."""
+"""Granite 4: Mamba-2 in most layers and attention in a few, with Granite's multipliers; a shared MLP, and experts in
+some."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_att
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GraniteHybridConfig(GraniteMoeConfig):
-    """A checkpoint's config.json, resolved: see `GraniteMoeConfig`.
+    """The resolved config.json of a checkpoint: see `GraniteMoeConfig`.
 
     Attributes:
-        mamba: of the layers without attention.
-        rotated: queries and keys are rotated; where they are not, nothing encodes positions but the order of states.
+        mamba: sizes of the layers without attention.
+        rotated: attention uses RoPE; otherwise only the order of Mamba states encodes positions.
     """
 
     mamba: MambaSizes
@@ -51,7 +51,7 @@ class GraniteHybridConfig(GraniteMoeConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GraniteHybridConfig:
-        """Read the config.json of a GraniteMoeHybridForCausalLM; errors as of `decoder_fields`."""
+        """Read the config.json of a GraniteMoeHybridForCausalLM; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS)
         fields, bias, sizes = decoder_fields(read), read.flag("attention_bias", False), _mamba(read)
         recurrent = LayerSpec(attends=False, states=sizes.states)
@@ -75,7 +75,7 @@ def _mamba(read: ConfigReader) -> MambaSizes:
 
 
 def _mamba_layers(read: ConfigReader) -> list[bool]:
-    """Read which layers are of Mamba, by either of the two names that each kind has."""
+    """Read which layers are Mamba layers, by either of the two names of each kind."""
     count, kinds = read.positive("num_hidden_layers"), read.get("layer_types", read.get("layers_block_type"))
     known = isinstance(kinds, list) and all(kind in tuple(_KINDS) for kind in kinds) and len(kinds) == count
     read.require(known, "layer_types", f"must be {count} of {', '.join(_KINDS)}")
@@ -86,7 +86,7 @@ def _mamba_layers(read: ConfigReader) -> list[bool]:
 
 def _experts(read: ConfigReader, activation: str, layers: int) -> dict[str, Any]:
     count = count_of(read, "num_local_experts")
-    chosen = read.positive("num_experts_per_tok") if count else 0  # which a model without experts says, too
+    chosen = read.positive("num_experts_per_tok") if count else 0  # also set in models without experts
     read.require(chosen <= count, "num_experts_per_tok", f"must be at most num_local_experts ({count})")
     return {
         "sparse": (count > 0,) * layers,
@@ -100,7 +100,7 @@ def _experts(read: ConfigReader, activation: str, layers: int) -> dict[str, Any]
 
 
 class GraniteHybridBlock(SparseBlock):
-    """One decoder layer: attention or Mamba-2, then experts and the network that all tokens share."""
+    """A decoder layer: attention or Mamba-2, then experts and the shared MLP."""
 
     config: GraniteHybridConfig
 
@@ -136,7 +136,7 @@ class GraniteHybrid(granite_moe.GraniteMoe):
 
 
 def param_specs(cfg: GraniteHybridConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
+    """Return every parameter with its shape, logical axes and source checkpoint tensors."""
     d = cfg.hidden_size
 
     def block(index: int, prefix: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Granite 3's mixtures of experts: Granite's four multipliers, experts in one tensor, with or without a shared one."""
+"""Granite 3 MoE: Granite's four multipliers, experts in one tensor, with or without a shared expert."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GraniteMoeConfig(SparseConfig):
-    """A checkpoint's config.json, resolved: see `SparseConfig`, and `GraniteConfig` for the multipliers."""
+    """The resolved config.json of a checkpoint: see `SparseConfig`, and `GraniteConfig` for the multipliers."""
 
     embedding_multiplier: float
     residual_multiplier: float
@@ -37,12 +37,12 @@ class GraniteMoeConfig(SparseConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GraniteMoeConfig:
-        """Read the config.json of a GraniteMoeForCausalLM; errors as of `sparse.read_config`."""
+        """Read the config.json of a GraniteMoeForCausalLM; raises as `sparse.read_config` does."""
         return _read(sparse.reader(config, _DEFAULTS), None)
 
     @staticmethod
     def from_shared(config: Mapping[str, Any]) -> GraniteMoeConfig:
-        """Read the config.json of a GraniteMoeSharedForCausalLM, whose shared expert may be none; errors as above."""
+        """Read the config.json of a GraniteMoeSharedForCausalLM (shared expert optional); see `from_json`."""
         read = sparse.reader(config, _DEFAULTS)
         given = read.get("shared_intermediate_size", 0) != 0
         return _read(read, read.positive("shared_intermediate_size") if given else None)
@@ -65,7 +65,7 @@ def _read(read: ConfigReader, shared: int | None) -> GraniteMoeConfig:
 
 
 class GraniteMoeBlock(SparseBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     config: GraniteMoeConfig
 
@@ -82,7 +82,7 @@ class GraniteMoeBlock(SparseBlock):
 
 
 class GraniteMoe(Sparse):
-    """The whole decoder: see `Decoder`."""
+    """The GraniteMoe decoder: see `Decoder`."""
 
     config: GraniteMoeConfig
 
@@ -102,7 +102,7 @@ def param_specs(cfg: GraniteMoeConfig) -> ParamTree:
 
 
 def experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
-    """Gates stand before ups in each tensor, so that it is the parameter in another shape."""
+    """Return the parameters of `MoE`. Each tensor has gates before ups, so it is the parameter in another shape."""
     moe, count, d, hidden = f"{prefix}.block_sparse_moe", cfg.experts, cfg.hidden_size, cfg.expert_size
     both = Source(f"{moe}.input_linear.weight", (count, 2 * hidden, d), reshape=(count, 2, hidden, d))
     down = Source(f"{moe}.output_linear.weight", (count, d, hidden))
@@ -116,7 +116,7 @@ def experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
 
 
 def shared(prefix: str, d: int, hidden: int) -> dict[str, Any]:
-    """`GatedMLP`'s parameters."""
+    """Return the parameters of `GatedMLP`."""
     both = Source(f"{prefix}.input_linear.weight", (2 * hidden, d), reshape=(2, hidden, d))
     return {
         "gate_up": ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=(both,), inputs=-1),

@@ -1,7 +1,7 @@
-"""Draft heads: small networks that read hidden states of another model and guess its next tokens.
+"""Draft heads: small networks that read hidden states of a target model and draft its next tokens.
 
-A head is a `Model` like any other, but what it computes starts from features of the model it drafts for. Its pair at
-position i is the feature of position i and the token of position i + 1; the first guess is the token of position i + 2.
+A head is a `Model` whose inputs are features of the target model. Its pair at position i is the feature of position i
+and the token of position i + 1; the first draft token is that of position i + 2.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jaxinfer.types import LayerSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class HeadConfig(DecoderConfig):
-    """A head's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a draft head: see `DecoderConfig`.
 
     Attributes:
-        features: numbers that it reads of each position.
-        taps: layers of the model whose inputs these are, side by side; none: the state behind the final norm.
-        shares: its own names of parameters that are the model's, with the model's names of them.
+        features: elements that it reads per position.
+        taps: layers of the model whose inputs these are, concatenated; none: the state after the final norm.
+        shares: names of the head's parameters that are the model's, each with its name in the model.
     """
 
     features: int
@@ -36,13 +36,13 @@ class HeadConfig(DecoderConfig):
 
 @dataclasses.dataclass(frozen=True)
 class HeadFiles:
-    """What a head's config is read from.
+    """Inputs from which the config of a draft head is read.
 
     Attributes:
-        config_json: of its folder.
-        names: of the tensors in it.
-        target: config of the model that it drafts for.
-        windows: of the model's cache groups.
+        config_json: config.json of its folder.
+        names: names of the tensors in the folder.
+        target: config of the target model.
+        windows: sliding windows of the target model's cache groups.
     """
 
     config_json: Mapping[str, Any]
@@ -51,21 +51,21 @@ class HeadFiles:
     windows: tuple[int | None, ...]
 
     def layers(self, count: int) -> tuple[LayerSpec, ...]:
-        """Layers that see all that the model keeps."""
+        """Return layers that attend to all tokens that the target model keeps."""
         window = None if None in self.windows else max(window or 0 for window in self.windows)
         return (LayerSpec(window),) * count
 
     @property
     def head(self) -> str:
-        """The model's name of the table that makes its logits."""
+        """Name of the target model's LM head parameter."""
         return "embed" if self.target.tied else "head"
 
 
 class DraftHead(Layer):
-    """A head as a pure function of its parameters.
+    """A draft head as a pure function of its parameters.
 
-    ``recurrent`` heads guess one token at a time: what they return is fed to them again in place of a feature. Others
-    guess all at once (`guesses`) and keep nothing of earlier positions.
+    ``recurrent`` heads draft one token at a time: their output is fed back in place of a feature. Other heads draft all
+    tokens at once (`guesses`) and keep no state of earlier positions.
     """
 
     config: Any
@@ -76,7 +76,7 @@ class DraftHead(Layer):
         return take(self.weight("embed")["table"], tokens)
 
     def first(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch d"]:
-        """What a feature of the model is to the head."""
+        """Map a feature of the target model to an input of the head."""
         return features
 
     def __call__(
@@ -90,26 +90,26 @@ class DraftHead(Layer):
         """Compute the state of each pair, which `head` reads and which may be fed back, and the caches.
 
         Args:
-            hidden: `first` of the feature of each position, or the state of the pair before.
-            tokens: those that follow these positions.
+            hidden: `first` of the feature of each position, or the state of the previous pair.
+            tokens: the tokens after these positions.
         """
         raise NotImplementedError
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        """Compute logits of the token after the pair's, float32."""
+        """Compute logits of the token after the pair, float32."""
         raise NotImplementedError
 
     def guesses(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch heads vocab"]:
-        """Compute logits of the tokens behind the pair's, float32, of a head that is not ``recurrent``."""
+        """Compute logits of the tokens after the pair, float32, for a head that is not ``recurrent``."""
         raise NotImplementedError
 
 
 def shared(model_params: Mapping[str, Any], config: HeadConfig) -> dict[str, Any]:
-    """The parameters (or specs) that a head shares with its model, by the head's names."""
+    """Return the parameters (or specs) that a head shares with its target model, by the head's names."""
     return {own: model_params[theirs] for own, theirs in config.shares}
 
 
 def without_shared(tree: ParamTree | Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The parameters (or specs) that are the head's own; of another model, all."""
+    """Return the parameters (or specs) that are not shared; for a model that is no head, all of them."""
     names = dict(getattr(config, "shares", ()))
     return {name: node for name, node in tree.items() if name not in names}

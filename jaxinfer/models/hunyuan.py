@@ -1,4 +1,4 @@
-"""Hunyuan, the dense models: Llama whose queries and keys are normalised behind their rotation."""
+"""Hunyuan dense models: Llama with a QK norm after RoPE."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, block_specs, l
 from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
 from jaxinfer.types import ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 290943,
     "hidden_size": 4096,
@@ -27,13 +27,13 @@ _DEFAULTS = {
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json; errors as of `decoder_fields`."""
+    """Read config.json; raises as `decoder_fields` does."""
     fields = llama_fields(ConfigReader(_stretched({**config, "mlp_bias": False}), _DEFAULTS))
     return LlamaConfig(**fields | {"qk_norm": True})
 
 
 def _stretched(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Spell out what the checkpoints call "dynamic" with an ``alpha``: a larger theta, whatever a text's length."""
+    """Convert the checkpoints' "dynamic" scaling with an ``alpha`` to a larger theta, for texts of any length."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(name)
     if not isinstance(scaling, dict) or not scaling.get("alpha"):
@@ -50,7 +50,7 @@ def _stretched(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class LateNormAttention(Attention):
-    """`Attention` whose queries and keys are normalised behind their rotation."""
+    """`Attention` with its QK norm after RoPE."""
 
     def encoded(
         self, q: jax.Array, k: jax.Array, rope: tuple[jax.Array, jax.Array] | None
@@ -60,13 +60,13 @@ class LateNormAttention(Attention):
 
 
 class HunyuanBlock(LlamaBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     kind = LateNormAttention
 
 
 class Hunyuan(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Hunyuan decoder: see `Decoder`."""
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         return (override or HunyuanBlock)(self.config, self.config.layers[index], parent=None)

@@ -1,4 +1,4 @@
-"""InternLM3: Llama by other names of its switches."""
+"""InternLM3: Llama with other names for its bias switches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.llama import LlamaConfig, llama_fields
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
 _NAMES = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json, by its own names or by those that `transformers` saves; errors as of `decoder_fields`."""
+    """Read config.json, by its own names or by those that `transformers` saves; raises as `decoder_fields` does."""
     names = {general: name for general, name in _NAMES.items() if name in config}
     read = ConfigReader(config, _DEFAULTS, names)
     fields = llama_fields(read)

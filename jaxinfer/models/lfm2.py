@@ -1,4 +1,4 @@
-"""LFM2 (arXiv:2511.23404): gated short convolutions and a few layers of attention; dense, or with experts."""
+"""LFM2 (arXiv:2511.23404): gated short convolutions and a few attention layers; dense, or with experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, plus_bias
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source, StateSpec
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _COMMON = {
     "vocab_size": 65536,
     "num_hidden_layers": 32,
@@ -45,16 +45,16 @@ _MOE = _COMMON | {
     "num_dense_layers": 2,
 }
 _NAMES = ("w1", "w3", "w2")
-_SUM_EPS = 1e-6  # beside the sum by which the weights of experts are divided
+_SUM_EPS = 1e-6  # added to the sum that normalises expert weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Lfm2Config(SparseConfig):
-    """A checkpoint's config.json, resolved: see `SparseConfig`.
+    """The resolved config.json of a checkpoint: see `SparseConfig`.
 
     Attributes:
-        taps: tokens that a convolution sees.
-        conv_bias: it and the projections around it have biases.
+        taps: kernel size of the convolution, in tokens.
+        conv_bias: the convolution and its projections have biases.
     """
 
     taps: int
@@ -75,7 +75,7 @@ class Lfm2Config(SparseConfig):
 
     @staticmethod
     def from_moe(config: Mapping[str, Any]) -> Lfm2Config:
-        """The same of a Lfm2MoeForCausalLM."""
+        """Read the config.json of a Lfm2MoeForCausalLM; raises as `from_dense` does."""
         read = _reader(config, _MOE)
         fields, experts, top_k = _common(read, _named(read)), *(read.positive(name) for name in _EXPERTS)
         read.require(top_k <= experts, "num_experts_per_tok", f"must be at most the number of experts ({experts})")
@@ -96,7 +96,7 @@ _EXPERTS = ("num_experts", "num_experts_per_tok")
 
 
 def _reader(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigReader:
-    """Make a reader of the names that transformers prefers where there are two."""
+    """Make a reader that prefers the same names as transformers if a field has two."""
     names = {"tie_word_embeddings": "tie_embedding", "intermediate_size": "block_ff_dim"}
     return ConfigReader(
         config,
@@ -106,7 +106,7 @@ def _reader(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigRea
 
 
 def _common(read: ConfigReader, attends: list[bool]) -> dict[str, Any]:
-    """Read what models with and without experts have alike."""
+    """Read the fields common to models with and without experts."""
     fields, taps = decoder_fields(read), read.positive("conv_L_cache", 3)
     read.require(taps > 1, "conv_L_cache", "must be at least 2")
     conv = LayerSpec(attends=False, states=(StateSpec((fields["hidden_size"], taps - 1)),))
@@ -122,7 +122,7 @@ def _common(read: ConfigReader, attends: list[bool]) -> dict[str, Any]:
 
 
 def _named(read: ConfigReader) -> list[bool]:
-    """Read which layers attend, by the kind of each."""
+    """Read which layers have attention, by the kind of each."""
     count, kinds = read.positive("num_hidden_layers"), read.get("layer_types")
     known = isinstance(kinds, list) and all(kind in ("conv", "full_attention") for kind in kinds)
     read.require(known and len(kinds) == count, "layer_types", f"must be {count} of conv, full_attention")
@@ -130,7 +130,7 @@ def _named(read: ConfigReader) -> list[bool]:
 
 
 def _listed(read: ConfigReader) -> list[bool]:
-    """Read which layers attend, by their numbers; all where these are left out."""
+    """Read which layers have attention, by their indices; all layers if the field is missing."""
     layers, found = range(read.positive("num_hidden_layers")), read.get("full_attn_idxs")
     integers = found is None or (isinstance(found, list) and all(type(index) is int for index in found))
     read.require(integers, "full_attn_idxs", "must be a list of layers")
@@ -138,7 +138,7 @@ def _listed(read: ConfigReader) -> list[bool]:
 
 
 def _hidden(read: ConfigReader) -> int:
-    """Read the hidden size of a dense network, which config.json may give before it is cut to two thirds."""
+    """Read the hidden size of the dense MLP, which config.json may give before its reduction to two thirds."""
     given = read.positive("intermediate_size")
     if not read.flag("block_auto_adjust_ff_dim", True):
         return given
@@ -152,9 +152,9 @@ def _hidden(read: ConfigReader) -> int:
 
 
 class ShortConv(Layer):
-    """A convolution over the last tokens, between a gate in front of it and one behind.
+    """Convolution over the last tokens, with a gate before it and a gate after it.
 
-    Parameters: ``gated`` [d, 3, d], the gate in front, the one behind, and what they gate, so that sharding over the
+    Parameters: ``gated`` [d, 3, d], the gate before, the gate after, and the gated values, so that sharding over the
     last dimension keeps channels together; ``conv`` [d, taps]; ``out`` [d, d]; and with ``bias`` ``gated_bias`` [3, d],
     ``conv_bias`` [d], ``out_bias`` [d].
 
@@ -168,7 +168,7 @@ class ShortConv(Layer):
     def __call__(
         self, x: Float[Array, "*batch d"], rope: Any, attend: Any, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """Mix the last tokens into each; called as `Attention` is."""
+        """Mix the last tokens into each token; called like `Attention`."""
         del rope
         rows, gated = x.shape[:-1], self._biased(matmul(all_tokens(x), self.weight("gated")), "gated_bias")
         before, behind, value = jnp.moveaxis(gated, -2, 0)
@@ -183,7 +183,7 @@ class ShortConv(Layer):
 
 
 class Lfm2Block(SparseBlock):
-    """One decoder layer: attention or a convolution, then experts, or a dense feed-forward network."""
+    """A decoder layer: attention or a convolution, then experts or a dense MLP."""
 
     config: Lfm2Config
 
@@ -206,7 +206,7 @@ class Lfm2(sparse.Sparse):
 
 
 def param_specs(cfg: Lfm2Config) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
+    """Return every parameter with its shape, logical axes and source checkpoint tensors."""
     d = cfg.hidden_size
 
     def block(index: int, prefix: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The Llama family: Llama 2/3/3.1, Mistral, Qwen2/2.5, Qwen3, Seed-OSS, MiMo and all that share their shape.
+"""The Llama family: Llama 2/3/3.1, Mistral, Qwen2/2.5, Qwen3, Seed-OSS, MiMo and other models with their structure.
 
-One decoder: RMSNorm, rotary grouped-query attention, gated MLP, with switches for what differs between checkpoints
+One decoder: RMSNorm, rotary grouped-query attention, gated MLP, with switches for differences between checkpoints
 (biases, QK norm, sliding windows, RoPE scaling, tied embeddings).
 """
 
@@ -32,7 +32,7 @@ from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, heads_norm, linear, plain, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
@@ -46,13 +46,13 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "attention_bias": True,
     },
 }
-# MiMo's layers that predict further tokens.
+# MTP layers of MiMo, not loaded.
 IGNORE = ("model.mtp_layers.*",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LlamaConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`."""
 
     rope: RopeConfig
     qkv_bias: bool = False
@@ -69,7 +69,7 @@ class LlamaConfig(DecoderConfig):
         """
         model_type = ConfigReader(config).text("model_type", "llama")
         read = ConfigReader(config, _DEFAULTS.get(model_type, {}))
-        # transformers' Mistral takes no notice of it
+        # transformers ignores it for Mistral
         attention_bias = read.flag("attention_bias", False) and model_type != "mistral"
         fields = decoder_fields(read)
         out_bias = attention_bias and model_type not in ("qwen2", "mimo")
@@ -85,7 +85,7 @@ class LlamaConfig(DecoderConfig):
 
 
 def llama_fields(read: ConfigReader) -> dict[str, Any]:
-    """Read the fields of `LlamaConfig` for a family of its own: as Llama's, with full attention in all layers.
+    """Read the fields of `LlamaConfig` for a derived family: as Llama's, with full attention in all layers.
 
     Raises:
         ConfigError: a field is missing, of the wrong type or not supported.
@@ -101,7 +101,7 @@ def llama_fields(read: ConfigReader) -> dict[str, Any]:
 
 
 def _rope(read: ConfigReader, max_position: int, head_dim: int) -> RopeConfig:
-    """Read the rotary embedding: transformers' default one turns whole heads, whatever is said of a part of them."""
+    """Read the rotary embedding: the default one of transformers ignores partial_rotary_factor."""
     rope = rope_config(read, max_position, head_dim, partial=True)
     known = rope.kind == "default" or rope.partial == 1.0
     read.require(known, "partial_rotary_factor", f"is not supported for rope_type {rope.kind}")
@@ -125,7 +125,7 @@ def _windows(read: ConfigReader, model_type: str) -> list[int | None]:
 
 
 class LlamaBlock(Layer):
-    """One decoder layer. Subclass it and name it in `Llama.overrides` to change what a layer does."""
+    """A decoder layer. Subclass it and name it in `Llama.overrides` to change what a layer does."""
 
     config: LlamaConfig
     layer: LayerSpec
@@ -133,7 +133,7 @@ class LlamaBlock(Layer):
     kind: ClassVar[type[Attention]] = Attention
 
     def options(self) -> dict[str, Any]:
-        """What else a family's attention is told."""
+        """Return further arguments of a family's attention."""
         return {}
 
     def setup(self) -> None:
@@ -164,7 +164,7 @@ class LlamaBlock(Layer):
 
 
 class Llama(Decoder):
-    """The whole decoder: see `Decoder`. Its context is the cosines and sines of the rotary embedding."""
+    """The Llama decoder: see `Decoder`. Its context is the cosines and sines of the rotary embedding."""
 
     config: LlamaConfig
 
@@ -182,7 +182,7 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
 
 
 def block_specs(cfg: Any, prefix: str, mlp: dict[str, Any]) -> dict[str, Any]:
-    """A layer of `attention_specs` and the parameters of a feed-forward network, each behind an `RMSNorm`."""
+    """Return the parameters of a pre-norm layer: `attention_specs` and ``mlp``, each after an `RMSNorm`."""
     return {
         "attention_norm": rms_norm(f"{prefix}.input_layernorm", cfg.hidden_size),
         "attention": attention_specs(cfg, f"{prefix}.self_attn"),
@@ -192,8 +192,8 @@ def block_specs(cfg: Any, prefix: str, mlp: dict[str, Any]) -> dict[str, Any]:
 
 
 def attention_specs(cfg: Any, prefix: str, norms: str = "ones") -> dict[str, Any]:
-    """`Attention` of q_proj, k_proj, v_proj and o_proj, with the sizes and switches that ``cfg`` names as this one;
-    ``norms``: how the norms of queries and keys are initialised."""
+    """Return `Attention` parameters from q_proj, k_proj, v_proj and o_proj; ``cfg`` has the size and switch fields of
+    `LlamaConfig`. ``norms``: initialisation of the QK norm."""
     d, dim, sizes = cfg.hidden_size, cfg.head_dim, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
     tree: dict[str, Any] = {
         "qkv": fused_qkv(prefix, *sizes),

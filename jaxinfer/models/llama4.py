@@ -1,6 +1,6 @@
-"""Llama 4 as text: layers without positions between rotated ones, experts that see their input times its score.
+"""Llama 4 (text): NoPE layers between RoPE layers, and experts whose inputs are scaled by their router scores.
 
-Rotated layers see their own chunk of the text. A text of one chunk sees all of it: longer ones are refused.
+RoPE layers attend within chunks of the text. Within one chunk that is full attention; longer texts are rejected.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _KINDS = ("chunked_attention", "full_attention")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Llama4Config(SparseConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        rotated: whether a layer has rotary embeddings.
-        unit_heads: rotated queries and keys have a root mean square of 1.
-        tuned: queries of layers without positions grow with their position: at p they are multiplied by
-            ``1 + growth * log(1 + floor((p + 1) / floor_scale))``.
-        chunk: tokens that some layer sees at most; None: all.
+        rotated: whether each layer has rotary embeddings.
+        unit_heads: rotated queries and keys are scaled to a root mean square of 1.
+        tuned: temperature tuning: in NoPE layers the query at position p is multiplied by ``1 + growth * log(1 +
+            floor((p + 1) / floor_scale))``.
+        chunk: attention chunk size in tokens; None: no layer is chunked.
     """
 
     rotated: tuple[bool, ...]
@@ -59,8 +59,8 @@ class Llama4Config(SparseConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> Llama4Config:
-        """Read the config.json of a Llama4ForCausalLM; errors as of `sparse.read_config`."""
-        heads = ("num_key_value_heads", "head_dim")  # null: of the other heads
+        """Read the config.json of a Llama4ForCausalLM; raises as `sparse.read_config` does."""
+        heads = ("num_key_value_heads", "head_dim")  # null: derived from the query heads
         known = {name: value for name, value in _DEFAULTS.items() if name not in heads or name not in config}
         read = ConfigReader(config, known, {"num_experts": "num_local_experts"})
         count, bias = read.positive("num_hidden_layers"), read.flag("attention_bias", False)
@@ -106,7 +106,7 @@ def _rotated(read: ConfigReader, count: int) -> tuple[bool, ...]:
 
 
 def _chunk(read: ConfigReader, rotated: tuple[bool, ...]) -> int | None:
-    """Read the size of chunks: null is none, and without a layer of that kind there is none."""
+    """Read the chunk size; None if it is null or no layer is chunked."""
     count, kinds = len(rotated), read.get("layer_types")
     known = kinds is None or (isinstance(kinds, list) and len(kinds) == count and all(kind in _KINDS for kind in kinds))
     read.require(known, "layer_types", f"must name {count} chunked or full attentions")
@@ -121,7 +121,7 @@ def _integers(value: Any) -> bool:
 
 
 class Context(NamedTuple):
-    """Input common to all layers: as `SparseContext`, and what queries without positions are multiplied by."""
+    """Input common to all layers: as `SparseContext`, and the query temperature of NoPE layers."""
 
     rope: tuple[jax.Array, jax.Array]
     live: Bool[Array, "*batch"]
@@ -129,7 +129,7 @@ class Context(NamedTuple):
 
 
 class Llama4Block(Layer):
-    """One decoder layer: attention, then experts, or a dense feed-forward network where ``sparse`` is False."""
+    """A decoder layer: attention, then experts, or a dense MLP where ``sparse`` is False."""
 
     config: Llama4Config
     layer: LayerSpec
@@ -159,7 +159,7 @@ class Llama4Block(Layer):
 
 
 class Llama4(Sparse):
-    """The whole decoder: see `Decoder`."""
+    """The Llama4 decoder: see `Decoder`."""
 
     config: Llama4Config
 
@@ -170,12 +170,12 @@ class Llama4(Sparse):
 
     def context(self, positions: Int[Array, "*batch"]) -> Any:
         cfg = self.config
-        turns = jnp.floor((positions.astype(jnp.float32) + 1.0) / cfg.floor_scale)  # padding stands at -1
+        turns = jnp.floor((positions.astype(jnp.float32) + 1.0) / cfg.floor_scale)  # padding has position -1
         temperature = 1.0 + cfg.growth * jnp.log1p(turns) if cfg.tuned else None
         return Context(*super().context(positions), temperature)
 
     def forward(self, x: Any, positions: Any, attend: Attend, cache: Any) -> Any:
-        """See `Decoder.forward`; one text without a cache must not be longer than a chunk (ValueError)."""
+        """Run as `Decoder.forward`; a text without a cache must not be longer than a chunk (ValueError)."""
         chunk, length = self.config.chunk, x.shape[-2]
         if cache is None and chunk is not None and length > chunk:
             raise ValueError(f"{length} tokens are more than attention_chunk_size ({chunk}): that is not supported")

@@ -1,4 +1,4 @@
-"""Mamba-2 within the models that have it beside attention: its sizes in config.json, and its parameters."""
+"""Mamba-2 in hybrid models with attention: its sizes in config.json, and its parameters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DEFAULTS: dict[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
-"""Of transformers' configurations that name the fields so."""
+"""Defaults of the transformers configurations that use these field names."""
 
 
 def mamba_sizes(read: ConfigReader, inner: int, **switches: Any) -> MambaSizes:
     """Read the sizes of the Mamba layers.
 
     Args:
-        inner: numbers of all heads.
+        inner: total dim of all heads.
         switches: the other fields of `MambaSizes`.
 
     Raises:
@@ -48,7 +48,7 @@ def mamba_sizes(read: ConfigReader, inner: int, **switches: Any) -> MambaSizes:
 
 
 def _limits(read: ConfigReader) -> tuple[float, float]:
-    """Read the limits of time steps, where infinity is spelt as JSON has it or as transformers does."""
+    """Read the limits of time steps, where infinity is spelt as in JSON or as by transformers."""
     limits = read.get("time_step_limit", list(UNLIMITED))
     numbers = [_number(limit) for limit in limits] if isinstance(limits, list | tuple) else []
     known = len(numbers) == 2 and 0.0 <= numbers[0] < numbers[1]
@@ -63,8 +63,8 @@ def _number(value: Any) -> float:
 
 
 def mamba_specs(sizes: MambaSizes, prefix: str, d: int) -> dict[str, Any]:
-    """`Mamba2`'s parameters: rows of the projection are gates, values, B, C and time steps, those of the convolution
-    values, B and C."""
+    """Return the parameters of `Mamba2`: rows of the projection are gates, values, B, C and time steps; channels of the
+    convolution are values, B and C."""
     inner, heads, groups = sizes.inner, (sizes.heads, sizes.head_dim), (2 * sizes.groups, sizes.state)
     shared, rows = math.prod(groups), f"{prefix}.in_proj"
     whole = 2 * inner + shared + sizes.heads
@@ -109,10 +109,10 @@ def _rows(
     axes: tuple[str | None, ...],
     parts: tuple[tuple[int, tuple[int, ...], tuple[slice, ...]], ...],
 ) -> ParamSpec:
-    """Rows of a projection from ``d`` inputs as a parameter, or the biases of these rows (``d`` None).
+    """Return rows of a projection from ``d`` inputs as a parameter, or the biases of these rows (``d`` None).
 
     Args:
-        parts: for each the first row, the shape that the rows have in the parameter, and their place there.
+        parts: for each, the first row, the shape of the rows in the parameter, and their index there.
     """
     lead, every = ((), ()) if d is None else ((d,), (slice(None),))
     sources = tuple(

@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al. 2024, arXiv:2401.10774): each guesses one more token from a model's last hidden state."""
+"""Medusa heads (Cai et al. 2024, arXiv:2401.10774): each drafts one more token from a model's last hidden state."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LINEAR = re.compile(r"^(?P<prefix>(?:medusa_head\.)?)(?P<head>\d+)\.(?P<layer>\
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MedusaConfig(HeadConfig):
-    """A head's config.json, resolved.
+    """The resolved config.json of Medusa heads.
 
     Attributes:
-        guesses: tokens that it guesses.
-        depth: residual layers of each guess.
-        prefix: of its tensors' names.
+        guesses: number of heads, one draft token each.
+        depth: residual layers per head.
+        prefix: prefix of the tensor names.
     """
 
     guesses: int
@@ -36,7 +36,7 @@ class MedusaConfig(HeadConfig):
 
 
 def config(files: HeadFiles) -> MedusaConfig:
-    """Read the config.json of Medusa heads: sizes are the model's.
+    """Read the config.json of Medusa heads: sizes are those of the target model.
 
     Raises:
         ConfigError: a field is missing or of the wrong type, or the tensors have other names.
@@ -60,7 +60,7 @@ def config(files: HeadFiles) -> MedusaConfig:
 
 
 class Medusa(DraftHead):
-    """Parameters of each guess: ``head_i`` {``block_j`` {weight [d, d], bias}, table [vocab, d]}."""
+    """Medusa heads. Parameters of each: ``head_i`` {``block_j`` {weight [d, d], bias}, table [vocab, d]}."""
 
     config: MedusaConfig
 
@@ -96,5 +96,5 @@ def _guess_specs(cfg: MedusaConfig, prefix: str) -> dict[str, Any]:
 
 
 def cache_spec(cfg: MedusaConfig) -> CacheSpec:
-    """No cache: each position is guessed from alone."""
+    """Return the spec of an empty cache: each position is drafted from independently."""
     return CacheSpec((), cfg.kv_heads, cfg.head_dim)

@@ -1,4 +1,4 @@
-"""MiniMax-M2: norms over all heads' queries and keys, partial rotation, experts by corrected sigmoids."""
+"""MiniMax-M2: QK norm over all heads, partial rotation, experts by sigmoid with a correction bias."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEFAULTS = {
     "max_position_embeddings": 196608,
     "rope_theta": 5e6,
 }
-# What published configs say and transformers takes for granted.
+# Fields of published configs whose values transformers assumes.
 _ONLY = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
@@ -30,12 +30,12 @@ _ONLY = {
     "qk_norm_type": "per_layer",
     "shared_intermediate_size": 0,
 }
-# Layers that predict further tokens.
+# MTP layers, not loaded.
 IGNORE = ("model.mtp*", "mtp.*")
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read the config.json of a MiniMaxM2ForCausalLM; errors as of `sparse.read_config`."""
+    """Read the config.json of a MiniMaxM2ForCausalLM; raises as `sparse.read_config` does."""
     read = sparse.reader(_partial(config), _DEFAULTS)
     for name, value in _ONLY.items():
         require_only(read, name, value)
@@ -54,7 +54,7 @@ def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _partial(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is rotated of a head is given in numbers, where it isn't given as a share."""
+    """Convert ``rotary_dim`` (rotated dims of a head) to ``partial_rotary_factor``, unless the latter is given."""
     read = ConfigReader(config, _DEFAULTS)
     if read.get("rotary_dim") is None or read.get("partial_rotary_factor") is not None:
         return config

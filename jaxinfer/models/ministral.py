@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral whose queries grow with their position, beyond the context that the model was trained with."""
+"""Ministral 3: Mistral whose queries are scaled up with their position beyond the original training context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig
 from jaxinfer.types import LayerSpec
 
-# What transformers takes where config.json says nothing of positions, and where it leaves other fields out.
+# Defaults of transformers: RoPE if config.json has none, and other missing fields.
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -33,11 +33,11 @@ _DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MinistralConfig(LlamaConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        beta: the query at position p is multiplied by ``1 + beta * log(1 + floor(p / rope.original_max_position))``,
-            the temperature of Llama 4's attention.
+        beta: the query at position p is multiplied by ``1 + beta * log(1 + floor(p / rope.original_max_position))``, as
+            in Llama 4's temperature tuning.
     """
 
     beta: float
@@ -51,7 +51,7 @@ class MinistralConfig(LlamaConfig):
         """
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or _ROPE
         fields = {**_DEFAULTS, **config, "rope_parameters": scaling}
-        # Without a model type: there is a window only if there is a number.
+        # Without a model type: layers have a window only if config.json gives a number.
         plain = LlamaConfig.from_json({**fields, "model_type": "llama", "attention_bias": False})
         read, inner = ConfigReader(fields), ConfigReader(scaling if isinstance(scaling, dict) else {})
         window = None if read.get("sliding_window") is None else read.positive("sliding_window")
@@ -61,14 +61,14 @@ class MinistralConfig(LlamaConfig):
 
 
 class Context(NamedTuple):
-    """Input common to all layers: the angles of the rotary embedding, and what queries are multiplied by."""
+    """Input common to all layers: the angles of the rotary embedding, and the query temperature."""
 
     rope: tuple[jax.Array, jax.Array]
     temperature: Float[Array, "*batch"]
 
 
 class MinistralBlock(LlamaBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     def __call__(
         self, x: Float[Array, "*batch d"], context: Any, attend: Attend, cache: Any
@@ -79,7 +79,7 @@ class MinistralBlock(LlamaBlock):
 
 
 class Ministral(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Ministral decoder: see `Decoder`."""
 
     config: MinistralConfig
 
@@ -89,5 +89,5 @@ class Ministral(Llama):
     def context(self, positions: Int[Array, "*batch"]) -> Any:
         cfg = self.config
         turns = jnp.floor(positions.astype(jnp.float32) / cfg.rope.original_max_position)
-        temperature = 1.0 + cfg.beta * jnp.log1p(jnp.maximum(turns, 0.0))  # padding stands at -1
+        temperature = 1.0 + cfg.beta * jnp.log1p(jnp.maximum(turns, 0.0))  # padding has position -1
         return Context(super().context(positions), temperature)

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): each layer's feed-forward network is one of several experts."""
+"""Mixtral (Jiang et al. 2024): a mixture of experts as each layer's feed-forward network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEFAULTS = {
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read config.json as `transformers` (old or new style) writes it; errors as of `sparse.read_config`."""
+    """Read config.json as `transformers` (old or new style) writes it; raises as `sparse.read_config` does."""
     read = sparse.reader(config, _DEFAULTS)
     window = None if read.fields.get("sliding_window") is None else read.positive("sliding_window")
     rule = RoutingRule(read.positive("num_experts_per_tok"), renormalise=True)
@@ -35,7 +35,7 @@ def param_specs(cfg: SparseConfig) -> ParamTree:
 
 
 def experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
-    """`MoE`'s parameters of the layer whose tensors' names begin as given."""
+    """Return the parameters of `MoE` for the layer whose tensor names start with ``prefix``."""
     prefix, d = f"{prefix}.block_sparse_moe", cfg.hidden_size
     return {
         "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),

@@ -1,4 +1,4 @@
-"""A loaded model: a pure module, its parameters, and what came with the checkpoint."""
+"""A loaded model: a pure module, its parameters, and the metadata of its checkpoint."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from jaxinfer.wrapped import text_model
 from pallas_kernels.choice import Wish
 from pallas_kernels.matmul import Layout
 
-_DECLARED: Any = None  # by the family, of the config
+_DECLARED: Any = None  # placeholder: declared by the family from the config
 
 
 @runtime_checkable
 class Origin(Protocol):
-    """The folder of a checkpoint."""
+    """Folder of a checkpoint."""
 
     def save(self, model: Model, folder: str | os.PathLike[str], config_json: Mapping[str, Any] | None) -> None:
-        """See `Model.save`."""
+        """Write the model, see `Model.save`."""
 
 
 @runtime_checkable
 class LowRank(Protocol):
-    """An adapter: its arrays (`a`, `b`, `magnitude`, `bias`) by the path of the parameter that they change."""
+    """A LoRA adapter: its arrays (`a`, `b`, `magnitude`, `bias`) by the path of the parameter that they change."""
 
     @property
     def deltas(self) -> Mapping[tuple[str, ...], Any]: ...
@@ -49,18 +49,18 @@ class LowRank(Protocol):
 class Model:
     """A model: `load_model` returns one, `LLM` serves it.
 
-    A pytree, whose leaves are those of ``params``: `jax.jit` and `jax.grad` take a model as an argument.
+    It is a pytree whose leaves are those of ``params``: `jax.jit` and `jax.grad` take a model as an argument.
 
     Attributes:
         module: the Flax module; `module.clone(...)` makes an edited one.
-        params: a plain nested dict of arrays.
+        params: a nested dict of arrays.
         config: the family's frozen config.
         family: derives specs, cache and module from the config.
-        tokenizer, chat_template, generation_config: as the checkpoint's folder has them.
-        origin: the checkpoint that it was loaded from, which `save` writes again.
-        specs: a tree like ``params`` with a `ParamSpec` for each array: as the family declares them, unless given.
-        cache_spec: the KV cache that the model needs: as the family declares it, unless given.
-        draft: a smaller model of the same vocabulary, which drafts for this one (docs/speculation.md).
+        tokenizer, chat_template, generation_config: as in the checkpoint folder.
+        origin: the checkpoint that it was loaded from, whose format `save` writes.
+        specs: a tree like ``params`` with a `ParamSpec` for each array; default: declared by the family.
+        cache_spec: the KV cache that the model needs; default: declared by the family.
+        draft: a smaller draft model with the same vocabulary (docs/speculation.md).
     """
 
     module: nn.Module
@@ -99,28 +99,28 @@ class Model:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of activations, as unquantised weights have it."""
+        """Dtype of activations, which is that of unquantised weights."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_stored)
         return next(leaf.dtype for leaf in leaves if not is_stored(leaf))
 
     def __call__(self, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
-        """Logits under the model's own parameters, see `apply`."""
+        """Compute logits with the model's own parameters, see `apply`."""
         return self.apply(self.params, tokens)
 
     def apply(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
-        """Logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it.
+        """Compute logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it.
 
-        Every token is read. Padding on the right changes no logits before it; on the left it is a text before the
-        others, and shifts their positions: `jaxinfer.research.apply` takes a mask.
+        Every token is attended to. Padding on the right changes no logits before it; padding on the left counts as text
+        and shifts positions: `jaxinfer.research.apply` takes a mask.
         """
         apply: Any = self.module.apply
         return apply({"params": params}, self.hidden(params, tokens), method="head")
 
     def hidden(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time d"]:
-        """Hidden states after the final norm.
+        """Compute hidden states after the final norm.
 
         Raises:
-            TypeError: ``tokens`` is no array of integers, or one that lies on a mesh with Explicit axes.
+            TypeError: ``tokens`` is no array of integers, or it or ``params`` is on a mesh with Explicit axes.
         """
         require_ids(tokens)
         require_auto("params", jax.tree.leaves(params)[0])
@@ -129,16 +129,16 @@ class Model:
         return apply({"params": params}, tokens, positions, causal_attend, None)[0]
 
     def with_cache(self, kv_cache_dtype: str) -> Model:
-        """The model with a KV cache of other elements, see `CacheSpec.stored_as`."""
+        """Return the model with another KV cache dtype, see `CacheSpec.stored_as`."""
         return self.replace(cache_spec=self.cache_spec.stored_as(kv_cache_dtype))
 
     def with_activations(self, kind: str) -> Model:
-        """The model whose quantised weights have inputs of another dtype, see `EngineConfig.activation_dtype`."""
+        """Return the model with another input dtype of quantised weights, see `EngineConfig.activation_dtype`."""
         return self if kind == "auto" else self.map_weights(functools.partial(with_activations, kind=kind))
 
     def for_kernels(self, gemm: Wish) -> Model:
-        """The model with its weights in the layout of GPU kernels, see `jaxinfer.quant.for_kernels`, and products of
-        plain ones by the path that ``gemm`` says, see `jaxinfer.quant.Plain`."""
+        """Return the model with weights in the layout of GPU kernels, see `jaxinfer.quant.for_kernels`, and products of
+        unquantised weights by the path ``gemm``, see `jaxinfer.quant.Plain`."""
         model = self.map_weights(functools.partial(for_kernels, gemm=gemm))
         if gemm == "xla":
             return model
@@ -146,8 +146,8 @@ class Model:
         return model.replace(specs=specs, params=params)
 
     def laid_out(self, layout: Layout) -> Model:
-        """The model with its weights, and its draft's, as some CPUs like them, see `jaxinfer.quant.laid_out`: arrays of
-        this one are given up."""
+        """Return the model with its weights, and its draft's, in a layout for some CPUs, see `jaxinfer.quant.laid_out`;
+        replaced arrays of this model are deleted."""
         specs, params = laid_out(self.specs, self.params, layout)
         draft = None if self.draft is None else self.draft.laid_out(layout)
         return self.replace(specs=specs, params=params, draft=draft)
@@ -157,14 +157,13 @@ class Model:
         return self.replace(specs=function(self.specs), params=function(self.params))
 
     def with_lora(self, adapter: LowRank) -> Model:
-        """The model with a low-rank adapter of its weights, whose arrays are among its parameters: `apply` can be
-        differentiated with respect to them.
+        """Return the model with a LoRA adapter. `apply` is differentiable in its arrays, which become parameters.
 
         Args:
             adapter: `jaxinfer.lora.adapter.Adapter`.
 
         Raises:
-            ValueError: the model has no such weight, or one that cannot have an adapter.
+            ValueError: the model has no such weight, or the weight does not support adapters.
         """
         specs, params = self.specs, self.params
         for path, delta in adapter.deltas.items():
@@ -172,22 +171,22 @@ class Model:
         return self.replace(specs=specs, params=params)
 
     def with_specs(self, specs: ParamTree, dtype: str) -> Model:
-        """The model with abstract parameters (`jax.ShapeDtypeStruct`), in ``dtype`` where their specs name no other."""
+        """Return the model with abstract parameters (`jax.ShapeDtypeStruct`), in ``dtype`` unless specs set one."""
         params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)), specs)
         return self.replace(specs=specs, params=params)
 
     def up_to(self, length: int) -> Model:
-        """The model for sequences of at most ``length`` tokens, see `Decoder.up_to`."""
+        """Return the model for sequences of at most ``length`` tokens, see `Decoder.up_to`."""
         return self.replace(module=self.module.up_to(length)) if isinstance(self.module, Decoder) else self
 
     def save(self, folder: str | os.PathLike[str], config_json: Mapping[str, Any] | None = None) -> None:
         """Write a Hugging Face folder with these parameters, and with the tokenizer of the model's own folder.
 
         Args:
-            config_json: in place of the one that the model was loaded with, where another config was put in its place.
+            config_json: replaces the one that the model was loaded with, if its config was replaced.
 
         Raises:
-            ValueError: what `load_model` would read there is another model: the sentence says why.
+            ValueError: `load_model` would read a different model there; the message gives the reason.
             OSError: the folder cannot be written.
         """
         if self.origin is None:
@@ -197,7 +196,7 @@ class Model:
         self.origin.save(self, folder, config_json)
 
     def replace(self, **changes: Any) -> Model:
-        """Copy the model with other parameters, another module, ...: served exactly as it is.
+        """Copy the model with other parameters, another module, ...: it is served exactly as given.
 
         With another config or family, module, specs and cache are those that these declare, unless given.
 
@@ -209,7 +208,7 @@ class Model:
         return dataclasses.replace(self, **changes)
 
     def _redeclared(self, **changes: Any) -> dict[str, Any]:
-        """Fields that a config or family among the ``changes`` declares otherwise than the present ones."""
+        """Return the fields for which a config or family among the ``changes`` declares new values."""
         family, config = changes.get("family", self.family), changes.get("config", self.config)
         before, after = _declared(self.family, self.config), _declared(family, config)
         found = {name: value for name, value in after.items() if value != before[name]}
@@ -255,7 +254,7 @@ def _require_same_shapes(before: ParamTree, after: ParamTree) -> None:
 
 
 def _rounded(count: int) -> str:
-    """A number of parameters as people say it: 4.9M, 8B."""
+    """Format a number of parameters: 4.9M, 8B."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -278,7 +277,7 @@ def abstract(
         families: see `family_for`.
 
     Raises:
-        ConfigError: one sentence that says what is wrong.
+        ConfigError: the config.json is not supported; the message is one sentence with the reason.
     """
     config_json = text_model(config_json)
     return describe(family_for(config_json, families), config_json, dtype, name)

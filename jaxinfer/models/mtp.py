@@ -1,6 +1,6 @@
-"""The layer of DeepSeek-V3's checkpoints that predicts one more token (multi-token prediction, arXiv:2412.19437, 2.2).
+"""MTP layer (multi-token prediction, arXiv:2412.19437, 2.2) of DeepSeek-V3's checkpoints: predicts one more token.
 
-It lies behind the last layer of the model's own checkpoint, and drafts several tokens by being fed its own states.
+It follows the last layer in the model's own checkpoint, and drafts several tokens by reading back its own states.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from jaxinfer.types import CacheSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MtpConfig(HeadConfig):
-    """``block``: the model's config, of which the layer is one more; ``dense``: it has no experts."""
+    """The config of an MTP layer. ``block``: the model's config; ``dense``: the layer has no experts."""
 
     block: DeepseekConfig
     dense: bool
 
 
 def config(files: HeadFiles) -> MtpConfig:
-    """Read the config.json of a model with such a layer.
+    """Read the config.json of a model with an MTP layer.
 
     Raises:
-        ConfigError: the model is no DeepSeek-V3, or has no such layer.
+        ConfigError: the model is not of the DeepSeek-V3 family, or has no supported MTP layer.
     """
     read, target = ConfigReader(files.config_json), files.target
     if not isinstance(target, DeepseekConfig):
@@ -58,8 +58,8 @@ def _kept(name: str) -> bool:
 
 
 class Mtp(DraftHead):
-    """Parameters: ``enorm``, ``hnorm`` and ``final_norm`` {scale}, ``project`` [2 d, d], ``layer``, ``embed`` and
-    ``head`` {table}."""
+    """MTP draft head. Parameters: ``enorm``, ``hnorm`` and ``final_norm`` {scale}, ``project`` [2 d, d], ``layer``,
+    ``embed`` and ``head`` {table}."""
 
     config: MtpConfig
 

@@ -1,4 +1,4 @@
-"""What to say of an architecture that is not known: the nearest known ones, and in what its config.json differs."""
+"""Error messages for unknown architectures: the nearest known ones, and how their config.json differs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from jaxinfer.models.config import ConfigError
 
 Readers = Mapping[str, Callable[[Mapping[str, Any]], Any]]
-"""By architecture what reads its config.json, and raises `ConfigError` where it cannot."""
+"""Readers of config.json by architecture, which raise `ConfigError` if it is not supported."""
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _TRIES = 12
 _FIELDS = 100
 _SHOWN = 8
-_BY_NAME, _SHARE = 6.0, 0.6  # fields that the same name outweighs, and the share of a name that says something
-_READ = 3  # fields, without which nothing is near
+_BY_NAME, _SHARE = 6.0, 0.6  # fields that an equal name outweighs; least share of a name to count
+_READ = 3  # least number of fields that a near architecture reads
 _VALUE = reprlib.Repr(maxstring=40, maxother=40, maxlist=4, maxdict=4, maxlevel=2)
 _FIELD = re.compile(r"config\.json: (\w+)")
-# Of training, of tokens, and of the libraries that wrote the file: nothing of what is computed.
+# Fields of training, of tokens, and of the libraries that wrote the file, which do not affect the computation.
 _ASIDE = re.compile(
     r"_?(architectures|model_type|auto_map|(torch_)?dtype|\w*(name_or_path|_version|attn_implementation|_token_ids?|dropout"
     r"|pdrop|_drop|aux_loss\w*|z_loss\w*|loss_coef|loss_coeff)|use_cache|initializer\w*|init_\w+|pretraining_tp|id2label"
@@ -35,12 +35,12 @@ _ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What stands between a config.json and one architecture.
+    """Differences between a config.json and one architecture.
 
     Attributes:
-        missing: fields that it needs and that are not there.
-        refused: sentences about fields that it reads.
-        unread: fields that say something and that it does not read.
+        missing: required fields that are absent.
+        refused: error messages about fields that it reads.
+        unread: set fields that it does not read.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def fields(self) -> int:
-        """How many they are together."""
+        """Total number of differing fields."""
         return len(self.missing) + len(self.refused) + len(self.unread)
 
     def __str__(self) -> str:
@@ -63,9 +63,8 @@ class Difference:
 
 
 def nearest(name: str, config_json: Mapping[str, Any], known: Readers, most: int = 3) -> list[Difference]:
-    """Find the known architectures that a config.json of another ``name`` has the most in common with, the nearest
-    first: by fields that are missing, refused and not read, and by how the names begin. None of them is one that has
-    nothing in common with it."""
+    """Find the known architectures nearest to a config.json of another ``name``, nearest first: by fields that are
+    missing, rejected and not read, and by common name prefixes. Architectures with nothing in common are left out."""
     fields = _text_fields(config_json)
 
     def distance(found: Difference) -> float:
@@ -81,7 +80,7 @@ def _alike(name: str, other: str) -> float:
 
 
 def _text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a model around a text model, those of the latter."""
+    """Return the fields of the text model, if config.json nests one."""
     outer = [(name, value) for name, value in config_json.items() if name not in _NESTED]
     inner = next((found for name in _NESTED if isinstance(found := config_json.get(name), dict)), {})
     return dict([*inner.items(), *outer][:_FIELDS])
@@ -92,8 +91,8 @@ def _stem(name: str) -> str:
 
 
 def _needs(name: str, fields: Mapping[str, Any], read: Callable[..., Any]) -> tuple[Difference, dict[str, Any]]:
-    """The difference but for what is not read, and fields with which the architecture has nothing more to say: those
-    that are missing are made up, those that it refuses are left out."""
+    """Return the difference except unread fields, and fields that the architecture accepts, with missing fields filled
+    in and rejected fields left out."""
     missing, refused, tried = [], [], dict(fields)
     for _ in range(_TRIES):
         said = _outcome(read, tried)
@@ -119,7 +118,7 @@ def _compare(name: str, fields: Mapping[str, Any], read: Callable[..., Any]) -> 
 
 
 def _telling(fields: Mapping[str, Any]) -> list[str]:
-    """Fields that may say something of the computation: what is off or empty says nothing."""
+    """Return the fields that may affect the computation: fields that are off or empty do not."""
     return [key for key, value in fields.items() if value and not _ASIDE.fullmatch(key)]
 
 
@@ -128,21 +127,21 @@ def _shown(key: str, value: object) -> str:
 
 
 class _Odd:
-    """A value that no field can have: whoever reads it says so, or answers otherwise."""
+    """A value that no field can have: a reader of the field raises, or returns another result."""
 
 
 def _outcome(read: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
-    """What is read, or the sentence that says why it cannot be."""
+    """Return the result of a reader, or the error message."""
     try:
         return read(fields)
     except ConfigError as error:
         return str(error)
-    except _ERRORS as error:  # of the odd value, or of what was made up
+    except _ERRORS as error:  # due to the odd value, or to a filled-in field
         return type(error)
 
 
 def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Without a field, or what holds one of this name."""
+    """Return the fields without ``name``, and without objects that contain it."""
     return {
         key: value for key, value in fields.items() if key != name and not (isinstance(value, dict) and name in value)
     }

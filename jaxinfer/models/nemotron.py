@@ -1,5 +1,5 @@
-"""Nemotron-4 and Minitron (arXiv:2402.16819): layer norms whose scale is stored less 1, a part of each head
-rotated, and squared ReLU in networks without a gate."""
+"""Nemotron-4 and Minitron (arXiv:2402.16819): layer norms with scales stored minus 1, partial rotation, and MLPs with
+squared ReLU and no gate."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, attention_spec
 from jaxinfer.models.specs import decoder, layer_norm, plain_mlp, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 _OFFSET = 1.0
 _NAMES = {"rms_norm_eps": "norm_eps"}
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json; errors as of `decoder_fields`."""
+    """Read config.json; raises as `decoder_fields` does."""
     read = ConfigReader(config, _DEFAULTS, _NAMES)
     fields, bias = decoder_fields(read), read.flag("attention_bias", False)
     rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
@@ -38,7 +38,7 @@ def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 class NemotronBlock(LlamaBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     def norm(self) -> Layer:
         return LayerNorm(self.config.norm_eps, offset=_OFFSET)
@@ -48,7 +48,7 @@ class NemotronBlock(LlamaBlock):
 
 
 class Nemotron(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The Nemotron decoder: see `Decoder`."""
 
     def final_norm(self) -> Layer:
         return LayerNorm(self.config.norm_eps, offset=_OFFSET, parent=None)

@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3 (arXiv:2504.03624): each layer is one thing alone: Mamba-2, attention, a plain
-feed-forward network, or experts of such networks, perhaps within a narrower latent.
+"""Nemotron-H and Nemotron 3 (arXiv:2504.03624): each layer is one of Mamba-2, attention, an ungated MLP, or experts of
+such MLPs, which may work in a narrower latent.
 
-Nothing encodes positions but the order of states.
+Only the order of states encodes positions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 IGNORE = ("mtp.*",)
-"""What predicts further tokens."""
+"""Patterns of MTP tensors, not loaded."""
 
 _DEFAULTS = {
     "vocab_size": 131072,
@@ -84,15 +84,15 @@ _MOST_LAYERS = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class NemotronHConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
         kinds: a letter for each layer, as in ``hybrid_override_pattern``.
-        mamba: of Mamba's layers.
-        mlp_bias: of plain networks and of projections to a latent and back.
-        experts, expert_size, rule: of layers of experts.
-        shared_size: the hidden size of the network that all tokens have beside experts.
-        latent: the width in which experts work; None: that of hidden states.
+        mamba: sizes of the Mamba layers.
+        mlp_bias: whether MLPs and the projections to and from the latent have biases.
+        experts, expert_size, rule: number, hidden size and router of the experts.
+        shared_size: hidden size of the shared expert.
+        latent: width of the inputs of experts; None: the hidden size.
     """
 
     kinds: str
@@ -106,7 +106,7 @@ class NemotronHConfig(DecoderConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> NemotronHConfig:
-        """Read the config.json of a NemotronHForCausalLM; errors as of `decoder_fields`."""
+        """Read the config.json of a NemotronHForCausalLM; raises as `decoder_fields` does."""
         read = ConfigReader(renamed(config, _OLD_NAMES), _DEFAULTS, _NAMES)
         for name in ("attention_bias", "residual_in_fp32", "tie_word_embeddings"):
             require_only(read, name, False)
@@ -128,17 +128,17 @@ class NemotronHConfig(DecoderConfig):
 
 
 def _mamba(read: ConfigReader) -> MambaSizes:
-    """Read the sizes of Mamba's layers.
+    """Read the sizes of the Mamba layers.
 
-    ``time_step_min`` is of their initialisation. transformers 5 clips the time steps of prompts to it, not those of
-    generated tokens, where these models were trained without.
+    ``time_step_min`` only affects their initialisation. transformers 5 clips the time steps of prompts to it, but not
+    those of generated tokens; these models were trained without.
     """
     inner = read.positive("mamba_n_heads") * read.positive("mamba_d_head")
     return mamba.mamba_sizes(read, inner, out_bias=read.flag("mamba_proj_bias", False))
 
 
 def _kinds(read: ConfigReader) -> str:
-    """Read the kinds of layers: a list of names, or a pattern with a letter for each."""
+    """Read the kinds of layers: a list of names, or a pattern with a letter for each layer."""
     listed = read.get("layers_block_type")
     if listed is None:
         pattern = read.get("hybrid_override_pattern")
@@ -159,8 +159,8 @@ def _kinds(read: ConfigReader) -> str:
 
 
 class LatentMoE(MoE):
-    """Experts within a latent of ``narrow`` [d, latent], back from it by ``wide`` [latent, d]; with ``latent_bias``
-    both have biases (``narrow_bias``, ``wide_bias``)."""
+    """`MoE` with experts in a latent of ``narrow`` [d, latent], projected back by ``wide`` [latent, d]; with
+    ``latent_bias`` both have biases (``narrow_bias``, ``wide_bias``)."""
 
     latent_bias: bool = False
 
@@ -176,7 +176,7 @@ class LatentMoE(MoE):
 
 
 class NemotronHBlock(Layer):
-    """One layer: a norm and one thing behind it."""
+    """A layer: a norm and one of Mamba-2, attention, MLP or experts."""
 
     config: NemotronHConfig
     layer: LayerSpec
@@ -222,12 +222,12 @@ class NemotronH(Decoder):
         return (override or NemotronHBlock)(cfg, cfg.layers[index], cfg.kinds[index], parent=None)
 
     def context(self, positions: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
-        """Which tokens are real: padding asks for no expert."""
+        """Return which tokens are real: padding is routed to no expert."""
         return positions >= 0
 
 
 def param_specs(cfg: NemotronHConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
+    """Return every parameter with its shape, logical axes and source checkpoint tensors."""
     d = cfg.hidden_size
 
     def block(index: int, prefix: str) -> dict[str, Any]:

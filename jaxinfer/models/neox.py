@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia: layer norms, a part of each head rotated, attention beside the MLP."""
+"""GPT-NeoX (Black et al. 2022) and Pythia: layer norms, partial rotation, parallel attention and MLP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxinfer.models.glm import even_rotation
 from jaxinfer.models.specs import decoder, layer_norm, linear, plain, plain_mlp, vocabulary
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 50432,
     "hidden_size": 6144,
@@ -37,17 +37,17 @@ _NAMES = {
     "partial_rotary_factor": "rotary_pct",
     "num_key_value_heads": "num_attention_heads",
 }
-# Masks that old checkpoints hold.
+# Masks and RoPE frequencies of old checkpoints, not loaded.
 IGNORE = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class NeoXConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        bias: of the attention's projections.
-        parallel: attention and MLP both read the layer's input.
+        bias: the projections of attention have biases.
+        parallel: attention and MLP both read the input of the layer.
     """
 
     rope: RopeConfig
@@ -56,7 +56,7 @@ class NeoXConfig(DecoderConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> NeoXConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS, _NAMES)
         fields = decoder_fields(read, cut_heads=True)
         rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
@@ -71,7 +71,7 @@ class NeoXConfig(DecoderConfig):
 
 
 class NeoXBlock(Layer):
-    """One decoder layer."""
+    """A decoder layer."""
 
     config: NeoXConfig
     layer: LayerSpec
@@ -124,7 +124,7 @@ def _block_specs(cfg: NeoXConfig, prefix: str) -> dict[str, Any]:
 
 
 def _attention_specs(cfg: NeoXConfig, prefix: str) -> dict[str, Any]:
-    """`Attention`'s parameters: the fused projection is by head (query, key, value)."""
+    """Return the parameters of `Attention`: the fused projection is grouped by head (query, key, value)."""
     d, axes, form = cfg.hidden_size, ("kv_heads", "group", "head_dim"), (cfg.heads, 3, cfg.head_dim)
     fused = Source(f"{prefix}.query_key_value.weight", (3 * d, d), transpose=True, reshape=(d, *form))
     tree: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""OLMo 2 and 3: norms behind attention and MLP, not before them, and norms over all heads of queries and of keys.
+"""OLMo 2 and 3: attention and MLP with post-norms instead of pre-norms, and a QK norm over all heads.
 
-OLMo 3 adds windows in three layers of four, and a rotary embedding of their own for the layers that have one.
+OLMo 3 adds sliding windows in three of four layers, with a separate rotary embedding for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxinfer.models.llama import LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.specs import decoder, gated_mlp, heads_norm, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 50304,
     "hidden_size": 4096,
@@ -36,22 +36,22 @@ _THETA3 = 500_000.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class OlmoConfig(LlamaConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``local_rope``: of layers that have a window."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``local_rope``: RoPE of sliding-window layers."""
 
     local_rope: RopeConfig
 
     @staticmethod
     def from_olmo2(config: Mapping[str, Any]) -> OlmoConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         fields = llama_fields(ConfigReader(config, _DEFAULTS)) | {"mlp_bias": False}
         return OlmoConfig(**fields, local_rope=fields["rope"])
 
     @staticmethod
     def from_olmo3(config: Mapping[str, Any]) -> OlmoConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS)
         ropes = _ropes(read)
-        # Llama knows one rotary embedding for all layers
+        # `llama_fields` reads one rotary embedding for all layers
         fields = llama_fields(ConfigReader({**config, "rope_parameters": None, "rope_scaling": None}, _DEFAULTS))
         rope, local = (layer_rope(read, scaling, fields["max_position"], fields["head_dim"]) for scaling in ropes)
         near = local_layers(read, 4)
@@ -61,13 +61,13 @@ class OlmoConfig(LlamaConfig):
 
 
 def local_layers(read: ConfigReader, every: int) -> list[bool]:
-    """Read which layers have a window: as ``layer_types`` says, or all but each ``every``th."""
+    """Read which layers have a sliding window: from ``layer_types``, or all except each ``every``th."""
     count = read.positive("num_hidden_layers")
     return sliding_layers(read) or [(index + 1) % every != 0 for index in range(count)]
 
 
 def windowed(read: ConfigReader, local: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Read the window (``sliding_window``) of the layers that have one; it cannot be null."""
+    """Read ``sliding_window`` for the layers that have a window; it must not be null if there are any."""
     null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
     read.require(not (null and any(local)), "sliding_window", "must be > 0: there are layers with a window")
     window = read.positive("sliding_window", SLIDING_WINDOW) if any(local) else None
@@ -75,9 +75,9 @@ def windowed(read: ConfigReader, local: Sequence[bool]) -> tuple[LayerSpec, ...]
 
 
 def _ropes(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what config.json says of the rotary embeddings of layers that see everything, and of layers with a window.
+    """Read the RoPE fields of full-attention layers, and of sliding-window layers.
 
-    What stands at its top level is about the first, as it is for transformers.
+    Top-level fields apply to full-attention layers, as in transformers.
     """
     for name in ("rope_parameters", "rope_scaling"):
         value = read.fields.get(name)
@@ -91,7 +91,7 @@ def _ropes(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class OlmoBlock(Layer):
-    """One decoder layer."""
+    """A decoder layer."""
 
     config: OlmoConfig
     layer: LayerSpec
@@ -116,7 +116,7 @@ class OlmoBlock(Layer):
 
 
 class Olmo(Decoder):
-    """The whole decoder: see `Decoder`. Its context is both rotary embeddings' cosines and sines."""
+    """The Olmo decoder: see `Decoder`. Its context is the cosines and sines of both rotary embeddings."""
 
     config: OlmoConfig
 

@@ -1,4 +1,4 @@
-"""OLMoE (arXiv:2409.02060): 64 small experts, and norms over all heads' queries and keys."""
+"""OLMoE (arXiv:2409.02060): 64 small experts, and a QK norm over all heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFAULTS = {
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read the config.json of an OlmoeForCausalLM; errors as of `sparse.read_config`."""
+    """Read the config.json of an OlmoeForCausalLM; raises as `sparse.read_config` does."""
     read = sparse.reader(config, _DEFAULTS)
     require_only(read, "clip_qkv", None)
     require_only(read, "head_dim", read.positive("hidden_size") // read.positive("num_attention_heads"))

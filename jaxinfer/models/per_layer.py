@@ -1,4 +1,4 @@
-"""What Gemma 3n and 4 have alike: embeddings for each layer, normalised values, layers that read others' keys."""
+"""Common code of Gemma 3n and 4: per-layer embeddings, normalised values, layers that read another layer's KV cache."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PerLayerConfig(DecoderConfig):
-    """What Gemma 3n and Gemma 4 have alike: see `DecoderConfig`.
+    """Config fields common to Gemma 3n and Gemma 4: see `DecoderConfig`.
 
     Attributes:
-        rope, local_rope: of the layers that see everything, and of those with a window.
-        per_layer_size: of the embeddings that each layer has of its own; 0: there are none.
-        per_layer_vocab: tokens that have one; others have the first one's.
-        final_softcap: logits become ``c * tanh(logit / c)`` (None: they stay).
+        rope, local_rope: RoPE of full-attention layers, and of sliding-window layers.
+        per_layer_size: width of per-layer embeddings; 0: none.
+        per_layer_vocab: number of tokens with per-layer embeddings; all others use those of token 0.
+        final_softcap: logits become ``c * tanh(logit / c)`` (None: no soft-cap).
     """
 
     rope: RopeConfig
@@ -42,18 +42,18 @@ class PerLayerConfig(DecoderConfig):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Patterns of tensors that the model has no place for: checkpoints have keys and values for all layers."""
+        """Patterns of tensors that the model does not load: checkpoints have keys and values for all layers."""
         layers = [index for index, layer in enumerate(self.layers) if layer.source is not None]
         names = ("k_proj", "v_proj", "k_norm", "v_norm")
         return tuple(f"model.layers.{index}.self_attn.{name}.*" for index in layers for name in names)
 
 
 def common_fields(read: ConfigReader, most: float | None = None) -> dict[str, Any]:
-    """Read the fields of `PerLayerConfig` but ``layers`` and the ropes; ``most``: the logits' soft-cap by default."""
+    """Read the fields of `PerLayerConfig` except ``layers`` and the ropes; ``most``: default soft-cap of the logits."""
     read.require(not read.flag("attention_bias", False), "attention_bias", "is not supported")
     name = "hidden_size_per_layer_input"
     given = read.fields.get(name, read.get(name))
-    size = 0 if given is None else given  # null is none, whatever the default is
+    size = 0 if given is None else given  # null means none, whatever the default is
     read.require(type(size) is int and 0 <= size < 2**31, name, "must be >= 0")
     cap = read.fields.get("final_logit_softcapping", most)
     cap = None if cap is None else read.number("final_logit_softcapping", most)
@@ -63,7 +63,7 @@ def common_fields(read: ConfigReader, most: float | None = None) -> dict[str, An
 
 
 def with_sources(read: ConfigReader, layers: list[LayerSpec], default: int) -> tuple[LayerSpec, ...]:
-    """The layers, of which the last ``num_kv_shared_layers`` read keys of the last one before them of their kind."""
+    """Return the layers; the last ``num_kv_shared_layers`` read the KV cache of the last earlier one of their kind."""
     shared = read.get("num_kv_shared_layers", default)
     read.require(type(shared) is int and 0 <= shared < len(layers), "num_kv_shared_layers", "must be less than layers")
     first = len(layers) - shared
@@ -75,18 +75,18 @@ def with_sources(read: ConfigReader, layers: list[LayerSpec], default: int) -> t
 
 
 def head_dims(layers: tuple[LayerSpec, ...], head_dim: int) -> tuple[int, int]:
-    """Sizes of heads of layers that see everything, and of those with a window; ``head_dim``: where none is said."""
+    """Return the head dims of full-attention and of sliding-window layers; ``head_dim``: the default."""
     found = {layer.window is not None: layer.head_dim or head_dim for layer in layers}
     return found.get(False, head_dim), found.get(True, head_dim)
 
 
 class Context(NamedTuple):
-    """Input common to all layers; a layer is told of its own embeddings alone.
+    """Input common to all layers; each layer gets only its own embeddings.
 
     Attributes:
-        ropes: cosines and sines of the layers that see everything, and of those with a window.
-        live: whether a token is none of the padding.
-        embeddings: [*batch, layers, size], or one layer's; None: there are none.
+        ropes: cosines and sines of full-attention layers, and of sliding-window layers.
+        live: whether each token is real, not padding.
+        embeddings: [*batch, layers, size], or those of one layer; None: there are none.
     """
 
     ropes: tuple[Any, Any]
@@ -95,12 +95,12 @@ class Context(NamedTuple):
 
 
 class NormedAttention(Attention):
-    """Attention with norms of queries, keys and values, whose scores are not scaled.
+    """Attention with norms of queries, keys and values, and unscaled scores.
 
     Attributes:
         key_is_value: ``qkv`` has one member for both: [d, kv_heads, group + 1, head_dim].
 
-    Where its layer reads another one's keys, it has queries alone: ``q`` [d, heads, head_dim].
+    If its layer reads the KV cache of another layer, it only has queries: ``q`` [d, heads, head_dim].
     """
 
     key_is_value: bool = False
@@ -127,7 +127,7 @@ class NormedAttention(Attention):
 
 
 class EmbeddingGate(Layer):
-    """norm(out(act(gate(x)) * embedding)). ``gate`` is [d, size], ``out`` [size, d]."""
+    """Gate of per-layer embeddings: norm(out(act(gate(x)) * embedding)). ``gate`` is [d, size], ``out`` [size, d]."""
 
     activation: str
     eps: float
@@ -147,9 +147,9 @@ def normed_attention(cfg: PerLayerConfig, layer: LayerSpec, **options: Any) -> N
 
 
 class PerLayerDecoder(Decoder):
-    """A decoder whose layers may have embeddings of their own: see `Decoder`.
+    """A decoder with optional per-layer embeddings: see `Decoder`.
 
-    Parameters beside those of `Decoder`: ``layer_embed`` {table [vocab, layers * size]}, ``layer_projection``
+    Parameters in addition to those of `Decoder`: ``layer_embed`` {table [vocab, layers * size]}, ``layer_projection``
     [d, layers * size] and ``layer_norm`` {scale [size]}.
     """
 
@@ -167,7 +167,7 @@ class PerLayerDecoder(Decoder):
         return Context((cfg.rope.angles(positions, wide), cfg.local_rope.angles(positions, near)), positions >= 0)
 
     def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d_and_all"]:
-        """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype; those of all layers stand behind them."""
+        """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype; per-layer embeddings are appended."""
         cfg = self.config
         x = _scaled(super().embed(tokens, positions), cfg.hidden_size)
         if not cfg.per_layer_size:
@@ -185,7 +185,7 @@ class PerLayerDecoder(Decoder):
         projected = (matmul(x, self.weight("layer_projection")) * cfg.hidden_size**-0.5).reshape(form)
         norm: Any = RMSNorm(cfg.norm_eps, parent=None).apply
         projected = norm({"params": self.weight("layer_norm")}, projected)
-        # Without the barrier XLA projects for each layer alone, where a row's bits depend on its place.
+        # The barrier keeps XLA from projecting for each layer alone, which would not be batch-invariant.
         embeddings = lax.optimization_barrier((projected + own.reshape(form)) * 2.0**-0.5)
         return x, context._replace(embeddings=embeddings)
 
@@ -202,17 +202,17 @@ def _scaled(x: jax.Array, size: int) -> jax.Array:
 
 
 def cache_spec(cfg: PerLayerConfig) -> CacheSpec:
-    """The KV cache of the layers that have keys and values of their own."""
+    """Return the spec of the KV cache of the layers that store keys and values."""
     return CacheSpec(tuple(layer for layer in cfg.layers if layer.source is None), cfg.kv_heads, cfg.head_dim)
 
 
 def embedding_specs(cfg: PerLayerConfig) -> dict[str, Any]:
-    """The parameters of `PerLayerDecoder` beside those of `Decoder`."""
+    """Return the parameters that `PerLayerDecoder` adds to `Decoder`."""
     size, every = cfg.per_layer_size, len(cfg.layers) * cfg.per_layer_size
     if not size:
         return {}
     projection = linear("model.per_layer_model_projection.weight", (cfg.hidden_size, every), ("embed", None))
-    # No product reads it: neither adapters nor quantised storages stand in its place.
+    # The table is in no matrix product, so neither adapters nor quantised storages replace it.
     table = plain("model.embed_tokens_per_layer.weight", (cfg.per_layer_vocab, every), ("vocab", "embed"))
     return {
         "layer_embed": {"table": table},
@@ -222,7 +222,7 @@ def embedding_specs(cfg: PerLayerConfig) -> dict[str, Any]:
 
 
 def sandwich_specs(cfg: PerLayerConfig, layer: LayerSpec, prefix: str, *, key_is_value: bool = False) -> dict[str, Any]:
-    """Attention, and the norms before and behind it and the MLP."""
+    """Return the parameters of attention, and of the norms before and after it and the MLP."""
     d = cfg.hidden_size
     return {
         "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
@@ -234,7 +234,7 @@ def sandwich_specs(cfg: PerLayerConfig, layer: LayerSpec, prefix: str, *, key_is
 
 
 def gate_specs(cfg: PerLayerConfig, prefix: str) -> dict[str, Any]:
-    """The parameters of `EmbeddingGate`."""
+    """Return the parameters of `EmbeddingGate`."""
     d, size = cfg.hidden_size, cfg.per_layer_size
     return {
         "gate": linear(f"{prefix}.per_layer_input_gate.weight", (d, size), ("embed", None)),
@@ -259,7 +259,7 @@ def _attention_specs(cfg: PerLayerConfig, layer: LayerSpec, prefix: str, key_is_
 
 
 def _fused_qk(prefix: str, d: int, heads: int, kv_heads: int, dim: int) -> ParamSpec:
-    """`fused_qkv` of keys that are values, too."""
+    """Return `fused_qkv` for keys that also serve as values."""
     group, every = heads // kv_heads, slice(None)
     forms = (
         ("q_proj", heads, (d, kv_heads, group, dim), slice(0, group)),

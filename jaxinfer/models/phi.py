@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2 (Gunasekar et al. 2023): partial rotary attention beside the MLP, biases everywhere."""
+"""Phi-1, Phi-1.5 and Phi-2 (Gunasekar et al. 2023): partial rotation, parallel attention and MLP, biases everywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxinfer.models.decoder import LayerNormDecoder
 from jaxinfer.models.specs import decoder, fused_qkv, layer_norm, linear, plain, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 51200,
     "hidden_size": 2048,
@@ -34,16 +34,16 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PhiConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`."""
 
     rope: RopeConfig
     qk_norm: bool
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> PhiConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS, {"rms_norm_eps": "layer_norm_eps"})
-        read.choice("model_type", "phi", ("phi",))  # before it was in transformers, all fields had other names
+        read.choice("model_type", "phi", ("phi",))  # configs older than the transformers port have other field names
         fields = decoder_fields(read, cut_heads=True)
         return PhiConfig(
             **fields,
@@ -65,7 +65,7 @@ def _rope(read: ConfigReader, max_position: int, head_dim: int) -> RopeConfig:
 
 
 class PhiBlock(Layer):
-    """One decoder layer: attention and MLP read the same normalised input."""
+    """A decoder layer: attention and MLP read the same normalised input."""
 
     config: PhiConfig
     layer: LayerSpec

@@ -1,4 +1,4 @@
-"""Phi-3: a Llama whose checkpoints fuse their projections, with partial rotation, LongRoPE and sliding windows."""
+"""Phi-3: Llama with fused projections in its checkpoints, partial rotation, LongRoPE and sliding windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxinfer.models.llama import LlamaConfig
 from jaxinfer.models.specs import decoder, linear, rms_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 32064,
     "hidden_size": 3072,
@@ -24,7 +24,7 @@ _DEFAULTS = {
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json as `transformers` (old or new style) writes it; errors as of `LlamaConfig.from_json`."""
+    """Read config.json as `transformers` (old or new style) writes it; raises as `LlamaConfig.from_json` does."""
     read = ConfigReader(_as_longrope(config), _DEFAULTS)
     fields = decoder_fields(read)
     rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
@@ -44,7 +44,7 @@ def _as_longrope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer(read: ConfigReader, max_position: int) -> LayerSpec:
-    """Read the window of a layer; one of at least ``max_position`` tokens is none."""
+    """Read the sliding window of a layer; at least ``max_position`` tokens mean full attention."""
     window = read.positive("sliding_window", 2**31 - 1)
     return LayerSpec(window if window < max_position else None)
 
@@ -70,7 +70,7 @@ def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
 
 
 def _qkv(cfg: LlamaConfig, name: str) -> ParamSpec:
-    """`Attention`'s ``qkv`` of one tensor: rows of all queries, then of all keys, then of all values."""
+    """Return the ``qkv`` of `Attention` from one tensor: rows of all queries, then of all keys, then of all values."""
     d, kv_heads, dim = cfg.hidden_size, cfg.kv_heads, cfg.head_dim
     group, queries, keys = cfg.heads // kv_heads, cfg.heads * dim, kv_heads * dim
     whole, everything = (queries + 2 * keys, d), (slice(None),) * 2
@@ -89,7 +89,7 @@ def _qkv(cfg: LlamaConfig, name: str) -> ParamSpec:
 
 
 def gate_up(name: str, d: int, hidden: int) -> ParamSpec:
-    """`GatedMLP`'s ``gate_up`` of one tensor: rows of the gate, then of what it multiplies."""
+    """Return the ``gate_up`` of `GatedMLP` from one tensor: rows of the gate, then of up."""
     rows = (slice(0, hidden), slice(hidden, 2 * hidden))
     sources = tuple(Source(name, (2 * hidden, d), where=(index,), part=(part,)) for index, part in enumerate(rows))
     return ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=sources, inputs=-1)

@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: two of sixteen experts by the SparseMixer, between layer norms with biases."""
+"""Phi-3.5-MoE: two of sixteen experts by SparseMixer, and layer norms with biases."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PhiMoeConfig(SparseConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``head_bias``: see `Decoder`."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``head_bias``: see `Decoder`."""
 
     head_bias: bool = False
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> PhiMoeConfig:
-        """Read the config.json of a PhimoeForCausalLM; errors as of `sparse.read_config`."""
+        """Read the config.json of a PhimoeForCausalLM; raises as `sparse.read_config` does."""
         read = sparse.reader(_with_factor(config), _DEFAULTS)
         require_only(read, "num_experts_per_tok", 2)
         bias, window = read.flag("attention_bias", False), read.positive("sliding_window", 2**31 - 1)
@@ -56,7 +56,7 @@ class PhiMoeConfig(SparseConfig):
 
 
 def _with_factor(config: Mapping[str, Any]) -> dict[str, Any]:
-    """LongRoPE's factor of cosines and sines stands in the file here: once for short texts, once for long ones."""
+    """Set the attention factor of LongRoPE from ``short_mscale``, which must equal ``long_mscale``."""
     fields = dict(config)
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
@@ -76,13 +76,13 @@ def _rope(read: ConfigReader, cfg: SparseConfig) -> RopeConfig:
 
 
 class PhiMoeBlock(SparseBlock):
-    """One decoder layer."""
+    """A decoder layer."""
 
     norm = LayerNorm
 
 
 class PhiMoe(Sparse):
-    """The whole decoder: see `Decoder`."""
+    """The PhiMoe decoder: see `Decoder`."""
 
     config: PhiMoeConfig
 
@@ -94,7 +94,7 @@ class PhiMoe(Sparse):
 
 
 class PhiMoeWithHeadBias(PhiMoe):
-    """The whole decoder, whose head has a bias."""
+    """A `PhiMoe` decoder whose LM head has a bias."""
 
     head_bias = True
 

@@ -1,6 +1,6 @@
-"""Qwen3-Next and Qwen3.5: three layers of gated DeltaNet to one of gated attention; experts, or one dense network.
+"""Qwen3-Next and Qwen3.5: three layers of gated DeltaNet to one of gated attention; experts, or one dense MLP.
 
-Norms have weights around zero (`RMSNorm.offset`), but for the gated ones within the linear layers.
+Norm scales are stored minus 1 (`RMSNorm.offset`), except those of the gated norms in the linear layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxinfer.quant import matmul, plus_bias
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 IGNORE = ("mtp.*",)
-"""What predicts further tokens."""
+"""Patterns of MTP tensors, not loaded."""
 
 _NEXT = {
     "num_key_value_heads": 2,
@@ -55,11 +55,11 @@ _LINEAR = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Qwen3NextConfig(SparseConfig):
-    """A checkpoint's config.json, resolved: see `SparseConfig`.
+    """The resolved config.json of a checkpoint: see `SparseConfig`.
 
     Attributes:
-        key_heads, value_heads, key_dim, value_dim, taps: of the linear layers.
-        apart: their projections are several tensors (Qwen3.5), not one whose rows lie by heads.
+        key_heads, value_heads, key_dim, value_dim, taps: sizes of the linear layers.
+        apart: their projections are several tensors (Qwen3.5), not one tensor with rows grouped by head.
     """
 
     key_heads: int
@@ -71,7 +71,7 @@ class Qwen3NextConfig(SparseConfig):
 
     @property
     def values(self) -> int:
-        """Value heads of a key head."""
+        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
     @staticmethod
@@ -85,12 +85,12 @@ class Qwen3NextConfig(SparseConfig):
 
     @staticmethod
     def from_moe(config: Mapping[str, Any]) -> Qwen3NextConfig:
-        """The same of a Qwen3_5MoeForCausalLM, which always normalises the weights of experts."""
+        """Read the config.json of a Qwen3_5MoeForCausalLM (expert weights always normalised); see `from_json`."""
         return _experts_config(sparse.reader({**config, "norm_topk_prob": True}, _MOE | _LINEAR), apart=True)
 
     @staticmethod
     def from_dense(config: Mapping[str, Any]) -> Qwen3NextConfig:
-        """The same of a Qwen3_5ForCausalLM, which has no experts."""
+        """Read the config.json of a Qwen3_5ForCausalLM, which has no experts; see `from_json`."""
         read = ConfigReader(config, _DENSE | _LINEAR)
         fields = _common(read)
         none: dict[str, Any] = {
@@ -118,7 +118,7 @@ def _experts_config(read: ConfigReader, *, apart: bool) -> Qwen3NextConfig:
 
 
 def _common(read: ConfigReader) -> dict[str, Any]:
-    """Read what models with and without experts have alike."""
+    """Read the fields common to models with and without experts."""
     fields, bias = decoder_fields(read), read.flag("attention_bias", False)
     key_heads, value_heads = read.positive("linear_num_key_heads"), read.positive("linear_num_value_heads")
     what = f"must be a multiple of linear_num_key_heads ({key_heads})"
@@ -152,8 +152,8 @@ def _linear_layers(read: ConfigReader) -> list[bool]:
 
 
 class GatedAttention(Attention):
-    """`Attention` whose heads are multiplied with gates of the token: ``qkv`` [d, kv_heads, 2 group + 2, head_dim] has
-    the gate of each query behind it."""
+    """`Attention` with output gates, sigmoids of the token: ``qkv`` [d, kv_heads, 2 group + 2, head_dim] has the gate
+    of each query after it."""
 
     def __call__(
         self,
@@ -172,7 +172,7 @@ class GatedAttention(Attention):
 
 
 class Qwen3NextBlock(SparseBlock):
-    """One decoder layer: attention of either kind, then experts, or a dense feed-forward network."""
+    """A decoder layer: linear or full attention, then experts or a dense MLP."""
 
     config: Qwen3NextConfig
 
@@ -217,7 +217,7 @@ class Qwen3Next(sparse.Sparse):
 
 
 def param_specs(cfg: Qwen3NextConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
+    """Return every parameter with its shape, logical axes and source checkpoint tensors."""
     d = cfg.hidden_size
 
     def block(index: int, prefix: str) -> dict[str, Any]:
@@ -287,13 +287,13 @@ def _linear_specs(cfg: Qwen3NextConfig, prefix: str) -> dict[str, Any]:
 
 
 def _places(widths: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Where each part begins among those of a head, and how wide it is."""
+    """Return the offset and width of each slice of a head."""
     sizes = list(widths.values())
     return [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
 
 
 def _together(cfg: Qwen3NextConfig, prefix: str, channels: int) -> dict[str, Any]:
-    """Projections of one tensor each, whose rows lie by key heads."""
+    """Return projections that are one tensor each, with rows grouped by key head."""
     wide = channels + cfg.values * cfg.value_dim
     shapes = {"qkvz": ("in_proj_qkvz", wide), "ba": ("in_proj_ba", 2 * cfg.values)}
     return {
@@ -303,7 +303,7 @@ def _together(cfg: Qwen3NextConfig, prefix: str, channels: int) -> dict[str, Any
 
 
 def _apart(cfg: Qwen3NextConfig, prefix: str, widths: Mapping[str, int]) -> dict[str, Any]:
-    """Projections of several tensors: the queries of all heads lie before all keys."""
+    """Return projections that are several tensors: the queries of all heads precede all keys."""
     heads, channels = cfg.key_heads, sum(widths.values())
     name, whole = f"{prefix}.in_proj_qkv.weight", (heads * channels, cfg.hidden_size)
     parts = [
@@ -326,7 +326,7 @@ def _apart(cfg: Qwen3NextConfig, prefix: str, widths: Mapping[str, int]) -> dict
 
 
 def _rows(cfg: Qwen3NextConfig, tensor: str, width: int, first: int, whole: int) -> Source:
-    """A tensor whose rows are ``width`` of each head, of which a parameter has ``whole``."""
+    """Return the source of ``width`` rows per head, at offset ``first`` of the ``whole`` in the parameter."""
     heads, d = cfg.key_heads, cfg.hidden_size
     where = () if width == whole else (slice(None), slice(None), slice(first, first + width))
     form = (d, heads, width)

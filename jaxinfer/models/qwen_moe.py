@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE: many small experts; in Qwen2 beside one that all tokens share, behind a gate."""
+"""Qwen2-MoE and Qwen3-MoE: many small experts; Qwen2 adds a shared expert with a gate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _QWEN3 = {
 
 
 def qwen2_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read the config.json of a Qwen2MoeForCausalLM, old or new style; errors as of `sparse.read_config`."""
+    """Read the config.json of a Qwen2MoeForCausalLM, old or new style; raises as `sparse.read_config` does."""
     read = sparse.reader(config, _QWEN2)
     return sparse.read_config(
         read,
@@ -46,7 +46,7 @@ def qwen2_from_json(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def qwen3_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read the config.json of a Qwen3MoeForCausalLM; errors as of `sparse.read_config`."""
+    """Read the config.json of a Qwen3MoeForCausalLM; raises as `sparse.read_config` does."""
     read = sparse.reader(config, _QWEN3)
     bias = read.flag("attention_bias", False)
     return sparse.read_config(
@@ -62,12 +62,12 @@ def qwen3_from_json(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def rule(read: ConfigReader) -> RoutingRule:
-    """Read how experts are chosen."""
+    """Read the routing rule."""
     return RoutingRule(read.positive("num_experts_per_tok"), renormalise=read.flag("norm_topk_prob", False))
 
 
 def _qwen2_windows(read: ConfigReader) -> list[int | None]:
-    """Read windows as transformers: every second of the first ``max_window_layers``; or from ``layer_types``."""
+    """Read windows as transformers does: every second of the first ``max_window_layers``; or from ``layer_types``."""
     window, local = qwen_window(read), sliding_layers(read)
     if local is None:
         most = max_window_layers(read)
@@ -89,7 +89,7 @@ def param_specs(cfg: SparseConfig) -> ParamTree:
 
 
 def experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
-    """`MoE`'s parameters of a layer, and those of the expert that all tokens share."""
+    """Return the parameters of `MoE` for a layer, with those of its shared expert."""
     prefix, d = f"{prefix}.mlp", cfg.hidden_size
     tree: dict[str, Any] = {
         "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),

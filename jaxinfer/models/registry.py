@@ -1,4 +1,4 @@
-"""Families by the architecture that config.json names."""
+"""Model families by the architecture that config.json names."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Family:
     """A family of models: its config from config.json, its parameters, its cache and its forward pass.
 
     Attributes:
-        param_specs: every parameter with its shape, logical axes and the checkpoint tensors it is made of.
-        ignore: patterns of tensors that checkpoints hold and no parameter is made of.
-        prefix: what the names of all tensors of the decoder begin with; checkpoints of the bare decoder leave it out.
+        param_specs: every parameter with its shape, logical axes and source checkpoint tensors.
+        ignore: patterns of checkpoint tensors that are not loaded.
+        prefix: common name prefix of the decoder's tensors; checkpoints of the bare decoder omit it.
     """
 
     config: Callable[[Mapping[str, Any]], Any]
@@ -247,7 +247,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclasses.dataclass(frozen=True)
 class HeadFamily:
-    """A kind of draft heads: as `Family`, but a head's config is read beside that of the model it drafts for."""
+    """A kind of draft heads: as `Family`, but a head's config is read together with that of the target model."""
 
     config: Callable[[HeadFiles], Any]
     param_specs: Callable[[Any], ParamTree]
@@ -256,7 +256,7 @@ class HeadFamily:
     ignore: tuple[str, ...] = ()
 
     def family(self, files: HeadFiles) -> Family:
-        """The family of heads for one model."""
+        """Return the family of heads for one target model."""
 
         def config(config_json: Mapping[str, Any]) -> Any:
             return self.config(dataclasses.replace(files, config_json=config_json))
@@ -280,8 +280,8 @@ def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = 
     """Find the family of this checkpoint: in ``families`` first, then in `FAMILIES`.
 
     Raises:
-        ConfigError: config.json names no architecture, or none that is known; the message says which known ones are
-            the nearest, and what differs.
+        ConfigError: config.json names no architecture, or an unknown one; the message gives the nearest known ones and
+            the differences.
     """
     known = {**FAMILIES, **families}
     names = config_json.get("architectures")

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, in which some layers do not know positions (NoPE, Kazemnejad et al. 2023)."""
+"""SmolLM3: Llama with some layers without position embeddings (NoPE, Kazemnejad et al. 2023)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxinfer.models.config import ConfigReader, sliding_layers
 from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, llama_fields
 from jaxinfer.types import LayerSpec
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -31,20 +31,20 @@ _EVERY = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SmolLM3Config(LlamaConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``rotated``: whether each layer knows positions."""
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``rotated``: whether each layer uses RoPE."""
 
     rotated: tuple[bool, ...]
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> SmolLM3Config:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS)
         fields, rotated = llama_fields(read), _rotated(read)
         return SmolLM3Config(**{**fields, "layers": _layers(read, rotated)}, rotated=rotated)
 
 
 def _rotated(read: ConfigReader) -> tuple[bool, ...]:
-    """Read which layers know positions: ``no_rope_layers`` has a 1 for each that does."""
+    """Read which layers have rotary embeddings: ``no_rope_layers`` has a 1 for each of them."""
     count, known = read.positive("num_hidden_layers"), read.get("no_rope_layers")
     if known is None:
         every = read.positive("no_rope_layer_interval", _EVERY)
@@ -55,7 +55,7 @@ def _rotated(read: ConfigReader) -> tuple[bool, ...]:
 
 
 def _layers(read: ConfigReader, rotated: tuple[bool, ...]) -> tuple[LayerSpec, ...]:
-    """Read the windows, where they are used: of the layers that do not know positions, unless ``layer_types`` says."""
+    """Read the sliding windows, if they are used: of the NoPE layers, unless ``layer_types`` is given."""
     if not read.flag("use_sliding_window", False) or read.get("sliding_window") is None:
         named = sliding_layers(read)
         read.require(not any(named or ()), "layer_types", "needs use_sliding_window and sliding_window")
@@ -65,7 +65,7 @@ def _layers(read: ConfigReader, rotated: tuple[bool, ...]) -> tuple[LayerSpec, .
 
 
 class SmolLM3Block(LlamaBlock):
-    """One decoder layer. ``rotated``: whether it knows positions."""
+    """A decoder layer. ``rotated``: whether it has rotary embeddings."""
 
     rotated: bool = True
 
@@ -76,7 +76,7 @@ class SmolLM3Block(LlamaBlock):
 
 
 class SmolLM3(Llama):
-    """The whole decoder: see `Decoder`."""
+    """The SmolLM3 decoder: see `Decoder`."""
 
     config: SmolLM3Config
 

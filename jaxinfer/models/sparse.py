@@ -1,6 +1,6 @@
-"""The decoder of most mixtures of experts, from Mixtral to MiniMax-M2: a Llama with experts for feed-forward layers.
+"""Decoder of most mixtures of experts, from Mixtral to MiniMax-M2: a Llama with experts for feed-forward layers.
 
-A family's module reads its config.json into a `SparseConfig` and names its experts' tensors.
+The module of a family reads its config.json into a `SparseConfig` and names the tensors of its experts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from jaxinfer.types import LayerSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SparseConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        sparse: whether a layer has experts, or is a dense one of ``intermediate_size``.
-        expert_size: the hidden size of an expert.
+        sparse: whether each layer has experts, or a dense MLP of ``intermediate_size``.
+        expert_size: hidden size of an expert.
         expert_bias: router and experts have biases.
-        shared_size: the hidden size of the expert that all tokens share; None: there is none.
-        shared_gate: see `MoE`, where there is one.
-        corrected: experts have a bias that counts while they are chosen.
+        shared_size: hidden size of the shared expert; None: no shared expert.
+        shared_gate: see `MoE`; only with a shared expert.
+        corrected: the router has a correction bias for the selection (`route`).
         sinks, qk_norm_whole, interleaved: see `Attention`.
-        predictors: layers behind the last one that predict further tokens, which are left out.
+        predictors: MTP layers after the last layer, which are not loaded.
     """
 
     sparse: tuple[bool, ...]
@@ -60,13 +60,13 @@ class SparseConfig(DecoderConfig):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Patterns of tensors that the model has no place for: those of ``predictors``."""
+        """Patterns of tensors that the model does not load: those of ``predictors``."""
         return tuple(f"model.layers.{len(self.layers) + index}.*" for index in range(self.predictors))
 
 
 def reader(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigReader:
-    """Make a reader with the defaults of transformers, which takes either name for the number of experts."""
-    heads = ("num_key_value_heads", "head_dim")  # null: of the other heads, whatever is meant where they are left out
+    """Make a reader with the defaults of transformers, which accepts either name for the number of experts."""
+    heads = ("num_key_value_heads", "head_dim")  # null: derived from the query heads, not the default
     known = {name: value for name, value in defaults.items() if name not in heads or name not in config}
     local = config.get("num_local_experts") is not None
     return ConfigReader(config, known, {"num_experts": "num_local_experts"} if local else {})
@@ -75,7 +75,7 @@ def reader(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigRead
 def read_config(
     read: ConfigReader, windows: list[int | None], rule: RoutingRule, *, partial: bool = False, **switches: Any
 ) -> SparseConfig:
-    """Read the fields that all families name alike.
+    """Read the fields that all families name identically.
 
     Args:
         partial: see `rope_config`.
@@ -99,14 +99,14 @@ def read_config(
 
 
 class SparseContext(NamedTuple):
-    """Cosines and sines of the rotary embedding, and which tokens are real: padding asks for no expert."""
+    """Cosines and sines of the rotary embedding, and which tokens are real: padding is routed to no expert."""
 
     rope: tuple[jax.Array, jax.Array]
     live: Bool[Array, "*batch"]
 
 
 class SparseBlock(Layer):
-    """One decoder layer: attention, then experts, or a dense feed-forward network where ``sparse`` is False."""
+    """A decoder layer: attention, then experts, or a dense MLP where ``sparse`` is False."""
 
     config: SparseConfig
     layer: LayerSpec
@@ -124,7 +124,7 @@ class SparseBlock(Layer):
         self.mlp: Any = self._experts() if self.sparse else GatedMLP(cfg.activation)
 
     def options(self) -> dict[str, Any]:
-        """Further attributes of `Attention`."""
+        """Return further arguments of `Attention`."""
         return {}
 
     def _experts(self) -> MoE:
@@ -153,10 +153,10 @@ class Sparse(Decoder):
 
 
 def param_specs(cfg: SparseConfig, experts: Callable[[SparseConfig, str], dict[str, Any]]) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of.
+    """Return every parameter with its shape, logical axes and source checkpoint tensors.
 
     Args:
-        experts: `MoE`'s parameters of the layer whose tensors' names begin as given.
+        experts: returns the parameters of `MoE` for the layer whose tensor names start with a prefix.
     """
 
     def block(index: int, prefix: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parameters that many families declare alike: shapes, logical axes and the checkpoint tensors that fill them."""
+"""Parameter specs common to many families: shapes, logical axes and the checkpoint tensors that fill them."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> ParamSpec:
-    """A parameter that is one checkpoint tensor, unchanged."""
+    """Return the spec of a parameter that is one checkpoint tensor, unchanged."""
     return ParamSpec(shape, axes, init=init, sources=(Source(name, shape),))
 
 
 def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
-    """A matrix [in, out], stored as [out, in] in the checkpoint."""
+    """Return the spec of a matrix [in, out], stored as [out, in] in the checkpoint."""
     return ParamSpec(shape, axes, sources=(Source(name, shape[::-1], transpose=True),), inputs=0)
 
 
 def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
-    """A matrix [out, in], stored so in the checkpoint."""
+    """Return the spec of a matrix [out, in], stored as [out, in] in the checkpoint."""
     return ParamSpec(shape, axes, sources=(Source(name, shape),), inputs=-1)
 
 
 def rms_norm(prefix: str, size: int, init: str = "ones") -> dict[str, Any]:
-    """`RMSNorm`: ``prefix.weight``."""
+    """Return the parameters of `RMSNorm`: ``prefix.weight``."""
     return {"scale": plain(f"{prefix}.weight", (size,), ("norm",), init)}
 
 
 def layer_norm(prefix: str, size: int) -> dict[str, Any]:
-    """`LayerNorm`: ``prefix.weight`` and ``prefix.bias``."""
+    """Return the parameters of `LayerNorm`: ``prefix.weight`` and ``prefix.bias``."""
     return rms_norm(prefix, size) | {"bias": plain(f"{prefix}.bias", (size,), ("norm",), "zeros")}
 
 
 def heads_norm(name: str, heads: int, head_dim: int) -> dict[str, Any]:
-    """`AllHeadsNorm` of one tensor: whole on every device, since heads are not alike."""
+    """Return the parameters of `AllHeadsNorm` from one tensor: replicated, since the scales of heads differ."""
     shape = (heads, head_dim)
     source = Source(name, (heads * head_dim,), reshape=shape)
     return {"scale": ParamSpec(shape, ("all_heads", "norm"), init="ones", sources=(source,))}
 
 
 def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
-    """A table of embeddings, or a head."""
+    """Return the parameters of an embedding table or LM head."""
     return {"table": matrix(name, (vocab, d), ("vocab", "embed"))}
 
 
 def cache_spec(cfg: DecoderConfig) -> CacheSpec:
-    """The KV cache of keys and values that are stored as they are."""
+    """Return the spec of a KV cache that stores keys and values unchanged."""
     return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
 
 
@@ -62,12 +62,12 @@ def decoder(
     final_norm: dict[str, Any] | None = None,
     head_bias: bool = False,
 ) -> dict[str, Any]:
-    """A whole `Decoder`, by the names that most checkpoints use.
+    """Return the parameters of a `Decoder`, by the names that most checkpoints use.
 
     Args:
-        block: the parameters of a layer, of its number and of what the names of its tensors begin with.
-        embed, layers: the name of the table, and what those of all layers begin with.
-        final_norm: the parameters of the last norm (default: an `RMSNorm`'s).
+        block: returns the parameters of a layer from its index and the prefix of its tensor names.
+        embed, layers: tensor name of the embedding table, and name prefix of all layers.
+        final_norm: parameters of the final norm (default: of an `RMSNorm`).
         head_bias: see `Decoder`.
     """
     d, vocab = cfg.hidden_size, cfg.vocab_size
@@ -92,7 +92,7 @@ def fused_qkv(
     kind: str = "weight",
     names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
 ) -> ParamSpec:
-    """`Attention`'s ``qkv`` (``kind`` "weight") or ``qkv_bias`` ("bias") of three checkpoint tensors."""
+    """Return the ``qkv`` (``kind`` "weight") or ``qkv_bias`` ("bias") of `Attention` from three checkpoint tensors."""
     group, lead = heads // kv_heads, (d,) if kind == "weight" else ()
     everything = [slice(None)] * (len(lead) + 1)
     places: tuple[slice | int, ...] = (slice(0, group), group, group + 1)
@@ -113,7 +113,7 @@ def fused_qkv(
 
 
 def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True) -> dict[str, Any]:
-    """`MLP` of two checkpoint layers, which hold [out, in]."""
+    """Return the parameters of `MLP` from two checkpoint layers, stored as [out, in]."""
     tree: dict[str, Any] = {
         "up": matrix(f"{up}.weight", (hidden, d), ("mlp", "embed")),
         "down": linear(f"{down}.weight", (hidden, d), ("mlp", "embed")),
@@ -127,7 +127,7 @@ def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True) -> dic
 def gated_mlp(
     prefix: str, d: int, hidden: int, bias: bool = False, names: tuple[str, str, str] = _GATED
 ) -> dict[str, Any]:
-    """`GatedMLP` of three checkpoint layers: gate, up and down."""
+    """Return the parameters of `GatedMLP` from three checkpoint layers: gate, up and down."""
     *wide, down = names
     weights = tuple(Source(f"{prefix}.{name}.weight", (hidden, d), where=(index,)) for index, name in enumerate(wide))
     tree: dict[str, Any] = {
@@ -144,7 +144,7 @@ def gated_mlp(
 def gated_experts(
     prefix: str, experts: int, d: int, hidden: int, names: tuple[str, str, str] = _GATED
 ) -> dict[str, Any]:
-    """`MoE`'s ``gate_up`` and ``down`` of one tensor each for the gate, up and down of every expert."""
+    """Return the ``gate_up`` and ``down`` of `MoE` from one tensor each for the gate, up and down of every expert."""
     sources = tuple(
         Source(f"{prefix}.{expert}.{name}.weight", (hidden, d), where=(expert, index))
         for expert in range(experts)
@@ -162,7 +162,7 @@ def gated_experts(
 
 
 def fused_experts(gate_up: str, down: str, experts: int, d: int, hidden: int) -> dict[str, Any]:
-    """`MoE`'s ``gate_up`` and ``down`` of two tensors: [experts, d, 2 hidden], gates first; [experts, hidden, d]."""
+    """Return the expert weights of `MoE` from tensors [experts, d, 2 hidden], gates first, and [experts, hidden, d]."""
     whole, every = (experts, d, 2 * hidden), slice(None)
     halves = (slice(0, hidden), slice(hidden, 2 * hidden))
     sources = tuple(
@@ -181,9 +181,9 @@ def fused_experts(gate_up: str, down: str, experts: int, d: int, hidden: int) ->
 
 
 def correction_bias(name: str, experts: int, form: tuple[int, ...] | None = None) -> ParamSpec:
-    """`MoE`'s ``correction``, trained in float32: rounding it changes which experts are chosen.
+    """Return the ``correction`` of `MoE`, trained in float32: rounding it changes which experts are selected.
 
-    ``form``: the tensor's own shape, where it is not [experts].
+    ``form``: shape of the tensor, if it is not [experts].
     """
     source = Source(name, form or (experts,), reshape=(experts,) if form else None)
     return ParamSpec((experts,), ("router",), init="zeros", sources=(source,), dtype="float32")

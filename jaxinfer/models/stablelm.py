@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms and a quarter of each head rotated; attention and MLP may read the same input."""
+"""StableLM: Llama with layer norms and a quarter of each head rotated; attention and MLP may be parallel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxinfer.models.glm import even_rotation
 from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, layer_norm, linear
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 50304,
     "hidden_size": 2560,
@@ -37,10 +37,10 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class StableLmConfig(DecoderConfig):
-    """A checkpoint's config.json, resolved: see `DecoderConfig`.
+    """The resolved config.json of a checkpoint: see `DecoderConfig`.
 
     Attributes:
-        head_norms: queries and keys are normalised, each head with a scale of its own.
+        head_norms: whether there is a QK norm with per-head scales.
         parallel: attention and MLP read the same normalised input.
     """
 
@@ -51,7 +51,7 @@ class StableLmConfig(DecoderConfig):
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> StableLmConfig:
-        """Read config.json; errors as of `decoder_fields`."""
+        """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS, {"rms_norm_eps": "layer_norm_eps"})
         fields = decoder_fields(read, cut_heads=True)
         rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
@@ -67,7 +67,7 @@ class StableLmConfig(DecoderConfig):
 
 
 class StableLmBlock(Layer):
-    """One decoder layer."""
+    """A decoder layer."""
 
     config: StableLmConfig
     layer: LayerSpec
@@ -131,6 +131,6 @@ def _attention_specs(cfg: StableLmConfig, prefix: str) -> dict[str, Any]:
 
 
 def _head_norms(prefix: str, heads: int, dim: int) -> dict[str, Any]:
-    """`HeadLayerNorm` of one tensor a head; whole on every device, since heads are not alike."""
+    """Return the parameters of a `HeadLayerNorm` from one tensor per head; replicated, since head scales differ."""
     sources = tuple(Source(f"{prefix}.norms.{head}.weight", (dim,), where=(head,)) for head in range(heads))
     return {"scale": ParamSpec((heads, dim), (None, "norm"), init="ones", sources=sources)}

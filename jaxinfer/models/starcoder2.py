@@ -1,4 +1,4 @@
-"""StarCoder2 (Lozhkov et al. 2024): Llama with layer norms, an MLP without gate, and biases everywhere."""
+"""StarCoder2 (Lozhkov et al. 2024): Llama with layer norms, an ungated MLP, and biases everywhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxinfer.models.llama import LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.specs import decoder, layer_norm, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves these out.
+# Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
     "vocab_size": 49152,
     "hidden_size": 3072,
@@ -36,7 +36,7 @@ _NAMES = {"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias"}
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json; errors as of `decoder_fields`."""
+    """Read config.json; raises as `decoder_fields` does."""
     read = ConfigReader(config, _DEFAULTS, _NAMES)
     fields = llama_fields(read)
     window = None if read.get("sliding_window") is None else read.positive("sliding_window")
@@ -45,7 +45,7 @@ def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 class Starcoder2Block(Layer):
-    """One decoder layer."""
+    """A decoder layer."""
 
     config: LlamaConfig
     layer: LayerSpec

@@ -1,1 +1,1 @@
-"""The mesh of devices: what lies where on it, and what crosses from one process to another."""
+"""Device meshes: sharding of arrays, and communication between processes."""

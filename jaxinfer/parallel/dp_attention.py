@@ -1,7 +1,7 @@
-"""Programs of ranks: one program on several devices, each of which has arrays of its own.
+"""DP attention programs: one program on several ranks, each of which has its own arrays.
 
-A rank is a device that serves sequences of its own and shares with the others what is dealt out among them, the experts
-of a mixture. What the ranks have is one array: their own ones, one after another along the first axis.
+A rank is a device that serves its own sequences and shares the experts of a mixture with the other ranks. An array of
+all ranks is the concatenation of the arrays of the ranks along the first axis.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _PER_RANK = PartitionSpec("dp_attn")
 
 
 def rank_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array of all ranks, along the first axis."""
+    """Return the sharding of an array of all ranks, along the first axis."""
     return NamedSharding(mesh, _PER_RANK)
 
 
 def over_ranks_sharding(sharding: NamedSharding) -> NamedSharding:
-    """`rank_sharding` in the memory in which one rank's array lies."""
+    """Return `rank_sharding` with the memory kind of one rank's array."""
     return NamedSharding(sharding.mesh, _PER_RANK, memory_kind=sharding.memory_kind)
 
 
 def over_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], shared: int = 0) -> Callable[..., Any]:
-    """One rank's function as that of all ranks, for the mesh that it is traced for.
+    """Lift a function of one rank to all ranks, for the mesh that it is traced for.
 
-    Every array that it takes or gives is that of all ranks, and a number is an array with one for each.
+    Every array that it takes or returns is that of all ranks, and a scalar is an array with one element per rank.
 
     Args:
-        arguments: what one rank's is called with, as `jax.ShapeDtypeStruct` with shardings.
-        shared: so many of them, the first ones, are the ranks' together, and lie as they say: parameters.
+        arguments: arguments of one rank's function, as `jax.ShapeDtypeStruct` with shardings.
+        shared: number of leading arguments that all ranks share, in their own sharding: parameters.
     """
     numbers = [
         jax.tree.map(lambda x, ranked=place >= shared: ranked and x.ndim == 0, tree)
@@ -53,7 +53,7 @@ def over_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], shared:
 
 
 def of_ranks(arguments: tuple[Any, ...], mesh: Mesh, shared: int = 0) -> tuple[Any, ...]:
-    """The arguments of `over_ranks`' function, from those of one rank's."""
+    """Return the arguments of the `over_ranks` function, from those of one rank's function."""
     ranks = mesh.shape["dp_attn"]
 
     def together(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -65,5 +65,5 @@ def of_ranks(arguments: tuple[Any, ...], mesh: Mesh, shared: int = 0) -> tuple[A
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Trees of the ranks' arrays on the host as one of all ranks."""
+    """Concatenate trees of the ranks' host arrays to one tree of all ranks."""
     return jax.tree.map(lambda *parts: np.concatenate(parts), *trees)

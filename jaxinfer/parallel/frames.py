@@ -1,4 +1,4 @@
-"""Messages between the processes of a group: framed, bounded, and only with who knows the key. No jax, no pickle."""
+"""Messages between the processes of a group: framed, bounded, and authenticated by a shared key. No jax, no pickle."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ import numpy as np
 
 MAX_HEADER = 1 << 20
 MAX_BODY = 1 << 28
-"""Bytes of a frame's JSON and of its arrays: a peer that announces more is cut off before memory is taken for it."""
+"""Largest bytes of a frame's JSON and of its arrays: a peer that announces more is cut off before allocation."""
 
 HANDSHAKE_SECONDS = 5.0
 
 _SIZES = struct.Struct("!II")
 _GREETING = b"jaxinfer group 1\n"
-_SMALL = 1 << 16  # bytes that are sent at once
+_SMALL = 1 << 16  # bytes up to which a frame is sent in one call
 _NONCE = 32
 _TAG = 32
-# What the calls of an executor are made of. Anything else, above all objects, has no way in.
+# Dtypes in the calls of an executor. Anything else is rejected, objects above all.
 _DTYPES = {np.dtype(kind).name: np.dtype(kind) for kind in ("bool", "int32", "int64", "uint32", "float32")}
 
 
 class ChannelError(Exception):
-    """The connection is over: closed, cut within a frame, or what came is no frame. One sentence."""
+    """A broken connection: closed, cut within a frame, or with malformed data. The message is one sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A message: what it is, plain values (JSON's), and arrays of bool, int32, int64, uint32 or float32."""
+    """A message: its kind, plain values (JSON), and arrays of bool, int32, int64, uint32 or float32."""
 
     kind: str
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -48,7 +48,7 @@ class Frame:
         """Encode the frame as buffers that are sent one after another.
 
         Raises:
-            ValueError: it is larger than a frame may be, or an array is of another dtype.
+            ValueError: the frame is too large, or an array has another dtype.
         """
         arrays = [np.ascontiguousarray(array) for array in self.arrays]
         if unknown := {array.dtype.name for array in arrays} - set(_DTYPES):
@@ -85,7 +85,7 @@ class Channel:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame. Returns when the system has it: not before the other side has read most of the earlier ones.
+        """Send a frame. Returns when the OS has buffered it, after the peer has read most of the earlier frames.
 
         Raises:
             ChannelError: the connection is over.
@@ -102,7 +102,7 @@ class Channel:
                 raise ChannelError(f"the connection is broken: {error}") from error
 
     def receive(self) -> Frame:
-        """The next frame; waits for it.
+        """Wait for the next frame and return it.
 
         Raises:
             ChannelError: the connection is over.
@@ -119,7 +119,7 @@ class Channel:
 
 
 def _exactly(connected: socket.socket, count: int, deadline: float | None = None) -> bytearray:
-    """Read ``count`` bytes; ``deadline`` on the monotonic clock bounds all of them, however slowly they drip."""
+    """Read ``count`` bytes; ``deadline`` on the monotonic clock bounds the whole read, however slowly bytes arrive."""
     found = bytearray(count)
     view, at = memoryview(found), 0
     while at < count:
@@ -135,17 +135,17 @@ def _exactly(connected: socket.socket, count: int, deadline: float | None = None
     return found
 
 
-# ---- who may speak
+# ---- authentication
 
 
 def greet(connected: socket.socket, key: bytes) -> Channel:
-    """The side that was called: proves that it knows the key after the other one did. Closes what fails.
+    """Authenticate an accepted connection: prove knowledge of the key after the caller has. Closes it on failure.
 
-    Both answer a challenge with HMAC-SHA256 over both sides' random numbers; the key itself is never sent. What follows
-    is neither signed nor encrypted.
+    Both sides answer a challenge with HMAC-SHA256 over both nonces; the key itself is never sent. Later frames are
+    neither signed nor encrypted.
 
     Raises:
-        ChannelError: the other side does not know the key, or is not done in `HANDSHAKE_SECONDS`.
+        ChannelError: the caller does not know the key, or is not done within `HANDSHAKE_SECONDS`.
     """
     deadline, mine = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(_NONCE)
     with _closed_on_error(connected):
@@ -160,7 +160,7 @@ def greet(connected: socket.socket, key: bytes) -> Channel:
 
 
 def call(connected: socket.socket, key: bytes) -> Channel:
-    """The side that calls; see `greet`.
+    """Authenticate a connection on the calling side; see `greet`.
 
     Raises:
         ChannelError: see `greet`.

@@ -1,7 +1,7 @@
-"""The processes of one engine: they find one another, run the same calls, and end together.
+"""Process group of one engine: its processes find each other, run the same calls, and end together.
 
-Process 0 leads: it listens, decides, and tells the others each call on their devices. Whoever is gone, says nothing, or
-does not finish what it was told ends all of them: collectives of the others would wait for it for ever.
+Process 0 leads: it listens, decides, and sends each call to the other processes. A process that is gone, is silent, or
+does not finish a call ends the group: the collectives of the others would wait for it forever.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from jaxinfer.parallel.ledger import Ledger
 BEAT_SECONDS = 0.5
 TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
-_STRANGERS = 16  # handshakes at once
+_STRANGERS = 16  # concurrent handshakes
 
 _log = logging.getLogger("jaxinfer.parallel.group")
 
 End = Callable[[str, bool], None]
-"""Ends this process at once, for a reason: threads may hang in a device's driver. True: their stacks may tell where."""
+"""Callback that ends this process at once, for a reason. True: threads may hang in a driver; log their stacks."""
 
 Waiting = Callable[[], None]
-"""Called now and then while a group is not whole yet."""
+"""Callback invoked periodically while a group is not complete."""
 
 
 class GroupError(Exception):
-    """A process cannot be in the group. One sentence."""
+    """A failure of a process to join the group. The message is one sentence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class Membership:
 
     Attributes:
         num_processes, process_id: 0 leads.
-        address: HOST:PORT on which process 0 waits for the others.
-        key: a secret that all have.
-        timeout: seconds without a sign of life of a process, or without progress in what was called, after which the
-            group ends. What is compiled is not called yet.
-        settings: plain values that must be the same in all.
+        address: HOST:PORT on which process 0 accepts the other processes.
+        key: secret shared by all processes.
+        timeout: seconds without a frame from a process, or without progress of the calls, after which the group ends.
+            Compilation precedes the calls and does not count.
+        settings: plain values that must be equal in all processes.
     """
 
     num_processes: int
@@ -67,13 +67,13 @@ class Membership:
 
 
 class _Peer:
-    """A connection to another process, and what came from it.
+    """A connection to another process, and the state received from it.
 
     Attributes:
-        heard: frames so far.
-        calls: those that it was sent.
-        called, done: of these, those that have returned there, and those whose results are there.
-        lost: why the connection is over.
+        heard: frames received so far.
+        calls: calls sent to it.
+        called, done: how many of these calls have returned there, and how many have their results there.
+        lost: reason why the connection is over.
     """
 
     def __init__(self, number: int, channel: Channel) -> None:
@@ -84,7 +84,7 @@ class _Peer:
         _thread(self._read, f"jaxinfer-from-{number}")
 
     def _read(self) -> None:
-        """Receive frames, also while the process is busy with earlier ones: an end must be seen."""
+        """Receive frames, also while the process is busy with earlier ones, so that a disconnect is noticed."""
         try:
             while True:
                 frame = self.channel.receive()
@@ -97,19 +97,19 @@ class _Peer:
             self.lost = str(error)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame; a failure is left to the watch, which sees the reader's end, too."""
+        """Send a frame; a failure is left to the watch thread, which also sees the end of the reader."""
         with contextlib.suppress(ChannelError):
             self.channel.send(frame)
 
 
 class Group:
-    """One process's place in a group that is whole. Made by `lead` and `join`.
+    """Membership of one process in a complete group. Made by `lead` and `join`.
 
     Args:
         end: called by a thread when the group is over.
 
     Attributes:
-        sent: calls of process 0 so far: those that this process was told of.
+        sent: calls of process 0 so far: in other processes, those that this process has received.
     """
 
     def __init__(self, membership: Membership, peers: Sequence[_Peer], coordinator: str, end: End) -> None:
@@ -127,7 +127,7 @@ class Group:
     # ---- before the first call
 
     def least(self, number: int) -> int:
-        """The least of the numbers that the processes have. All must ask, in the same order."""
+        """Return the minimum of the numbers of all processes. All must call it, in the same order."""
         if self.leads:
             found = min([number, *(int(self._next(peer, "number").values["number"]) for peer in self._peers)])
             self._broadcast(Frame("number", {"number": found}))
@@ -136,7 +136,7 @@ class Group:
         return int(self._next(self._peers[0], "number").values["number"])
 
     def ready(self) -> None:
-        """Say that this process has compiled all; process 0 waits for the others, once."""
+        """Report that this process has compiled everything; process 0 waits for the other processes, once."""
         if not self.leads:
             self._broadcast(Frame("ready"))
         elif not self._ready:
@@ -160,10 +160,10 @@ class Group:
         arrays: Iterable[np.ndarray],
         processes: Collection[int] | None = None,
     ) -> None:
-        """Tell the others what is called, by process 0, too.
+        """Send a call to the other processes that take part in it.
 
         Args:
-            processes: who takes part; None: all.
+            processes: processes that take part, which may include 0; None: all.
         """
         frame = Frame(name, values, tuple(arrays))
         for peer in self._peers:
@@ -175,21 +175,21 @@ class Group:
         self.sent += 1
 
     def calls(self) -> Iterable[Frame]:
-        """Yield the calls of process 0 in another process; waits for each, without end."""
+        """Yield the calls of process 0 in another process; waits for each, without a timeout."""
         while True:
             frame = self._peers[0].inbox.get()
             self.sent += 1
             yield frame
 
     def launched(self, results: Any = None, wanted: bool = False) -> None:
-        """Note that a call was launched: after each one, see `Ledger.launched`."""
+        """Record that a call was launched; required after each call, see `Ledger.launched`."""
         self._ledger.launched(results, wanted)
 
     def _answer(self, arrays: list[np.ndarray]) -> None:
         self._broadcast(Frame("answer", arrays=tuple(arrays)))
 
     def answer(self, process: int) -> tuple[np.ndarray, ...]:
-        """The next results that process 0 waits for and another one has. Waits."""
+        """Wait for the next results that ``process`` sends to process 0, and return them."""
         return self._next(next(peer for peer in self._peers if peer.number == process), "answer").arrays
 
     # ---- watching
@@ -204,7 +204,7 @@ class Group:
             time.sleep(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """End the group when a process is gone or hangs. Time is ticks: while this process hangs, none pass."""
+        """End the group when a process is gone or hangs. Time is ticks: none pass while this process hangs."""
         limit = self.membership.timeout
         heard, quiet = [-1] * len(self._peers), [0.0] * len(self._peers)
         counts, still = list[tuple[int, int]](), 0.0
@@ -224,7 +224,7 @@ class Group:
                 self.over(f"{self._slow(counts)}: {what}", hangs=True)
 
     def _counts(self) -> list[tuple[int, int]]:
-        """Calls that have returned and those that are done, by process. Process 0 alone knows of all."""
+        """Return the numbers of returned and of done calls, by process. Only process 0 knows them for all."""
         if not self.leads:
             return []
         return [(self._ledger.called, self._ledger.done), *((peer.called, peer.done) for peer in self._peers)]
@@ -238,7 +238,7 @@ class Group:
         return any(done > 0 for _, done in self._missing(counts))
 
     def _slow(self, counts: list[tuple[int, int]]) -> str:
-        """Name the processes with most calls to make: no call is done anywhere before all have made it."""
+        """Name the processes with the most outstanding calls: no call is done anywhere before all have made it."""
         numbers, missing = [0, *(peer.number for peer in self._peers)], self._missing(counts)
         slow = [str(number) for number, most in zip(numbers, missing, strict=True) if most == max(missing)]
         return f"process {' and '.join(slow)} hangs" if len(slow) < len(numbers) else "all processes hang"
@@ -251,14 +251,14 @@ class Group:
                 peer.channel.close()
 
 
-# ---- how processes find one another
+# ---- rendezvous
 
 
 def lead(membership: Membership, end: End, waiting: Waiting) -> Group:
-    """Be process 0: wait until all others are there.
+    """Run as process 0: wait until all other processes are connected.
 
     Raises:
-        GroupError: nobody can listen on the group's address.
+        GroupError: the group's address cannot be listened on.
     """
     gathering = _Gathering(membership)
     try:
@@ -270,7 +270,7 @@ def lead(membership: Membership, end: End, waiting: Waiting) -> Group:
             waiting()
             time.sleep(TICK_SECONDS)
     finally:
-        gathering.close()  # whoever is late must not find an ear
+        gathering.close()  # a late process must not connect
     peers, coordinator = gathering.peers(), _free_address(membership.place[0])
     for peer in peers:
         peer.send(Frame("begin", {"coordinator": coordinator}))
@@ -278,10 +278,10 @@ def lead(membership: Membership, end: End, waiting: Waiting) -> Group:
 
 
 def join(membership: Membership, end: End, waiting: Waiting) -> Group:
-    """Be another process: call process 0 until it is there, and wait until it has all.
+    """Run as another process: connect to process 0, with retries, and wait until the group is complete.
 
     Raises:
-        GroupError: process 0 refuses this one, and says why.
+        GroupError: process 0 rejects this process, with the reason.
     """
     _log.info("looking for process 0 on %s", membership.address)
     while True:
@@ -303,7 +303,7 @@ def join(membership: Membership, end: End, waiting: Waiting) -> Group:
 
 
 def _until_begun(peer: _Peer, timeout: float, waiting: Waiting) -> Frame | None:
-    """Wait for process 0 to have all; None: it is gone, or says nothing."""
+    """Wait until process 0 has all processes; None: it is gone or silent."""
     heard, quiet = peer.heard, 0.0
     while peer.lost is None and quiet <= timeout:
         peer.send(_beat())
@@ -321,7 +321,7 @@ def _until_begun(peer: _Peer, timeout: float, waiting: Waiting) -> Frame | None:
 
 
 class _Gathering:
-    """The others, as they come, and go again, until all are there."""
+    """Connections of the other processes, which may come and go until all are present."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._lock = membership, threading.Lock()
@@ -337,7 +337,7 @@ class _Gathering:
         _thread(self._accept, "jaxinfer-gathering")
 
     def missing(self) -> list[int]:
-        """Numbers of the processes that are not connected; the others are sent a beat."""
+        """Return the ids of the processes that are not connected; send a heartbeat to the connected ones."""
         with self._lock:
             for number, peer in list(self._peers.items()):
                 peer.send(_beat())
@@ -352,14 +352,14 @@ class _Gathering:
     def close(self) -> None:
         self._closed = True
         with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listening.close()
 
     def _accept(self) -> None:
         while not self._closed:
             try:
                 connected, address = self._listening.accept()
-            except OSError:  # closed; or one caller, or too many, went wrong
+            except OSError:  # closed; or one accept failed, such as by too many connections
                 time.sleep(TICK_SECONDS)
                 continue
             if self._room.acquire(blocking=False):
@@ -393,7 +393,7 @@ class _Gathering:
         with self._lock:
             before = self._peers.get(number)
             self._peers[number] = peer
-        if before is not None:  # it was started again before its end was seen
+        if before is not None:  # the process was restarted before its disconnect was noticed
             before.channel.close()
 
     def _refusal(self, kind: str, number: object, settings: object) -> str | None:
@@ -414,7 +414,7 @@ def _beat(called: int = 0, done: int = 0) -> Frame:
 
 
 def _free_address(host: str) -> str:
-    """Another one for every life of a group: nobody of the last one can stray into it."""
+    """Return a free address. Each life of a group uses a new one, so that no process of an earlier life can join it."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family) as found:
         port = found.getsockname()[1]

@@ -1,7 +1,7 @@
-"""Spread heads over devices: evenly, or, where KV heads are fewer than devices, copied first.
+"""Sharding of heads over devices: evenly, or, if there are fewer KV heads than devices, after copying KV heads.
 
-With ``copies`` a model of K KV heads becomes the same function with ``K * copies`` of them: each stands beside its
-own part of the queries that share it. Only the form of the parameters changes, so the family knows nothing of it.
+With ``copies`` a model of K KV heads becomes the same function with ``K * copies`` of them: each copy serves its own
+share of the queries of its group. Only the shapes of the parameters change, so families need no support for it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _KV, _KEY_AND_VALUE = "kv_heads", 2
 
 
 def kv_copies(cache: CacheSpec, sizes: Mapping[str, int]) -> int:
-    """Number of devices that each KV head lies on, on a mesh of these sizes.
+    """Return the number of devices that hold each KV head, on a mesh of these sizes.
 
     Raises:
-        EngineConfigError: neither do the devices divide the KV heads nor the KV heads the devices.
+        EngineConfigError: the number of devices neither divides the KV heads nor is a multiple of them.
     """
     devices, heads = devices_along(sizes, _KV), {cache.sizes(layer)[0] for layer in cache.layers} or {cache.kv_heads}
     if cache.latent or all(each % devices == 0 for each in heads):
@@ -42,7 +42,7 @@ def kv_copies(cache: CacheSpec, sizes: Mapping[str, int]) -> int:
 
 
 def with_copies(tree: ParamTree, copies: int) -> ParamTree:
-    """The parameters of the same model with ``copies`` of each KV head.
+    """Return the parameters of the same model with ``copies`` of each KV head.
 
     Raises:
         EngineConfigError: the copies cannot share the queries of a KV head evenly.
@@ -74,7 +74,7 @@ def _dimensions(spec: ParamSpec) -> tuple[int, int]:
 
 
 def _sources(source: Source, heads: int, group: int, copies: int) -> list[Source]:
-    """Deal queries out among the copies; a key or value is named once for each of them."""
+    """Split the queries among the copies; repeat each key or value for all of them."""
     before, found, after = source.where[: heads + 1], source.where[heads + 1 : heads + 2], source.where[heads + 2 :]
     queries, form = slice(0, group), list(source.reshape or ())
     if not form or found not in ((queries,), (group,), (group + 1,)):
@@ -96,8 +96,8 @@ def _moved(source: Source, reshape: tuple[int, ...], where: tuple[slice | int, .
 
 
 def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
-    """A parameter in the form of `with_copies`, of one with the axes of ``spec``; abstract ones stay abstract, arrays
-    of the host there."""
+    """Return a parameter in the form of `with_copies`, from one with the axes of ``spec``. Abstract parameters stay
+    abstract, and host arrays stay on the host."""
     if _KV not in spec.axes or copies == 1:
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -111,7 +111,7 @@ def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
 
 
 def as_copied(value: np.ndarray, spec: ParamSpec) -> np.ndarray:
-    """An array of the host without copies of heads as one with as many as ``spec`` has."""
+    """Expand a host array without copies of heads to as many copies as ``spec`` has."""
     if _KV not in spec.axes:
         return value
     heads, _ = _dimensions(spec)
@@ -120,7 +120,7 @@ def as_copied(value: np.ndarray, spec: ParamSpec) -> np.ndarray:
 
 
 def without_copies(value: np.ndarray, spec: ParamSpec) -> np.ndarray:
-    """The array of which `as_copied` gave ``value``; ``spec``: without copies."""
+    """Invert `as_copied`, with a ``spec`` without copies."""
     if _KV not in spec.axes or value.shape == spec.shape:
         return value
     heads, members = _dimensions(spec)
@@ -132,7 +132,7 @@ def without_copies(value: np.ndarray, spec: ParamSpec) -> np.ndarray:
 
 
 def require_even(tree: ParamTree, sizes: Mapping[str, int]) -> None:
-    """Raises EngineConfigError where a dimension that must be spread cannot be, over mesh axes of these ``sizes``."""
+    """Raise EngineConfigError if mesh axes of these ``sizes`` do not divide a dimension that must be sharded."""
     for path, spec in walk_specs(tree):
         for axis, size in zip(spec.axes, spec.shape, strict=True):
             devices = devices_along(sizes, axis)
@@ -143,7 +143,7 @@ def require_even(tree: ParamTree, sizes: Mapping[str, int]) -> None:
 
 
 def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
-    """Raises EngineConfigError where experts are to be dealt out and there are none."""
+    """Raise EngineConfigError if experts are to be sharded and the model has none."""
     devices = devices_along(sizes, "expert")
     if devices > 1 and not any("expert" in spec.axes for _, spec in walk_specs(tree)):
         raise EngineConfigError(f"expert_parallel_size = {devices} cannot be: the model has no experts")
@@ -152,15 +152,15 @@ def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
 def parts_of_copies(
     spec: ParamSpec, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]] | None:
-    """Map a part of a parameter to the same parameter without copies.
+    """Map a slice of a parameter to the same parameter without copies.
 
     Args:
         spec: in the form of `with_copies`.
-        shape: without copies.
-        index: the part; (): all. It has all members of its heads.
+        shape: shape without copies.
+        index: the slice; (): all. It has all members of its heads.
 
     Returns:
-        places in the part with places in the parameter without copies; None where the shapes do not go together.
+        indices in the slice, each with its indices in the parameter without copies; None if the shapes do not match.
     """
     copies = _copies_between(spec, shape)
     if copies is None:
@@ -181,7 +181,7 @@ def parts_of_copies(
 
 
 def _copies_between(spec: ParamSpec, shape: tuple[int, ...]) -> int | None:
-    """Number of copies in a spec of each KV head in a shape; None: they are not of one parameter."""
+    """Return the number of copies in a spec of each KV head in a shape; None: they are of different parameters."""
     if _KV not in spec.axes or len(shape) != len(spec.shape):
         return None
     heads, members = _dimensions(spec)

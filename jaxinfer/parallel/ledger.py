@@ -1,4 +1,4 @@
-"""Which calls of a group's process are done: a thread waits for their results, so that nobody else does."""
+"""Completion tracking for a group's calls: one thread waits for their results, so that no other thread has to."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Ledger:
     """Counts of the calls that returned in this process, and of those ``done``: their results are on its devices.
 
     Args:
-        answer: given the results that process 0 waits for, on the host.
-        failed: given what went wrong.
+        answer: callback for the results that process 0 waits for, on the host.
+        failed: callback for the error message.
     """
 
     def __init__(self, answer: Callable[[list[np.ndarray]], None], failed: Callable[[str], None]) -> None:
@@ -25,8 +25,8 @@ class Ledger:
         threading.Thread(target=self._run, name="jaxinfer-ledger", daemon=True).start()
 
     def launched(self, results: Any, wanted: bool = False) -> None:
-        """The next call is on its way. ``results``: a tree of arrays that nobody donates, or None where a later call
-        tells as well; ``wanted``: by process 0."""
+        """Record that the next call was launched. ``results``: a tree of arrays that are never donated, or None if a
+        later call completes after it; ``wanted``: process 0 waits for them."""
         self.called += 1
         self._calls.put((results, wanted))
 
@@ -37,7 +37,7 @@ class Ledger:
                 jax.block_until_ready(results)
                 if wanted:
                     self._answer([np.asarray(leaf) for leaf in jax.tree.leaves(results)])
-            except RuntimeError as error:  # JAX's own are
+            except RuntimeError as error:  # JAX's own errors are RuntimeErrors
                 self._failed(f"a program failed: {error}")
                 return
             del results

@@ -1,4 +1,4 @@
-"""Links that carry a pipeline stage's hidden states to the devices of the next, which may be another process's."""
+"""Pipeline links: carry a stage's hidden states to the devices of the next stage, possibly in another process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _ENDS, _PLACES = "ends", "places"
 
 
 class Link:
-    """Link from one stage to the next: each device sends its shard to the one in the same place.
+    """Link from one stage to the next: each device sends its shard to the device with the same index.
 
-    Within a process that is a copy from device to device. Between processes it is a program that all of both stages'
-    devices run: one collective, which waits for both ends, on the devices alone. Every process that has devices of
-    either stage makes the same calls in the same order; of the others, a call asks nothing.
+    Within a process the link is a copy from device to device. Between processes it is a program on all devices of both
+    stages: one collective, which waits for both ends, on the devices only. Every process that has devices of either
+    stage makes the same calls in the same order; in other processes a call does nothing.
 
     Attributes:
         crosses: whether this process runs such a program.
 
     Args:
-        source, target: the stages' own meshes, of one shape.
+        source, target: meshes of the stages, of the same shape.
         width, dtype: of hidden states.
-        rows: how many there can be; a program is compiled for each.
+        rows: possible numbers of rows; a program is compiled for each.
     """
 
     def __init__(self, source: Mesh, target: Mesh, width: int, dtype: jnp.dtype, rows: Iterable[int]) -> None:
@@ -57,10 +57,10 @@ class Link:
         return jax.jit(program, out_shardings=self._both).lower(operand).compile()
 
     def carry(self, rows: int, x: Float[Array, "rows width"] | None) -> Float[Array, "rows width"] | None:
-        """Send hidden states and return those that arrive at this process's devices (None: it has none). Does not wait.
+        """Send hidden states, without waiting; return those that arrive at this process's devices (None: it has none).
 
         Args:
-            x: hidden states of the stage before, on its devices; None where this process has none of them.
+            x: hidden states of the previous stage, on its devices; None if this process has none of these devices.
         """
         if not self.crosses:
             return None if x is None else jax.device_put(x, self._arriving)

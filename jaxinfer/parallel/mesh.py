@@ -1,4 +1,4 @@
-"""The device mesh and the one table from logical axes to mesh axes. There is always a mesh, also for one device."""
+"""The device mesh, and the one table from logical axes to mesh axes. There is always a mesh, also for one device."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SETTINGS = {
     "tensor": "tensor_parallel_size",
 }
 
-# A logical axis that is not listed is replicated. Experts are dealt out along one axis, and each one's hidden size
-# along another; what is not an expert's is spread over all these devices alike. Ranks have experts dealt out among
-# them, and all else for themselves (`jaxinfer.engine.distributed.dp_attention`).
+# Logical axes that are not listed are replicated. Experts are sharded over one mesh axis, and the hidden size of each
+# over another; weights outside experts are sharded over both. Only experts are sharded over DP attention ranks, all
+# else is per rank (`jaxinfer.engine.distributed.dp_attention`).
 _ALL = ("expert", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": _ALL,
@@ -35,12 +35,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": _ALL,
     "expert": ("dp_attn", "expert"),
     "expert_mlp": ("tensor",),
-    "ranks": ("dp_attn",),  # of what each has for itself, one after another
-    "tokens": _ALL,  # of hidden states, in programs that are traced for it (`jaxinfer.parallel.tokens`)
+    "ranks": ("dp_attn",),  # arrays of all ranks, concatenated
+    "tokens": _ALL,  # hidden states, in programs that are traced for it (`jaxinfer.parallel.tokens`)
 }
 
-# Axes of these names are replicated where the mesh axis does not divide them: a padded vocabulary would have tokens
-# that no tokenizer knows. All others must be divisible.
+# Logical axes that are replicated if the mesh axis does not divide them: a padded vocabulary would have tokens unknown
+# to the tokenizer. All other axes must be divisible.
 REPLICABLE = ("vocab",)
 
 
@@ -53,12 +53,12 @@ def make_mesh(
     stage: int = 1,
     data: int = 1,
 ) -> Mesh:
-    """A mesh over the first ``data * stage * dp_attn * expert * tensor`` devices (JAX's own, unless given).
+    """Make a mesh over the first ``data * stage * dp_attn * expert * tensor`` devices (JAX's own, unless given).
 
-    Of several processes the first has the last pipeline stage: there tokens are sampled, and it is who reads them.
+    With several processes, the first has the last pipeline stage: tokens are sampled there, and it reads them.
 
     Raises:
-        EngineConfigError: there are fewer.
+        EngineConfigError: there are fewer devices, or a size is less than 1.
     """
     devices, shape = jax.devices() if devices is None else devices, (data, stage, dp_attn, expert, tensor)
     sizes, needed = dict(zip(AXES, shape, strict=True)), math.prod(shape)
@@ -72,7 +72,7 @@ def make_mesh(
 
 
 def mesh_for(config: EngineConfig | ResolvedEngine, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of an engine's settings.
+    """Make the mesh of an engine's settings.
 
     Raises:
         EngineConfigError: see `make_mesh`.
@@ -92,7 +92,7 @@ def _mesh(devices: np.ndarray) -> Mesh:
 
 
 def require_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh, if it is one of `make_mesh`.
+    """Return the mesh if it has the axes of `make_mesh`.
 
     Raises:
         EngineConfigError: its axes have other names, or are Explicit.
@@ -107,14 +107,13 @@ def require_mesh(mesh: Mesh) -> Mesh:
 
 
 def require_auto(name: str, array: Any) -> None:
-    """Refuse an array on a mesh whose axes are Explicit, as `jax.make_mesh` makes them unless told otherwise: where
-    results lie is left to XLA here.
+    """Reject an array on a mesh with Explicit axes, the default of `jax.make_mesh`: XLA decides shardings here.
 
     Raises:
-        TypeError: it is one, perhaps within a program that is being traced.
+        TypeError: the array is on such a mesh, perhaps within a program that is being traced.
     """
     mesh = jax.typeof(array).sharding.mesh
-    if mesh.explicit_axes:  # those of a shard_map are Manual, and welcome
+    if mesh.explicit_axes:  # axes of a shard_map are Manual, and allowed
         raise TypeError(
             f"{name} lies on a mesh with Explicit axes {mesh.axis_names}: make the mesh with "
             f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
@@ -122,12 +121,12 @@ def require_auto(name: str, array: Any) -> None:
 
 
 def replicas(mesh: Mesh) -> list[Mesh]:
-    """The parts of a mesh along ``data``: what runs on one of them knows nothing of the others."""
+    """Split a mesh along ``data`` into independent replicas."""
     return _along(mesh, "data")
 
 
 def stages(mesh: Mesh) -> list[Mesh]:
-    """The parts of a mesh along ``stage``: each computes some of the layers."""
+    """Split a mesh along ``stage`` into pipeline stages, each of which computes some of the layers."""
     return _along(mesh, "stage")
 
 
@@ -137,14 +136,14 @@ def _along(mesh: Mesh, axis: str) -> list[Mesh]:
 
 
 def asked(sizes: Mapping[str, int]) -> str:
-    """The settings that make a mesh of these sizes, for messages."""
+    """Format the settings that make a mesh of these sizes, for messages."""
     wanted = {axis: sizes.get(axis, 1) for axis in AXES if axis == "tensor" or sizes.get(axis, 1) != 1}
     names, numbers = (_SETTINGS[axis] for axis in wanted), (str(size) for size in wanted.values())
     return f"{' x '.join(names)} = {' x '.join(numbers)}"
 
 
 def devices_along(sizes: Mapping[str, int], axis: str | None) -> int:
-    """Number of devices that a logical axis is spread over, on a mesh of these sizes."""
+    """Return the number of devices that a logical axis is sharded over, on a mesh of these sizes."""
     return math.prod(sizes.get(name, 1) for name in RULES.get(axis or "", ()))
 
 
@@ -160,13 +159,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
-    """Sharding of a parameter: each of its logical axes on the mesh axis of `RULES`."""
+    """Return the sharding of a parameter: each of its logical axes on the mesh axis of `RULES`."""
     axes = (_mesh_axis(mesh.shape, axis, size) for axis, size in zip(spec.axes, spec.shape, strict=True))
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def spread_over(axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...] | None, ...]:
-    """The mesh axes over which each dimension of an array lies, in the program that is being traced."""
+    """Return the mesh axes over which each dimension of an array is sharded, in the program that is being traced."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(_mesh_axis(sizes, axis, size) for axis, size in zip(axes, shape, strict=True))
 
@@ -177,7 +176,7 @@ def _mesh_axis(sizes: Mapping[str, int], axis: str | None, size: int) -> tuple[s
 
 
 def pool_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:
-    """Sharding of a layer's pool: KV heads where those of the parameters are, latents (for all heads) replicated."""
+    """Return the sharding of a layer's pool: KV heads as in the parameters, latents (for all heads) replicated."""
     return NamedSharding(mesh, pool_spec(cache.latent))
 
 
@@ -186,20 +185,20 @@ def pool_spec(latent: bool) -> PartitionSpec:
 
 
 def state_sharding(mesh: Mesh, state: StateSpec) -> NamedSharding:
-    """Sharding of a layer's states of one kind, ``[states, heads, ...]``."""
+    """Return the sharding of a layer's states of one kind, ``[states, heads, ...]``."""
     return NamedSharding(mesh, PartitionSpec() if state.whole else PartitionSpec(None, RULES["heads"]))
 
 
 def page_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:
-    """Sharding of all layers' pages on their way to the host, ``[pages, layers, *page]``: as in the pools."""
+    """Return the sharding of all layers' pages in transfer to the host, ``[pages, layers, *page]``: as in the pools."""
     return NamedSharding(mesh, PartitionSpec(None, None, *tuple(pool_spec(cache.latent))[1:]))
 
 
 def gathered_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:
-    """Logits on every device of the mesh that the program is traced for.
+    """Replicate logits over the mesh that the program is traced for.
 
-    Each device computes those of its part of the vocabulary, and they are gathered once. Were only the result asked
-    for everywhere, XLA would gather the weight.
+    Each device computes its share of the vocabulary, and the logits are gathered once. If only the result were
+    constrained to be replicated, XLA would gather the weight.
     """
     if jax.sharding.get_abstract_mesh().size <= 1 or traced_dp_ranks() > 1:
         return logits
@@ -212,17 +211,17 @@ def gathered_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batc
 def traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """Trace for this mesh while the context lasts: see `traced_size`."""
     abstract = mesh.abstract_mesh
-    # A device that is only described (pallas_kernels.check) knows more of itself than the mesh does.
+    # An abstract device (pallas_kernels.check) has more properties than the mesh describes.
     device = jax.sharding.get_abstract_mesh().abstract_device or abstract.abstract_device
     return jax.sharding.use_abstract_mesh(abstract.update(abstract_device=device))
 
 
 def traced_size(axis: str) -> int:
-    """Devices along a logical axis, in the mesh of the program that is being traced; 1 where there is none."""
+    """Return the number of devices along a logical axis, in the mesh of the program being traced; 1 without a mesh."""
     return devices_along(jax.sharding.get_abstract_mesh().shape, axis)
 
 
 def traced_dp_ranks() -> int:
-    """Ranks of the program that is being traced, where it is one rank's: it sees that rank's arrays alone. Else 1."""
+    """Return the number of ranks if the traced program is one rank's, which sees that rank's arrays alone. Else 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape["dp_attn"] if "dp_attn" in mesh.manual_axes else 1

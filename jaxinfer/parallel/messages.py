@@ -1,8 +1,8 @@
-"""Dataclasses as frames: one encoder for all messages that a group's processes send one another. No jax.
+"""Encoding of dataclasses as frames, for all messages between the processes of a group. No jax.
 
-A message's fields are integers, tuples of them, arrays, None, mappings of arrays, and named tuples of arrays. The
-dtypes and bounds are those of `jaxinfer.parallel.frames`; what arrives is built from the types that the receiver
-declares, so that nothing but these values has a way in.
+The fields of a message are integers, tuples of them, arrays, None, mappings of arrays, and named tuples of arrays. The
+dtypes and bounds are those of `jaxinfer.parallel.frames`; a received message is built from the types that the receiver
+declares, so that no other values are accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxinfer.parallel.frames import ChannelError
 
 
 def encode(message: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The fields of a dataclass as plain values, in which an array is its place in a list, and that list."""
+    """Return the fields of a dataclass as plain values, with an index in place of each array, and the arrays."""
     arrays = list[np.ndarray]()
     names = [field.name for field in dataclasses.fields(message)]
     return {name: _plain(getattr(message, name), arrays) for name in names}, arrays
@@ -33,11 +33,11 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
         return {"map": {name: _plain(each, arrays) for name, each in value.items()}}
     if isinstance(value, (tuple, list, range)):
         return [_plain(each, arrays) for each in value]
-    return value  # an integer or None; JSON takes no other thing
+    return value  # an integer or None; JSON rejects other types
 
 
 def decode[Message](kind: type[Message], fields: Any, arrays: Sequence[np.ndarray]) -> Message:
-    """The message that `encode` was given.
+    """Rebuild the message that `encode` was given.
 
     Raises:
         ChannelError: these are not the fields of a ``kind``.

@@ -1,4 +1,4 @@
-"""Arrays of several processes: each one sees its own devices' parts. In one process this costs nothing."""
+"""Arrays of several processes: each process has the shards of its own devices. With one process this costs nothing."""
 
 from __future__ import annotations
 
@@ -14,36 +14,34 @@ from jaxtyping import Array, Shaped
 from jaxinfer.config import EngineConfigError
 from jaxinfer.parallel.mesh import asked
 
-_HOST_KINDS = ("pinned_host", "unpinned_host")  # what JAX calls memory of the host, the best first
+_HOST_KINDS = ("pinned_host", "unpinned_host")  # JAX's memory kinds of the host, the best first
 _LOCKED_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_FOR_PAGES = 0.9  # of what may be locked; by the rest the runtime moves all else
+_FOR_PAGES = 0.9  # share of the lockable memory; the runtime uses the rest for its own transfers
 
 
 def join_processes(coordinator: str, num_processes: int, process_id: int, seconds: int = 60) -> None:
-    """Make the devices of all processes JAX's. To be called before anything else asks JAX for devices.
+    """Join the processes, so that JAX sees the devices of all. Call it before any other use of JAX devices.
 
     Args:
-        coordinator: HOST:PORT on which process 0 listens for the others.
-        seconds: for all to arrive.
+        coordinator: HOST:PORT on which process 0 listens for the other processes.
+        seconds: timeout for all processes to arrive.
 
     Raises:
-        RuntimeError: they did not. JAX may also end the process.
+        RuntimeError: a process did not arrive. JAX may also end the process.
     """
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # else CPUs of several processes have none
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # else CPUs have no multi-process collectives
     jax.distributed.initialize(
         coordinator,
         num_processes,
         process_id,
-        cluster_detection_method="deactivate",  # what the user said holds, whatever the scheduler of a cluster says
+        cluster_detection_method="deactivate",  # the user's settings override those of a cluster scheduler
         initialization_timeout=seconds,
-        coordinator_bind_address=coordinator,  # not every interface that there is
+        coordinator_bind_address=coordinator,  # instead of all interfaces
     )
 
 
 def require_processes(mesh: Mesh) -> None:
-    """Raises:
-    EngineConfigError: the processes of a group cannot share this mesh.
-    """
+    """Raise EngineConfigError if the processes of a group cannot share this mesh."""
     count = jax.process_count()
     if count == 1:
         return
@@ -58,11 +56,9 @@ def require_processes(mesh: Mesh) -> None:
 
 
 def require_host_memory(gib: float) -> None:
-    """Raises:
-    EngineConfigError: so much for pages is more than a GPU's runtime locks: a page that it has no room for would end
-        the engine.
-    """
-    limit = int(os.environ.get(_LOCKED_MEMORY, "64"))  # which is XLA's own default
+    """Raise EngineConfigError if the page memory exceeds what a GPU's runtime locks on the host: a page that could not
+    be allocated would end the engine."""
+    limit = int(os.environ.get(_LOCKED_MEMORY, "64"))  # 64 is XLA's own default
     if (own := gib / jax.process_count()) > _FOR_PAGES * limit:
         raise EngineConfigError(
             f"swap_space_gib = {gib:g} is {own:g} in each process, and of the {limit} GiB that XLA locks on a host "
@@ -71,9 +67,8 @@ def require_host_memory(gib: float) -> None:
 
 
 def require_whole(sizes: Mapping[str, int], processes: int, devices: int) -> None:
-    """Raises:
-    EngineConfigError: a copy or a pipeline stage of a mesh of these sizes begins amid a process's ``devices``.
-    """
+    """Raise EngineConfigError if a replica or pipeline stage of a mesh of these sizes begins within a process's
+    ``devices``."""
     stage = sizes["dp_attn"] * sizes["expert"] * sizes["tensor"]
     for what, size in (("copy", stage * sizes["stage"]), ("stage", stage)):
         if size % devices and devices % size:
@@ -82,18 +77,18 @@ def require_whole(sizes: Mapping[str, int], processes: int, devices: int) -> Non
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """The processes that have devices of a mesh, the first one first."""
+    """Return the processes that have devices of a mesh, in ascending order."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def own_devices(mesh: Mesh) -> list[jax.Device]:
-    """The devices of a mesh that belong to this process."""
+    """Return the devices of a mesh that belong to this process."""
     return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
 def put_whole(tree: Any, sharding: Sharding) -> Any:
-    """Put arrays that every process has whole on their devices. Unlike `jax.device_put`, no process asks another one
-    whether it was given the same."""
+    """Put arrays that every process holds in full on their devices. Unlike `jax.device_put`, processes do not compare
+    their values."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: _put_shards(np.asarray(x), sharding), tree)
@@ -106,9 +101,9 @@ def _put_shards(value: np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def own_part(array: Array) -> Shaped[np.ndarray, "..."]:
-    """Copy this process's part of an array to the host; all of it where it has all. Waits.
+    """Copy this process's shard of an array to the host, or all of it if this process has all. Waits.
 
-    The array is spread along one of its axes at most, and the devices of a process follow one another along it.
+    The array is sharded along one of its axes at most, and the devices of a process are consecutive along it.
     """
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
@@ -119,12 +114,12 @@ def own_part(array: Array) -> Shaped[np.ndarray, "..."]:
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """The sharding of an array that lies in memory of the devices' hosts, page-locked where there is such: then copies
-    to and from it run beside the host's own work. A backend that tells of none keeps it where all else is."""
+    """Return the sharding of an array in host memory, page-locked if possible, so that copies to and from it overlap
+    with host work. A backend without host memory kinds keeps the array in its default memory."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
     kinds = [memory.kind for device in own_devices(mesh)[:1] for memory in device.addressable_memories()]
-    if not kinds:  # devices that are only described (pallas_kernels.check): with them, JAX drops the kind
+    if not kinds:  # abstract devices (pallas_kernels.check): with them, JAX drops the memory kind
         return NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=_HOST_KINDS[0])
     found = next((kind for kind in _HOST_KINDS if kind in kinds), None)
     return sharding if found is None else sharding.with_memory_kind(found)

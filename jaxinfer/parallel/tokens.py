@@ -1,8 +1,8 @@
-"""Hidden states spread over tokens: each device has some tokens' residual stream, and computes the norms of those.
+"""Hidden states sharded over tokens: each device has the residual stream of some tokens, and computes their norms.
 
-Sequence parallelism as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2.2). What attention and the
-feed-forward layer give is a sum over devices. Where each device keeps its own tokens of that sum alone, it is a
-reduce-scatter in place of an all-reduce, and what goes into the next matrix is gathered of all.
+Sequence parallelism as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2.2). The outputs of attention and of
+the feed-forward layer are sums over devices. If each device keeps only its own tokens of that sum, a reduce-scatter
+replaces the all-reduce, and the input of the next matrix is all-gathered.
 
 Both functions are identities, except in programs that are traced for it (`tokens_spread`).
 """
@@ -24,9 +24,9 @@ _AXIS = "tokens"
 
 @contextlib.contextmanager
 def tokens_spread(wanted: bool = True) -> Iterator[None]:
-    """Spread hidden states over tokens in what this thread traces while the context lasts, if that is ``wanted``.
+    """Shard hidden states over tokens in programs that this thread traces within the context, if that is ``wanted``.
 
-    The devices must divide the tokens (`jaxinfer.config.resolve` sees to it).
+    The number of tokens must be divisible by the devices (`jaxinfer.config.resolve` ensures it).
     """
     rules = nn.get_logical_axis_rules()
     with nn.logical_axis_rules((*rules, (_AXIS, RULES[_AXIS])) if wanted else rules):
@@ -34,7 +34,7 @@ def tokens_spread(wanted: bool = True) -> Iterator[None]:
 
 
 def own_tokens(x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
-    """Spread tokens between the parts of a layer: each device has some of them, whole."""
+    """Shard tokens between the sublayers of a layer: each device has the full hidden states of some tokens."""
     return jax.lax.with_sharding_constraint(x, PartitionSpec(RULES[_AXIS])) if _traced_spread() else x
 
 
@@ -44,6 +44,6 @@ def all_tokens(x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
 
 
 def _traced_spread() -> bool:
-    """Whether the traced program spreads tokens: not within `jax.shard_map`, where a device computes for itself."""
+    """Return whether the traced program shards tokens; not within `jax.shard_map`, where devices compute alone."""
     mesh, wanted = jax.sharding.get_abstract_mesh(), _AXIS in dict(nn.get_logical_axis_rules())
     return wanted and mesh.size > 1 and not set(mesh.manual_axes) & set(RULES[_AXIS])

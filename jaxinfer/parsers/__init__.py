@@ -1,1 +1,1 @@
-"""Parsers of what models write: reasoning and tool calls, from text as it comes. No jax, no engine."""
+"""Streaming parsers of model output: reasoning and tool calls. No jax, no engine."""

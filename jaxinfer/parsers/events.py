@@ -1,4 +1,4 @@
-"""Events that a parser makes of a model's text, and the message that they add up to."""
+"""Parser events, and the message that they add up to."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from jaxinfer.parsers.source import Markers
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Content:
-    """More of the answer's text."""
+    """Content delta of the answer."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of the thought before the answer."""
+    """Reasoning delta before the answer."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins. ``index``: of the call in its answer, from 0."""
+    """Start of a tool call. ``index``: index of the call in its answer, from 0."""
 
     index: int
     id: str
@@ -34,7 +34,7 @@ class CallStart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments: JSON, as far as the model writes JSON."""
+    """Arguments delta of a call: JSON, as far as the model writes JSON."""
 
     index: int
     text: str
@@ -42,7 +42,7 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call has all of its arguments, or the text has ended within them."""
+    """End of a call: its arguments are complete, or the text has ended within them."""
 
     index: int
 
@@ -52,7 +52,7 @@ Event = Content | Reasoning | CallStart | Arguments | CallEnd
 
 @dataclasses.dataclass
 class ToolCall:
-    """One call. ``arguments``: as in `Arguments`."""
+    """A tool call. ``arguments``: as in `Arguments`."""
 
     id: str
     name: str
@@ -61,7 +61,7 @@ class ToolCall:
 
 @dataclasses.dataclass
 class Message:
-    """Sum of an answer's events."""
+    """Message assembled from the events of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -69,7 +69,7 @@ class Message:
 
 
 def message_of(events: Sequence[Event]) -> Message:
-    """Add events up, in time linear in their text."""
+    """Assemble a message from events, in time linear in their text."""
     arguments = collections.defaultdict[int, list[str]](list)
     for event in events:
         if isinstance(event, Arguments):
@@ -83,17 +83,17 @@ def message_of(events: Sequence[Event]) -> Message:
 
 
 class Emitter:
-    """Collects events. Neighbours of one kind become one.
+    """Event collector that merges adjacent events of one kind.
 
-    Space in front of a call, where nothing else stands between it and the beginning or the call before, is no content:
+    Whitespace before a call, with nothing else between it and the beginning or the previous call, is not content:
     models put it between their markers.
 
     Args:
-        new_id: makes the id of the call of an index, where the model gives none.
-        hidden: markers, which are never content.
+        new_id: makes the id of a call from its index, if the model gives none.
+        hidden: markers that are never content.
 
     Attributes:
-        calls: how many have begun.
+        calls: number of calls that have begun.
     """
 
     def __init__(self, new_id: Callable[[int], str], hidden: Sequence[str] = ()) -> None:
@@ -115,7 +115,7 @@ class Emitter:
     def content(self, text: str) -> None:
         if self._hidden is not None:
             text = self._hidden.pattern.sub("", self._held + text)
-            begun = self._hidden.begun(text, 0)  # a marker may stand within another one
+            begun = self._hidden.begun(text, 0)  # a marker may be nested within another
             text, self._held = text[: len(text) - begun], text[len(text) - begun :]
         self._show(text)
 
@@ -128,7 +128,7 @@ class Emitter:
         self._add(Content, text)
 
     def gap(self) -> None:
-        """A marker that is not shown: nor is the space in front of it, behind a call."""
+        """Handle a marker that is not shown: whitespace before it, after a call, is dropped."""
         if self.calls:
             self._space = []
 
@@ -136,7 +136,7 @@ class Emitter:
         self._add(Reasoning, text)
 
     def start(self, name: str, name_id: str | None = None) -> None:
-        """Begin a call; the one before has ended."""
+        """Begin a call; the previous one has ended."""
         self._let_go()
         self._flush()
         self._space, self._bare, self._open, self._written = [], True, True, False
@@ -148,7 +148,7 @@ class Emitter:
         self._add(Arguments, text)
 
     def end(self, *, cut: bool = False) -> None:
-        """End the call, if one is open. One without arguments has an empty object, unless it was ``cut`` short."""
+        """End the call, if one is open. A call without arguments gets an empty object, unless it was ``cut`` short."""
         if not self._open:
             return
         if not self._written and not cut:
@@ -158,7 +158,7 @@ class Emitter:
         self._events.append(CallEnd(self.calls - 1))
 
     def close(self, *, cut: bool) -> None:
-        """End the answer: space alone is an answer, but not beside calls."""
+        """End the answer; an answer of whitespace only is content, except next to calls."""
         self._let_go()
         self.end(cut=cut)
         if self._space and not self.calls:
@@ -171,7 +171,7 @@ class Emitter:
             self._show(held)
 
     def drain(self) -> list[Event]:
-        """The events since the last time."""
+        """Return the events since the last call."""
         self._flush()
         events, self._events = self._events, []
         return events

@@ -1,4 +1,4 @@
-"""What the forms of calls have in common: functions, and the parts of structural tags that forms are made of."""
+"""Shared code of tool call forms: functions, and constructors of structural tag formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxinfer.parsers.values import NAME
 
 Node = dict[str, Any]
-"""A format of a structural tag, as JSON has it."""
+"""A format of a structural tag, as JSON."""
 
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 DEFINITIONS = ("$defs", "definitions")
@@ -22,7 +22,7 @@ class FormError(ValueError):
     """A function that cannot be called in a form.
 
     Args:
-        place: the part of a function that is wrong: ``name``, ``parameters``.
+        place: the invalid field of the function: ``name``, ``parameters``.
     """
 
     def __init__(self, function: Function, place: str, reason: str) -> None:
@@ -32,11 +32,11 @@ class FormError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """What may be called.
+    """A callable function of the request.
 
     Attributes:
-        place: in the request: ``tools[0].function``.
-        schema: of its arguments.
+        place: path in the request: ``tools[0].function``.
+        schema: JSON Schema of its arguments.
     """
 
     place: str
@@ -45,18 +45,18 @@ class Function:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """Of the schema, by name, in order."""
+        """Schemas of the parameters by name, in order."""
         found = self.schema.get("properties")
         return found if isinstance(found, Mapping) else {}
 
     @property
     def open(self) -> bool:
-        """Whether nothing is said of the parameters: there may be any."""
+        """Whether the schema does not constrain the parameters, so that any are allowed."""
         return not self.parameters and self.schema.get("additionalProperties", True) in (True, {})
 
     @property
     def definitions(self) -> dict[str, Any]:
-        """What the schemas of parameters may refer to."""
+        """Definitions that the schemas of parameters may refer to."""
         return {word: self.schema[word] for word in DEFINITIONS if word in self.schema}
 
     def needs(self, parameter: str) -> bool:
@@ -65,12 +65,12 @@ class Function:
 
 
 class Form(NamedTuple):
-    """How a family writes calls.
+    """Structural tag formats for the tool calls of a model family.
 
     Attributes:
-        calls: calls and nothing else, with space in front.
-        text: free text, in which whatever begins like a call is one.
-        beside: makes of another format: calls, or that.
+        calls: calls only, with optional whitespace before them.
+        text: free text in which everything that begins like a call is one.
+        beside: makes, from a format, the choice between calls and that format.
     """
 
     calls: Node
@@ -115,37 +115,37 @@ def schema_of(schema: Mapping[str, Any] | bool, place: str) -> Node:
 
 
 def arguments(function: Function) -> Node:
-    """JSON of a function's arguments."""
+    """Return the format of a function's arguments as JSON."""
     return schema_of(function.schema, f"{function.place}.parameters")
 
 
 SPACE = regex(r"[ \t\r\n]{0,8}")
-"""Bounded, or a model could write it for ever."""
+"""Optional whitespace; bounded, because a model could generate it endlessly."""
 
 
 def several(call: Node, *, parallel: bool, between: Node = SPACE) -> Node:
-    """A call, or with ``parallel`` any number of them."""
+    """Return the format of one call or, with ``parallel``, of any number of calls."""
     return row(call, star(between, call)) if parallel else call
 
 
 def marked(calls: Node, tags: Sequence[Node], triggers: Sequence[str], *, parallel: bool) -> Form:
-    """A form of calls that begin with ``triggers``, in text as ``tags``."""
+    """Return a form of calls that begin with ``triggers``; in free text they are ``tags``."""
     text = {"type": "triggered_tags", "triggers": list(triggers), "tags": list(tags), "stop_after_first": not parallel}
     return Form(row(SPACE, calls), text, lambda answer: row(SPACE, either([calls, answer])))
 
 
 def unmarked(calls: Node, begin: str) -> Form:
-    """A form of calls without a marker, which begin with a bracket or with a special token; all else is text."""
+    """Return a form of calls without a marker, which begin with a bracket or a special token; all else is text."""
     others = row(regex(rf"[ \t\r\n]*(?:[^ \t\r\n<\{begin}]|<[^|])"), any_text())
     text = either([row(SPACE, calls), others, regex(r"[ \t\r\n]*<?")])
     return Form(row(SPACE, calls), text, lambda answer: row(SPACE, either([calls, answer])))
 
 
 def check_names(functions: Iterable[Function], names: re.Pattern[str] = NAME) -> None:
-    """Check that the form's parser reads the functions' names.
+    """Check that the parser of the form accepts the names of the functions.
 
     Raises:
-        FormError: it would not.
+        FormError: it does not accept one.
     """
     for function in functions:
         if not (NAME.fullmatch(function.name) and names.fullmatch(function.name)):
@@ -155,10 +155,10 @@ def check_names(functions: Iterable[Function], names: re.Pattern[str] = NAME) ->
 
 
 def check_parts(function: Function) -> None:
-    """Check that a schema tells of parameters one by one.
+    """Check that a schema constrains parameters individually.
 
     Raises:
-        FormError: it does not, naming the keyword.
+        FormError: it does not; names the keyword.
     """
     for word in function.schema:
         if word not in _PARTS:

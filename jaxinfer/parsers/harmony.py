@@ -1,4 +1,4 @@
-"""OpenAI's Harmony, which gpt-oss speaks: messages on channels, some of them to functions."""
+"""OpenAI's Harmony format of gpt-oss: messages on channels, some of them addressed to functions."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class _Paragraphs:
 
 
 def harmony(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``<|channel|>analysis<|message|>...<|end|>`` is reasoning, ``final`` and what ``commentary`` has for the user are
-    content, and what goes ``to=functions.f`` calls f."""
+    """Parse Harmony messages. ``<|channel|>analysis<|message|>...<|end|>`` is reasoning, ``final`` and ``commentary``
+    messages to the user are content, and a message ``to=functions.f`` calls f."""
     sinks = _Paragraphs(emitter.reasoning), _Paragraphs(emitter.content)
     marker = _TO if (yield from source.starts(_TO)) else (yield from source.until(_HEAD, emitter.content))
     while marker is not None:
@@ -72,7 +72,7 @@ def harmony(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
 
 
 def _between(source: Source, emitter: Emitter) -> Wait[str | None]:
-    """Read up to the next head. A word that belongs into it, but stands in front, is no text: so models slip."""
+    """Read up to the next head. Models sometimes put a word of the head before its marker: it is not content."""
     text, marker = yield from source.gather(_HEAD, _MAX_FILLER)
     if marker not in (_START, _CHANNEL) or not _FILLER.fullmatch(text):
         emitter.content(text)
@@ -80,18 +80,18 @@ def _between(source: Source, emitter: Emitter) -> Wait[str | None]:
 
 
 def _head(source: Source, emitter: Emitter, marker: str, content: _Paragraphs) -> Wait[str | None]:
-    """Read what stands before a message, behind ``marker``. None: it is no head, or the text ends in it.
+    """Read the head of a message after ``marker``. None: it is not a head, or the text ends in it.
 
-    Without a marker between head and message, what stands behind the channel is content.
+    If the marker between head and message is missing, the text after the channel is content.
     """
-    if marker not in (_START, _CHANNEL, _MESSAGE, _TO):  # the end of a message that had no head
+    if marker not in (_START, _CHANNEL, _MESSAGE, _TO):  # the end of a message without a head
         return None
     if marker == _MESSAGE:
         return marker
     head, end = yield from source.gather(_HEAD_END, _MAX_HEAD)
     if end == _MESSAGE:
         return marker + head
-    if end is not None and "{" in head and _RECIPIENT.search(head):  # the marker in front of the message is missing
+    if end is not None and "{" in head and _RECIPIENT.search(head):  # the marker before the message is missing
         head, brace, body = head.partition("{")
         source.unread(brace + body + end)
         return marker + head
@@ -106,7 +106,7 @@ def _head(source: Source, emitter: Emitter, marker: str, content: _Paragraphs) -
 def _body(
     source: Source, emitter: Emitter, head: str, sinks: tuple[_Paragraphs, _Paragraphs], tools: Tools
 ) -> Wait[str | None]:
-    """Read a message. Returns what ends it, if that is the head of the next."""
+    """Read a message. Returns the marker that ends it, if that begins the next head."""
     to, on = _RECIPIENT.search(head), _ON.search(head)
     name = _function(to[1], tools) if to else None
     sink: Sink = ignore
@@ -124,13 +124,13 @@ def _body(
 
 
 def _function(recipient: str, tools: Tools) -> str | None:
-    """The function's name; other recipients are the model's own tools, which nobody has here."""
+    """Return the function's name; other recipients are built-in tools of the model, which are not available here."""
     name = recipient.removeprefix(_FUNCTIONS)
     unknown = name if recipient.startswith(_FUNCTIONS) and NAME.fullmatch(name) else None
     return tools.named(recipient) or unknown
 
 
-# ---- its form, see `jaxinfer.parsers.forms.Form`
+# ---- form, see `jaxinfer.parsers.forms.Form`
 
 _END, _ASSISTANT = "<|end|>", const(f"{_START}assistant")
 _TEXT = any_text(_START, _CHANNEL, _END, "<|call|>", "<|return|>")
@@ -138,7 +138,7 @@ _FINAL = f"{_CHANNEL}final{_MESSAGE}"
 
 
 def harmony_form(functions: Sequence[Function], *, parallel: bool) -> Form:
-    """All of an answer, its thoughts and what it tells the user before a call included. An end token ends a call."""
+    """Return the form of a whole answer, with reasoning and user messages before a call. An end token ends a call."""
     check_names(functions)
     call = either(map(_to_function, functions))
     calls = several(call, parallel=parallel, between=row(const(_END), _ASSISTANT))
@@ -150,7 +150,7 @@ def harmony_form(functions: Sequence[Function], *, parallel: bool) -> Form:
 
 
 def harmony_answer(answer: Node) -> Node:
-    """An answer of this format behind thoughts."""
+    """Return the format ``answer`` preceded by reasoning."""
     return row(_thoughts(), const(_FINAL), answer)
 
 

@@ -1,4 +1,4 @@
-"""Calls as JSON objects: Hermes' and Qwen's in tags, Llama 3's bare, Mistral's behind a token."""
+"""Tool calls as JSON objects: in tags (Hermes, Qwen), without markers (Llama 3), or after a token (Mistral)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _LLAMA = Markers(_PYTHON_TAG, _FENCE, "[", "{")
 _BRACKETS, _BRACE = Markers("[", "{"), Markers("{")
 _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MISTRAL = Markers(_CALLS, _ID, _ARGS)
-_OBJECTS = ("{", '"{')  # also as a text
+_OBJECTS = ("{", '"{')  # also as a JSON string
 _AFTER_NAME = Markers(_ID, _ARGS, _CALLS, *_OBJECTS)
 _AFTER_ID = Markers(_ARGS, *_OBJECTS)
 
 
 def hermes(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``. What is no call stays text, without its tags."""
+    """Parse ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``. Other text stays content, without its tags."""
     while marker := (yield from source.until(_TAGS, emitter.content)):
         if marker == _OPEN:
             yield from tagged_objects(source, emitter, tools)
@@ -50,15 +50,15 @@ def hermes(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
 
 
 def tagged_objects(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """Read what stands in a tag: some models put several calls into one."""
+    """Read the contents of a tag: some models put several calls into one."""
     yield from call_objects(source, emitter, tools, (_CLOSE,), _AGAIN)
 
 
 def llama3_json(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``{"name": ..., "parameters": ...}``, anywhere, in a list or several with ";" or "," between; Llama 3.1 puts its
-    tag in front.
+    """Parse ``{"name": ..., "parameters": ...}`` anywhere, in a list or several with ";" or "," between; Llama 3.1 puts
+    its tag first.
 
-    Since nothing marks them, objects are calls only if their function is one of the request's.
+    Since no marker identifies calls, an object is a call only if it names a function of the request.
     """
     while marker := (yield from source.until(_LLAMA, emitter.content)):
         if marker == _PYTHON_TAG:
@@ -80,7 +80,7 @@ def llama3_json(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
 
 
 def _other(source: Source, emitter: Emitter, text: str, *, inside: bool) -> Wait[None]:
-    """Read on in what is no call: in an object of another kind there is none either."""
+    """Read on after text that is not a call: an object of another kind cannot contain a call."""
     emitter.content(text)
     if inside and '"' in text and not text.endswith("}"):
         source.echo(emitter.content)
@@ -89,10 +89,10 @@ def _other(source: Source, emitter: Emitter, text: str, *, inside: bool) -> Wait
 
 
 def mistral(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``[TOOL_CALLS][{"name": ..., "arguments": ...}, ...]``, and since its tokenizer of version 11
+    """Parse ``[TOOL_CALLS][{"name": ..., "arguments": ...}, ...]``, and since version 11 of the tokenizer
     ``[TOOL_CALLS]name{...}`` or ``[TOOL_CALLS]name[ARGS]{...}``, once for each call."""
     while marker := (yield from source.until(_MISTRAL, emitter.content)):
-        if marker != _CALLS or (yield from source.look(_next_is(source, _CALLS))):  # some write it twice
+        if marker != _CALLS or (yield from source.look(_next_is(source, _CALLS))):  # some models write it twice
             emitter.gap()
         elif (yield from source.look(_next_is(source, "[", "{", _FENCE))):
             yield from call_objects(source, emitter, tools, (_CALLS,))
@@ -130,7 +130,7 @@ def _named(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
         emitter.end()
 
 
-# ---- their forms, see `jaxinfer.parsers.forms.Form`
+# ---- forms, see `jaxinfer.parsers.forms.Form`
 
 
 def hermes_form(functions: Sequence[Function], *, parallel: bool) -> Form:
@@ -140,7 +140,7 @@ def hermes_form(functions: Sequence[Function], *, parallel: bool) -> Form:
 
 
 def llama3_json_form(functions: Sequence[Function], *, parallel: bool) -> Form:
-    """Nothing marks a call: an answer that begins with a brace is one, or several."""
+    """Return the form of unmarked calls: an answer that begins with a brace is one or several calls."""
     check_names(functions)
     call = either(_object(each, "parameters") for each in functions)
     calls = row(optional(const(_PYTHON_TAG)), several(call, parallel=parallel, between=regex("; ?")))
@@ -148,7 +148,7 @@ def llama3_json_form(functions: Sequence[Function], *, parallel: bool) -> Form:
 
 
 def mistral_form(functions: Sequence[Function], *, parallel: bool) -> Form:
-    """The list of older tokenizers, or a name and arguments: the model knows which."""
+    """Return a form with both variants, list (older tokenizers) and name with arguments: the model knows its own."""
     check_names(functions)
     call = several(either(_object(each, "arguments") for each in functions), parallel=parallel, between=regex(", ?"))
     name_id = optional(const(_ID), regex("[a-zA-Z0-9]{9}"))

@@ -1,8 +1,8 @@
-"""JSON as models write it: read as it comes, and written as JSON.
+"""Streaming reader and repairer of the JSON that models write.
 
-What is JSON stays as it is, character by character. What is not becomes JSON: single quotes, words of Python, keys and
-values without quotes, too many or too few commas and brackets, a key twice (the first one counts), line breaks and
-quotes within strings, half of a surrogate pair. So arguments are JSON however a model ends them, unless they are cut.
+Valid JSON is copied character by character. These errors are repaired: single quotes, Python words, unquoted keys and
+values, too many or too few commas and brackets, duplicate keys (the first one counts), line breaks and quotes within
+strings, unpaired surrogates. So arguments are valid JSON however a model ends them, unless they are cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORDS = {
     "false": "false",
     **dict.fromkeys(("null", "none", "nan", "infinity", "-infinity", "undefined"), "null"),
 }
-"""By their letters in lower case."""
+"""JSON of words by their lower-case spelling."""
 _OPENERS = {"{": "{", "[": "[", "(": "["}
 _CLOSERS = {"}": "{", "]": "[", ")": "["}
 _CLOSED_BY = {"{": "}", "[": "]"}
@@ -34,12 +34,12 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def whole_text(text: str) -> str:
-    """``text`` with U+FFFD in place of halves of surrogate pairs, which UTF-8 does not have."""
+    """Return ``text`` with U+FFFD in place of unpaired surrogates, which cannot be encoded in UTF-8."""
     return _SURROGATE.sub("\ufffd", text)
 
 
 def as_json(text: str) -> str:
-    """JSON of a whole value, see `JsonReader`; "": there is none."""
+    """Return JSON of a whole value, see `JsonReader`; "" if there is none."""
     source, parts = Source(), list[str]()
     source.add(text)
     source.end()
@@ -50,7 +50,7 @@ def as_json(text: str) -> str:
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    """A bracket that is open. ``filled``: something stands in it; ``keys``: of its members."""
+    """An open bracket. ``filled``: it has elements; ``keys``: keys of its members."""
 
     bracket: str
     filled: bool = False
@@ -61,10 +61,10 @@ class JsonReader:
     """Reader of one value.
 
     Args:
-        sink: gets JSON.
+        sink: receives JSON.
         stops: markers that end the value early, and stay unread.
-        again: where ``stops`` are texts, not tokens of their own, those that begin the next call: a stop in a string
-            ends it only if one of these or nothing follows. None: stops always end strings.
+        again: if ``stops`` are text rather than special tokens, the markers that begin the next call: a stop in a
+            string ends it only if one of these or the end follows. None: stops always end strings.
     """
 
     def __init__(self, source: Source, sink: Sink, stops: Sequence[str] = (), again: Markers | None = None) -> None:
@@ -76,18 +76,18 @@ class JsonReader:
         self._key_end = re.compile(rf"[:=,}}\]\n{first}]")
         self._open: list[_Open] = []
         self._gap: list[str] = []
-        self._owed = False  # a value, behind a colon
-        self._muted = 0  # the depth of a member that is left out
+        self._owed = False  # a value is expected after a colon
+        self._muted = 0  # depth of a member that is dropped
 
     def read(self) -> Wait[bool]:
-        """Read the value, JSON of an object that is written as a string as that object. Whether it was whole."""
+        """Read the value; an object serialised as a JSON string is unwrapped. Return whether it was complete."""
         if (yield from self._source.peek(1)) in ("'", '"'):
             return (yield from self._unwrapped())
         yield from self._value()
         return (yield from self._rest())
 
     def read_on(self) -> Wait[bool]:
-        """Read what follows the opening brace of an object and a member of it."""
+        """Read the rest of an object after its opening brace and first member."""
         self._open = [_Open("{", filled=True)]
         return (yield from self._rest())
 
@@ -113,7 +113,7 @@ class JsonReader:
     # ---- structure
 
     def _next(self) -> Wait[str]:
-        """Read on to the next character that is neither space nor comma. "": there is none."""
+        """Skip whitespace and commas, and return the next character, unread. "": end of text."""
         while True:
             character = yield from self._source.scan(_NOT_SPACE, self._gap.append)
             if character not in (",", ";"):
@@ -123,12 +123,12 @@ class JsonReader:
             self._gap.append(",")
 
     def _settle(self) -> None:
-        """Write null where a value is missing."""
+        """Write null for a missing value."""
         if self._owed:
             self._begin("null")
 
     def _begin(self, text: str) -> None:
-        """Write a key, a scalar or an opening bracket, behind a comma where it needs one."""
+        """Write a key, a scalar or an opening bracket, after a comma if one is needed."""
         gap = "".join(self._gap)
         first = self._owed or not self._open or not self._open[-1].filled
         before, comma, behind = gap.partition(",")
@@ -142,7 +142,7 @@ class JsonReader:
         self._emit(gap + text)
 
     def _close(self, bracket: str) -> None:
-        """Close the innermost of these brackets, and those within it; a closing one too many is left out."""
+        """Close the innermost of these brackets, and those within it; drop an unmatched closing bracket."""
         if any(each.bracket == bracket for each in self._open):
             while self._pop() != bracket:
                 pass
@@ -157,7 +157,7 @@ class JsonReader:
         return bracket
 
     def _end(self, *, cut: bool) -> None:
-        """Close what is open, unless the text is ``cut``: then it stays as far as it came."""
+        """Close open brackets, unless the text is ``cut``: then the JSON stays incomplete."""
         self._gap = []
         while self._open and not cut:
             self._pop()
@@ -187,7 +187,7 @@ class JsonReader:
         self._owed = True
 
     def _key(self) -> Wait[str]:
-        """A key as JSON; "": there is none."""
+        """Return a key as JSON; "" if there is none."""
         parts: list[str] = []
         character = yield from self._source.peek(1)
         if character in ("'", '"'):
@@ -196,7 +196,7 @@ class JsonReader:
             yield from self._source.scan(self._key_end, parts.append)
         bare = "".join(parts).strip()
         if not parts and not (yield from self._stopped()):
-            self._source.take(1)  # what can be no key
+            self._source.take(1)  # a character that cannot be a key
         return _quoted(bare) if bare else ""
 
     # ---- values
@@ -223,7 +223,7 @@ class JsonReader:
         return whole
 
     def _scalar(self) -> Wait[None]:
-        """A number or a word; what is neither is a string without quotes."""
+        """Read a number or a word; anything else is an unquoted string."""
         parts: list[str] = []
         end = self._word_end
         while character := (yield from self._source.scan(end, parts.append)):
@@ -245,7 +245,7 @@ class JsonReader:
             self._begin(_scalar(word) or _quoted(word.strip()))
 
     def _string(self, sink: Sink) -> Wait[bool]:
-        """Read a string. False: it has no end."""
+        """Read a string. False: it is unterminated."""
         quote = self._source.take(1)
         sink('"')
         while character := (yield from self._source.scan(self._in_string[quote], lambda text: sink(whole_text(text)))):
@@ -266,7 +266,7 @@ class JsonReader:
         return False
 
     def _ends_string(self) -> Wait[bool]:
-        """Whether a quote before this ends its string: what follows is no text."""
+        """Return whether the preceding quote ends its string, judged by the character after it."""
         character = yield from self._source.scan(_NOT_SPACE, ignore)
         return not character or character in _BEHIND_STRING or (yield from self._stopped())
 
@@ -298,7 +298,7 @@ class JsonReader:
     # ---- stops
 
     def _stopped(self, *others: str) -> Wait[bool]:
-        """Whether a stop comes next, or one of ``others``."""
+        """Return whether a stop comes next, or one of ``others``."""
         for stop in (*self._stops, *others):
             if (yield from self._source.ahead(stop)):
                 return True
@@ -310,7 +310,7 @@ class JsonReader:
         return self._again is None or (yield from self._source.look(self._over(self._again)))
 
     def _over(self, again: Markers) -> Wait[bool]:
-        """Whether behind a stop the call is over."""
+        """Return whether the call is over after a stop."""
         for stop in self._stops:
             if (yield from self._source.starts(stop)):
                 break
@@ -318,7 +318,7 @@ class JsonReader:
 
 
 def _scalar(word: str) -> str | None:
-    """JSON of a number or a word; None: it is a text."""
+    """Return JSON of a number or a word; None for text."""
     return word if _NUMBER.fullmatch(word) else _WORDS.get(word.lower())
 
 

@@ -1,4 +1,4 @@
-"""Python's literals of a JSON Schema, as parts of structural tags."""
+"""Structural tag formats for Python literals of a JSON Schema."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxinfer.parsers.tools import referred
 
 _MOST_DEPTH = 16
 _MOST_SCHEMAS, MOST_PARAMETERS = 2048, 128
-"""References are written out, and of parameters what may follow which."""
+"""Bounds on schemas (references are expanded) and on parameters (the possible successors of each are written out)."""
 _ESCAPED, _PLAIN = r"\\[nrtbf\\'\"]", r"\\\x00-\x1f\x7f"
 _STRING = either(regex(f"{quote}(?:[^{_PLAIN}{quote}]|{_ESCAPED})*{quote}") for quote in "\"'")
-# Bounded: what Python reads as infinite has no JSON, and what is too long is no number.
+# Bounded: Python reads large exponents as infinity, which JSON lacks, and rejects numbers with too many digits.
 _INTEGER = "-?(?:0|[1-9][0-9]{0,30})"
 _LEAVES: Mapping[str, Node] = {
     "string": _STRING,
@@ -57,10 +57,10 @@ STRING: /"([^"\\\\\\x00-\\x1f\\x7f]|\\\\[nrtbf"'\\\\])*"|'([^'\\\\\\x00-\\x1f\\x
 
 
 class Literals:
-    """Makes them of a function's parameters.
+    """Formats of Python literals for the parameters of a function.
 
     Raises:
-        FormError: of every method: a schema cannot be held in Python's literals, naming the keyword.
+        FormError: by every method: a schema cannot be expressed in Python literals; names the keyword.
     """
 
     def __init__(self, function: Function) -> None:
@@ -70,7 +70,7 @@ class Literals:
         return {"type": "grammar", "grammar": _ANY}
 
     def of(self, parameter: str) -> Node:
-        """A parameter's value."""
+        """Return the format of a parameter's value."""
         return self._value(self._function.parameters[parameter], 0)
 
     def _value(self, schema: Any, depth: int) -> Node:
@@ -89,7 +89,7 @@ class Literals:
         return self.any()
 
     def _said(self, schema: Any) -> dict[str, Any]:
-        """Without annotations."""
+        """Return the schema without annotations."""
         if not isinstance(schema, Mapping):
             self._refuse(repr(schema)[:50], "is no schema that anything is of")
         return {word: value for word, value in schema.items() if word not in ANNOTATIONS}
@@ -151,7 +151,7 @@ class Literals:
 
 
 def listed(pairs: Sequence[tuple[Node, bool]]) -> Node:
-    """Parts in their order with a comma between those that are there. ``pairs``: each, and whether it must be there."""
+    """Return formats in order with commas between those present. ``pairs``: each format, and whether it is required."""
     behind = [row(_COMMA, part) if needed else optional(_COMMA, part) for part, needed in pairs]
     must = next((place for place, (_, needed) in enumerate(pairs) if needed), len(pairs))
     firsts = [row(part, *behind[place + 1 :]) for place, (part, _) in enumerate(pairs[: must + 1])]
@@ -161,5 +161,5 @@ def listed(pairs: Sequence[tuple[Node, bool]]) -> Node:
 
 
 def _written(value: Any) -> list[str]:
-    """A literal, with either quotes."""
+    """Return the spellings of a literal; a string with either kind of quotes."""
     return sorted({repr(value), json.dumps(value, ensure_ascii=False)} if isinstance(value, str) else {repr(value)})

@@ -1,4 +1,4 @@
-"""What all parsers are: text in, events out; the same for a stream and for a whole answer."""
+"""Parser interface: text in, events out; the result does not depend on how a stream is split."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from jaxinfer.parsers.events import Content, Emitter, Event
 from jaxinfer.parsers.source import Source, Wait
 
 Program = Callable[[Source, Emitter], Wait[None]]
-"""What a format is: it reads a source to its end and emits events."""
+"""Parser coroutine of a format: it reads a source to its end and emits events."""
 
 
 @runtime_checkable
 class Parser(Protocol):
-    """Follows one answer. Neither method raises, whatever the model has written."""
+    """Incremental parser of one answer. Neither method raises, for any model output."""
 
     def feed(self, text: str) -> list[Event]:
-        """Events of more text, split anywhere."""
+        """Return the events of more text, which may be split anywhere."""
         ...
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Events of the end; nothing may follow. ``cut``: the answer ended before the model ended it."""
+        """Return the events of the end; no text may follow. ``cut``: the answer ended before the model ended it."""
         ...
 
 
 class ProgramParser:
-    """Parser that is a program's.
+    """Parser that runs a `Program`.
 
     Args:
         new_id, hidden: see `Emitter`.
@@ -49,7 +49,7 @@ class ProgramParser:
 
 
 class Chain:
-    """Parser of what another leaves as content: calls behind a thought."""
+    """Two parsers in sequence: the second parses the content events of the first, such as calls after reasoning."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
         self._first, self._second = first, second

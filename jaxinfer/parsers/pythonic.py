@@ -1,4 +1,4 @@
-"""Calls as a list in Python: ``[f(a=1), g(b="x")]``, Llama's."""
+"""Tool calls as a Python list: ``[f(a=1), g(b="x")]`` (Llama)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def pythonic(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """A list of calls with literals by name, anywhere. Each comes out when it is whole: only then is it known to be
-    one. Since nothing marks them, they are calls only if their function is one of the request's."""
+    """Parse lists of calls with literals as keyword arguments, anywhere. A call is emitted when it is complete, because
+    only then is it known to be one. Since no marker identifies calls, they must name a function of the request."""
     while marker := (yield from source.until(_LIST, emitter.content)):
         if marker in (_BEGIN, _END):
             emitter.gap()
@@ -55,7 +55,7 @@ def pythonic(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
 
 
 def _list(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """Read what follows the bracket. What is no call becomes content, and so does a list without any."""
+    """Read a list after its bracket. Elements that are not calls become content, and so does a list without calls."""
     calls = emitter.calls
     while (is_call := (yield from _call(source, emitter, tools))) is not None:
         text = source.copied()
@@ -77,7 +77,7 @@ def _list(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
 
 
 def _call(source: Source, emitter: Emitter, tools: Tools) -> Wait[bool | None]:
-    """Read one call; False: it has other arguments than literals by name; None: it is none, as far as it was read."""
+    """Read one call. False: its arguments are not literals by keyword. None: the text is not a call."""
     yield from source.skip_space()
     parts: list[str] = []
     if (yield from source.scan(_AFTER_NAME, parts.append)) != "(":
@@ -97,10 +97,10 @@ def _call(source: Source, emitter: Emitter, tools: Tools) -> Wait[bool | None]:
 
 
 def _parenthesis(source: Source, parts: list[str]) -> Wait[int | None]:
-    """Read up to the bracket that closes the next one, by brackets and quotes alone.
+    """Read up to the bracket that closes the next one, tracking only brackets and quotes.
 
     Returns:
-        How many characters that are, strings not counted. None: no bracket closes it.
+        Number of characters, strings not counted. None: no bracket closes it.
     """
     depth = size = 0
     while True:
@@ -118,7 +118,7 @@ def _parenthesis(source: Source, parts: list[str]) -> Wait[int | None]:
 
 
 def _string(source: Source, parts: list[str], quote: str) -> Wait[None]:
-    """Read what follows a quote, up to the end of its string. Three quotes begin one that three end."""
+    """Read a string after its first quote, single or triple quoted."""
     end = quote
     if (yield from source.starts(quote)):
         parts.append(quote)
@@ -131,7 +131,7 @@ def _string(source: Source, parts: list[str], quote: str) -> Wait[None]:
             parts.append(end)
             return
         parts.append(source.take(1))
-        if character == "\n" and end == quote:  # which Python has as an escape alone
+        if character == "\n" and end == quote:  # Python allows it as an escape only
             parts[-1] = "\\n"
         if character == "\\":
             yield from source.peek(1)
@@ -139,7 +139,7 @@ def _string(source: Source, parts: list[str], quote: str) -> Wait[None]:
 
 
 def _arguments(call: str) -> str | None:
-    """JSON of a call's arguments; None: they are no literals by name."""
+    """Return JSON of a call's arguments; None if they are not literals by keyword."""
     node = parsed(call)
     if not isinstance(node, ast.Call) or node.args:
         return None
@@ -152,13 +152,13 @@ def _arguments(call: str) -> str | None:
     return f"{{{', '.join(f'"{name}": {value}' for name, value in found.items())}}}"
 
 
-# ---- its form, see `jaxinfer.parsers.forms.Form`
+# ---- form, see `jaxinfer.parsers.forms.Form`
 
 _CALLABLE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
 
 def pythonic_form(functions: Sequence[Function], *, parallel: bool) -> Form:
-    """Nothing marks a call: an answer that begins with a bracket is a list of calls."""
+    """Return the form of unmarked calls: an answer that begins with a bracket is a list of calls."""
     check_names(functions, _CALLABLE)
     calls = [row(const(f"{each.name}("), *_by_name(each), const(")")) for each in functions]
     some = several(either(calls), parallel=parallel, between=regex(", ?"))
@@ -166,7 +166,7 @@ def pythonic_form(functions: Sequence[Function], *, parallel: bool) -> Form:
 
 
 def _by_name(function: Function) -> Iterable[Node]:
-    """The arguments in their order, with a comma between those that are there."""
+    """Return the keyword arguments in order, with commas between those that are present."""
     check_parts(function)
     literals = Literals(function)
     if function.open:

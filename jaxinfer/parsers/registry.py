@@ -1,4 +1,4 @@
-"""Parsers by name, the names of vLLM, and which of them a chat template asks for."""
+"""Parsers by vLLM name, and detection of the parsers for a chat template."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from jaxinfer.parsers.values import object_follows
 AUTO, OFF = "auto", "off"
 OPENAI, GPT_OSS = "openai", "openai_gptoss"
 RESPONSE_TEMPLATE = "response_template"
-"""The parser that a tokenizer carries. It parses reasoning, too."""
+"""The parser defined by the tokenizer config. It parses reasoning, too."""
 
 
 @runtime_checkable
 class ToolFormat(Protocol):
-    """How a family writes calls: see `jaxinfer.parsers.parser.Program`."""
+    """Parser coroutine of a family's tool calls: see `jaxinfer.parsers.parser.Program`."""
 
     def __call__(self, source: Source, emitter: Emitter, tools: Tools) -> Wait[None]: ...
 
@@ -63,10 +63,10 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = {
 
 @runtime_checkable
 class ToolForm(Protocol):
-    """How a family writes calls of these functions, as grammars hold it: the other side of its `ToolFormat`.
+    """Constructor of the grammar for a family's calls of these functions: the counterpart of its `ToolFormat`.
 
     Raises:
-        FormError: one of the functions cannot be called in it.
+        FormError: the form cannot express a call of one of the functions.
     """
 
     def __call__(self, functions: Sequence[Function], *, parallel: bool) -> Form: ...
@@ -96,7 +96,7 @@ REASONING_PARSERS: Mapping[str, Thought | None] = {
     GPT_OSS: None,
     "qwen3": Thought(*_THINK),
 }
-"""None: it parses calls, too, and is not separated from that."""
+"""Reasoning formats by parser name. None: the parser handles reasoning and calls together."""
 
 _TOOL_CALL = ("<tool_call>", "</tool_call>")
 _PYTHON = ("<|python_start|>", "<|python_end|>")
@@ -124,7 +124,7 @@ def _always(source: Source) -> Wait[bool]:
     return True
 
 
-# What begins a call also within a thought that the model has not closed: special tokens, and tags with a call behind.
+# Markers that begin a call even within unclosed reasoning: special tokens, and tags followed by a call.
 _CALL_SIGNS: Mapping[str, Mapping[str, Sign]] = {
     "deepseek_v3": dict.fromkeys((_DEEPSEEK[0], _DEEPSEEK[2]), _always),
     "deepseek_v31": dict.fromkeys((_DEEPSEEK[0], _DEEPSEEK[2]), _always),
@@ -139,17 +139,17 @@ _CALL_SIGNS: Mapping[str, Mapping[str, Sign]] = {
 }
 
 PROMPT_TOKENS = 16
-"""So many tokens of a prompt's end tell whether a thought is open."""
+"""Tokens at the end of a prompt that show whether reasoning is open."""
 TEMPLATE_TOKENS = 128
-"""So many tell a response template what the prompt has of the answer."""
+"""Tokens at the end of a prompt in which a response template finds the beginning of the answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsers:
-    """Names of the parsers of a model's answers. None: there is none.
+    """Names of the parsers for a model's answers. None: no parser.
 
     Attributes:
-        template: what `RESPONSE_TEMPLATE` is.
+        template: the template of `RESPONSE_TEMPLATE`.
     """
 
     tool_calls: str | None = None
@@ -158,7 +158,7 @@ class Parsers:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that the parsers look for. Some tokenizers have them as special tokens: answers must show these."""
+        """Marker texts of the parsers. Where they are special tokens, the detokenizer must keep them."""
         thought = self.thought
         around = (thought.begin, thought.end) if thought is not None else ()
         name = OPENAI if self.reasoning == GPT_OSS else self.tool_calls
@@ -167,7 +167,7 @@ class Parsers:
 
     @property
     def prompt_tokens(self) -> int:
-        """So many tokens of a prompt's end are asked for."""
+        """Number of tokens that the parsers need from the end of the prompt."""
         return TEMPLATE_TOKENS if self._is_carried else PROMPT_TOKENS
 
     @property
@@ -176,18 +176,18 @@ class Parsers:
 
     @property
     def thought(self) -> Thought | None:
-        """How a model tells its thought; None: it tells none, or other than between two tags."""
+        """Reasoning tags of the model; None: no reasoning, or not between two tags."""
         return REASONING_PARSERS.get(self.reasoning or "")
 
     def make(
         self, tools: Tools | None, *, prompt: str = "", new_id: Callable[[int], str] | None = None
     ) -> Parser | None:
-        """A parser of one answer; None: it is text and nothing else.
+        """Return a parser of one answer; None: the answer is plain text.
 
         Args:
-            tools: the request's, or None: calls are not looked for.
-            prompt: its end, special tokens written out.
-            new_id: of a call by its index. Default: at random, in the form that the family's template wants.
+            tools: the request's tools, or None: calls are not parsed.
+            prompt: end of the prompt, with special tokens as text.
+            new_id: makes the id of a call from its index. Default: random, in the format of the family's template.
         """
         if self.reasoning == GPT_OSS or self.tool_calls == OPENAI:
             return self._program(harmony, tools or Tools(), new_id)
@@ -197,7 +197,7 @@ class Parsers:
         if tools is None or self.tool_calls is None:
             return first
         carried = self.tool_calls == RESPONSE_TEMPLATE
-        open_ = prompt if first is None else ""  # a thought that the prompt has begun is the first one's
+        open_ = prompt if first is None else ""  # reasoning that the prompt has begun belongs to the first parser
         second = self._carried(tools, open_, new_id) if carried else self._family(tools, new_id)
         return second if first is None else Chain(first, second)
 
@@ -223,10 +223,10 @@ class Parsers:
 
 
 def chosen(tool_calls: str, reasoning: str, template: str, carried: ResponseTemplate | None = None) -> Parsers:
-    """The parsers that are named, or that a template asks for where "auto" is named; "off" is none.
+    """Return the named parsers; "auto" detects them from the chat template, "off" is none.
 
     Args:
-        carried: the tokenizer's response template, which reads calls and reasoning where it `takes_carried`.
+        carried: the tokenizer's response template, which parses calls and reasoning where `takes_carried`.
 
     Raises:
         KeyError: there is no parser of this name.
@@ -241,12 +241,12 @@ def chosen(tool_calls: str, reasoning: str, template: str, carried: ResponseTemp
 
 
 def takes_carried(tool_calls: str, template: str) -> bool:
-    """Whether a response template is asked for: by name, or by "auto" where no family is known by its template."""
+    """Return whether the response template is used: by name, or by "auto" if the chat template's family is unknown."""
     return tool_calls == RESPONSE_TEMPLATE or (tool_calls == AUTO and detect(template).tool_calls is None)
 
 
 def detect(template: str) -> Parsers:
-    """The parsers for the markers that a chat template writes."""
+    """Return the parsers for the markers in a chat template."""
     reasoning, tool_calls = (
         next((name for name, *texts in signs if _has(template, texts)), None)
         for signs in (_REASONING_SIGNS, _TOOL_SIGNS)
@@ -258,7 +258,7 @@ def _has(template: str, texts: Sequence[str]) -> bool:
     return all((text.removeprefix("!") in template) != text.startswith("!") for text in texts)
 
 
-# The first whose texts are all there, but for those behind "!".
+# The first entry whose texts are all in the template wins; texts after "!" must be absent.
 _TOOL_SIGNS: tuple[tuple[str, ...], ...] = (
     (OPENAI, "<|channel|>", "<|message|>"),
     ("deepseek_v3", "<｜tool▁call▁begin｜>", "```json"),
@@ -277,7 +277,7 @@ _REASONING_SIGNS: tuple[tuple[str, ...], ...] = (
     (GPT_OSS, "<|channel|>", "<|message|>"),
     ("mistral", "[THINK]"),
     ("deepseek_v3", "<think>", "<｜Assistant｜>"),
-    ("deepseek_r1", "</think>", "<｜Assistant｜>"),  # the thought's beginning is not in the prompt
+    ("deepseek_r1", "</think>", "<｜Assistant｜>"),  # the reasoning's begin tag is not in the prompt
     ("glm45", "</think>", "<arg_key>"),
     ("qwen3", "</think>"),
 )
@@ -296,5 +296,5 @@ def _long_id(index: int) -> str:
 
 
 def _short_id(index: int) -> str:
-    """Mistral's templates refuse all ids but those of nine letters and digits."""
+    """Return an id that Mistral's templates accept: nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

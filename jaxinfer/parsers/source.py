@@ -1,8 +1,8 @@
-"""Text that comes in parts, read by coroutines that wait for more.
+"""Incremental text source, read by coroutines that wait for more text.
 
-A reader is a generator: ``yield`` means that it cannot decide without more text. What it decides follows from the
-characters alone, never from how they were split, so that a stream and its whole give the same. What is read is let go
-of: nothing is looked at more often than a marker is long.
+A reader is a generator: ``yield`` means that it cannot decide without more text. Its decisions depend on the characters
+alone, never on how they were split, so that streamed and whole text give identical results. Text that was read is
+dropped: a character is examined again at most as often as a marker is long.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Markers:
-    """Texts to look for, none of which begins another.
+    """Texts to search for, none of which is a prefix of another.
 
     Raises:
-        ValueError: one does, or is empty.
+        ValueError: one is a prefix of another, or is empty.
     """
 
     def __init__(self, *markers: str) -> None:
@@ -33,16 +33,16 @@ class Markers:
         self._beginnings = {marker[:size] for marker in markers for size in range(1, len(marker))}
 
     def begun(self, text: str, at: int) -> int:
-        """Length of the longest end of ``text[at:]`` that may be the beginning of a marker."""
+        """Return the length of the longest suffix of ``text[at:]`` that may begin a marker."""
         most = min(self._longest - 1, len(text) - at)
         return next((size for size in range(most, 0, -1) if text[-size:] in self._beginnings), 0)
 
 
 class Source:
-    """The text so far, from where it has been read to.
+    """Buffered text with a read position.
 
     Attributes:
-        position: how many characters were read.
+        position: number of characters read.
         cut: the text has ended before the model ended it.
     """
 
@@ -56,27 +56,27 @@ class Source:
         self._text, self._at = self._text[self._at :] + text, 0
 
     def end(self, *, cut: bool = False) -> None:
-        """There will be no more."""
+        """Mark the end of the text."""
         self._ended, self.cut = True, cut
 
-    # ---- what may have to be given back
+    # ---- unreading
 
     def copy(self, text: str = "") -> None:
-        """Begin to copy what is read, behind ``text``."""
+        """Start recording the text that is read, after ``text``."""
         self._copied = [text]
         self._copy = self._copied.append
 
     def copied(self) -> str:
-        """The copy, which ends."""
+        """Stop recording and return the recorded text."""
         parts, self._copied, self._copy = self._copied, [], None
         return "".join(parts)
 
     def echo(self, sink: Sink) -> None:
-        """Let a sink have what is read, until `copied`."""
+        """Send the text that is read to a sink, until `copied`."""
         self._copied, self._copy = [], sink
 
     def unread(self, text: str) -> None:
-        """Give back the marker that was read last."""
+        """Unread the marker that was read last."""
         if self._copied and self._copied[-1] == text:
             self._copied.pop()
         self._give_back(text)
@@ -86,11 +86,11 @@ class Source:
         self.position -= len(text)
 
     def look[T](self, reader: Wait[T]) -> Wait[T]:
-        """The result of a reader, whose text stays unread."""
+        """Run a reader and unread its text."""
         return (yield from self._tried(reader, lambda found: False))
 
     def attempt[T](self, reader: Wait[T]) -> Wait[T]:
-        """The result of a reader, whose text stays unread where that is false."""
+        """Run a reader and unread its text if the result is false."""
         return (yield from self._tried(reader, bool))
 
     def _tried[T](self, reader: Wait[T], keep: Callable[[T], bool]) -> Wait[T]:
@@ -108,7 +108,7 @@ class Source:
     # ---- reading
 
     def take(self, count: int) -> str:
-        """Read so many characters that are there."""
+        """Read ``count`` characters, which must be buffered."""
         text = self._text[self._at : self._at + count]
         self._at += count
         self.position += len(text)
@@ -117,20 +117,20 @@ class Source:
         return text
 
     def more(self) -> Wait[bool]:
-        """Wait for text. False: there is no more."""
+        """Wait for text. False: the text has ended."""
         known = len(self._text) - self._at
         while len(self._text) - self._at == known and not self._ended:
             yield
         return len(self._text) - self._at > known
 
     def peek(self, count: int) -> Wait[str]:
-        """The next characters, unread; fewer at the end."""
+        """Return the next characters, unread; fewer at the end."""
         while len(self._text) - self._at < count and (yield from self.more()):
             pass
         return self._text[self._at : self._at + count]
 
     def ahead(self, marker: str) -> Wait[bool]:
-        """Whether ``marker`` comes next."""
+        """Return whether ``marker`` comes next."""
         while True:
             have = self._text[self._at : self._at + len(marker)]
             if have == marker:
@@ -146,7 +146,7 @@ class Source:
         return found
 
     def skip(self, run: re.Pattern[str]) -> Wait[None]:
-        """Read all characters of a class. ``run``: any number of them."""
+        """Skip characters of a class. ``run``: matches any number of them."""
         while True:
             match = run.match(self._text, self._at)
             self.take(match.end() - self._at if match else 0)
@@ -157,7 +157,7 @@ class Source:
         yield from self.skip(_SPACE)
 
     def ended(self) -> Wait[bool]:
-        """Whether nothing but space comes."""
+        """Return whether only whitespace is left."""
         yield from self.skip_space()
         return not (yield from self.peek(1))
 
@@ -180,11 +180,11 @@ class Source:
                 return ""
 
     def until(self, markers: Markers, sink: Sink, most: int | None = None) -> Wait[str | None]:
-        """Read up to the first of the markers and that too. Returns it.
+        """Read up to and including the first of the markers, and return it.
 
         Args:
-            sink: gets what stands before it, as soon as it is certain to be no part of one.
-            most: so many characters may stand before it.
+            sink: receives the text before the marker as soon as it cannot be part of one.
+            most: maximum characters before the marker.
 
         Returns:
             None: no marker. All of the text has been read, or ``most`` characters.
@@ -206,19 +206,19 @@ class Source:
                 return None
 
     def _give_up(self, sink: Sink, most: int | None) -> None:
-        """At the end the beginning of a marker is none."""
+        """Pass an incomplete marker at the end to the sink as text."""
         count = len(self._text) - self._at
         if count:
             sink(self.take(count if most is None else min(count, most)))
 
     def gather(self, markers: Markers, most: int) -> Wait[tuple[str, str | None]]:
-        """What stands before the first of the markers, and that marker; see `until`."""
+        """Return the text before the first of the markers, and that marker; see `until`."""
         parts: list[str] = []
         marker = yield from self.until(markers, parts.append, most)
         return "".join(parts), marker
 
     def rest(self, sink: Sink) -> Wait[None]:
-        """Read all that comes."""
+        """Read the rest of the text."""
         while True:
             if self._at < len(self._text):
                 sink(self.take(len(self._text) - self._at))
@@ -227,4 +227,4 @@ class Source:
 
 
 def ignore(text: str) -> None:
-    """Sink for what nobody needs."""
+    """Discard text."""

@@ -1,4 +1,4 @@
-"""Calls whose arguments are tagged one by one, without JSON: Qwen3-Coder's and GLM's."""
+"""Tool calls with one tag per argument, without JSON (Qwen3-Coder, GLM)."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _AGAIN = Markers(_OPEN)
 
 
 class _Object:
-    """Writer of a call's arguments, of texts whose types the function's schema tells. Strings come out as they come in.
-    Of a parameter that is named twice the first counts.
+    """Writer of a call's arguments as JSON, from texts typed by the schema of the function. Strings are streamed. If a
+    parameter occurs twice, the first one counts.
 
     Args:
-        tags: of the format, which stand in no value but a string.
-        loose: parameters without a known type are read as JSON where they are JSON; else they are strings.
+        tags: tags of the format, which occur in string values only.
+        loose: parameters of unknown type are parsed as JSON if they are JSON; else they are strings.
     """
 
     def __init__(self, emitter: Emitter, tools: Tools, name: str, tags: Markers, *, loose: bool) -> None:
@@ -72,7 +72,7 @@ class _Object:
         self._emit: Sink = emitter.arguments
 
     def has(self, parameter: str) -> bool:
-        """Whether the function has this parameter, or nothing is known of them."""
+        """Return whether the function has this parameter, or its parameters are unknown."""
         known = self._tools.parameters(self._name)
         return parameter in known or not known
 
@@ -92,7 +92,7 @@ class _Object:
             self._emit('"')
 
     def value(self, text: str) -> None:
-        """More of the parameter's text."""
+        """Append text to the parameter's value."""
         if self._text is None:
             self._emit(quoted(text))
         else:
@@ -115,16 +115,16 @@ class _Object:
 
 
 class _TaggedValue:
-    """Reader of values without quotes, up to the tags that end them. Which tags do is decided by what follows.
+    """Reader of unquoted values up to the tags that end them, decided by the text after each tag.
 
-    A tag ends a value for certain where the rest of the call follows. One that other text follows may be text itself:
-    it is kept back until a tag ends the value for certain (then it was text), or until the next call or the end (then
-    it was a tag).
+    A tag followed by the rest of the call certainly ends a value. A tag followed by other text may be text itself: it
+    is kept back until a tag certainly ends the value (then it was text), or until the next call or the end (then it was
+    a tag).
 
     Args:
-        tags: of the format.
-        ends: whether a tag that was read ends the value; None: that is not certain.
-        begins: whether behind a tag a call begins.
+        tags: tags of the format.
+        ends: whether a tag that was read ends the value; None: uncertain.
+        begins: whether a call begins after a tag.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _TaggedValue:
         begins: Callable[[str], Wait[bool]],
     ) -> None:
         self._source, self._tags, self._ends, self._begins = source, tags, ends, begins
-        self._decided = 0  # up to here what is kept back was no text
+        self._decided = 0  # tags kept back before this position were not text
 
     def read(self, sink: Sink) -> Wait[str | None]:
         """Read a value. Returns the tag that ends it; None: the text ends first."""
@@ -155,14 +155,14 @@ class _TaggedValue:
         return self._cut(kept) if kept else None
 
     def _cut(self, kept: list[str]) -> str:
-        """End the value at the tag that was kept back first."""
+        """End the value at the first tag that was kept back."""
         self._decided = self._source.position
         self._source.unread("".join(kept[1:]))
         return kept[0]
 
 
 class _Calls:
-    """What the readers of both formats share.
+    """Base of the readers of both formats.
 
     Args:
         loose: see `_Object`.
@@ -188,21 +188,21 @@ class _Calls:
         self._arguments = _Object(self._emitter, self._tools, name, self.tags, loose=self._loose)
 
     def _read_value(self) -> Wait[str | None]:
-        """Read a value of the parameter that has begun. Returns the tag that comes next."""
+        """Read the value of the current parameter. Returns the tag that comes next."""
         marker = yield from self._value.read(self._arguments.value)
         if marker is not None or not self._source.cut:
             self._arguments.value_end()
         return None if marker is None else marker.removeprefix("\n")
 
     def _over(self) -> Wait[bool | None]:
-        """Whether the call is over: the next one follows, or nothing. None: other text does."""
+        """Return whether the call is over: the next call or the end follows. None: other text follows."""
         if (yield from self._source.ended()):
             return True
         marker = yield from self._source.which(self.tags)
         return (bool(marker) and (yield from self._begins(marker))) or None
 
     def _end(self, text: str, marker: str | None) -> None:
-        """End the call at a tag, or at the end of the text, where other text may stand in front."""
+        """End the call at a tag, or at the end of the text, which other text may precede."""
         if marker is None and self._source.cut:
             return
         self._arguments.end()
@@ -212,7 +212,7 @@ class _Calls:
             self._source.unread(marker)
 
     def _objects(self) -> Wait[bool]:
-        """Read calls in JSON, if they are."""
+        """Read calls in JSON, if there are any."""
         is_json = yield from self._source.look(_is_json(self._source))
         if is_json:
             yield from call_objects(self._source, self._emitter, self._tools, (_CLOSE,), _AGAIN)
@@ -254,7 +254,7 @@ class _Qwen(_Calls):
             yield from self._parameters(marker)
 
     def _head(self, opened: str) -> Wait[tuple[str | None, str]]:
-        """Read the function's name, and a parameter's tag where one stands in its place."""
+        """Read the function's name, and a parameter tag that replaces it."""
         if opened and (yield from self._source.starts(_PARAMETER)):
             key = yield from self._source.look(self._key())
             return self._tools.with_parameter(key or ""), _PARAMETER
@@ -319,12 +319,12 @@ class _Qwen(_Calls):
 
 
 def qwen3_coder(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``<tool_call><function=f><parameter=p>...</parameter></function></tool_call>``; the outer tag may be missing."""
+    """Parse ``<tool_call><function=f><parameter=p>...</parameter></function></tool_call>``, the outer tag optional."""
     yield from _Qwen(source, emitter, tools, loose=False).read()
 
 
 def function_follows(source: Source) -> Wait[bool]:
-    """Whether the tag of a function follows, or JSON of a call."""
+    """Return whether a function tag follows, or a call in JSON."""
     yield from source.skip_space()
     return (yield from source.starts(_FUNCTION)) or (yield from object_follows(source))
 
@@ -351,7 +351,7 @@ class _Glm(_Calls):
             yield from self._pairs(marker)
 
     def _head(self) -> Wait[tuple[str | None, str | None]]:
-        """Read the function's name and the tag behind it."""
+        """Read the function's name and the tag after it."""
         text, marker = yield from self._source.gather(_GLM_HEAD, MAX_NAME)
         name = text.strip()
         if marker == "\n":
@@ -360,7 +360,7 @@ class _Glm(_Calls):
         if marker == _KEY and not name:
             key, _ = yield from self._source.look(self._source.gather(_GLM, MAX_NAME))
             return self._tools.with_parameter(key.strip()), marker
-        if marker == _KEY_END:  # the tag in front of the first key is missing
+        if marker == _KEY_END:  # the tag before the first key is missing
             name, key = next(
                 ((each, name[len(each) :]) for each in self._tools.names if self._is_call(each, name)), (name, "")
             )
@@ -392,12 +392,12 @@ class _Glm(_Calls):
         self._end("".join(text), marker)
 
     def _pair(self, key: str, marker: str) -> Wait[str | None]:
-        """Read a value behind the tag that ends its key, or that begins the value."""
+        """Read a value after the tag that ends its key, or that begins the value."""
         while marker == _KEY_END:
             yield from self._source.skip_space()
             following = yield from self._source.look(self._source.which(_GLM))
             if following in (_KEY, _CLOSE, _OPEN) or not (yield from self._source.peek(1)):
-                return (yield from self._source.until(_GLM, ignore))  # there is none
+                return (yield from self._source.until(_GLM, ignore))  # the value is missing
             marker = yield from self._source.which(_BEFORE_VALUE)
         self._arguments.key(key)
         return (yield from self._read_value())
@@ -418,7 +418,7 @@ class _Glm(_Calls):
         return (yield from self._over())
 
     def _is_key(self) -> Wait[bool]:
-        """Whether a key and the end of its tag follow."""
+        """Return whether a key and the end of its tag follow."""
         key, end = yield from self._source.gather(_GLM, MAX_NAME)
         return end in (_KEY_END, _VALUE) and self._arguments.has(key.strip())
 
@@ -431,19 +431,19 @@ class _Glm(_Calls):
 
 
 def glm45(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``, with or without line breaks."""
+    """Parse ``<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``, with or without line breaks."""
     yield from _Glm(source, emitter, tools, loose=True).read()
 
 
 def pair_follows(source: Source) -> Wait[bool]:
-    """Whether a name and the tag of a key or of the call's end follow, or JSON of a call."""
+    """Return whether a name and the tag of a key or of the call's end follow, or a call in JSON."""
     if (yield from source.look(object_follows(source))):
         return True
     name, end = yield from source.gather(_GLM, MAX_NAME)
     return end in (_KEY, _CLOSE) and NAME.fullmatch(name.strip()) is not None
 
 
-# ---- their forms, see `jaxinfer.parsers.forms.Form`
+# ---- forms, see `jaxinfer.parsers.forms.Form`
 
 _LINE = regex("\n?")
 _ANCHORED = re.compile(r"(?<!\\)(?:\\\\)*\$$")
@@ -487,11 +487,11 @@ type _Part = Callable[[str | Node, Callable[[str, str], Node]], Node]
 
 
 def _parts(function: Function, part: _Part, ends: Sequence[str]) -> Iterable[Node]:
-    """The parameters in their order, those that are not required where the model wants them.
+    """Yield the parameters in order; those not required are optional.
 
     Args:
-        part: writes one, of its name and of what writes its value between two texts.
-        ends: texts that no value may have in it.
+        part: makes the format of a parameter from its name and from a function that makes its value between two texts.
+        ends: texts that must not occur in a value.
     """
     if function.open:
         yield star(part(regex("[A-Za-z_][A-Za-z0-9_-]{0,63}"), lambda begin, end: tag(begin, any_text(*ends), end)))
@@ -501,7 +501,7 @@ def _parts(function: Function, part: _Part, ends: Sequence[str]) -> Iterable[Nod
 
 
 class _Value:
-    """Writer of a parameter's value without quotes: of a string free text, of all else JSON."""
+    """Format of an unquoted parameter value: free text for strings, JSON for all other types."""
 
     def __init__(self, function: Function, name: str, ends: Sequence[str]) -> None:
         self._function, self._ends = function, ends
@@ -530,7 +530,7 @@ class _Value:
         return {**regex(self._pattern()), "excludes": list(self._ends)}
 
     def _pattern(self) -> str:
-        """Of the whole text. Schemas' patterns match anywhere in it."""
+        """Return a pattern that matches the whole text; schema patterns are not anchored."""
         if "pattern" not in self._schema:
             return f"(?s:.){{{self._schema.get('minLength', 0)},{self._schema.get('maxLength', '')}}}"
         pattern = str(self._schema["pattern"])
@@ -549,7 +549,7 @@ class _Value:
 
 
 def _check(functions: Sequence[Function]) -> None:
-    """Check that the parsers read the names of functions and parameters, and that the schemas tell of these.
+    """Check that parsers accept the names of functions and parameters, and schemas constrain parameters individually.
 
     Raises:
         FormError: one does not.

@@ -1,4 +1,4 @@
-"""Reasoning between tags, in front of the answer."""
+"""Reasoning between tags before the answer."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from jaxinfer.parsers.events import Emitter
 from jaxinfer.parsers.source import Markers, Sink, Source, Wait
 
 type Sign = Callable[[Source], Wait[bool]]
-"""Whether what follows a marker is a call. Reads a bounded text, but for space."""
+"""Predicate: whether a call follows a marker. Reads a bounded text, except for whitespace."""
 NO_SIGNS: Mapping[str, Sign] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Thought:
-    """A format.
+    """A reasoning format.
 
     Attributes:
         begin, end: its tags.
-        begun: an answer begins within it, unless its prompt has closed it.
-        closed: ends of prompts, besides ``end``, behind which there is none.
-        anywhere: text may stand in front of it. Else only a tag that comes first is one: models write about tags, too.
+        begun: an answer begins within reasoning, unless the prompt has closed it.
+        closed: prompt suffixes besides ``end`` after which there is no reasoning.
+        anywhere: text may precede the reasoning. Otherwise only a tag at the beginning counts: models write about tags.
     """
 
     begin: str
@@ -31,13 +31,13 @@ class Thought:
     closed: tuple[str, ...] = ()
 
     def is_open(self, prompt: str) -> bool:
-        """Whether an answer to a prompt with this end begins within the thought."""
+        """Return whether an answer to a prompt with this suffix begins within reasoning."""
         last = prompt.rstrip()
         return last.endswith(self.begin) or (self.begun and not last.endswith((self.end, *self.closed)))
 
     def read(self, source: Source, emitter: Emitter, prompt: str, calls: Mapping[str, Sign] = NO_SIGNS) -> Wait[None]:
-        """Read an answer to a prompt with this end. ``calls``: markers of calls, which end a thought, too, where what
-        follows them is a call."""
+        """Read an answer to a prompt with this suffix. ``calls``: call markers, which also end the reasoning if a call
+        follows them."""
         thinks = called = False
         if self.is_open(prompt):
             yield from source.skip_space()
@@ -47,7 +47,7 @@ class Thought:
             thinks = True
         if thinks:
             called = yield from self._inside(source, emitter, calls)
-        if called:  # the thought's end, if it comes at all, is no text
+        if called:  # a later end tag is not text
             while (yield from source.until(Markers(self.end), emitter.content)):
                 pass
         yield from source.rest(emitter.content)
@@ -56,20 +56,20 @@ class Thought:
         if self.anywhere:
             tags = Markers(self.begin, self.end)
             while (marker := (yield from source.until(tags, emitter.content))) == self.end:
-                pass  # of no thought: a token that is never text
+                pass  # without reasoning: a token that is never text
             return marker is not None
         source.copy()
         yield from source.skip_space()
         found = yield from source.starts(self.begin)
         text = source.copied()
-        if not found and (yield from source.starts(self.end)):  # of a thought that the prompt has closed
+        if not found and (yield from source.starts(self.end)):  # of reasoning that the prompt has closed
             yield from source.skip_space()
         elif not found:
             emitter.content(text)
         return found
 
     def _inside(self, source: Source, emitter: Emitter, calls: Mapping[str, Sign]) -> Wait[bool]:
-        """Read the thought, and the space around it, which is its template's. Whether a call ends it."""
+        """Read the reasoning, without the template's whitespace around it. Return whether a call ends it."""
         yield from source.skip_space()
         sink, tags = _Stripped(emitter.reasoning), Markers(self.end, *calls)
         while marker := (yield from source.until(tags, sink)):
@@ -84,7 +84,7 @@ class Thought:
 
 
 class _Stripped:
-    """Sink that leaves out space at the end."""
+    """Sink that drops trailing whitespace."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

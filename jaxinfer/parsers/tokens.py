@@ -1,4 +1,4 @@
-"""Calls between special tokens: DeepSeek's and Kimi's."""
+"""Tool calls between special tokens (DeepSeek, Kimi)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.parsers.values import BEHIND_CALLS, MAX_NAME, NAME, open_fence
 
-_OBJECTS = ("{", '"{')  # also as a text
+_OBJECTS = ("{", '"{')  # also as a JSON string
 _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK = Markers(_SECTION, _SECTION_END, _CALL, _SEPARATOR, _CALL_END)
@@ -48,7 +48,7 @@ _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+):\d+")
 
 
 def deepseek(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """Of V3 and R1 ``function<sep>name`` with arguments in a fenced block, of V3.1 ``name<sep>{...}``."""
+    """Parse ``function<sep>name`` with arguments in a fenced block (V3, R1), or ``name<sep>{...}`` (V3.1)."""
     while marker := (yield from source.until(_DEEPSEEK, emitter.content)):
         emitter.gap()
         if marker in (_CALL, _SECTION):
@@ -59,7 +59,7 @@ def deepseek(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
 
 
 def _deepseek_name(source: Source, tools: Tools, *, marked: bool) -> Wait[str | None]:
-    """Read a head: the word "function" and the name, in any order of separators, breaks and fences."""
+    """Read a head: the word "function" and the name, in any order of separators, line breaks and fences."""
     separated = False
     while True:
         text, marker = yield from source.gather(_DEEPSEEK_HEAD, MAX_NAME)
@@ -80,7 +80,7 @@ def _deepseek_name(source: Source, tools: Tools, *, marked: bool) -> Wait[str | 
 
 
 def kimi_k2(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
-    """``<call>functions.name:0<arguments>{...}<end>``: the id is the model's, and names the function."""
+    """Parse ``<call>functions.name:0<arguments>{...}<end>``: the model generates the id, which names the function."""
     while marker := (yield from source.until(_KIMI, emitter.content)):
         emitter.gap()
         if marker == _KIMI_CALL or marker in _KIMI_BEGINS:
@@ -93,7 +93,7 @@ def kimi_k2(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
 
 
 def _kimi_name(name_id: str, tools: Tools) -> str | None:
-    """Of an id ``functions.name:0``, or of a bare number where there is but one function."""
+    """Return the function name of an id ``functions.name:0``, or of a bare number if there is only one function."""
     if name_id.isdecimal() and len(tools.names) == 1:
         return tools.names[0]
     match = _KIMI_ID.fullmatch(name_id)
@@ -103,7 +103,7 @@ def _kimi_name(name_id: str, tools: Tools) -> str | None:
 def _call(
     source: Source, emitter: Emitter, name: str | None, head: str, stops: Sequence[str], name_id: str | None = None
 ) -> Wait[None]:
-    """Read arguments behind a head that names a function: a JSON value, perhaps in a fenced block. Without a name the
+    """Read arguments after a head that names a function: a JSON value, optionally in a fenced block. Without a name the
     head is content."""
     if name is None:
         emitter.content(head)
@@ -116,7 +116,7 @@ def _call(
         emitter.end()
 
 
-# ---- their forms, see `jaxinfer.parsers.forms.Form`
+# ---- forms, see `jaxinfer.parsers.forms.Form`
 
 
 def deepseek_v3_form(functions: Sequence[Function], *, parallel: bool) -> Form:
@@ -150,7 +150,7 @@ def _kimi_call(function: Function) -> Node:
 
 
 def _sections(calls: Sequence[Node], markers: tuple[str, str, str], *, parallel: bool) -> Form:
-    """Calls in a section. Its markers may be missing: in text a call's own begins one, too."""
+    """Return the form of calls in a section. Its markers are optional: in free text a call marker begins one, too."""
     begin, call, end = markers
     section = tag(begin, row(SPACE, several(either(calls), parallel=parallel), SPACE), end)
     return marked(section, [section, *calls], [begin, call], parallel=parallel)

@@ -1,4 +1,4 @@
-"""A request's tools as parsers know them: names, and the types of their parameters."""
+"""Tools of a request as needed by parsers: function names, and parameter types."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxinfer.parsers.json_text import whole_text
 
 STRING = "string"
 MOST_PYTHON = 1 << 14
-"""Characters of Python that are parsed, but for strings: a few hundredths of a second."""
+"""Maximum characters of parsed Python, strings not counted: a few hundredths of a second."""
 _MOST_DEPTH = 8
 _MOST_AFFIXES = 5
 _AROUND_NAME = " \t\r\n\"'`<>()"
 _PREFIX, _COUNTER = re.compile(r"(?:functions?|tools?|default_api)[\s._:/]*"), re.compile(r"[\s._:#-]*[0-9]{1,9}$")
 _GROUPED = re.compile(r"[+-]?\d[\d.]*_[\w.+-]*")
-"""Python's numbers with their digits in groups, as names and dates have them, too."""
+"""Python numbers with grouped digits; names and dates look the same."""
 _WORDS = {
     "str": STRING,
     "text": STRING,
@@ -35,7 +35,7 @@ _WORDS = {
     "list": "array",
     "tuple": "array",
 }
-"""Names of types that are no JSON schema's, but that clients write."""
+"""JSON Schema types by non-standard names that clients use."""
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
@@ -47,10 +47,10 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 class Tools:
-    """Tools in OpenAI's shape. What has another shape is unknown.
+    """Tools in OpenAI's format. Tools of another shape are ignored.
 
     Args:
-        tools: the request's.
+        tools: the request's tools.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -64,7 +64,7 @@ class Tools:
         return list(self._parameters)
 
     def named(self, head: str) -> str | None:
-        """The function of the request that the head of a call names, in whatever spelling: ``functions.f:0``, ``F``.
+        """Return the function that the head of a call names, in any spelling: ``functions.f:0``, ``F``.
 
         None: there is none.
         """
@@ -80,35 +80,35 @@ class Tools:
         return None
 
     def know(self, name: str) -> bool:
-        """Whether ``name`` names a function; True for all names where there are no tools."""
+        """Return whether ``name`` names a function; True for all names if there are no tools."""
         return not self._parameters or self.named(name) is not None
 
     def parameters(self, name: str) -> Collection[str]:
-        """The names of a function's parameters; empty: any, or none."""
+        """Return the parameter names of a function; empty: any, or none."""
         properties = self._parameters.get(name, {}).get("properties")
         return properties if isinstance(properties, Mapping) else ()
 
     def with_parameter(self, parameter: str) -> str | None:
-        """The one function that has this parameter; None: none, or several."""
+        """Return the only function that has this parameter; None: none, or several."""
         found = [name for name in self._parameters if parameter in self.parameters(name)]
         return found[0] if len(found) == 1 else None
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
-        """The JSON schema's types of a function's parameter; empty: any, or unknown."""
+        """Return the JSON Schema types of a function's parameter; empty: any, or unknown."""
         root = self._parameters.get(name, {})
         properties = root.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         if schema is None:
             return frozenset()
-        if (name, parameter) not in self._types:  # a schema may be large, and asked for often
+        if (name, parameter) not in self._types:  # a schema may be large, and is queried often
             self._types[name, parameter] = frozenset(_types(schema, root, _MOST_DEPTH, set()))
         return self._types[name, parameter]
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """JSON of a value that a model wrote without quotes, of one of these types (none: of any); else of a string.
+    """Return JSON of an unquoted value, parsed as one of these types (none: any), else as a string.
 
-    Python's literals are understood: True, None, single quotes; and JSON with its quotes escaped.
+    Python literals are accepted (True, None, single quotes), and JSON with escaped quotes.
     """
     bare = text.strip()
     if bare.lower() in ("null", "none") and ("null" in types or STRING not in types):
@@ -116,14 +116,14 @@ def json_value(text: str, types: frozenset[str]) -> str:
     if bare.lower() in ("true", "false") and ("boolean" in types or not types):
         return bare.lower()
     if (found := _json(bare)) and _is_of(found[0], types):
-        return json_text(found[0]) or bare  # of numbers that are too large for us it is JSON all the same
+        return json_text(found[0]) or bare  # numbers beyond Python's limits are still valid JSON
     is_python = len(bare) <= MOST_PYTHON and not _GROUPED.fullmatch(bare)
     found = _escaped(bare) or (_literal(parsed(bare)) if is_python else ())
     return (json_text(found[0]) if found and _is_of(found[0], types) else None) or json_text(text) or '""'
 
 
 def json_text(value: Any) -> str | None:
-    """JSON of a value; None: it has none."""
+    """Return JSON of a value; None if it has none."""
     try:
         return whole_text(json.dumps(_finite(value), ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
@@ -131,14 +131,14 @@ def json_text(value: Any) -> str | None:
 
 
 def quoted(text: str) -> str:
-    """``text`` within a JSON string: of texts one behind the other it is the same, one behind the other."""
+    """Return ``text`` escaped as within a JSON string; escaped chunks may be concatenated."""
     return json.dumps(whole_text(text), ensure_ascii=False)[1:-1]
 
 
 def parsed(expression: str) -> ast.expr | None:
-    """The tree of a Python expression; None: it is none."""
+    """Return the syntax tree of a Python expression; None if it is not one."""
     try:
-        with warnings.catch_warnings():  # of escapes that Python does not know
+        with warnings.catch_warnings():  # about unknown escapes
             warnings.simplefilter("ignore")
             return _JsonWords().visit(ast.parse(expression, mode="eval")).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -146,7 +146,7 @@ def parsed(expression: str) -> ast.expr | None:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Takes JSON's words for Python's."""
+    """Replaces JSON words by Python constants."""
 
     _values: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
 
@@ -155,7 +155,7 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def literal_json(node: ast.expr) -> str | None:
-    """JSON of a Python literal; None: it is none, or has no JSON."""
+    """Return JSON of a Python literal; None if it is not a literal, or has no JSON."""
     found = _literal(node)
     return json_text(found[0]) if found else None
 
@@ -174,7 +174,7 @@ def _function(tool: object) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def referred(reference: object, root: Mapping[str, Any]) -> object:
-    """What a ``$ref`` within a schema names (RFC 6901, as a fragment); None: nothing."""
+    """Resolve a ``$ref`` within a schema (RFC 6901, as a fragment); None if its target does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: object = root
@@ -188,10 +188,10 @@ def referred(reference: object, root: Mapping[str, Any]) -> object:
 
 
 def _types(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) -> set[str]:
-    """Types that ``schema`` names, also by its values, its alternatives, or what it refers to within ``root``.
+    """Return the types that ``schema`` names, also by its values, its alternatives, or its references within ``root``.
 
     Args:
-        seen: ids of schemas that were asked already: they may refer to one another many times.
+        seen: ids of visited schemas: schemas may refer to one another many times.
     """
     if not isinstance(schema, Mapping) or depth == 0 or id(schema) in seen:
         return set()
@@ -218,7 +218,7 @@ def _json(text: str) -> tuple[Any, ...]:
 
 
 def _escaped(text: str) -> tuple[Any, ...]:
-    """Value of JSON that is written as within a string of JSON."""
+    """Return the value of JSON that is escaped as within a JSON string."""
     inner = _json(f'"{text}"') if '\\"' in text else ()
     return _json(inner[0]) if inner and isinstance(inner[0], str) else ()
 
@@ -235,14 +235,14 @@ def _literal(node: ast.expr | None) -> tuple[Any, ...]:
 
 
 def _is_of(value: Any, types: frozenset[str]) -> bool:
-    """Whether a value is of one of the types. Strings are written without quotes: a value is none."""
+    """Return whether a value is of one of the types. A str never is, because models write strings without quotes."""
     if not types:
         return not isinstance(value, str) and any(type(value) in kinds for kinds in _KINDS.values())
     return any(type(value) in _KINDS.get(kind, ()) for kind in types)
 
 
 def _finite(value: Any) -> Any:
-    """Check what `json.dumps` would write although it is no JSON: infinite numbers, and keys that are no strings."""
+    """Reject values that `json.dumps` would write as invalid JSON: infinite numbers, and keys that are not strings."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError
     if isinstance(value, dict) and not all(isinstance(key, str) for key in value):

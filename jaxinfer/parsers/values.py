@@ -1,4 +1,4 @@
-"""Calls that are JSON objects with a name and arguments."""
+"""Tool calls that are JSON objects with a name and arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxinfer.parsers.source import Markers, Sink, Source, Wait, ignore
 from jaxinfer.parsers.tools import Tools
 
 MAX_NAME = 256
-"""Characters of a function's name; OpenAI allows 64."""
+"""Maximum characters of a function name; OpenAI allows 64."""
 NAME = re.compile(r"[\w.:/-]{1,256}")
 
 _ARGUMENTS = frozenset({"arguments", "parameters", "args", "input"})
@@ -24,7 +24,7 @@ BEHIND_CALLS = re.compile(r"[ \t\r\n}\])`,;]*")
 
 
 def object_follows(source: Source) -> Wait[bool]:
-    """Whether an object follows that looks like a call's: what does not is known at its first character."""
+    """Return whether an object follows that looks like a call; most others differ at their first character."""
     yield from open_fence(source)
     if (yield from source.starts("[")):
         yield from source.skip_space()
@@ -40,7 +40,7 @@ def object_follows(source: Source) -> Wait[bool]:
 
 
 def open_fence(source: Source) -> Wait[None]:
-    """Read space, and the beginning of a fenced block."""
+    """Read whitespace, and the beginning of a fenced block."""
     yield from source.skip_space()
     if (yield from source.starts("```")):
         yield from source.skip(LANGUAGE)
@@ -48,7 +48,7 @@ def open_fence(source: Source) -> Wait[None]:
 
 
 def close_fence(source: Source) -> Wait[bool]:
-    """Read space, and the end of a fenced block."""
+    """Read whitespace, and the end of a fenced block."""
     yield from source.skip_space()
     return (yield from source.starts("```"))
 
@@ -56,8 +56,8 @@ def close_fence(source: Source) -> Wait[bool]:
 def call_objects(
     source: Source, emitter: Emitter, tools: Tools, stops: Sequence[str] = (), again: Markers | None = None
 ) -> Wait[None]:
-    """Read marked calls: an object, or several in a list or with commas between, also in a fenced block. All else is
-    content.
+    """Read marked calls: an object, or several in a list or separated by commas, also in a fenced block. All other text
+    is content.
 
     Args:
         stops, again: see `JsonReader`.
@@ -79,12 +79,12 @@ def call_objects(
 
 
 class CallObject:
-    """Reader of ``{"name": ..., "arguments": {...}}``, with other words and members, in any order, also as OpenAI nests
-    them (``{"type": "function", "function": {...}}``).
+    """Reader of ``{"name": ..., "arguments": {...}}``, also with synonyms and extra members, in any order, or nested as
+    by OpenAI (``{"type": "function", "function": {...}}``).
 
     Args:
         stops, again: see `JsonReader`.
-        marked: something marks the call. Else only a known name with arguments tells one from any object.
+        marked: a marker identifies the call. Otherwise only an object with a known name and arguments is a call.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class CallObject:
         self._depth, self._started, self._more = 1, False, False
 
     def read(self) -> Wait[bool]:
-        """Read what follows the opening brace. False: it is no call, and nothing has been emitted."""
+        """Read the object after its opening brace. False: it is not a call, and no event was emitted."""
         while self._depth and (yield from self._member()):
             while self._depth:
                 yield from self._source.skip_space()
@@ -119,7 +119,7 @@ class CallObject:
         return self._started
 
     def _over(self) -> Wait[bool]:
-        """Whether a call of a name alone ends here."""
+        """Return whether a call with a name only ends here."""
         if not self._depth:
             return True
         for stop in self._stops:

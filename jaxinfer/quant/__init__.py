@@ -1,4 +1,4 @@
-"""Storages of weights: arrays, `Quantized`, `Split`. A forward pass reads a weight through the functions here alone."""
+"""Weight storages: arrays, `Quantized`, `Split`. A forward pass reads weights only through the functions here."""
 
 from jaxinfer.quant.adapted import Adapted
 from jaxinfer.quant.dispatch import (

@@ -1,6 +1,6 @@
-"""Products of which the inputs are rounded to 8 bits, too (W8A8): `Grouped.activations` asks for it.
+"""Products with 8-bit inputs as well as weights (W8A8), requested by `Grouped.activations`.
 
-A token's largest number becomes `Grouped.int8_steps` of an integer, or the largest number that an E4M3 has.
+The largest magnitude of a token becomes `Grouped.int8_steps` in int8, or the largest finite value in E4M3.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pallas_kernels.token_quant.xla import quotient
 
 
 class Rounded(NamedTuple):
-    """Inputs of 8 bits: ``codes * scales``, a scale for ``group`` neighbours of a token, or one for all tokens."""
+    """8-bit inputs: ``codes * scales``, with a scale for each ``group`` neighbours of a token, or one for all."""
 
     codes: Num[Array, "rows k"]
     scales: Float[Array, "#rows groups"]
     group: int
 
     def plain(self) -> Float[Array, "rows k"]:
-        """Dequantise to float32."""
+        """Dequantize to float32."""
         numbers = self.codes.astype(jnp.float32)
         if self.scales.shape[-1] == 1:
             return numbers * self.scales
@@ -43,13 +43,13 @@ class Rounded(NamedTuple):
 def rounded(
     x: Float[Array, "rows k"], layout: Grouped, static: Float[Array, ""] | None = None, along: Any = None
 ) -> Rounded:
-    """The inputs as a layout wants them.
+    """Round inputs to 8 bits as a layout requires.
 
     Args:
-        static: the scale of all; None: each token's own, for every ``layout.activation_group`` inputs, the last of
-            which may be fewer.
-        along: the mesh axes over which inputs are spread, where this is traced for a device's part of them: a scale
-            for all inputs of a token is then that of all parts. Groups must not cross them.
+        static: the scale of all inputs; None: dynamic scales for each token and ``layout.activation_group`` inputs, the
+            last group of which may be smaller.
+        along: the mesh axes over which inputs are sharded, when traced for one device's shard: a scale for all inputs
+            of a token is then the maximum over all shards. Groups must not cross shards.
     """
     group, rule = layout.activation_group or x.shape[-1], _rule(layout)
     if static is None and along is None and group >= x.shape[-1]:
@@ -81,16 +81,16 @@ def product(
     *,
     gated: bool = False,
 ) -> Float[Array, "rows n"]:
-    """``rounded(x) @ weight.T`` in the dtype of ``x``, of the parts of a `Grouped` weight.
+    """Return ``rounded(x) @ weight.T`` in the dtype of ``x``, from the parts of a `Grouped` weight.
 
-    Where tokens and channels have one scale, 8-bit numbers are multiplied as they are: integers into int32, floats (but
-    on a CPU, which has no such product) into float32; on a GPU by a kernel, scales and all, where `by_gemm`. Outliers
-    cost a second product in a step that has any.
+    With one scale per token and channel, 8-bit codes are multiplied directly: integers into int32, floats into float32
+    (except on a CPU, which lacks such a product); on a GPU a kernel also applies the scales if `by_gemm`. Outliers cost
+    a second product in steps that have any.
 
     Args:
         along: see `rounded`.
         path: see `Quantized.path`.
-        gated: silu(gate) * up of outputs [2, n], where `by_gemm` says so of the whole weight.
+        gated: return silu(gate) * up of outputs [2, n]; requires `by_gemm` for the whole weight.
     """
     codes = arrays["codes"].reshape(-1, arrays["codes"].shape[-1])
     scales = arrays["scales"].reshape(codes.shape[0], -1).astype(jnp.float32) * layout.factor
@@ -113,7 +113,7 @@ def product(
 
 
 def by_gemm(x: Any, layout: Grouped, arrays: Mapping[str, Any], path: Wish, *, gated: bool = False) -> bool:
-    """Whether the kernel of `pallas_kernels.matmul` computes the product of a weight that `rounds_tokens`."""
+    """Return whether the kernel of `pallas_kernels.matmul` computes the product of a weight that `rounds_tokens`."""
     if path == "xla" or (gated and layout.outliers):
         return False
     codes = arrays["codes"]
@@ -132,7 +132,7 @@ def _gemm(
 
 
 def _in_groups(x: Float[Array, "rows k"], group: int) -> Float[Array, "rows groups group"]:
-    """The last group is filled up with zeros."""
+    """Split inputs into groups; the last group is zero-padded."""
     missing = -x.shape[-1] % group
     whole = jnp.pad(x, ((0, 0), (0, missing))) if missing else x
     return whole.reshape(x.shape[0], -1, group)
@@ -145,7 +145,7 @@ def _multiplied_as_they_are(x: Array, weight: Array) -> bool:
 
 
 def _int_sums(x: Int[Array, "rows k"], codes: Int[Array, "n k"], zeros: Int[Array, "n 1"] | None) -> Array:
-    # two rows at least: with one, XLA:CPU converts the whole weight to int32 first
+    # at least two rows: with one, XLA:CPU converts the whole weight to int32 first
     both = jnp.concatenate([x, jnp.zeros_like(x)]) if x.shape[0] == 1 else x
     sums = dot(both, codes, 1, jnp.int32)[: x.shape[0]]
     if zeros is not None:

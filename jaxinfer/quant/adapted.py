@@ -1,8 +1,8 @@
-"""Weights with low-rank adapters (Hu et al. 2021): `Adapted` stands where a weight stood, and holds it.
+"""Weights with low-rank adapters (Hu et al. 2021): `Adapted` wraps a weight and replaces it in the parameter tree.
 
-It has one adapter, for all rows, or a bank of them, of which each row names one (`Rows`). Rows of one adapter lie
-in tiles of their own, as tokens of one expert do (Chen et al. 2023, Punica; `pallas_kernels.lora`): a row's
-result depends on no other row, nor on what else lies in the bank.
+It has one adapter for all rows, or a bank of adapters with a slot per row (`Rows`). As with tokens of one expert, rows
+are grouped into tiles that share an adapter (Chen et al. 2023, Punica; `pallas_kernels.lora`): the result of a row
+depends neither on other rows nor on other adapters in the bank.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Rows(NamedTuple):
     """The adapter of each row of a step.
 
     Attributes:
-        slots: its place in the banks; -1: none.
-        groups: the rows in tiles, each of one adapter.
-        by_slot: the same by slot; None: not on this device, or there are too many.
+        slots: slot of each row's adapter in the banks; -1: no adapter.
+        groups: rows grouped into tiles that each have one adapter.
+        by_slot: rows grouped by slot; None: not on this device, or too many slots.
     """
 
     slots: Int[Array, " rows"]
@@ -41,11 +41,11 @@ class Rows(NamedTuple):
 
 
 def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Rows:
-    """Deal out rows to tiles, once for all weights of a step.
+    """Assign rows to tiles, once for all weights of a step.
 
     Args:
-        count: of slots.
-        runs: neighbours mostly share an adapter: rows of prompt chunks.
+        count: number of slots.
+        runs: neighbouring rows mostly share an adapter, as in prompt chunks.
     """
     spread = max(1, 2 * slots.shape[0] // _RUN) if runs else None
     groups = lora.group(slots, count, most=slots.shape[0], spread=spread)
@@ -62,15 +62,15 @@ class Adapted:
     """A weight and its adapters: a product with it is ``magnitude * (base + x a^T b^T) + bias``.
 
     Attributes:
-        base: an array, in the orientation that its layer reads, or any storage.
-        a: [rank, in]; of experts [experts, rank, in]; of a table [rank, table's rows]. A bank has [slots, ...].
-        b: [*out, rank]; of experts [experts, *out, rank].
-        magnitude, bias: [*out]; of experts [experts, *out]. None: 1, and nothing.
-        rows: None: there is one adapter, which all rows have; or, where ``a`` is None, too, there is none: a product
-            ends as it does where other rows have adapters, and has the same bits.
-        table: its adapters are of rows that are looked up (`take`), and of no product; else of products alone. A tied
-            table may have either, one as the ``base`` of the other.
-        axes: logical axes of the weight's outputs and, at last, of its inputs; (): there is no adapter.
+        base: an array in the orientation of its layer, or any storage.
+        a: [rank, in]; for experts [experts, rank, in]; for a table [rank, rows of the table]. A bank has [slots, ...].
+        b: [*out, rank]; for experts [experts, *out, rank].
+        magnitude, bias: [*out]; for experts [experts, *out]. None: 1, and no bias.
+        rows: slots of the rows; None: one adapter for all rows, or, if ``a`` is None too, no adapter: products then end
+            in the same barrier as with adapters and are bitwise identical for rows without one.
+        table: the adapters apply to looked-up rows (`take`) and not to products; otherwise to products only. A tied
+            table can have both kinds, one as the ``base`` of the other.
+        axes: logical axes of the weight's outputs and, last, of its inputs; (): no adapter.
     """
 
     base: Any
@@ -100,12 +100,12 @@ class Adapted:
         return {name: value for name, value in named.items() if value is not None}.items()
 
     def rebuilt(self, arrays: Mapping[str, Any]) -> Adapted:
-        """The same with other leaves."""
+        """Return a copy with other leaves."""
         return dataclasses.replace(self, **arrays)
 
     def partition(self, base: Any) -> Adapted:
-        """Replace each array by its `PartitionSpec` on the mesh of the program that is being traced; ``base``: those of
-        the weight."""
+        """Replace each array by its `PartitionSpec` on the mesh of the traced program; ``base``: the specs of the
+        weight."""
         if self.a is None:
             return dataclasses.replace(self, base=base)
         bank = self.rows is not None
@@ -115,7 +115,7 @@ class Adapted:
         return dataclasses.replace(self, base=base, rows=rows).rebuilt(own)
 
     def added(self, x: Float[Array, "*batch k"], base: Float[Array, "*batch *out"]) -> Float[Array, "*batch *out"]:
-        """What the adapters make of ``base``, the weight's own product with ``x``."""
+        """Apply the adapters to ``base``, the product of ``x`` with the weight itself."""
         if self.a is None:
             return lax.optimization_barrier(base)
         if self.rows is None:
@@ -126,19 +126,19 @@ class Adapted:
         return self._chosen(own, delta).reshape(base.shape)
 
     def _chosen(self, base: Float[Array, "rows *out"], delta: Float[Array, "rows *out"]) -> Float[Array, "rows *out"]:
-        """The adapted rows, and beside them those without an adapter: the weight's own, bit by bit."""
+        """Return adapted rows, and rows without an adapter bitwise identical to ``base``."""
         assert self.rows is not None
         slots = self.rows.slots
         each = (self.magnitude, once(self.bias, self.axes))
         scale, offset = (None if one is None else one[slots] for one in each)
         has = (slots >= 0).reshape(-1, *[1] * (base.ndim - 1))
-        # what is made of it must not hang on how it is chosen: programs without adapters compile that for themselves
+        # barrier: consumers must compile independently of this select, as in programs without adapters
         return lax.optimization_barrier(jnp.where(has, _combined(base, delta, scale, offset), base))
 
     def added_in_tiles(
         self, x: Float[Array, "tiles rows k"], base: Float[Array, "tiles rows *n"], groups: Groups
     ) -> Float[Array, "tiles rows *n"]:
-        """What the adapters of experts make of the product of their tiles' rows."""
+        """Apply the adapters of experts to the product of their tiles' rows."""
         if self.a is None:
             return lax.optimization_barrier(base)
         if self.rows is None:
@@ -160,7 +160,7 @@ class Adapted:
         return result.reshape(base.shape)
 
     def added_to_taken(self, ids: Int[Array, "*batch"], base: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        """What the adapters make of a table's rows."""
+        """Apply the adapters to looked-up rows of a table."""
         if self.a is None:
             return lax.optimization_barrier(base)
         if self.rows is not None:
@@ -172,30 +172,30 @@ class Adapted:
 
 
 def slots_of(weight: Any) -> Int[Array, " rows"] | None:
-    """The place of each row's adapter in the banks; None: the weight has no bank."""
+    """Return the adapter slot of each row; None if the weight has no bank."""
     return weight.rows.slots if isinstance(weight, Adapted) and weight.rows is not None else None
 
 
 def for_rows(weight: Any, slots: Int[Array, " rows"]) -> Any:
-    """Experts' weights for other rows than those of the step, which they deal out to tiles for themselves."""
+    """Return expert weights for other rows than those of the step, which the experts tile themselves."""
     if slots_of(weight) is None:
         return weight
     return dataclasses.replace(weight, rows=weight.rows._replace(slots=slots))
 
 
 def unadapted(weight: Any) -> Any:
-    """The weight itself."""
+    """Return the weight without its adapters."""
     return weight.base if isinstance(weight, Adapted) else weight
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Contract the last dimensions of both."""
+    """Contract the last dimensions of both operands."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (w.ndim - 1,)), ((), ())), precision=precision)
 
 
 def _combined(base: jax.Array, delta: jax.Array, magnitude: Any, bias: Any) -> jax.Array:
-    """In float32, in the dtype of ``base``."""
+    """Combine in float32; return the dtype of ``base``."""
     total = base.astype(jnp.float32) + delta.astype(jnp.float32)
     total = total if magnitude is None else total * magnitude
     total = total if bias is None else total + bias

@@ -1,4 +1,4 @@
-"""Banks of adapters: for each weight that adapters may change, arrays with a place for each of some adapters."""
+"""LoRA banks: for each weight that adapters may change, arrays with a slot for each resident adapter."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jaxinfer.types import EMBEDDING, HEAD, LoRATarget, ParamSpec, ParamTree
 
 Path = tuple[str, ...]
 Targets = Mapping[Path, LoRATarget]
-# By part, the first of a path (a layer), and by "rest/of/path:array".
+# By part, the first key of a path (a layer), and by "rest/of/path:array".
 Banks = Mapping[str, Mapping[str, Any]]
 ALL_LINEAR = "all-linear"
-_OF_VOCABULARY = {EMBEDDING: "embed_tokens", HEAD: "lm_head"}  # whatever a checkpoint calls them
+_OF_VOCABULARY = {EMBEDDING: "embed_tokens", HEAD: "lm_head"}  # module names, independent of the checkpoint's names
 
 
 class Banked(NamedTuple):
-    """Parameters and banks: what programs with adapters take in place of parameters."""
+    """Parameters and banks, passed together to programs with adapters in place of the parameters."""
 
     params: Any
     banks: Banks
@@ -34,13 +34,13 @@ class Banked(NamedTuple):
 def lora_targets(
     specs: ParamTree, declared: ParamTree, rank: int, modules: Collection[str] = (ALL_LINEAR,)
 ) -> dict[Path, LoRATarget]:
-    """Weights of a model that are read by products or by tokens, with the shapes that an adapter's arrays have there.
+    """Return the weights of a model that adapters can change, with the shapes of the adapter arrays.
 
     Args:
-        specs: the model's; weights may be stored in any way.
-        declared: as its family declares them.
-        rank: of an adapter; one of a weight that is several tensors of a checkpoint has as many times that.
-        modules: of which weights, see `module_names`; "all-linear": of all products of the layers.
+        specs: specs of the model; weights may be stored in any way.
+        declared: specs as its family declares them.
+        rank: rank of an adapter; a parameter fused from several checkpoint tensors has that multiple of it.
+        modules: module names to include, see `module_names`; "all-linear": all products of the layers.
     """
     found = {}
     for path, node in _adaptable(specs):
@@ -52,15 +52,15 @@ def lora_targets(
 
 
 def module_names(path: Path, spec: ParamSpec) -> set[str]:
-    """The modules whose weights lie in a parameter, as a checkpoint calls them: the last part of their names. The table
-    of embeddings is "embed_tokens" and the head "lm_head", however a family calls them."""
+    """Return the checkpoint module names (last component) of the weights in a parameter; the embedding table is always
+    "embed_tokens" and the head "lm_head"."""
     if path in _OF_VOCABULARY:
         return {_OF_VOCABULARY[path]}
     return {source.name.removesuffix(".weight").rpartition(".")[2] for source in spec.sources}
 
 
 def known_modules(declared: ParamTree) -> set[str]:
-    """All that ``modules`` of `lora_targets` may name."""
+    """Return all names that ``modules`` of `lora_targets` may contain."""
     found = {ALL_LINEAR}
     for path, spec in _adaptable(declared):
         if isinstance(spec, ParamSpec) and spec.inputs is not None:
@@ -74,26 +74,26 @@ def _is_named(path: Path, spec: ParamSpec, modules: Collection[str]) -> bool:
 
 
 def _adaptable(specs: ParamTree) -> Iterator[tuple[Path, Any]]:
-    """Parameters, whatever stores them; a tied head is one of its own."""
+    """Yield parameters of any storage; a tied head is yielded separately."""
     yield from _weights(specs)
     if weight_path(specs, HEAD) != HEAD and (table := _at(specs, EMBEDDING)) is not None:
         yield HEAD, table
 
 
 def spec_at(declared: ParamTree, path: Path) -> ParamSpec:
-    """The spec of a weight that an adapter changes, in the tree that a family declares."""
+    """Return the declared spec of a weight that an adapter changes."""
     spec = _at(declared, weight_path(declared, path))
     assert isinstance(spec, ParamSpec)
     return spec
 
 
 def weight_path(tree: Any, path: Path) -> Path:
-    """Where the weight lies that an adapter changes: a tied head is the table of embeddings."""
+    """Return the path of the weight that an adapter changes: a tied head is the embedding table."""
     return EMBEDDING if path == HEAD and _at(tree, HEAD) is None else path
 
 
 def _target(path: Path, spec: ParamSpec, rank: int, stored: tuple[int, ...] | None = None) -> LoRATarget:
-    """``stored``: the shape [*out, in] of a storage, where copies of heads count."""
+    """Return the target; ``stored``: the shape [*out, in] of a storage, including replicated heads."""
     if path == EMBEDDING:
         rows, width = spec.shape
         return LoRATarget((rank, rows), (width, rank), spec.axes[::-1], table=True)
@@ -108,7 +108,7 @@ def _target(path: Path, spec: ParamSpec, rank: int, stored: tuple[int, ...] | No
 
 
 def _weights(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Parameters, whatever stores them."""
+    """Yield parameters of any storage."""
     for name, node in tree.items():
         here = (*path, name)
         yield from _weights(node, here) if isinstance(node, Mapping) else [(here, node)]
@@ -121,11 +121,11 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def bank_specs(targets: Targets, slots: int, ranks: int = 1) -> dict[str, dict[str, ParamSpec]]:
-    """The banks, spread over devices as the weights are that they adapt.
+    """Return the specs of the banks, sharded over devices like the weights that they adapt.
 
     Args:
-        ranks: of data-parallel attention, with so many slots each, one rank's behind another's. Each has its own alone;
-            of the experts that it has, it has the slots of all, whose tokens come to them.
+        ranks: ranks of data-parallel attention, with ``slots`` slots each, concatenated by rank. A rank holds only its
+            own slots, except for its experts, which hold the slots of all ranks, as tokens of all ranks reach them.
     """
     banks = dict[str, dict[str, ParamSpec]]()
     for path, target in targets.items():
@@ -139,7 +139,7 @@ def bank_specs(targets: Targets, slots: int, ranks: int = 1) -> dict[str, dict[s
 
 
 def slot_specs(targets: Targets) -> dict[str, dict[str, ParamSpec]]:
-    """What one slot of the banks takes, by part and by name."""
+    """Return the specs of one slot of the banks, by part and by name."""
     banks = bank_specs(targets, 1)
     return {part: {name: _of_slot(spec) for name, spec in own.items()} for part, own in banks.items()}
 
@@ -149,19 +149,19 @@ def _of_slot(spec: ParamSpec) -> ParamSpec:
 
 
 def _axes(target: LoRATarget) -> dict[str, tuple[str | None, ...]]:
-    """Logical axes of an adapter's arrays."""
+    """Return the logical axes of an adapter's arrays."""
     *outs, inputs = target.axes
     experts = outs[: len(target.a) - 2]
     return {"a": (*experts, None, inputs), "b": (*outs, None), "magnitude": (*outs,), "bias": (*outs,)}
 
 
 def bank_name(path: Path, array: str) -> str:
-    """The name of an array within its part."""
+    """Return the name of an array within its part."""
     return f"{'/'.join(path[1:])}:{array}"
 
 
 def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
-    """The parameters with the adapters of a step's rows."""
+    """Return the parameters with the adapters of a step's rows."""
     for path, target in targets.items():
         arrays = {name: banks[path[0]][bank_name(path, name)] for name in target.shapes}
         place = weight_path(params, path)
@@ -171,7 +171,7 @@ def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
 
 
 def without_banks(function: Callable[..., Any], targets: Targets) -> Callable[..., Any]:
-    """A function of parameters as it is for steps in which no row has an adapter, see `Adapted.rows`."""
+    """Wrap a function of parameters for steps without adapters; rows stay bitwise identical, see `Adapted.rows`."""
 
     @functools.wraps(function)
     def apart(params: Any, *operands: Any) -> Any:
@@ -184,7 +184,7 @@ def without_banks(function: Callable[..., Any], targets: Targets) -> Callable[..
 
 
 def replaced(tree: Any, path: Path, node: Any) -> Any:
-    """The tree with another node at a path."""
+    """Return the tree with another node at a path."""
     first, *rest = path
     return {**tree, first: replaced(tree[first], tuple(rest), node) if rest else node}
 
@@ -194,7 +194,7 @@ def write(
     slot: Int[Array, ""],
     arrays: Mapping[str, Float[Array, "*shape"]],
 ) -> dict[str, Float[Array, "slots *shape"]]:
-    """One part's banks with an adapter in a slot."""
+    """Return the banks of one part with an adapter written to a slot."""
     return {
         name: lax.dynamic_update_index_in_dim(bank, arrays[name].astype(bank.dtype), slot, 0)
         for name, bank in banks.items()
@@ -202,11 +202,11 @@ def write(
 
 
 def writing_over_ranks(arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """`write` where the ranks of data-parallel attention have slots each, one rank's behind another's; the slot that is
-    given is among those of all. For the mesh that it is traced for.
+    """Return `write` for data-parallel attention, where each rank has its own slots; the given slot is a global index.
+    The result is for the mesh of the traced program.
 
     Args:
-        arguments: of `write`, as `jax.ShapeDtypeStruct` with shardings.
+        arguments: arguments of `write`, as `jax.ShapeDtypeStruct` with shardings.
     """
     specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
     own = [name for name, spec in specs[0].items() if spec[0] is not None]
@@ -220,11 +220,11 @@ def _write_of_rank(
     arrays: Mapping[str, Float[Array, "*shape"]],
     own: Collection[str],
 ) -> dict[str, Float[Array, "slots *shape"]]:
-    """``own``: the banks of which this rank has its own slots alone."""
+    """Write one rank's shard; ``own``: the banks of which this rank holds only its own slots."""
     written = {}
     for name, bank in banks.items():
         place = slot - lax.axis_index("dp_attn") * bank.shape[0] if name in own else slot
-        near = jnp.clip(place, 0, bank.shape[0] - 1)  # of another rank's slot: one that stays as it is
+        near = jnp.clip(place, 0, bank.shape[0] - 1)  # for a slot of another rank: a local slot, kept unchanged
         kept = lax.dynamic_index_in_dim(bank, near, keepdims=False)
         array = jnp.where(place == near, arrays[name].astype(bank.dtype), kept)
         written[name] = lax.dynamic_update_index_in_dim(bank, array, near, 0)
@@ -232,14 +232,14 @@ def _write_of_rank(
 
 
 def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) -> tuple[Any, Any]:
-    """Trees of specs and of parameters in which the weight at a path has one adapter, for all rows.
+    """Return trees of specs and of parameters in which the weight at a path has one adapter for all rows.
 
     Args:
         declared: see `lora_targets`.
         delta: `jaxinfer.lora.adapter.Delta`; its arrays may be traced.
 
     Raises:
-        ValueError: there is no such weight, it can have no adapter, or has one already, or of other shapes.
+        ValueError: there is no such weight, it cannot have an adapter or already has one, or shapes do not match.
     """
     spec, name, place = _at(declared, weight_path(declared, path)), ".".join(path), weight_path(params, path)
     table, rank = path == EMBEDDING, delta.a.shape[-2]
@@ -262,5 +262,5 @@ def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) 
 
 
 def _has_adapter(weight: Any, table: bool) -> bool:
-    """Whether a weight has one already of that kind: a tied table may have one for lookups and one for products."""
+    """Return whether a weight has an adapter of this kind: a tied table can have one for lookups, one for products."""
     return isinstance(weight, Adapted) and (weight.table == table or _has_adapter(weight.base, table))

@@ -1,7 +1,7 @@
-"""The codebooks of the GGUF format: what an index in a block of IQ1_S, IQ2_XXS, ..., IQ3_S stands for.
+"""Codebooks of the GGUF format: the points that indices in blocks of IQ1_S, IQ2_XXS, ..., IQ3_S select.
 
-Each is a set of points of 4 or 8 coordinates out of a few values, in ascending order, the last coordinate first; so a
-bit for each point says it all (``codebooks.npz``, 3 kB). Which points they are is the work of ggml's authors, published
+Each is a set of points with 4 or 8 coordinates out of a few values, in ascending order with the last coordinate most
+significant, so that one bit per point encodes it (``codebooks.npz``, 3 kB). ggml's authors chose the points, published
 as a part of the format (https://github.com/ggml-org/ggml, ggml-common.h, MIT licence);
 ``tools/oracle/ggml_codebooks.py`` writes the file.
 """
@@ -18,7 +18,7 @@ import numpy as np
 _FILE = pathlib.Path(__file__).with_suffix(".npz")
 _TWO_BITS, _ONE_BIT = (8, 25, 43), (-1, 0, 1)
 
-# Name in the file, values of a coordinate, and how many coordinates.
+# Name in the file, values of a coordinate, and number of coordinates.
 _BOOKS: Mapping[str, tuple[str, tuple[int, ...], int]] = MappingProxyType(
     {
         "IQ1_S": ("IQ1_S", _ONE_BIT, 8),
@@ -34,7 +34,7 @@ _BOOKS: Mapping[str, tuple[str, tuple[int, ...], int]] = MappingProxyType(
 
 @functools.cache
 def entries(kind: str) -> np.ndarray:
-    """int8 [entries, coordinates] of a kind of block, read-only."""
+    """Return int8 [entries, coordinates] for a block kind, read-only."""
     name, values, width = _BOOKS[kind]
     with np.load(_FILE, allow_pickle=False) as file:
         points = np.flatnonzero(np.unpackbits(file[name], bitorder="little"))

@@ -1,4 +1,4 @@
-"""The ways in which a forward pass reads a weight. A new storage adds its case here and nowhere else."""
+"""Dispatch of weight reads in a forward pass by storage type. A new storage adds its case here and nowhere else."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pallas_kernels.sums import dot
 
 
 def matmul(x: Float[Array, "... k"], w: Any, bias: Float[Array, "*n"] | None = None) -> Float[Array, "... *n"]:
-    """Contract the last dimension of ``x`` with the inputs of ``w``, an array's first; the result has ``x``'s dtype.
+    """Contract the last dimension of ``x`` with the inputs of ``w`` (first dimension of an array), in ``x``'s dtype.
 
     float32 means float32: no TF32 and no bfloat16 passes. ``bias`` is added to the rounded product (`plus_bias`), in
-    the same launch where a kernel computes that.
+    the same launch if a kernel computes the product.
     """
     if bias is not None:
         if isinstance(w, Plain) and w.by_kernel(x):
@@ -42,7 +42,7 @@ def matmul(x: Float[Array, "... k"], w: Any, bias: Float[Array, "*n"] | None = N
 
 
 def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
-    """Contract the last dimensions of both: wide outputs whose weight lies as [out, in], like an embedding table."""
+    """Contract the last dimensions of both: for wide outputs whose weight is [out, in], like an embedding table."""
     if isinstance(w, Adapted):
         result = matmul_transposed(x, w.base)
         return result if w.table else w.added(x, result)
@@ -53,7 +53,7 @@ def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"
     if isinstance(w, Observed):
         w = w.against(x, "in last")
     if w.ndim > 2 and jax.sharding.get_abstract_mesh().size > 1:
-        # Merged, two dimensions of which the inner one is spread over devices would be gathered.
+        # Merging dimensions of which the inner one is sharded would trigger an all-gather.
         return dot(x, w.astype(x.dtype), w.ndim - 1)
     # As a matrix: with more than one output dimension XLA:CPU transposes the whole weight at every call.
     flat = w.astype(x.dtype).reshape(-1, w.shape[-1])
@@ -76,7 +76,7 @@ def _plain(x: jax.Array, w: Plain) -> jax.Array:
 
 
 def swiglu(x: Float[Array, "... k"], w: Any) -> Float[Array, "... n"]:
-    """silu(gate) * up, of the product with ``w`` [2, n, k]: gate, then up (Shazeer 2020)."""
+    """Return silu(gate) * up of the product with ``w`` [2, n, k]: gate, then up (Shazeer 2020)."""
     if isinstance(w, Plain) and w.by_kernel(x, gated=True):
         return w.matmul(x, gated=True)
     if isinstance(w, Quantized) and w.gated_by_kernel(x):
@@ -87,14 +87,14 @@ def swiglu(x: Float[Array, "... k"], w: Any) -> Float[Array, "... n"]:
 
 
 def plus_bias(product: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Add a bias to what a product has given. A compiler must not add within the product itself: whether it could would
-    depend on what else reads that, such as the adapters of other rows."""
+    """Add a bias to a product, after a barrier: fusing it into the product would depend on the product's other
+    consumers, such as adapters of other rows."""
     return lax.optimization_barrier(product) + bias.astype(product.dtype)
 
 
 def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]) -> Float[Array, "*batch heads n"]:
     """Multiply each head's vector by that head's matrix."""
-    if x.ndim > 2 and one_row.alone(x[..., 0, :], w):  # a second row makes it faster
+    if x.ndim > 2 and one_row.alone(x[..., 0, :], w):  # faster with a second row
         return matmul_heads(jnp.concatenate([x, jnp.zeros_like(x)]), w)[:1]
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     out = lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((x.ndim - 2,), (0,))), precision=precision)
@@ -102,14 +102,14 @@ def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]
 
 
 def take(w: Any, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-    """Rows of a table. Ids must be within it: they are checked at admission."""
+    """Return rows of a table. Ids must be in range: admission checks them."""
     if isinstance(w, Adapted):
         return w.added_to_taken(ids, take(w.base, ids)) if w.table else take(w.base, ids)
     return w.take(ids) if isinstance(w, Quantized | Plain) else jnp.take(w, ids, axis=0, mode="clip")
 
 
 def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Groups) -> Float[Array, "tiles rows *n"]:
-    """Multiply each tile's rows by the weights of the tile's expert, which lie as [experts, *n, k]."""
+    """Multiply each tile's rows by the weights of the tile's expert; weights are [experts, *n, k]."""
     if isinstance(w, Adapted):
         return w.added_in_tiles(x, grouped_matmul(x, w.base, groups), groups)
     if isinstance(w, Quantized) and (product := tiles_product(x, w, groups)) is not None:
@@ -122,7 +122,7 @@ def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Grou
 
 
 def grouped_path(x: Float[Array, "... k"], *weights: Any) -> Literal["mosaic", "xla"]:
-    """The path of `grouped_matmul` for numbers like ``x`` and all of these weights, which share their tiles."""
+    """Return the path of `grouped_matmul` for inputs like ``x`` and all of these weights, which share their tiles."""
     return "mosaic" if all(_tiles_by_kernel(x, unadapted(w)) for w in weights) else "xla"
 
 
@@ -131,6 +131,6 @@ def _tiles_by_kernel(x: Float[Array, "... k"], w: Any) -> bool:
         chosen = explain_tiles(x.dtype, w)
     elif isinstance(w, jax.Array):
         chosen = grouped.explain(jax.ShapeDtypeStruct((1, w.shape[-1]), x.dtype), w)
-    else:  # in pieces of their own, which are dequantised tile by tile
+    else:  # `Split`: dequantized tile by tile
         return False
     return chosen is not None and chosen.path == "mosaic"

@@ -1,4 +1,4 @@
-"""The grouped matrix product of a mixture of experts (`pallas_kernels.grouped_matmul`) with stored weights."""
+"""Grouped matrix product of a mixture of experts (`pallas_kernels.grouped_matmul`) with quantised weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pallas_kernels.grouped_matmul import Groups
 def grouped_product(
     x: Float[Array, "tiles rows k"], weights: Any, groups: Groups, product: Callable[[Any, Any], jax.Array]
 ) -> Float[Array, "tiles rows *n"]:
-    """Multiply each tile's rows by the weights of the tile's expert, which are dequantised in chunks.
+    """Multiply each tile's rows by the weights of the tile's expert, dequantized in chunks.
 
-    On a CPU only tiles that hold something cost anything.
+    On a CPU only occupied tiles are computed.
 
     Args:
         weights: a `Quantized` or `Split` of ``[experts, *n, k]``.
-        product: that of rows and one expert's weights.
+        product: the product of rows with one expert's weights.
     """
 
     def tile(index: Any) -> jax.Array:

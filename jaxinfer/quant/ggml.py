@@ -1,8 +1,8 @@
-"""Blocks of ggml (llama.cpp): a few bytes that hold 32 to 256 neighbouring weights, with scales of their own.
+"""Block formats of ggml (llama.cpp): a few bytes that hold 32 to 256 neighbouring weights and their scales.
 
-The layouts are those of ``ggml-common.h`` and the arithmetic that of ``ggml-quants.c``, in its own order, so that
-float32 results are equal to the last bit where nothing is fused (outside of jit). Here are the kinds whose fields are
-numbers; those whose fields are indices into a codebook are in ``ggml_indexed.py``, common steps in ``ggml_fields.py``.
+The layouts follow ``ggml-common.h`` and the arithmetic ``ggml-quants.c``, in the same order, so that float32 results
+are bitwise identical if nothing is fused (outside of jit). This module has the kinds whose fields are numbers; kinds
+whose fields are codebook indices are in ``ggml_indexed.py``, common steps in ``ggml_fields.py``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclasses.dataclass(frozen=True)
 class BlockKind:
-    """One kind of block.
+    """A kind of block.
 
     Attributes:
         elements: weights in a block.
-        bytes: of a block.
-        dequantize: uint8 [..., bytes] to float32 [..., elements].
+        bytes: bytes of a block.
+        dequantize: converts uint8 [..., bytes] to float32 [..., elements].
     """
 
     elements: int
@@ -43,13 +43,13 @@ class BlockKind:
 
 
 def _q1_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 128"]:
-    """float16 scale; one bit a weight, neighbours in one byte: -1 or 1."""
+    """Dequantize: float16 scale; one bit per weight, neighbours in one byte: -1 or 1."""
     scale = half(blocks[..., :2])
     return jnp.where(neighbours(blocks[..., 2:], 1) == 1, scale, -scale)
 
 
 def _q2_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 64"]:
-    """float16 scale; two bits a weight, neighbours in one byte: -1 to 2."""
+    """Dequantize: float16 scale; two bits per weight, neighbours in one byte: -1 to 2."""
     return less(neighbours(blocks[..., 2:], 2), 1) * half(blocks[..., :2])
 
 
@@ -77,14 +77,14 @@ def _q8_0(blocks: UInt8[Array, "*blocks 34"]) -> Float[Array, "*blocks 32"]:
 
 
 def _q2_k(blocks: UInt8[Array, "*blocks 84"]) -> Float[Array, "*blocks 256"]:
-    """16 bytes (scale in the low nibble, minimum in the high one), 64 of fields, the scales of both last."""
+    """Dequantize: 16 bytes (scale in the low nibble, minimum in the high one), 64 of fields, the scales of both."""
     scales = half(blocks[..., 80:82]) * (blocks[..., :16] & 15).astype(jnp.float32)
     minima = half(blocks[..., 82:84]) * (blocks[..., :16] >> 4).astype(jnp.float32)
     return affine(scales, planes(blocks[..., 16:80], 2, 32), minima)
 
 
 def _q3_k(blocks: UInt8[Array, "*blocks 110"]) -> Float[Array, "*blocks 256"]:
-    """32 bytes of third bits (set: no 4 is taken away), 64 of the lower two, 16 scales of 6 bits, their scale last."""
+    """Dequantize: 32 bytes of third bits (0: subtract 4), 64 of the low two, 16 6-bit scales, then their scale."""
     packed = blocks[..., 96:108]
     scales = above(planes(packed[..., :8], 4, 8), planes(packed[..., 8:], 2, 4), 4)
     fields = above(planes(blocks[..., 32:96], 2, 32), planes(blocks[..., :32], 1, 32), 2)
@@ -92,7 +92,7 @@ def _q3_k(blocks: UInt8[Array, "*blocks 110"]) -> Float[Array, "*blocks 256"]:
 
 
 def _six_bit_pairs(packed: UInt8[Array, "*blocks 12"]) -> tuple[UInt8[Array, "*blocks 8"], UInt8[Array, "*blocks 8"]]:
-    """Scales and minima: four whole ones in the low bits of 4 bytes each; of the others these hold the upper two."""
+    """Unpack 6-bit scales and minima: four in the low bits of 4 bytes each, whose top bits extend the other four."""
     scales, minima, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     upper = [(part >> jnp.uint8(2)) & jnp.uint8(0x30) for part in (scales, minima)]
     return (
@@ -104,7 +104,7 @@ def _six_bit_pairs(packed: UInt8[Array, "*blocks 12"]) -> tuple[UInt8[Array, "*b
 def _scales_and_minima(
     blocks: UInt8[Array, "*blocks bytes"],
 ) -> tuple[Float[Array, "*blocks 8"], Float[Array, "*blocks 8"]]:
-    """The first 16 bytes of Q4_K and Q5_K: a float16 for the scales, one for the minima, then both."""
+    """Return scales and minima of Q4_K and Q5_K (16 bytes): a float16 for the scales, one for the minima, then both."""
     scales, minima = _six_bit_pairs(blocks[..., 4:16])
     return (
         half(blocks[..., :2]) * scales.astype(jnp.float32),
@@ -124,7 +124,7 @@ def _q5_k(blocks: UInt8[Array, "*blocks 176"]) -> Float[Array, "*blocks 256"]:
 
 
 def _q6_k(blocks: UInt8[Array, "*blocks 210"]) -> Float[Array, "*blocks 256"]:
-    """128 bytes of lower four bits, 64 of upper two, 16 scales int8, their scale last."""
+    """Dequantize: 128 bytes of low four bits, 64 of high two, 16 int8 scales, then their scale."""
     fields = above(planes(blocks[..., :128], 4, 64), planes(blocks[..., 128:192], 2, 32), 4)
     return scaled(half(blocks[..., 208:210]) * signed(blocks[..., 192:208]), less(fields, 32))
 
@@ -134,14 +134,14 @@ def _iq4_nl(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 32"]:
 
 
 def _iq4_xs(blocks: UInt8[Array, "*blocks 136"]) -> Float[Array, "*blocks 256"]:
-    """Scale, 2 bytes of the eight scales' upper two bits, 4 of their lower four; each 16 bytes hold 32 weights."""
+    """Dequantize: scale, 2 bytes of the eight scales' high two bits, 4 of their low four; 16 bytes hold 32 weights."""
     scales = above(neighbours(blocks[..., 4:8], 4), neighbours(blocks[..., 2:4], 2), 4)
     values = looked_up(planes(blocks[..., 8:], 4, 16), IQ4_VALUES)
     return scaled(half(blocks[..., :2]) * less(scales, 32), values)
 
 
 def _halved_e8m0(exponents: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
-    """2**(e - 128); the two smallest are subnormal, which XLA may take for 0."""
+    """Return 2**(e - 128); the two smallest are subnormal, which XLA may flush to 0."""
     exponents = exponents.astype(jnp.uint32)
     bits = jnp.where(exponents < 2, jnp.uint32(0x00200000) << exponents, (exponents - 1) << 23)
     return lax.bitcast_convert_type(bits, jnp.float32)
@@ -153,7 +153,7 @@ def _mxfp4(blocks: UInt8[Array, "*blocks 17"]) -> Float[Array, "*blocks 32"]:
 
 
 def _halved_e4m3(codes: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
-    """Halve E4M3 without a sign, in float32; ggml takes what would be a NaN for 0."""
+    """Return half the value of unsigned E4M3 in float32; like ggml, reads NaN as 0."""
     exponent, mantissa = (codes >> jnp.uint8(3)) & jnp.uint8(15), (codes & 7).astype(jnp.float32)
     power = lax.bitcast_convert_type((exponent.astype(jnp.uint32) + 120) << 23, jnp.float32)
     value = jnp.where(exponent == 0, mantissa * 2.0**-9, (1.0 + mantissa / 8.0) * power)
@@ -161,12 +161,12 @@ def _halved_e4m3(codes: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
 
 
 def _nvfp4(blocks: UInt8[Array, "*blocks 36"]) -> Float[Array, "*blocks 64"]:
-    """Four scales, each of 8 bytes that hold 16 weights."""
+    """Dequantize: four scales, each for 8 bytes that hold 16 weights."""
     return scaled(_halved_e4m3(blocks[..., :4]), looked_up(planes(blocks[..., 4:], 4, 8), _DOUBLED))
 
 
 def _ternary(data: UInt8[Array, "*blocks n"], digits: int, width: int) -> Int[Array, "*blocks fields"]:
-    """Digits to base 3 of a fraction of 256: the first one is what 3 times the byte overflows by."""
+    """Return base-3 digits of a byte as a fraction of 256: the first is the overflow of 3 times the byte."""
     powers = jnp.asarray([3**digit for digit in range(digits)], jnp.uint8)[:, None]
     groups = data.reshape(*data.shape[:-1], -1, 1, width)
     first = ((groups * powers).astype(jnp.int32) * 3) >> 8
@@ -174,7 +174,7 @@ def _ternary(data: UInt8[Array, "*blocks n"], digits: int, width: int) -> Int[Ar
 
 
 def _tq1_0(blocks: UInt8[Array, "*blocks 54"]) -> Float[Array, "*blocks 256"]:
-    """Five weights a byte (of the last four bytes four), the scale last."""
+    """Dequantize: five weights per byte (four in each of the last four bytes), then the scale."""
     parts = (_ternary(blocks[..., :32], 5, 32), _ternary(blocks[..., 32:48], 5, 16), _ternary(blocks[..., 48:52], 4, 4))
     return half(blocks[..., 52:]) * (jnp.concatenate(parts, axis=-1) - 1).astype(jnp.float32)
 

@@ -1,7 +1,7 @@
-"""Unpack numbers from the bytes of ggml's blocks: the steps that kinds of blocks share.
+"""Unpacking of numbers from the bytes of ggml blocks: steps shared by block kinds.
 
-"Planes" are what ggml's shifts give: the fields of one byte do not lie side by side, but as many bytes apart as a plane
-has. "Neighbours" do lie side by side.
+"Planes" result from ggml's shifts: the fields of one byte are not adjacent, but as many elements apart as a plane has
+bytes. "Neighbours" are adjacent.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, UInt, UInt8
 
 
 def half(low_high: UInt8[Array, "*blocks 2"]) -> Float[Array, "*blocks 1"]:
-    """A little-endian float16."""
+    """Decode a little-endian float16."""
     return lax.bitcast_convert_type(low_high, jnp.float16)[..., None].astype(jnp.float32)
 
 
 def words(data: UInt8[Array, "*blocks n"], dtype: Any) -> UInt[Array, "*blocks words"]:
-    """Little-endian whole numbers of a few bytes each."""
+    """Decode little-endian unsigned integers of a few bytes each."""
     size = jnp.dtype(dtype).itemsize
     return lax.bitcast_convert_type(data.reshape(*data.shape[:-1], -1, size), dtype)
 
@@ -29,7 +29,7 @@ def signed(data: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
 
 
 def planes(data: UInt8[Array, "*blocks n"], bits: int, width: int) -> UInt8[Array, "*blocks fields"]:
-    """Fields of ``bits``: of each ``width`` bytes first all lowest ones, then those above."""
+    """Unpack fields of ``bits``: for each ``width`` bytes, all lowest fields first, then the next higher."""
     count = 8 // bits
     shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
     groups = data.reshape(*data.shape[:-1], -1, 1, width)
@@ -38,7 +38,7 @@ def planes(data: UInt8[Array, "*blocks n"], bits: int, width: int) -> UInt8[Arra
 
 
 def neighbours(data: UInt[Array, "*blocks n"], bits: int, count: int | None = None) -> UInt[Array, "*blocks fields"]:
-    """``count`` fields of ``bits`` of each byte or word, from its lowest bits on; None: as many as it has."""
+    """Unpack ``count`` fields of ``bits`` from each byte or word, lowest bits first; None: as many as fit."""
     count = data.dtype.itemsize * 8 // bits if count is None else count
     shifts = jnp.arange(0, count * bits, bits, dtype=data.dtype)
     fields = (data[..., None] >> shifts) & jnp.asarray(2**bits - 1, data.dtype)
@@ -46,7 +46,7 @@ def neighbours(data: UInt[Array, "*blocks n"], bits: int, count: int | None = No
 
 
 def above(low: UInt8[Array, "*blocks n"], high: UInt8[Array, "*blocks n"], bits: int) -> UInt8[Array, "*blocks n"]:
-    """``high`` set on top of fields of so many bits."""
+    """Combine ``high`` as the bits above low fields of ``bits``."""
     return low | (high << jnp.uint8(bits))
 
 
@@ -61,7 +61,7 @@ def looked_up(
 
 
 def scaled(scales: Float[Array, "*blocks groups"], values: Float[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
-    """Neighbours times the scale that they share."""
+    """Multiply neighbours by the scale that they share."""
     groups = values.reshape(*scales.shape, -1)
     return (scales[..., None] * groups).reshape(values.shape)
 

@@ -1,8 +1,8 @@
-"""Blocks of ggml whose fields are indices into a codebook: IQ1, IQ2 and IQ3, all of 256 weights.
+"""ggml blocks whose fields are indices into a codebook: IQ1, IQ2 and IQ3, all of 256 weights.
 
-A block has a float16 scale, and small odd numbers that multiply it, for 16 or 32 weights each. IQ2 and IQ3 keep signs
-apart; in seven bits the eighth sign is the one that makes the number of minuses even. Scale, odd number and entry have
-less than 24 bits together: no product is rounded, in whatever order it is made.
+A block has a float16 scale, and small odd multipliers for 16 or 32 weights each. IQ2 and IQ3 store signs separately;
+with seven sign bits the eighth makes the number of minus signs even. Scale, multiplier and entry have less than 24 bits
+together: no product is rounded, in any order of multiplication.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxinfer.quant.ggml_fields import half, neighbours, scaled, words
 
 
 def _entries(kind: str, low: UInt[Array, "*blocks n"], high: UInt[Array, "*blocks n"] | None = None) -> Array:
-    """Codebook entries of indices of 8 bits and more, float32 [*blocks, weights]."""
+    """Look up codebook entries by indices of 8 bits or more: float32 [*blocks, weights]."""
     index = low.astype(jnp.int32)
     if high is not None:
         index = index | (high.astype(jnp.int32) << 8)
@@ -25,12 +25,12 @@ def _entries(kind: str, low: UInt[Array, "*blocks n"], high: UInt[Array, "*block
 
 
 def _odd(scale: Float[Array, "*blocks 1"], fields: UInt[Array, "*blocks n"], unit: float) -> Float[Array, "*blocks n"]:
-    """``scale`` times 1, 3, 5, ... units."""
+    """Return ``scale`` times 1, 3, 5, ... units."""
     return scale * (2 * fields.astype(jnp.float32) + 1) * unit
 
 
 def _with_signs(values: Float[Array, "*blocks n"], signs: UInt8[Array, "*blocks bytes"]) -> Float[Array, "*blocks n"]:
-    """A set bit is a minus."""
+    """Apply signs; a set bit is a minus."""
     return jnp.where(neighbours(signs, 1) == 1, -values, values)
 
 
@@ -42,12 +42,12 @@ def _eighth_sign(seven: UInt[Array, "*blocks n"]) -> UInt8[Array, "*blocks n"]:
 def _signs_and_fields(
     packed: UInt32[Array, "*blocks 8"],
 ) -> tuple[UInt8[Array, "*blocks 32"], UInt32[Array, "*blocks 8"]]:
-    """Words of four times seven bits of signs, and four of a scale."""
+    """Unpack words of four times seven sign bits, and four scale bits."""
     return _eighth_sign(neighbours(packed, 7, 4)), packed >> 28
 
 
 def _iq2_xxs(blocks: UInt8[Array, "*blocks 66"]) -> Float[Array, "*blocks 256"]:
-    """float16 scale; eight times four bytes of indices, and a word of signs and scale."""
+    """Dequantize: float16 scale; eight times four bytes of indices, and a word of signs and scale."""
     groups = blocks[..., 2:].reshape(*blocks.shape[:-1], 8, 8)
     signs, fields = _signs_and_fields(words(groups[..., 4:], jnp.uint32)[..., 0])
     values = _with_signs(_entries("IQ2_XXS", groups[..., :4].reshape(*blocks.shape[:-1], 32)), signs)
@@ -55,41 +55,41 @@ def _iq2_xxs(blocks: UInt8[Array, "*blocks 66"]) -> Float[Array, "*blocks 256"]:
 
 
 def _iq2_xs(blocks: UInt8[Array, "*blocks 74"]) -> Float[Array, "*blocks 256"]:
-    """float16 scale; 32 words of nine bits of an index and seven of signs; 16 scales of four bits."""
+    """Dequantize: float16 scale; 32 words of nine index bits and seven sign bits; 16 4-bit scales."""
     packed = words(blocks[..., 2:66], jnp.uint16)
     values = _with_signs(_entries("IQ2_XS", packed & 511), _eighth_sign(packed >> 9))
     return scaled(_odd(half(blocks[..., :2]), neighbours(blocks[..., 66:], 4), 1 / 8), values)
 
 
 def _iq2_s(blocks: UInt8[Array, "*blocks 82"]) -> Float[Array, "*blocks 256"]:
-    """float16 scale, 32 bytes of indices, 32 of signs, 8 of the indices' upper two bits; 16 scales of four bits."""
+    """Dequantize: float16 scale, 32 bytes of indices, 32 of signs, 8 of high two index bits; 16 4-bit scales."""
     values = _entries("IQ2_S", blocks[..., 2:34], neighbours(blocks[..., 66:74], 2))
     scales = _odd(half(blocks[..., :2]), neighbours(blocks[..., 74:], 4), 1 / 8)
     return scaled(scales, _with_signs(values, blocks[..., 34:66]))
 
 
 def _iq3_xxs(blocks: UInt8[Array, "*blocks 98"]) -> Float[Array, "*blocks 256"]:
-    """float16 scale, 64 bytes of indices; 8 words of signs and a scale."""
+    """Dequantize: float16 scale, 64 bytes of indices; 8 words of signs and a scale."""
     signs, fields = _signs_and_fields(words(blocks[..., 66:], jnp.uint32))
     values = _with_signs(_entries("IQ3_XXS", blocks[..., 2:66]), signs)
     return scaled(_odd(half(blocks[..., :2]), fields, 1 / 4), values)
 
 
 def _iq3_s(blocks: UInt8[Array, "*blocks 110"]) -> Float[Array, "*blocks 256"]:
-    """float16 scale, 64 bytes of indices, 8 of their upper bits, 32 of signs; 8 scales of four bits."""
+    """Dequantize: float16 scale, 64 bytes of indices, 8 of their high bits, 32 of signs; 8 4-bit scales."""
     values = _entries("IQ3_S", blocks[..., 2:66], neighbours(blocks[..., 66:74], 1))
     scales = _odd(half(blocks[..., :2]), neighbours(blocks[..., 106:], 4), 1.0)
     return scaled(scales, _with_signs(values, blocks[..., 74:106]))
 
 
 def _moved(values: Float[Array, "*blocks n"], down: Int[Array, "*blocks groups"]) -> Float[Array, "*blocks n"]:
-    """An eighth more than -1, 0 and 1, or less where ``down`` is 1; groups of neighbours share it."""
+    """Shift values of -1, 0 and 1 by an eighth, downwards where ``down`` is 1; groups of neighbours share it."""
     groups = values.reshape(*down.shape, -1)
     return (groups + jnp.where(down == 1, -0.125, 0.125)[..., None]).reshape(values.shape)
 
 
 def _iq1_s(blocks: UInt8[Array, "*blocks 50"]) -> Float[Array, "*blocks 256"]:
-    """float16 scale, 32 bytes of indices; 8 words: their upper three bits, three of a scale, and which way to move."""
+    """Dequantize: float16 scale, 32 bytes of indices; 8 words: high three index bits, a 3-bit scale, direction."""
     packed = words(blocks[..., 34:], jnp.uint16)
     values = _entries("IQ1_S", blocks[..., 2:34], neighbours(packed, 3, 4))
     scales = _odd(half(blocks[..., :2]), (packed >> 12) & 7, 1.0)
@@ -97,8 +97,8 @@ def _iq1_s(blocks: UInt8[Array, "*blocks 50"]) -> Float[Array, "*blocks 256"]:
 
 
 def _iq1_m(blocks: UInt8[Array, "*blocks 56"]) -> Float[Array, "*blocks 256"]:
-    """32 bytes of indices, 16 of their upper three bits and which way to move; 4 words: four scales of three bits, and
-    four bits of the float16."""
+    """Dequantize: 32 bytes of indices, 16 of their high three bits and the shift direction; 4 words: four 3-bit scales,
+    and four bits of the float16 scale."""
     upper, packed = neighbours(blocks[..., 32:48], 4), words(blocks[..., 48:], jnp.uint16)
     quarters = (packed >> 12) << jnp.arange(0, 16, 4, dtype=jnp.uint16)
     scale = lax.bitcast_convert_type(quarters.sum(-1, keepdims=True, dtype=jnp.uint16), jnp.float16)
@@ -116,4 +116,4 @@ DEQUANTIZE = {
     "IQ3_XXS": (98, _iq3_xxs),
     "IQ3_S": (110, _iq3_s),
 }
-"""Bytes of a block, and what makes numbers of them."""
+"""Bytes of a block and dequantizing function, by kind."""

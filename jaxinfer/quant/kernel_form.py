@@ -1,4 +1,4 @@
-"""Stored weights in the form that a GPU's kernels read, and the kernel that multiplies stacks of experts."""
+"""Quantised weights in the layout that GPU kernels read, and the kernel product of expert stacks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MXFP4 = Codebook((*E2M1, *(-number for number in E2M1)), Float4().group, "float
 
 
 def for_kernels(tree: Any, gemm: Wish = "xla") -> Any:
-    """A tree of parameters, or of specs, in the form that a GPU's kernels read without rearranging anything.
+    """Return a tree of parameters or specs in the layout that GPU kernels read without rearranging anything.
 
-    Tables of which rows are taken stay as they are, and so do weights with rounded inputs, whose products are computed
-    as ``gemm`` says (`Quantized.path`), those of experts aside.
+    Lookup tables stay as they are, and so do weights with rounded inputs, whose products take the path ``gemm``
+    (`Quantized.path`), except those of experts.
     """
     return map_stored(functools.partial(_for_kernels, gemm=gemm), tree)
 
@@ -48,7 +48,7 @@ def _for_kernels(weight: Quantized, gemm: Wish) -> Quantized:
 
 
 def _by_gemm(weight: Quantized, gemm: Wish) -> Quantized:
-    """Scales are in float32 as the GEMM kernel reads them: it would have them converted in every step."""
+    """Set the GEMM path; scales become float32, as the kernel would otherwise convert them in every step."""
     assert isinstance(weight.layout, Grouped)
     if gemm == "xla":
         return weight
@@ -68,7 +68,7 @@ def _groups_first(array: Any) -> Any:
 
 
 def _in_order(codes: Any) -> Any:
-    """The places of a `Float4`, in one program: a step at a time would need several times a stack's memory."""
+    """Return the codes of a `Float4`, in one program: step by step would take several times the memory of a stack."""
     return jax.jit(quant_matmul.placed)(codes) if isinstance(codes, jax.Array) else _of_dtype(codes, "int4")
 
 
@@ -91,7 +91,7 @@ def _of_dtype(array: Any, dtype: str) -> Any:
 
 
 class _Stack(NamedTuple):
-    """A stack of weights as `quant_matmul.matmul_tiles` takes it."""
+    """A stack of weights as arguments of `quant_matmul.matmul_tiles`."""
 
     weights: Any  # [experts, n, k]
     scales: Any  # [groups, experts, n]
@@ -100,7 +100,7 @@ class _Stack(NamedTuple):
 
 
 def explain_tiles(dtype: Any, weight: Quantized) -> Choice | None:
-    """The path of `tiles_product` for rows of a dtype; None: the stack is in no form for it."""
+    """Return the path of `tiles_product` for rows of a dtype; None if the kernel does not support the layout."""
     stack = _stack_of(weight)
     if stack is None:
         return None
@@ -111,7 +111,7 @@ def explain_tiles(dtype: Any, weight: Quantized) -> Choice | None:
 def tiles_product(
     x: Float[Array, "tiles rows k"], weight: Quantized, groups: Groups
 ) -> Float[Array, "tiles rows *n"] | None:
-    """Multiply each tile's rows by the weights of the tile's expert; None: the stack is in no form for it."""
+    """Multiply each tile's rows by the weights of the tile's expert; None if the kernel does not support the layout."""
     stack = _stack_of(weight)
     if stack is None:
         return None

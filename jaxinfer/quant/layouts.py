@@ -1,8 +1,8 @@
-"""Layouts of a weight ``[*out, in]`` that is not an array of floats: which arrays store it, and what they mean.
+"""Storage layouts of a weight ``[*out, in]`` that is not a float array: the arrays and their meaning.
 
-A layout is static: it is a part of a compiled program. Its arrays are of two kinds. *Parts* begin with the weight's own
-``out`` dimensions, so that they are spread over devices, stacked and cut as the weight is; *input parts* are the same
-for all outputs. `Quantized` (storage.py) holds the arrays.
+A layout is static: it is a part of a compiled program. It has two kinds of arrays. *Parts* begin with the weight's
+``out`` dimensions, so that they are sharded, stacked and sliced like the weight; *input parts* are shared by all
+outputs. `Quantized` (storage.py) holds the arrays.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Parts = Mapping[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One array of a stored weight: ``[*out, *shape]``, an input part's just ``shape``.
+    """An array of a stored weight: ``[*out, *shape]``, or ``shape`` for an input part.
 
     Attributes:
-        shape: its own dimensions. Of several, the first is the one that runs along the weight's inputs.
-        dtype: a name that numpy or ml_dtypes knows.
-        along: ``shape[0]`` runs along the inputs: it is cut where they are. False: every piece needs all of it.
+        shape: its own dimensions. If there are several, the first runs along the inputs.
+        dtype: a dtype name of numpy or ml_dtypes.
+        along: ``shape[0]`` runs along the inputs and is sharded with them. False: every shard needs the whole array.
         first: ``shape`` comes before the outputs, ``[*shape, *out]``.
     """
 
@@ -40,50 +40,51 @@ class Part:
 
 @runtime_checkable
 class Layout(Protocol):
-    """A kind of storage with its parameters: hashable, and equal where weights can be stacked into one."""
+    """Protocol of a storage layout with its parameters: hashable, and equal if weights can be stacked into one."""
 
     def parts(self, inputs: int) -> dict[str, Part]:
-        """The arrays of a weight with so many inputs, by name; ValueError where they cannot be stored so."""
+        """Return the arrays of a weight with this number of inputs, by name; raise ValueError if they do not fit."""
         ...
 
     def input_parts(self, inputs: int) -> dict[str, Part]:
-        """The arrays that all outputs share."""
+        """Return the arrays that all outputs share."""
         ...
 
     def dequantize(self, parts: Parts) -> Float[Array, "*out k"]:
-        """The weight in float32, to the last bit (outside of jit) as the tool that made it has it.
+        """Return the weight in float32, bitwise identical (outside of jit) to the tool that made it.
 
-        Columns stand as they are stored: ``order``, if there is such an input part, is left to the caller.
+        Columns stay in stored order: the caller applies ``order``, if there is such an input part.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """weight = (codes - zeros) * scales * factor, with a scale for each ``group`` neighbours along the inputs.
+    """Integers or floats with group scales: weight = (codes - zeros) * scales * factor, a scale per ``group`` inputs.
 
     Parts: ``codes`` [*out, in]; ``scales`` [*out, in / group]; with ``zeros`` also ``zeros`` int8 [*out, in / group];
     with ``biased`` ``biases`` [*out, in / group] of the scales' dtype: weight = (codes + biased) * scales + biases.
-    Input parts: with ``ordered``, ``order`` int32 [in]: at which input a stored column stands; columns of a group lie
-    side by side, whatever their inputs (act-order, Frantar et al. 2022). With ``static``, ``input_scale`` float32 [].
+    Input parts: with ``ordered``, ``order`` int32 [in]: input index of each stored column; columns of a group are
+    adjacent, whatever their inputs (act-order, Frantar et al. 2022). With ``static``, ``input_scale`` float32 [].
 
     Attributes:
-        codes: "int4" (-8 to 7), "int8" or "float8_e4m3fn". Tools that count from 0 are moved down by half the range.
-        group: how many inputs share a scale; all of them: one scale a channel.
+        codes: "int4" (-8 to 7), "int8" or "float8_e4m3fn". Unsigned codes are shifted down by half the range.
+        group: inputs that share a scale; all inputs: one scale per channel.
         scales: dtype of the scales.
         zeros: there are zero points.
-        biased: what codes were moved down by where a group has a bias, MLX's kind of zero point; 0: there are none.
-        factor: of the whole weight.
+        biased: shift that was subtracted from codes of groups with a bias, MLX's kind of zero point; 0: no biases.
+        factor: factor of the whole weight.
         ordered: columns are not in the order of the inputs.
-        activations: what inputs are rounded to before the product: "" (nothing), "int8" or "float8_e4m3fn", a scale
-            for each token and ``activation_group`` inputs (0: all).
-        activation_bound: of what a scale of inputs is made of: larger inputs become it; 0: there is none.
-        static: inputs have one scale, from the checkpoint, instead.
-        groups_first: scales and zeros lie as [in / group, *out], as the kernels of a GPU read them.
-        int8_steps: what the largest input of a token becomes in "int8". compressed-tensors has 127.5: whether such a
-            number becomes -127 or -128 hangs on its last bit. 127 hangs on nothing.
-        outliers: inputs of this size or more are not rounded but have a product of their own (LLM.int8(), Dettmers et
-            al. 2022, here token by token); 0: all are rounded.
+        activations: dtype that inputs are rounded to before the product: "" (none), "int8" or "float8_e4m3fn", with a
+            scale for each token and ``activation_group`` inputs (0: all).
+        activation_bound: upper bound of the magnitude that sets the scale of inputs; larger inputs are clipped; 0:
+            none.
+        static: inputs have one scale from the checkpoint instead.
+        groups_first: scales and zeros are [in / group, *out], as GPU kernels read them.
+        int8_steps: code of a token's largest input in "int8". With 127.5, as in compressed-tensors, the last bit of a
+            value decides between -127 and -128; 127 is insensitive to it.
+        outliers: inputs of at least this magnitude have a separate unrounded product (LLM.int8(), Dettmers et al. 2022,
+            here per token); 0: none.
     """
 
     codes: str
@@ -131,19 +132,19 @@ class Grouped:
 
 @dataclasses.dataclass(frozen=True)
 class Codebook:
-    """weight = table[codes] * scale, with a scale for each ``group`` neighbours along the inputs.
+    """Codebook weights: weight = table[codes] * scale, with a scale for each ``group`` neighbours along the inputs.
 
-    Parts: ``codes`` uint4 [*out, in], ``scales`` [*out, in / group]. With ``divided`` also ``divisor`` float32
-    [*out, 1]: scales are divided by it first (NVFP4). With ``nested`` scales are themselves codes (double
-    quantisation, Dettmers et al. 2023): scale = scale_table[scales] * nested_scales + offset, of ``nested_scales``
-    float32 [*out, in / nested] and ``offset`` float32 [*out, 1].
+    Parts: ``codes`` uint4 [*out, in], ``scales`` [*out, in / group]. With ``divided`` also ``divisor`` float32 [*out,
+    1]: scales are divided by it first (NVFP4). With ``nested`` scales are themselves codes (double quantisation,
+    Dettmers et al. 2023): scale = scale_table[scales] * nested_scales + offset, with ``nested_scales`` float32 [*out,
+    in / nested] and ``offset`` float32 [*out, 1].
 
     Attributes:
         table: 16 values.
-        group: how many inputs share a scale.
+        group: inputs that share a scale.
         scales: dtype of the scales; "float8_e8m0fnu" are powers of two (MXFP4), "uint8" codes of ``scale_table``.
-        divided: see above.
-        nested: how many inputs share a nested scale; 0: scales are plain.
+        divided: scales are divided by ``divisor``.
+        nested: inputs that share a nested scale; 0: scales are not nested.
         scale_table: 256 values.
     """
 
@@ -179,15 +180,15 @@ class Codebook:
             scales = jnp.take(jnp.asarray(self.scale_table, jnp.float32), codes, mode="clip")
             return scales * _repeated(parts["nested_scales"], scales) + parts["offset"]
         scales = parts["scales"].astype(jnp.float32)
-        # in full: XLA turns a division by one number for many into a product with its reciprocal, one bit off
+        # broadcast: XLA turns a division by a scalar into a product with its reciprocal, which differs in the last bit
         return scales / jnp.broadcast_to(parts["divisor"], scales.shape) if self.divided else scales
 
 
 @dataclasses.dataclass(frozen=True)
 class Float4:
-    """MXFP4 as a GPU's kernels read it, see `pallas_kernels.quant_matmul.reference`.
+    """MXFP4 in the layout of GPU kernels, see `pallas_kernels.quant_matmul.reference`.
 
-    Parts: ``codes`` int4 [*out, in], places in the order of float4_e2m1fn; ``scales`` uint8 [in / group, *out],
+    Parts: ``codes`` int4 [*out, in], indices in the order of float4_e2m1fn; ``scales`` uint8 [in / group, *out],
     exponents.
     """
 
@@ -210,7 +211,7 @@ class Float4:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of ggml as llama.cpp stores them, byte for byte: part ``blocks`` uint8 [*out, in / elements, bytes].
+    """ggml blocks as llama.cpp stores them, byte for byte: part ``blocks`` uint8 [*out, in / elements, bytes].
 
     Attributes:
         kind: a name in `ggml.KINDS`: "Q2_K", "IQ4_XS", ...
@@ -239,5 +240,5 @@ def _groups(inputs: int, group: int) -> int:
 
 
 def _repeated(values: Array, like: Array) -> Array:
-    """Repeat each value for the entries of ``like`` that share it; one for all is left to broadcasting."""
+    """Repeat each value for the entries of ``like`` that share it; a single value is left to broadcasting."""
     return values if values.shape[-1] == 1 else jnp.repeat(values, like.shape[-1] // values.shape[-1], axis=-1)

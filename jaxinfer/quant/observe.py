@@ -1,7 +1,7 @@
-"""Weights that tell what they are multiplied with: how calibration sees the inputs of every weight.
+"""Weights that record statistics of their inputs, for calibration.
 
-An `Observed` stands where an array stood, inside of a function that is traced once and returns what was noted. It never
-crosses the border of a compiled function itself, so the function stays pure: its statistics are results like others.
+An `Observed` replaces an array inside a function that is traced once and returns the statistics. It never crosses the
+boundary of a compiled function, so the function stays pure: statistics are ordinary results.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_matmul import Groups
 
-# How the array lies: [in, *out], [*out, in], or [experts, *out, in].
+# Orientation of the array: [in, *out], [*out, in], or [experts, *out, in].
 Orientation = Literal["in first", "in last", "experts"]
 
 
 class InputStatistics(NamedTuple):
-    """Statistics of the vectors that were multiplied with a weight, float32; with experts, of each one's.
+    """Statistics of the vectors multiplied with a weight, float32; for expert weights, per expert.
 
     Attributes:
         rows: number of vectors.
-        gram: the sum of x x^T.
-        largest: the largest absolute value of each input.
-        total: the sum of the absolute values of each input.
+        gram: sum of x x^T.
+        largest: largest absolute value of each input.
+        total: sum of the absolute values of each input.
     """
 
     rows: Float[Array, "*experts"]
@@ -37,7 +37,7 @@ class InputStatistics(NamedTuple):
     total: Float[Array, "*experts k"]
 
     def merged(self, other: InputStatistics) -> InputStatistics:
-        """Statistics of the vectors of both."""
+        """Return the statistics of both sets of vectors."""
         largest = jnp.maximum(self.largest, other.largest)
         return InputStatistics(self.rows + other.rows, self.gram + other.gram, largest, self.total + other.total)
 
@@ -47,7 +47,7 @@ Note = Callable[[Orientation, InputStatistics], None]
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """An array that is a weight, and who is told of its inputs."""
+    """A weight array with a callback that records its inputs."""
 
     array: jax.Array
     note: Note
@@ -57,7 +57,7 @@ class Observed:
         return self.array.shape
 
     def against(self, x: Float[Array, "... k"], lies: Orientation) -> jax.Array:
-        """Notes inputs and gives the plain array."""
+        """Record inputs and return the array."""
         self.note(lies, of_rows(x.reshape(-1, x.shape[-1])))
         return self.array
 
@@ -74,7 +74,7 @@ def of_rows(x: Float[Array, "rows k"]) -> InputStatistics:
 
 
 def of_tiles(x: Float[Array, "tiles rows k"], groups: Groups, experts: int) -> InputStatistics:
-    """Statistics of each expert's rows: empty rows are zeros, and only not counted."""
+    """Return the statistics of each expert's rows; empty rows are zeros and are only excluded from the count."""
     tiles, _, k = x.shape
     x = x.astype(jnp.float32)
     owners = jnp.arange(tiles) if groups.experts is None else groups.experts
@@ -84,7 +84,7 @@ def of_tiles(x: Float[Array, "tiles rows k"], groups: Groups, experts: int) -> I
     def add(i: jax.Array, gram: jax.Array) -> jax.Array:
         return gram.at[owners[i]].add(jnp.matmul(x[i].T, x[i], precision=lax.Precision.HIGHEST))
 
-    # one tile after the other: a Gram matrix of each would take many times the experts' own
+    # one tile at a time: a Gram matrix per tile would take many times the memory of those of the experts
     gram = lax.fori_loop(0, tiles, add, jnp.zeros((experts, k, k), jnp.float32))
     count = jnp.zeros(experts, jnp.float32).at[owners].add(held)
     largest = jnp.zeros((experts, k), jnp.float32).at[owners].max(absolute.max(axis=1))

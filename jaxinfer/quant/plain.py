@@ -1,4 +1,4 @@
-"""`Plain`: a weight of plain numbers that says how it lies, and what computes its products."""
+"""`Plain`: an unquantized weight with an explicit layout and kernel choice."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from pallas_kernels.matmul import Extras, Layout
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"])
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A weight that stands where an array stood.
+    """An unquantized weight that replaces an array.
 
     Attributes:
         weight: the array; in a tree of specs, its `ParamSpec`.
         layout: "in first", ``[in, *out]``, or "in last", ``[*out, in]``.
-        axes: logical axes of ``[*out, in]``, whatever the layout.
-        path: "xla"; "auto": the kernel of `pallas_kernels.matmul` where this GPU was measured to run it faster;
-            "mosaic": wherever it can be.
+        axes: logical axes of ``[*out, in]`` for both layouts.
+        path: "xla"; "auto": the kernel of `pallas_kernels.matmul` where it was measured to be faster on this GPU;
+            "mosaic": the kernel wherever it is supported.
     """
 
     weight: Any
@@ -42,7 +42,7 @@ class Plain:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape as stored weights have it, ``[*out, in]``."""
+        """Shape as ``[*out, in]``, like quantised weights."""
         shape = tuple(self.weight.shape)
         return (*shape[1:], shape[0]) if self.layout == "in first" else shape
 
@@ -58,20 +58,20 @@ class Plain:
         return {"weight": self.weight}.items()
 
     def rebuilt(self, arrays: Mapping[str, Any]) -> Plain:
-        """The same with another leaf."""
+        """Return a copy with another leaf."""
         return dataclasses.replace(self, **arrays)
 
     def dequantize(self) -> Float[Array, "*out k"]:
-        """The weight in float32, outputs first."""
+        """Return the weight in float32, outputs first."""
         weight: Array = self.weight.astype(jnp.float32)
         return jnp.moveaxis(weight, 0, -1) if self.layout == "in first" else weight
 
     def take(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch k"]:
-        """Rows of a table ``[rows, in]``."""
+        """Return rows of a table ``[rows, in]``."""
         return jnp.take(self.weight, ids, axis=0, mode="clip")
 
     def by_kernel(self, x: Any, weight: Any = None, *, gated: bool = False) -> bool:
-        """Whether a kernel computes products with numbers like ``x``; ``weight``: a device's part of it."""
+        """Return whether a kernel computes products with inputs like ``x``; ``weight``: one device's shard."""
         weight = self.weight if weight is None else weight
         if self.path == "xla" or x.dtype != weight.dtype:
             return False
@@ -82,13 +82,13 @@ class Plain:
     def matmul(
         self, x: Float[Array, "*rows k"], bias: Float[Array, "*out"] | None = None, *, gated: bool = False
     ) -> Float[Array, "*rows *out"]:
-        """The kernel's product in the dtype of ``x``; ``gated``: silu(gate) * up of outputs [2, n]."""
+        """Return the kernel's product in the dtype of ``x``; ``gated``: silu(gate) * up of outputs [2, n]."""
         flat = x.reshape(-1, x.shape[-1])
         result = self._spread(flat, bias, gated) if is_spread() else self._product(flat, self.weight, bias, gated)
         return result.reshape(*x.shape[:-1], *self.shape[gated:-1])
 
     def partition(self) -> Plain:
-        """Replace the array by its `PartitionSpec` on the mesh that a program is traced for."""
+        """Replace the array by its `PartitionSpec` on the mesh of the traced program."""
         *outs, along = spread_over(self.axes, self.shape)
         return dataclasses.replace(
             self, weight=PartitionSpec(along, *outs) if self.layout == "in first" else PartitionSpec(*outs, along)
@@ -100,9 +100,9 @@ class Plain:
         return dense_matmul.matmul(x, weight.astype(x.dtype), extras, layout=self.layout, gated=gated, path=path)
 
     def _spread(self, x: Float[Array, "rows k"], bias: Any, gated: bool) -> Float[Array, "rows *out"]:
-        """Multiply by each device's shard of the weight; products of shards along the inputs are added up."""
+        """Multiply by each device's shard of the weight; partial products of sharded inputs are summed."""
         *outs, along = spread_over(self.axes, self.shape)
-        assert not (along and (gated or bias is not None))  # what is added up has no gate yet, and one bias
+        assert not (along and (gated or bias is not None))  # the gate and the bias apply only after the sum
 
         def own(x: jax.Array, weight: Plain, bias: Any) -> jax.Array:
             part = self._product(x, weight.weight, bias, gated)
@@ -115,17 +115,17 @@ class Plain:
 
 
 def gemm_refusal(dtype: Any, platform: str) -> str | None:
-    """Why no product of a model of this dtype can be the kernel's on a platform, in one sentence; None if it can."""
+    """Return why the kernel cannot compute products of this dtype on a platform, in one sentence; None if it can."""
     if platform == "cpu":
         return "its kernel is for GPUs, and this is a CPU"
     here, row = lowering_target(), jax.ShapeDtypeStruct((1, 64), dtype)
-    target = here if here.platform in ("gpu", "cuda") else Target("gpu", HOPPER)  # compiled for one that is elsewhere
+    target = here if here.platform in ("gpu", "cuda") else Target("gpu", HOPPER)  # compile for a remote GPU
     chosen = dense_matmul.explain(row, jax.ShapeDtypeStruct((64, 64), dtype), measured=False, target=target)
     return None if chosen.path == "mosaic" else chosen.why
 
 
 def for_gemm(specs: Any, params: Any, path: Wish) -> tuple[Any, Any]:
-    """Trees of specs and of parameters whose matrices of the model's own dtype are `Plain`, as they lie."""
+    """Wrap the matrices of the model's dtype as `Plain` in trees of specs and of parameters, keeping their layout."""
 
     def wrapped(spec: ParamSpec, value: Any) -> Any:
         if spec.inputs is None or len(spec.shape) < 2 or spec.dtype is not None or "expert" in spec.axes:
@@ -138,10 +138,10 @@ def for_gemm(specs: Any, params: Any, path: Wish) -> tuple[Any, Any]:
 
 
 def laid_out(specs: Any, params: Any, layout: Layout) -> tuple[Any, Any]:
-    """Trees of specs and of parameters whose matrices all lie in one layout: "in last" as ``[*out, in]``, as those of
-    checkpoints and quantised ones do, "in first" as ``[in, *out]``, but for tables and experts. The arrays that they
-    replace are deleted one by one: the memory never holds both trees."""
-    made: dict[int, Any] = {}  # what stands at several places is one array there, too
+    """Return trees of specs and of parameters with all matrices in one layout: "in last" as ``[*out, in]``, like those
+    of checkpoints and quantised ones, or "in first" as ``[in, *out]``, except tables and experts. Replaced arrays are
+    deleted one by one, so the memory never holds both trees."""
+    made: dict[int, Any] = {}  # an array shared by several paths stays shared
     old = 0 if layout == "in last" else -1
 
     def turned(spec: ParamSpec, value: Any) -> Any:

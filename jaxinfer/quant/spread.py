@@ -1,4 +1,4 @@
-"""Low-rank products over a mesh: each device has the parts of an adapter that go with its part of the weight."""
+"""Low-rank products over a mesh: each device holds the shards of an adapter that match its shard of the weight."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pallas_kernels.grouped_matmul import Groups
 
 Axes = Sequence[str | None]
 Dealt = tuple[Groups, lora.BySlot | None]
-"""Rows in tiles, and by slot, see `pallas_kernels.lora`."""
+"""Rows grouped into tiles, and by slot, see `pallas_kernels.lora`."""
 
 
 def is_spread() -> bool:
-    """Whether the traced program runs on several devices, and is not already one device's part."""
+    """Return whether the traced program runs on several devices and is not inside a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
 
@@ -33,13 +33,13 @@ def spread_low_rank(
     dealt: Dealt,
     axes: Axes,
 ) -> Float[Array, "rows *out"]:
-    """Shrink and expand each row by its adapter, on the mesh that a program is traced for.
+    """Shrink and expand each row by its adapter, on the mesh of the traced program.
 
-    Where the inputs are spread, each device shrinks its part of them: the sums, numbers of one rank a row, are added up
-    before they are expanded. So what is expanded is the same on every device.
+    If the inputs are sharded, each device shrinks its shard: the partial sums, of size rank per row, are reduced before
+    they are expanded, so the expanded values are the same on every device.
 
     Args:
-        axes: logical axes of the weight's outputs and, at last, of its inputs.
+        axes: logical axes of the weight's outputs and, last, of its inputs.
     """
     if not is_spread():
         return lora.low_rank(x, a, b, *dealt)
@@ -56,7 +56,7 @@ def spread_low_rank(
 
 
 def _summed(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, along: tuple[str, ...] | None) -> jax.Array:
-    """By rows, not by tiles: which rows lie in a tile must not move a row among the numbers that are added up."""
+    """Multiply by rows, not by tiles: the tiling must not move a row within the reduced array."""
     return _by_rows(lax.psum(_by_rows(x, a, groups), along), b, groups)
 
 
@@ -68,11 +68,11 @@ def spread_lookup(
     groups: Groups,
     axes: Axes,
 ) -> Float[Array, "rows out"]:
-    """Look up a row's column of its adapter's ``a``, and expand it, on the mesh that a program is traced for. Where a
-    table's rows are spread, one device has the column: the others add zeros.
+    """Look up each row's column of its adapter's ``a`` and expand it, on the mesh of the traced program. If the table's
+    rows are sharded, one device has the column and the others add zeros.
 
     Args:
-        axes: logical axes of the table's outputs and, at last, of its rows.
+        axes: logical axes of the table's outputs and, last, of its rows.
     """
     along = spread_over(axes[-1:], a.shape[-1:])[0] if is_spread() else None
 
@@ -92,18 +92,18 @@ def spread_lookup(
 
 
 def _columns(ids: jax.Array, a: jax.Array, slots: jax.Array) -> jax.Array:
-    """Numbers of one rank for each row; of rows without an adapter anybody's."""
+    """Return values of size rank for each row; arbitrary ones for rows without an adapter."""
     return a.at[slots, :, ids].get(mode="clip")
 
 
 def _by_rows(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
-    """Multiply each row by its adapter's matrix; zeros for rows without one."""
+    """Multiply each row by its adapter's matrix; zeros for rows without an adapter."""
     result = grouped.matmul(grouped.taken(x, groups.entries), weights, groups)
     return grouped.taken(result.reshape(-1, *weights.shape[1:-1]), groups.places)
 
 
 def once(bias: Float[Array, "*out"] | None, axes: Axes) -> Float[Array, "*out"] | None:
-    """A bias as one device adds it, whose product of its part of the inputs is a part of a sum: the first one alone."""
+    """Return the bias for one device of a sum over sharded inputs: only the first device adds it."""
     mesh = jax.sharding.get_abstract_mesh()
     if bias is None or not axes or AxisType.Manual not in mesh.axis_types or devices_along(mesh.shape, axes[-1]) == 1:
         return bias
@@ -111,11 +111,11 @@ def once(bias: Float[Array, "*out"] | None, axes: Axes) -> Float[Array, "*out"] 
 
 
 def partition_of(axes: Axes, shape: Sequence[int], *, bank: bool) -> dict[str, PartitionSpec]:
-    """Where the arrays of adapters lie on the mesh that a program is traced for, by name.
+    """Return the `PartitionSpec` of each adapter array on the mesh of the traced program, by name.
 
     Args:
-        shape: of the weight, ``[*out, in]``.
-        bank: the arrays have a place for each of some adapters.
+        shape: shape of the weight, ``[*out, in]``.
+        bank: the arrays have a leading slot dimension.
     """
     *outs, along = spread_over(axes, shape)
     slots, experts = (None,) if bank else (), outs[: axes[0] == "expert"]

@@ -1,7 +1,7 @@
-"""Weights that stand where an array stood: `Quantized`, one layout, and `Split`, several for the parts of a fused one.
+"""Quantised weights that replace arrays: `Quantized`, with one layout, and `Split`, with several for a fused weight.
 
-Both are pytrees and never lie in memory as plain numbers: a product dequantises some outputs at a time, or leaves it to
-a kernel. A tree of parameter specs has the same nodes, with specs for leaves (`jaxinfer.types.ParamTree`).
+Both are pytrees and are never fully dequantized in memory: a product dequantizes some outputs at a time, or uses a
+kernel. A tree of parameter specs has the same nodes, with specs as leaves (`jaxinfer.types.ParamTree`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pallas_kernels import quant_matmul
 from pallas_kernels.choice import Wish, lowering_target
 from pallas_kernels.quant_matmul.xla import in_pieces
 
-CHANNELS = 256  # dequantised at a time
+CHANNELS = 256  # outputs dequantized at a time
 
 
 @functools.partial(
@@ -39,13 +39,13 @@ class Quantized:
     """A weight ``[*out, in]`` in a layout.
 
     Attributes:
-        arrays: its parts and input parts by name; in a tree of specs, a `ParamSpec` for each.
-        layout: what they mean.
-        axes: the logical axes of ``[*out, in]``.
-        dtype: name of the dtype that its values take where nothing else says so.
-        inputs: how many there are, on all devices together.
-        path: of products with inputs that were rounded to a scale a token, by weights with one a channel: as
-            `Plain.path`.
+        arrays: parts and input parts by name; in a tree of specs, a `ParamSpec` for each.
+        layout: the meaning of the arrays.
+        axes: logical axes of ``[*out, in]``.
+        dtype: name of the dtype of dequantized values if nothing else sets it.
+        inputs: number of inputs, over all devices.
+        path: kernel choice as in `Plain.path`, for products of inputs rounded with one scale per token by weights with
+            one scale per channel.
     """
 
     arrays: Mapping[str, Any]
@@ -73,34 +73,34 @@ class Quantized:
         return self.arrays.items()
 
     def rebuilt(self, arrays: Mapping[str, Any]) -> Quantized:
-        """The same with other leaves."""
+        """Return a copy with other leaves."""
         return dataclasses.replace(self, arrays=dict(arrays))
 
     def dequantize(self) -> Float[Array, "*out k"]:
-        """The whole weight in float32: for people, tests and what has no product of its own."""
+        """Return the whole weight in float32: for debugging, tests and operations without a quantised product."""
         weight = self.layout.dequantize(self._only(self._parts))
         if "order" not in self.arrays:
             return weight
         return jnp.take(weight, jnp.argsort(self.arrays["order"]), axis=-1)
 
     def take(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch k"]:
-        """Rows of a table ``[rows, in]``."""
+        """Return rows of a table ``[rows, in]``."""
         rows = {name: jnp.take(array, ids, axis=0, mode="clip") for name, array in self._only(self._parts).items()}
         return self.rebuilt({**rows, **self._only(self._input_parts)}).dequantize().astype(self.dtype)
 
     def gated_by_kernel(self, x: Any) -> bool:
-        """Whether a kernel computes silu(gate) * up of products with numbers like ``x``; outputs are [2, n]."""
+        """Return whether a kernel computes silu(gate) * up of products with inputs like ``x``; outputs are [2, n]."""
         layout = self.layout
         return isinstance(layout, Grouped) and activations.by_gemm(x, layout, self.arrays, self.path, gated=True)
 
     def matmul(self, x: Float[Array, "*rows k"], *, gated: bool = False) -> Float[Array, "*rows *out"]:
-        """The product with the transposed weight, in the dtype of ``x``; ``gated``: where `gated_by_kernel`."""
+        """Return the product with the transposed weight in the dtype of ``x``; ``gated`` needs `gated_by_kernel`."""
         flat, weight = self._in_order(x.reshape(-1, x.shape[-1]))
         result = weight._spread(flat, gated) if is_spread() else _product(flat, weight, gated)
         return result.reshape(*x.shape[:-1], *self.shape[gated:-1])
 
     def _in_order(self, x: Float[Array, "rows k"]) -> tuple[Float[Array, "rows k"], Quantized]:
-        """The inputs in the order of the columns, and the weight that has them in that order."""
+        """Return the inputs permuted to the order of the columns, and the weight without an ``order``."""
         if "order" not in self.arrays:
             return x, self
         assert isinstance(self.layout, Grouped)
@@ -109,9 +109,9 @@ class Quantized:
         return jnp.take(x, self.arrays["order"], axis=-1), dataclasses.replace(self, arrays=arrays, layout=layout)
 
     def _spread(self, x: Float[Array, "rows k"], gated: bool) -> Float[Array, "rows *out"]:
-        """Multiply by each device's shard of the weight; products of shards along the inputs are added up."""
+        """Multiply by each device's shard of the weight; partial products of sharded inputs are summed."""
         *outs, along = spread_over(self.axes, self.shape)
-        assert not (gated and along)  # what is added up has no gate yet
+        assert not (gated and along)  # the gate applies only after the sum
 
         def own(x: jax.Array, weight: Quantized) -> jax.Array:
             part = _product(x, weight, gated).reshape(x.shape[0], *weight.shape[gated:-1])
@@ -123,7 +123,7 @@ class Quantized:
         return result
 
     def partition(self) -> Any:
-        """Replace each array by its `PartitionSpec` on the mesh that a program is traced for."""
+        """Replace each array by its `PartitionSpec` on the mesh of the traced program."""
         *outs, along = spread_over(self.axes, self.shape)
         own = {name: _partition(part, outs, along) for name, part in self._parts.items()}
         shared = {
@@ -133,7 +133,7 @@ class Quantized:
         return self.rebuilt({**own, **shared})
 
     def expert(self, index: Int[Array, ""] | int) -> Quantized:
-        """One of a stack of weights ``[experts, *out, in]``."""
+        """Return one weight of a stack ``[experts, *out, in]``."""
         arrays = dict(self.arrays)
         for name, part in self._parts.items():
             axis = len(part.shape) if part.first else 0
@@ -152,7 +152,7 @@ def _partition(part: Part, outs: Sequence[Any], along: Any) -> PartitionSpec:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["axis"])
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A weight ``[*out, in]`` of which neighbours along ``axis`` of its outputs are stored in different ways.
+    """A weight ``[*out, in]`` stored in several ways along ``axis`` of its outputs.
 
     Attributes:
         pieces: `Quantized` or arrays ``[*out, in]``.
@@ -177,7 +177,7 @@ class Split:
         return jnp.concatenate([dense(piece) for piece in self.pieces], axis=self.axis)
 
     def matmul(self, x: Float[Array, "*rows k"], product: Callable[[Any, Any], Array]) -> Float[Array, "*rows *out"]:
-        """``product`` is that of one piece: `dispatch.matmul_transposed`."""
+        """Multiply by each piece and concatenate; ``product`` is `dispatch.matmul_transposed`."""
         parts = [product(x, piece) for piece in self.pieces]
         return jnp.concatenate(parts, axis=x.ndim - 1 + self.axis)
 
@@ -192,7 +192,7 @@ class Split:
 
 
 def partition(weight: Any, plain: PartitionSpec) -> Any:
-    """Partition of a weight on the mesh that a program is traced for: ``plain``, or one for each stored array."""
+    """Return the partition of a weight on the mesh of the traced program: ``plain``, or one for each stored array."""
     if isinstance(weight, Adapted):
         return weight.partition(partition(weight.base, plain))
     if isinstance(weight, Split):
@@ -201,20 +201,20 @@ def partition(weight: Any, plain: PartitionSpec) -> Any:
 
 
 def is_stored(node: Any) -> bool:
-    """A weight that is no array, in a tree of parameters or of specs."""
+    """Return whether a node of a tree of parameters or specs is a weight storage and not an array."""
     return isinstance(node, Quantized | Split | Plain)
 
 
 def with_values(tree: Any, dtype: str) -> Any:
-    """A tree of parameters, or of specs, whose stored weights have values of another dtype."""
+    """Return a tree of parameters or specs whose quantised weights dequantize to another dtype."""
     return map_stored(lambda weight: dataclasses.replace(weight, dtype=dtype), tree)
 
 
 def with_activations(tree: Any, kind: str) -> Any:
-    """A tree of parameters, or of specs, with other `Grouped.activations` where weights allow it.
+    """Return a tree of parameters or specs with other `Grouped.activations` where weights allow it.
 
     Args:
-        kind: "none"; "int8" or "fp8": where weights are such numbers, int8 ones with a scale a channel.
+        kind: "none"; "int8" or "fp8": for weights of that dtype; int8 weights also need one scale per channel.
     """
 
     def changed(weight: Quantized) -> Quantized:
@@ -237,17 +237,17 @@ def with_activations(tree: Any, kind: str) -> Any:
 
 
 _KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
-_STEPS = 127.0  # bits of the same function in two programs may differ in the last place: nothing must hang on it
+_STEPS = 127.0  # unlike 127.5, insensitive to last-bit differences between programs
 
 
 def rounds_activations(tree: Any) -> bool:
-    """Whether inputs of any weight in a tree are rounded."""
+    """Return whether inputs of any weight in a tree are rounded."""
     layouts = (node.layout for node in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(node))
     return any(layout.activations for layout in layouts if isinstance(layout, Grouped))
 
 
 def rounds_tokens(weight: Quantized) -> bool:
-    """Whether `Quantized.path` has a say in its products."""
+    """Return whether `Quantized.path` affects the products of a weight."""
     layout = weight.layout
     if not isinstance(layout, Grouped) or layout.activations != layout.codes or layout.zeros or "expert" in weight.axes:
         return False
@@ -255,7 +255,7 @@ def rounds_tokens(weight: Quantized) -> bool:
 
 
 def map_stored(function: Callable[[Quantized], Quantized], tree: Any) -> Any:
-    """Replace each `Quantized` of a tree of parameters or of specs."""
+    """Replace each `Quantized` of a tree of parameters or specs."""
     return jax.tree.map(lambda node: function(node) if _is_quantized(node) else node, tree, is_leaf=_is_quantized)
 
 
@@ -264,7 +264,7 @@ def _is_quantized(node: Any) -> bool:
 
 
 def dense(weight: Any) -> Float[Array, "*out k"]:
-    """A stored weight, or an array, as plain numbers."""
+    """Return a stored weight dequantized, or an array as it is."""
     return weight.dequantize() if is_stored(weight) else weight
 
 
@@ -272,7 +272,7 @@ def _product(x: Float[Array, "rows k"], weight: Quantized, gated: bool) -> Float
     """Multiply by the local shard of a weight (the whole weight on one device)."""
     layout, arrays = weight.layout, weight.arrays
     if isinstance(layout, Grouped):
-        # a device's part of the inputs shares its scales with the others
+        # shards of the inputs share dynamic input scales
         along = None if x.shape[-1] == weight.inputs else RULES[weight.axes[-1] or ""]
         if layout.activations:
             return activations.product(x, layout, arrays, along, weight.path, gated=gated)
@@ -302,15 +302,15 @@ def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any]) -> Ar
 def _of_biases(
     x: Float[Array, "rows k"], biases: Float[Array, "groups n"], scales: Float[Array, "groups n"], moved: int
 ) -> Float[Array, "rows n"]:
-    """What the biases of groups add to a product: each times the sum of the group's inputs, in float32."""
+    """Return the contribution of group biases to a product: each times the sum of the group's inputs, in float32."""
     sums = x.astype(jnp.float32).reshape(x.shape[0], biases.shape[0], -1).sum(-1)
     whole = biases.astype(jnp.float32) + moved * scales.astype(jnp.float32)
     return lax.dot_general(sums, whole, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def _by_channels(x: Array, layout: Layout, parts: Mapping[str, Any], outs: tuple[int, ...]) -> Array:
-    """Multiply by so few outputs at a time that their dequantised weights stay in the cache; on a GPU, without a loop:
-    XLA may write what that has made by a copy on another stream, which no loop in a command buffer may have."""
+    """Multiply by a few outputs at a time so that their dequantized weights stay in the cache; on a GPU without a loop:
+    XLA may copy loop results on another stream, which a loop inside a command buffer does not support."""
     flat = {name: array.reshape(-1, *array.shape[len(outs) :]) for name, array in parts.items()}
     channels = math.prod(outs)
 

@@ -1,8 +1,8 @@
-"""A trial of the GEMM kernel: does the GPU at hand multiply by it rightly, alike for all numbers of rows, and fast?
+"""Startup trial of the GEMM kernel: is it correct, batch-invariant and fast enough on this GPU?
 
-The kernel (`pallas_kernels.matmul`) makes a row's bits independent of its neighbours by construction, so that an engine
-which promises such bits wants it. What it rests on no compiler and no interpreter can tell: that is asked of the GPU
-itself, once, with products of the model's own shapes; what came of it is kept beside the executables.
+The kernel (`pallas_kernels.matmul`) is batch-invariant by construction, so an engine that guarantees batch invariance
+prefers it. Compilers and interpreters cannot verify its hardware assumptions, so the GPU is tested once, with products
+of the model's shapes; the result is cached next to the executables.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from pallas_kernels.launches import recording
 from pallas_kernels.matmul import Extras, Layout
 from pallas_kernels.trial.run import faults_of
 
-# Of XLA's time for all products. Beyond it, XLA's programs are the cheaper way to equal bits, few as they are that have
-# them: an exact prefill by XLA took an H100 1.5 times as long as one that did not ask.
+# Largest time relative to XLA for all products. Beyond it, XLA's batch-invariant programs, though few, are cheaper: on
+# an H100 an exact prefill by XLA took 1.5 times as long as an inexact one.
 _SLOWER = 1.25
-_PATIENCE = 60.0  # seconds until a launch is given up; the longest takes some milliseconds
-_ROUNDS, _CALLS = 3, 10  # of timing
-_RESULTS = 2**27  # of a product that is tried, at most: 512 MiB of its sums
-_SPREAD = {"int8": 30, "float8_e4m3fn": 1}  # standard deviation of 8-bit numbers
-# Of results of a variance of 1. The order of float32 additions is worth a tenth of it; a tensor core adds float8's
-# products with some 14 bits (DeepSeek-V3, arXiv:2412.19437), 128 of them before the kernel goes on in float32.
+_PATIENCE = 60.0  # seconds until a launch is abandoned; the longest takes some milliseconds
+_ROUNDS, _CALLS = 3, 10  # timing rounds, and calls per round
+_RESULTS = 2**27  # largest number of results of a tried product: 512 MiB in float32
+_SPREAD = {"int8": 30, "float8_e4m3fn": 1}  # standard deviation of 8-bit operands
+# Tolerances for results of variance 1. The order of float32 additions accounts for a tenth; a tensor core adds float8
+# products with about 14 bits (DeepSeek-V3, arXiv:2412.19437), 128 of them before the kernel continues in float32.
 _NEAR_ZERO, _NEAR_ZERO_FLOAT8 = 1e-3, 5e-3
 _REFUSALS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)  # of Mosaic GPU, ptxas and the driver
 
 
 class KernelLost(Exception):
-    """A kernel that never came back, or that the device died of."""
+    """Error for a kernel that never returned or that crashed the device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product with a weight as a device has it.
+    """A product with one device's shard of a weight.
 
     Attributes:
-        shape, layout: of the weight.
+        shape, layout: shape and layout of the weight.
         gated: silu(gate) * up follows.
-        dtype: of both operands; those of 8 bits have scales, for each row and each output.
+        dtype: dtype of both operands; 8-bit operands have scales per row and per output.
     """
 
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class Product:
 
     @property
     def outer(self) -> tuple[int, ...]:
-        """The shape of its outputs."""
+        """Shape of its outputs."""
         return self.shape[1:] if self.layout == "in first" else self.shape[:-1]
 
     @property
@@ -79,15 +79,15 @@ class Product:
         return math.prod(self.outer)
 
     def refusal(self, rows: int, dtype: Any) -> str | None:
-        """Why the kernel cannot multiply so many rows with it, for a result of this dtype; None: it can."""
+        """Return why the kernel cannot multiply this number of rows with a result of this dtype; None if it can."""
         return dense_matmul.refusal(*self.operands(rows), layout=self.layout, gated=self.gated, dtype=dtype)
 
     def operands(self, rows: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Shapes of that many rows and of the weight."""
+        """Return the shapes of that many rows and of the weight."""
         return jax.ShapeDtypeStruct((rows, self.inputs), self.dtype), jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     def shapes(self, rows: int) -> Operands:
-        """Shapes of all operands, with the scales of 8-bit ones."""
+        """Return the shapes of all operands, with scales for 8-bit ones."""
         x, weights = self.operands(rows)
         if jnp.dtype(self.dtype).itemsize > 1:
             return Operands(x, weights)
@@ -99,7 +99,7 @@ class Product:
 
 
 class Operands(NamedTuple):
-    """``scales`` and ``x_scales``: None with 16 bits."""
+    """Operands of a product; ``scales`` and ``x_scales`` are None for 16-bit dtypes."""
 
     x: Any
     weights: Any
@@ -107,17 +107,17 @@ class Operands(NamedTuple):
     scales: Any = None
 
     def rows(self, count: int) -> Operands:
-        """The first rows."""
+        """Return the operands for the first rows."""
         return self._replace(x=self.x[:count], x_scales=None if self.x_scales is None else self.x_scales[:count])
 
     def in_16_bits(self) -> Operands:
-        """What is float8, as bfloat16, of which a tensor core adds the products in float32. No number changes."""
+        """Convert float8 operands to bfloat16, whose products tensor cores add in float32. The conversion is exact."""
         if self.x.dtype != jnp.float8_e4m3fn:
             return self
         return self._replace(x=self.x.astype(jnp.bfloat16), weights=self.weights.astype(jnp.bfloat16))
 
 
-Multiply = Callable[[Product, Operands, Any], jax.Array]  # the last: dtype of the result
+Multiply = Callable[[Product, Operands, Any], jax.Array]  # last argument: dtype of the result
 
 
 def by_kernel(product: Product, operands: Operands, dtype: Any, path: Wish = "mosaic") -> jax.Array:
@@ -131,8 +131,7 @@ def by_xla(product: Product, operands: Operands, dtype: Any) -> jax.Array:
 
 
 def products_of(specs: Any, mesh: Mesh, dtype: Any) -> collections.Counter[Product]:
-    """The products that `Plain.path` and `Quantized.path` are about, of a model of that dtype, and how many of each
-    there are."""
+    """Count the products of a model of this dtype that `Plain.path` and `Quantized.path` apply to."""
     plain, _ = for_gemm(specs, specs, "mosaic")
     weights = jax.tree.leaves(plain, is_leaf=lambda node: isinstance(node, Plain | Quantized))
     products = (_product(weight, mesh, jnp.dtype(dtype).name) for weight in weights)
@@ -140,8 +139,8 @@ def products_of(specs: Any, mesh: Mesh, dtype: Any) -> collections.Counter[Produ
 
 
 def refused_products(specs: Any, mesh: Mesh, dtype: Any) -> dict[Product, str]:
-    """Those of `products_of` that the kernel cannot do, so that XLA multiplies them whatever `Plain.path` says, and
-    why."""
+    """Return the products of `products_of` that the kernel does not support, with the reason; XLA computes them
+    regardless of `Plain.path`."""
     found = {product: product.refusal(1, dtype) for product in products_of(specs, mesh, dtype)}
     return {product: why for product, why in found.items() if why is not None}
 
@@ -159,13 +158,13 @@ def _product(weight: Any, mesh: Mesh, dtype: str) -> Product | None:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Products tried with some numbers of rows on one device.
+    """A trial of products with several numbers of rows on one device.
 
     Attributes:
-        rows: that the engine's programs have.
-        dtype: of results.
-        kernel, plain: what is tried, and what it is compared with.
-        clock: seconds.
+        rows: row counts of the engine's programs.
+        dtype: dtype of results.
+        kernel, plain: the function to try, and its reference.
+        clock: returns seconds.
         patience: seconds that a launch may take.
     """
 
@@ -179,11 +178,11 @@ class Trial:
     patience: float = _PATIENCE
 
     def fault(self) -> str | None:
-        """Why the kernel is not to be used, in one sentence; None: it is good. Products for which the device has no
-        room beside what it holds are not tried.
+        """Return why the kernel must not be used, in one sentence; None if it passes. Products that do not fit in the
+        device's free memory are not tried.
 
         Raises:
-            KernelLost: the device is not to be used, either: what it was given last is still there.
+            KernelLost: the device is unusable too: its last launch is still running.
         """
         seconds = [0.0, 0.0]
         for product, count in self.products.items():
@@ -202,7 +201,7 @@ class Trial:
         return None
 
     def fault_elsewhere(self) -> str | None:
-        """Why the kernel is not to be used, as far as another process finds out, which may hang; None: nothing."""
+        """Return why the kernel must not be used, as found in a separate process, which may hang; None if it passes."""
         if self.device.platform not in ("gpu", "cuda"):
             return None
         with recording() as launches:
@@ -213,7 +212,7 @@ class Trial:
         return next(iter(faults_of(launches).values()), None)
 
     def _fault_of(self, product: Product) -> tuple[str | None, tuple[float, float]]:
-        """What is wrong with a product; and the seconds of kernel and XLA, of the fewest and the most rows together."""
+        """Return the fault of a product, and the seconds of kernel and XLA for the fewest plus the most rows."""
         nothing, counts = (0.0, 0.0), self._counts(product)
         if not counts:
             return None, nothing
@@ -233,7 +232,7 @@ class Trial:
         return None, (kernel_s, plain_s)
 
     def _counts(self, product: Product) -> list[int]:
-        """Numbers of rows that show all tiles of the kernel for a product, ascending; none, where it refuses."""
+        """Return ascending row counts that cover all tile shapes of the kernel for a product; empty if unsupported."""
         options: dict[str, Any] = {"layout": product.layout, "gated": product.gated, "dtype": self.dtype}
         found: dict[Any, int] = {}
         for rows in sorted({1, *self.rows}):
@@ -244,14 +243,14 @@ class Trial:
         return sorted(found.values())
 
     def _operands(self, product: Product, rows: int) -> Operands:
-        """Random ones, of whose products each has a variance of about 1."""
+        """Return random operands whose products have a variance of about 1."""
         of_x, of_weights = jax.device_put(jax.random.split(jax.random.key(0)), self.device)
         x, weights = _random(of_x, (rows, product.inputs)), _random(of_weights, product.shape)
         if jnp.dtype(product.dtype).itemsize > 1:
             return Operands(x.astype(product.dtype), (weights * product.inputs**-0.5).astype(product.dtype))
         size = _SPREAD[product.dtype]
         codes = [(array * size).clip(-127, 127).astype(product.dtype) for array in (x, weights)]
-        # Other ones for each row and each output.
+        # distinct scales for each row and each output
         of_rows = (1 + jnp.arange(rows) % 3 / 4) / size
         of_outputs = (1 + jnp.arange(product.outputs) % 5 / 8).reshape(product.outer) / size * product.inputs**-0.5
         return Operands(*codes, *(jax.device_put(array, self.device) for array in (of_rows, of_outputs)))
@@ -259,7 +258,7 @@ class Trial:
     def _compiled(
         self, multiply: Multiply, product: Product, operands: Operands, counts: Collection[int]
     ) -> dict[int, Callable[[], jax.Array]]:
-        """Programs for the first rows, by their number, compiled beside one another."""
+        """Compile programs for the first rows, in parallel; return them by row count."""
         function = jax.jit(functools.partial(multiply, product), static_argnums=1)
 
         def program(rows: int) -> Callable[[], jax.Array]:
@@ -270,7 +269,7 @@ class Trial:
             return dict(zip(counts, threads.map(program, counts), strict=True))
 
     def _awaited(self, run: Callable[[], jax.Array]) -> jax.Array:
-        """The result of a launch. It is waited for by a thread that may be left behind: nothing interrupts JAX."""
+        """Return the result of a launch, awaited in a thread that may be abandoned, as JAX cannot be interrupted."""
         answers: queue.SimpleQueue[jax.Array | jax.errors.JaxRuntimeError] = queue.SimpleQueue()
 
         def wait() -> None:
@@ -291,7 +290,7 @@ class Trial:
         return answer
 
     def _seconds(self, run: Callable[[], jax.Array]) -> float:
-        """The best of some rounds of calls, one of them."""
+        """Return the seconds of one call, the best of several rounds."""
         best = math.inf
         for _ in range(_ROUNDS):
             jax.block_until_ready(run())
@@ -303,7 +302,7 @@ class Trial:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Normal numbers, in 16 bits: a weight may be large."""
+    """Return normal values in bfloat16, as a weight may be large."""
     return jax.random.normal(key, shape, jnp.bfloat16)
 
 
@@ -316,7 +315,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _wrong(product: Product, results: Mapping[int, jax.Array], exact: jax.Array) -> str | None:
-    """What is wrong with results of the first rows, by their number, of which the most rows are all."""
+    """Return the fault of results by row count, all of them for the first rows of the largest."""
     whole = results[max(results)]
     near_zero = _NEAR_ZERO_FLOAT8 if product.dtype == "float8_e4m3fn" else _NEAR_ZERO
     near, most = _compared(whole, exact, steps=2 if product.gated else 1, near_zero=near_zero)
@@ -330,21 +329,21 @@ def _wrong(product: Product, results: Mapping[int, jax.Array], exact: jax.Array)
 
 @functools.partial(jax.jit, static_argnames=("steps", "near_zero"))
 def _compared(result: jax.Array, exact: jax.Array, steps: int, near_zero: float) -> tuple[jax.Array, jax.Array]:
-    """Whether so many roundings explain all differences; and the largest one."""
+    """Return whether ``steps`` roundings explain all differences, and the largest difference."""
     difference = jnp.abs(result.astype(jnp.float32) - exact)
     explained = steps * jnp.finfo(result.dtype).eps * jnp.abs(exact) + near_zero
     return (difference <= explained).all(), jnp.where(jnp.isfinite(difference), difference, jnp.inf).max()
 
 
 def gemm_fault(trees: Iterable[Any], rows: Iterable[int], dtype: Any, mesh: Mesh) -> str | None:
-    """Why products of models (trees of specs) are not to be the kernel's on this process's devices of a mesh, or None.
-    It is found out once, by one of the devices.
+    """Return why this process's devices of a mesh must not use the kernel for models (trees of specs); None if they
+    may. One of the devices tests it once.
 
     Args:
-        rows: that the programs have.
+        rows: row counts of the programs.
 
     Raises:
-        KernelLost: see `Trial.fault`; a later start knows it.
+        KernelLost: see `Trial.fault`; the result is cached for later starts.
     """
     products = sum((products_of(specs, mesh, dtype) for specs in trees), collections.Counter[Product]())
     return _kept(tuple(products.items()), tuple(rows), jnp.dtype(dtype), own_devices(mesh)[0])

@@ -1,4 +1,4 @@
-"""A model's weights quantised layer by layer: what `jaxinfer convert --quantize` does."""
+"""Layer-by-layer quantisation of a model, for `jaxinfer convert --quantize`."""
 
 from jaxinfer.quant.make.recipe import METHODS, Recipe, RecipeError
 from jaxinfer.quantize.calibration import BUILT_IN, Calibration, read_calibration

@@ -1,4 +1,4 @@
-"""Running a model layer by layer over sample text, and seeing what its weights are multiplied with."""
+"""Calibration: runs a model layer by layer over sample text and collects statistics of the inputs of its weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from jaxinfer.quant.make.recipe import RecipeError
 from jaxinfer.quant.observe import InputStatistics, Observed, Orientation
 from jaxinfer.weights.tree import Path
 
-# For whoever has no text of their own: prose, talk, facts, code, tables, other languages, written for this purpose.
+# Default text: prose, dialogue, facts, code, tables and several languages, written for this purpose.
 BUILT_IN = pathlib.Path(__file__).with_name("calibration.txt")
 
-_MOST_BYTES = 1 << 28  # of a calibration file
+_MOST_BYTES = 1 << 28  # bytes of a calibration file
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Token ids of samples of one length, and how many of them run at once."""
+    """Token ids of samples of equal length, and the batch size."""
 
     tokens: Int[np.ndarray, "samples length"]
     batch: int = 8
@@ -46,19 +46,19 @@ class Calibration:
 
 @runtime_checkable
 class Encoder(Protocol):
-    """Protocol of the tokenizer that calibration needs."""
+    """Protocol of the tokenizer used for calibration."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 def read_calibration(path: pathlib.Path, tokenizer: Encoder, samples: int = 128, length: int = 512) -> Calibration:
-    """Samples of ``length`` tokens, evenly spread over a text; fewer than ``samples`` where it has no more.
+    """Return samples of ``length`` tokens, evenly spaced over a text; fewer than ``samples`` if the text is short.
 
     Args:
-        path: UTF-8 text, or with the ending ``.jsonl`` an object with a ``text`` on each line.
+        path: UTF-8 text, or with the suffix ``.jsonl`` an object with a ``text`` on each line.
 
     Raises:
-        RecipeError: the file cannot be read, is larger than 256 MB, or has not one sample.
+        RecipeError: the file cannot be read, is larger than 256 MB, or is shorter than one sample.
     """
     ids: list[int] = []
     for text in _texts(path):
@@ -88,7 +88,7 @@ def _texts(path: pathlib.Path) -> list[str]:
 
 
 def embedded(module: Decoder, params: Any, calibration: Calibration, dtype: str) -> Float[np.ndarray, "samples t d"]:
-    """The hidden states before the first layer."""
+    """Return the hidden states before the first layer."""
     run: Any = jax.jit(functools.partial(module.apply, method="embed"))
     positions = jnp.arange(calibration.tokens.shape[1])
     parts = []
@@ -99,7 +99,7 @@ def embedded(module: Decoder, params: Any, calibration: Calibration, dtype: str)
 
 
 def context(module: Decoder, samples: int, length: int) -> Any:
-    """Make what every layer gets beside its input (angles of rotary embeddings), for samples of ``length`` tokens."""
+    """Return what each layer reads besides its input (RoPE angles), for samples of ``length`` tokens."""
     positions = jnp.broadcast_to(jnp.arange(length), (samples, length))
     run: Any = module.apply
     return run({"params": {}}, positions, method="context")
@@ -114,9 +114,9 @@ def observed(
     calibration: Calibration,
     gram: bool,
 ) -> dict[Path, InputStatistics]:
-    """Statistics of the inputs of the parameters ``paths`` of a layer; without ``gram`` that is empty.
+    """Return statistics of the inputs of the parameters ``paths`` of a layer; ``gram`` is empty unless requested.
 
-    Parameters that no product reads which could be observed are left out.
+    Parameters that no observable product reads are left out.
     """
     params = _nested(values)
     total: dict[Path, InputStatistics] = {}
@@ -134,7 +134,7 @@ def passed(
     hidden: Float[np.ndarray, "samples t d"],
     calibration: Calibration,
 ) -> None:
-    """Replaces hidden states by those after the layer, a batch at a time."""
+    """Replace hidden states by those after the layer, a batch at a time."""
     params = _nested(values)
     for batch in calibration.batches():
         x = jnp.asarray(hidden[batch])

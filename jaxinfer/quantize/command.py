@@ -1,4 +1,4 @@
-"""What `jaxinfer convert` does with its flags of quantisation."""
+"""Quantisation flags of `jaxinfer convert`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FLAGS = {field.name for field in dataclasses.fields(Recipe)} - {"method"}
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:
-    """Make a recipe of the flags; None: nothing is to be quantised.
+    """Return the recipe of the flags; None if no quantisation is requested.
 
     Raises:
-        RecipeError: flags do not go together.
+        RecipeError: flags are inconsistent.
     """
     settings = {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
     if args.quantize is None:
@@ -32,10 +32,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
 
 
 def run(args: argparse.Namespace, recipe: Recipe, progress: Progress | None) -> Summary:
-    """Quantises ``args.source`` into ``args.destination``.
+    """Quantise ``args.source`` into ``args.destination``.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError, RecipeError: one sentence that says what is wrong.
+        CheckpointError, ConfigError, TokenizerError, RecipeError: one sentence with the cause.
         OSError: the destination cannot be written.
     """
     return quantize(

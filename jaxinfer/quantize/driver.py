@@ -1,7 +1,7 @@
-"""The whole model, layer by layer: in memory are one layer, statistics of its inputs, and the samples' hidden states.
+"""Quantisation driver: memory holds one layer, statistics of its inputs, and the hidden states of the samples.
 
-The folder is made under the name ``<destination>.unfinished`` and named when it is complete. A run that is interrupted
-goes on behind the last layer that it finished.
+The folder is written as ``<destination>.unfinished`` and renamed when complete. An interrupted run resumes after the
+last layer that it finished.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def quantize(
     check_finite: bool = False,
     output_format: str = "safetensors",
 ) -> Summary:
-    """Writes a folder with quantised weights, which ``--model`` takes; returns what became of them.
+    """Write a folder with quantised weights, which ``--model`` accepts; return a summary of the weights.
 
     Args:
         source: "demo", a folder or a hub id of a model that is not quantised.
         destination: a folder that does not exist.
-        calibration: what the model is run on; needed where the recipe is ``calibrated``.
-        dtype: of what is not quantised; "auto": the source's own.
-        progress: called with layers done, layers in all, and a name.
-        check_finite: refuse NaN and infinite weights.
-        output_format: "safetensors": a Hugging Face folder in the recipe's format, which others read as well; "orbax":
+        calibration: samples to run the model on; required if the recipe is ``calibrated``.
+        dtype: dtype of unquantized tensors; "auto": the source's dtype.
+        progress: called with layers done, total layers, and a name.
+        check_finite: reject NaN and infinite weights.
+        output_format: "safetensors": a Hugging Face folder in the recipe's format, which other tools can read; "orbax":
             the folder that converting that one would give.
 
     Raises:
-        CheckpointError, ConfigError, RecipeError: one sentence that says what is wrong.
+        CheckpointError, ConfigError, RecipeError: one sentence with the cause.
         OSError: the destination cannot be written.
     """
     files, model = open_model(source, dtype, check_finite=check_finite)
@@ -91,7 +91,7 @@ def _require_foldable(work: Work) -> None:
 
 
 def _identity(work: Work, output_format: str, check_finite: bool) -> dict[str, Any]:
-    """Identity of a run: equal ones may resume one another where they were interrupted."""
+    """Return the identity of a run: a run may resume an interrupted one of equal identity."""
     calibration = work.calibration
     return {
         "source": str(work.files.path.resolve()),
@@ -121,7 +121,7 @@ def _write_layers(work: Work, started: Unfinished, target: Target, progress: Pro
 
 
 def _save_hidden(started: Unfinished, layers: int, hidden: np.ndarray) -> None:
-    """Save the hidden states behind ``layers`` layers: from here on these count as finished."""
+    """Save the hidden states after ``layers`` layers: this marks these layers as finished."""
     name = _HIDDEN.format(layers)
     write_tensors(started.folder / name, {"hidden": hidden})
     started.keep(name)
@@ -129,7 +129,7 @@ def _save_hidden(started: Unfinished, layers: int, hidden: np.ndarray) -> None:
 
 
 def _start(work: Work, started: Unfinished, target: Target) -> tuple[int, np.ndarray | None]:
-    """The first layer that is not finished, and the hidden states before it."""
+    """Return the first unfinished layer, and the hidden states before it."""
     if work.calibration is None:
         return next((index for index in range(work.layers) if not target.has(index)), work.layers), None
     for index in range(work.layers, 0, -1):
@@ -146,7 +146,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def _quantized(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> dict[str, np.ndarray]:
-    """The layer's tensors as they are written; the layer itself is left with the values that they stand for."""
+    """Return the layer's tensors as written; the layer itself is left with the dequantized values."""
     statistics = Statistics()
     if hidden is not None and work.calibration is not None:
         paths = tuple(path for path, spec in layer.specs.items() if spec.inputs is not None or path[-1] == "router")
@@ -176,7 +176,7 @@ def _make(work: Work, layer: LayerWeights, linear: Linear, statistics: Statistic
 
 
 def _gram(work: Work, linear: Linear, statistics: Statistics) -> jax.Array | None:
-    """Gram matrix of a weight's inputs; None where it is not needed or too few tokens came by (a rare expert's)."""
+    """Return the Gram matrix of a weight's inputs; None if not needed, or for an expert that saw too few tokens."""
     seen = statistics.get(linear.path)
     if seen is None or not work.recipe.gram:
         return None

@@ -1,7 +1,7 @@
-"""Scales of inputs that go into the layer before: AWQ's and SmoothQuant's, for blocks whose forms are known.
+"""Folding of AWQ's and SmoothQuant's input scales into preceding layers, for blocks of known structure.
 
-Dividing what a norm gives (or an output of the layer before) by s, and multiplying the columns of all weights that read
-it by s, changes nothing but rounding errors.
+Dividing the output of a norm (or of the preceding layer) by s, and multiplying the columns of all weights that read it
+by s, changes nothing except rounding errors.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _PAIRS: tuple[tuple[Path, Path], ...] = (
 
 
 def can_fold(block: Layer) -> bool:
-    """Whether a block's form is one of those known here: a subclass may compute something else."""
-    plain = not isinstance(block, SparseBlock) or isinstance(block.config.glu, GLU)  # up is a factor of what follows
+    """Return whether a block's structure is known here: a subclass may compute something else."""
+    plain = not isinstance(block, SparseBlock) or isinstance(block.config.glu, GLU)  # up is a factor of down's inputs
     return type(block) in (LlamaBlock, SparseBlock) and plain
 
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """Change a layer's weights, and the statistics of their inputs with them."""
+    """Folds scales into a layer's weights, and updates the statistics of their inputs."""
 
     layer: LayerWeights
     statistics: Statistics
@@ -64,7 +64,7 @@ class Folder:
     grid: IntegerGrid
 
     def fold(self) -> None:
-        """Fold scales on the host, where statistics are copied first: little work is left, one expert at a time."""
+        """Fold scales on the host, where statistics are copied first: the work is small, one expert at a time."""
         for path, seen in self.statistics.items():
             self.statistics[path] = jax.tree.map(np.asarray, seen)
         for norm, readers in _NORMS:
@@ -80,7 +80,7 @@ class Folder:
                     self._fold_pair(up, down)
 
     def _smoothing(self, readers: tuple[Path, ...]) -> Vector:
-        """Scales of SmoothQuant over the weights that are quantised: routers are not."""
+        """Return SmoothQuant's scales over the quantised weights, which exclude routers."""
         read = [path for path in readers if path in self.statistics and path[-1] != "router"]
         inputs = np.max(
             [np.asarray(self.statistics[path].largest).reshape(-1, self._width(path)).max(0) for path in read], 0
@@ -102,7 +102,7 @@ class Folder:
         matrices: list[tuple[Float[np.ndarray, "_ _"], InputStatistics]],
         spread: Callable[[np.ndarray], np.ndarray],
     ) -> Vector:
-        """The scales with the least loss over all matrices; ``spread`` turns them into those of inputs."""
+        """Return the scales with the least loss over all matrices; ``spread`` expands them to the inputs."""
         scales = np.asarray(awq.candidates(jnp.asarray(magnitude, jnp.float32)))
         inputs, losses = spread(scales), np.zeros(len(scales))
         for matrix, seen in matrices:
@@ -113,7 +113,7 @@ class Folder:
         return scales[int(np.argmin(losses))]
 
     def _fold_values(self) -> None:
-        """Scale values down, the output projection up; all queries of a group share the value's channels."""
+        """Scale values down and the output projection up; all queries of a group share the channels of the value."""
         qkv, out = self.layer.values["attention", "qkv"], ("attention", "out")
         kv_heads, group, dim = qkv.shape[1], qkv.shape[2] - 2, qkv.shape[3]
         mean = _means(self.statistics[out]).reshape(kv_heads, group, dim).mean(1)
@@ -130,7 +130,7 @@ class Folder:
         self._multiply(out, spread(scale[None])[0])
 
     def _fold_pair(self, up: Path, down: Path) -> None:
-        """Scale the outputs of ``up``, which are a factor of the inputs of ``down``, of each expert."""
+        """Scale the outputs of ``up``, which are a factor of the inputs of ``down``, for each expert."""
         for index, (matrix, seen) in enumerate(self._matrices(down)):
             if not enough_tokens(float(seen.rows), matrix.shape[1]):
                 continue
@@ -147,7 +147,7 @@ class Folder:
         return int(self.statistics[path].largest.shape[-1])
 
     def _matrices(self, path: Path) -> Iterator[tuple[Float[np.ndarray, "_ _"], InputStatistics]]:
-        """Yield the weight as [out, in] with its statistics, of each expert where there are several."""
+        """Yield the weight as [out, in] with its statistics, for each expert if there are several."""
         value, seen = self.layer.values[path], self.statistics[path]
         if self._inputs_first(path):
             yield np.ascontiguousarray(value.reshape(value.shape[0], -1).T), seen
@@ -169,7 +169,7 @@ class Folder:
 
 
 def _divided(seen: InputStatistics, scale: Vector, expert: int | None) -> InputStatistics:
-    """The statistics of inputs (of one expert) after their division."""
+    """Return the statistics of inputs (of one expert) after their division."""
     if expert is not None:
         divided = _divided(_of_expert(seen, expert), scale, None)
         parts = [part.copy() for part in seen]

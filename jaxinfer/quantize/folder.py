@@ -1,6 +1,6 @@
-"""Folders of quantised weights: files of safetensors, or an Orbax checkpoint for each layer.
+"""Output folders of quantised weights: safetensors files, or an Orbax checkpoint for each layer.
 
-Both are written under a temporary name, layer by layer, and get theirs when they are complete; see `unfinished`.
+Both are written under a temporary name, layer by layer, and renamed when they are complete; see `unfinished`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from jaxinfer.weights.tree import dtype_of, target_dtype
 
 @runtime_checkable
 class Target(Protocol):
-    """A folder of quantised weights that is being written."""
+    """Protocol of a folder of quantised weights that is being written."""
 
     def has(self, index: int) -> bool:
-        """Whether a layer is complete, also one of an earlier run."""
+        """Return whether a layer is complete, possibly from an earlier run."""
         ...
 
     def write(self, index: int, made: Mapping[str, np.ndarray]) -> None:
-        """Writes a layer: its tensors by the names and in the form of the recipe's format."""
+        """Write a layer: its tensors by name, in the recipe's format."""
         ...
 
     def finish(self) -> None:
-        """Writes what lies around the layers, and gives the folder its name.
+        """Write the files and tensors outside of the layers, and rename the folder to its final name.
 
         Raises:
-            CheckpointError: something of that name has appeared meanwhile.
+            CheckpointError: the final name was created meanwhile.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
-    """config.json, a file of safetensors for each layer, one for all other tensors, and their index."""
+    """A folder with config.json, a safetensors file for each layer, one for all other tensors, and their index."""
 
     work: Work
     started: Unfinished
@@ -77,7 +77,7 @@ class HuggingFace:
         self.started.publish()
 
     def _shard(self, index: int) -> str:
-        """The file of a layer, or after the last one of all other tensors."""
+        """Return the file of a layer; the index after the last layer is the file of all other tensors."""
         return f"model-{index + 1:05}-of-{self.work.layers + 1:05}.safetensors"
 
     def _write_index(self) -> None:
@@ -92,7 +92,7 @@ class HuggingFace:
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """A converted folder: a layer's tensors are what they would be loaded as, and are written in that form."""
+    """A converted folder: a layer's tensors are loaded in memory, and the loaded arrays are written."""
 
     work: Work
     started: Unfinished

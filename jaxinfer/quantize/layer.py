@@ -1,4 +1,4 @@
-"""Layer of a model in terms of its checkpoint's tensors: which are linear weights, and where they lie."""
+"""A model layer in terms of checkpoint tensors: its linear weights and their location in the parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WEIGHT = ".weight"
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A tensor [out, in] of the checkpoint that products read.
+    """A linear weight [out, in] of the checkpoint.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         shape: [out, in].
-        places: the parameters it is a part of, and how.
-        expert: which one's it is; None: the layer has it once.
+        places: parameters that contain it, with the source in each.
+        expert: index of its expert; None: it is no expert weight.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Linear:
 
     @property
     def path(self) -> Path:
-        """The parameter of whose inputs it reads; all of its places have the same."""
+        """Path of the parameter whose inputs it reads; all of its places have the same inputs."""
         return self.places[0][0]
 
 
@@ -46,7 +46,7 @@ Values = dict[Path, np.ndarray]
 
 
 def linears(specs: Specs) -> list[Linear]:
-    """All weights of a layer that can be quantised one by one, as [out, in]."""
+    """Return all weights of a layer that can be quantised one by one, as [out, in]."""
     places: dict[str, list[tuple[Path, Source]]] = {}
     for path, spec in specs.items():
         for source in spec.sources:
@@ -66,12 +66,12 @@ def _linear(specs: Specs, name: str, places: list[tuple[Path, Source]]) -> Linea
 
 
 def _upright(spec: ParamSpec, source: Source) -> bool:
-    """The checkpoint has [out, in], and a product that can be observed reads it."""
+    """Return whether the checkpoint has [out, in] and an observable product reads it."""
     return spec.inputs is not None and len(source.shape) == 2 and source.transpose == (spec.inputs == 0)
 
 
 def tensors(specs: Specs, values: Values) -> dict[str, tuple[np.ndarray, str | None]]:
-    """All tensors by name, each with the dtype that it keeps whatever the model's (None: the model's)."""
+    """Return all tensors by name, each with its fixed dtype (None: the model's dtype)."""
     found: dict[str, tuple[np.ndarray, str | None]] = {}
     for path, spec in specs.items():
         for source in spec.sources:
@@ -82,12 +82,12 @@ def tensors(specs: Specs, values: Values) -> dict[str, tuple[np.ndarray, str | N
 
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """A layer's parameters on the host, in float32 and to be changed in place.
+    """A layer's parameters on the host, in float32 and mutable.
 
     Attributes:
-        block: what the layer computes.
-        specs: its parameters by their path within the layer.
-        values: the same.
+        block: the Flax module of the layer.
+        specs: its parameter specs by path within the layer.
+        values: its parameter values by path within the layer.
     """
 
     block: Layer
@@ -95,13 +95,13 @@ class LayerWeights:
     values: Values
 
     def weight(self, linear: Linear) -> Float[np.ndarray, "out k"]:
-        """Gather a linear weight as the checkpoint has it."""
+        """Gather a linear weight in its checkpoint shape."""
         whole = np.empty(linear.shape, np.float32)
         for path, source in linear.places:
             whole[source.part or ...] = as_stored(self.values[path][source.where], source)
         return whole
 
     def replace(self, linear: Linear, weight: Float[np.ndarray, "out k"]) -> None:
-        """The inverse: it takes its place in the parameters."""
+        """Write a linear weight back to the parameters: the inverse of `weight`."""
         for path, source in linear.places:
             self.values[path][source.where] = as_placed(weight, source)

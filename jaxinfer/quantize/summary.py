@@ -1,5 +1,5 @@
-"""Summary of a quantisation: the kinds of weights that were quantised, how far from what they were, and the kinds that
-stayed as they are."""
+"""Summary of a quantisation: the quantised kinds of weights with their errors, and the kinds that stayed
+unquantized."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from jaxinfer.quant.make.recipe import Recipe
 from jaxinfer.quantize.layer import Linear
 
-_LAYER = re.compile(r"^.*?\.?\d+\.")  # to the layer's number, with it
-_NUMBER = re.compile(r"\.\d+(?=\.)")  # an expert's
+_LAYER = re.compile(r"^.*?\.?\d+\.")  # up to and including the layer's number
+_NUMBER = re.compile(r"\.\d+(?=\.)")  # index of an expert
 
 
 @dataclasses.dataclass
@@ -22,10 +22,10 @@ class Kind:
     """The weights of one name and shape in all layers.
 
     Attributes:
-        name: within a layer; experts are one kind.
-        reason: why they stay as they are; "": they are quantised.
-        count: in all layers, also of an earlier run that this one went on with.
-        starved: rounded to nearest, because too few tokens of the samples came by.
+        name: name within a layer; all experts are one kind.
+        reason: why they stay unquantized; "": they are quantised.
+        count: number in all layers, including those of a resumed run.
+        starved: number rounded to nearest because too few sample tokens reached them.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Kind:
     _lost: float = 0.0
 
     def add(self, weight: np.ndarray, made: np.ndarray) -> None:
-        """Note a weight, and what its quantised form stands for."""
+        """Add the error of a weight and its dequantized form."""
         self._squares += float(np.square(weight, dtype=np.float64).sum())
         self._lost += float(np.square(weight.astype(np.float64) - made).sum())
 
     @property
     def error(self) -> float | None:
-        """Norm of the difference over the norm of the weights; None: no weight was made in this run."""
+        """Norm of the difference over the norm of the weights; None: no weight was quantised in this run."""
         return math.sqrt(self._lost / self._squares) if self._squares else None
 
 
@@ -51,7 +51,7 @@ class Summary:
     """Kinds of the weights of all layers.
 
     Args:
-        layers: the linear weights of each.
+        layers: the linear weights of each layer.
     """
 
     def __init__(self, recipe: Recipe, layers: Iterable[Sequence[Linear]]) -> None:
@@ -78,7 +78,7 @@ class Summary:
         return self._recipe.advice([kind.shape[1] for kind in self._kinds.values()]) if self.kept else ""
 
     def lines(self) -> Iterator[str]:
-        """The summary as it is printed."""
+        """Yield the lines of the printed summary."""
         kinds = self._kinds.values()
         width = max((len(kind.name) for kind in kinds), default=0)
         yield f"quantised ({self._recipe.method}): {_counted(self.quantized)}"
@@ -90,7 +90,7 @@ class Summary:
 
 
 def kind_name(module: str) -> str:
-    """The name within a layer: ``model.layers.3.mlp.experts.7.up_proj`` is ``mlp.experts.*.up_proj``."""
+    """Return the name within a layer: ``model.layers.3.mlp.experts.7.up_proj`` is ``mlp.experts.*.up_proj``."""
     return _NUMBER.sub(".*", _LAYER.sub("", module, count=1))
 
 

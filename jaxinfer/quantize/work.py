@@ -1,4 +1,4 @@
-"""Work of a run: a model, a recipe, and which of the model's weights the recipe can take."""
+"""State of a quantisation run: a model, a recipe, and the weights that the recipe applies to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxinfer.types import ParamTree, walk_specs
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.tree import Path
 
-_WITHIN = re.compile(r"^(?:.*?\.)?\d+\.(.+)$")  # what follows a layer's number
+_WITHIN = re.compile(r"^(?:.*?\.)?\d+\.(.+)$")  # the name after a layer's number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Work:
     """Inputs of a run that all layers share.
 
     Attributes:
-        calibration: None where the recipe needs none.
+        calibration: None if the recipe needs none.
     """
 
     files: ModelFiles
@@ -54,8 +54,8 @@ class Work:
 
     @functools.cached_property
     def specs(self) -> ParamTree:
-        """The model's parameters, with the names that the source gives to its tensors; from inside of another model,
-        with those of the text model alone."""
+        """The model's specs, with the source's tensor names; for a wrapped model, with those of the text model
+        alone."""
         if self.files.wrapped:
             return self.model.specs
         return self.files.named(self.model.specs, self.model.family.prefix)
@@ -66,28 +66,28 @@ class Work:
         return {name: node for name, node in self.specs.items() if not name.startswith("layers_")}
 
     def linears(self, index: int) -> list[Linear]:
-        """The linear weights of a layer."""
+        """Return the linear weights of a layer."""
         return linears(dict(walk_specs(self.specs[layer_name(index)])))
 
     @functools.cached_property
     def summary(self) -> Summary:
-        """Kinds of the model's weights; what is made is noted there."""
+        """Kinds of the model's weights; the run records its results there."""
         return Summary(self.recipe, map(self.linears, range(self.layers)))
 
     def layer(self, index: int) -> LayerWeights:
-        """Reads one layer."""
+        """Read one layer."""
         name = layer_name(index)
         specs = dict(walk_specs(self.specs[name]))
         values = {path: np.array(self.value((name, *path)), np.float32) for path in specs}
         return LayerWeights(self.block(index), specs, values)
 
     def block(self, index: int) -> Layer:
-        """Flax module of a layer."""
+        """Return the Flax module of a layer."""
         block: Layer = self.module.block(index, dict(self.module.overrides).get(index))
         return block
 
     def value(self, path: Path) -> Any:
-        """The parameter at a path."""
+        """Return the parameter at a path."""
         node: Any = self.model.params
         for key in path:
             node = node[key]
@@ -95,10 +95,10 @@ class Work:
 
     @functools.cached_property
     def config_json(self) -> dict[str, Any]:
-        """The config.json of what is made.
+        """The config.json of the output.
 
         Raises:
-            RecipeError: the recipe can take none of the model's weights.
+            RecipeError: the recipe applies to none of the model's weights.
         """
         config = {key: value for key, value in self.files.config_json.items() if key != "torch_dtype"}
         return {**config, "dtype": self.dtype, "quantization_config": self._quantization()}
@@ -120,7 +120,7 @@ class Work:
         return config_of(self.stored, dense, list(inside))
 
     def taken(self, index: int) -> set[str]:
-        """The names of a layer's weights that are quantised."""
+        """Return the names of a layer's weights that are quantised."""
         return {linear.name for linear in self.linears(index) if not self.recipe.refusal(*linear.shape)}
 
     def _why(self) -> str:
@@ -129,12 +129,12 @@ class Work:
 
 
 def layer_name(index: int) -> str:
-    """Name of a layer's parameters."""
+    """Return the name of a layer's parameters."""
     return f"layers_{index}"
 
 
 def _matrices(specs: Any) -> dict[str, None]:
-    """The tensors of a layer that could be linear weights, in the order of its parameters."""
+    """Return the tensors of a layer that could be linear weights, in the order of its parameters."""
     sources = (source for _, spec in walk_specs(specs) for source in spec.sources)
     return {source.name: None for source in sources if len(source.shape) == 2 and source.name.endswith(".weight")}
 

@@ -1,4 +1,4 @@
-"""Choosing tokens on the device: processors, selection, log probabilities."""
+"""Token sampling on the device: logits processors, token selection, log probabilities."""
 
 from jaxinfer.sampling.drafts import DraftRows, accepted
 from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs

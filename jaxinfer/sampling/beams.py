@@ -1,5 +1,5 @@
-"""Several continuations of each slot, chosen by how probable a draft head finds them (dynamic trees, EAGLE-2,
-arXiv:2406.16858). The first one is the head's own draft, whatever the others are."""
+"""Draft paths of each slot, chosen by the draft head's probabilities (dynamic trees, EAGLE-2, arXiv:2406.16858). The
+first path is always the head's own draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 def best(
     scores: Float[Array, "slots choices"], count: int
 ) -> tuple[Float[Array, "slots count"], Int[Array, "slots count"]]:
-    """The ``count`` largest scores of each slot and their places. They are few: no sort."""
+    """Return the ``count`` largest scores of each slot and their indices. ``count`` is small: no sort."""
     values, places = [], []
     for _ in range(count):
         place = jnp.argmax(scores, axis=-1)
@@ -27,20 +27,20 @@ def expand(
     own: Int[Array, " slots"],
     count: int,
 ) -> tuple[Int[Array, "slots count"], Int[Array, "slots count"], Float[Array, "slots count"]]:
-    """The best ``count`` paths that are a token longer.
+    """Return the best ``count`` paths that are one token longer.
 
     Args:
-        logits: of the token behind each path; ``scores``: log probabilities of the paths.
-        own: the token behind the first path that the first one goes on with.
+        logits: logits of the token after each path; ``scores``: log probabilities of the paths.
+        own: token with which the first path continues as the first one.
 
     Returns:
-        For each: the path that it continues, its token, its log probability. The first is the first path's own.
+        For each path: its parent path, its token, its log probability. The first continues the first path with ``own``.
     """
     chances = jax.nn.log_softmax(logits.astype(jnp.float32)) + scores[..., None]
     slots, paths, vocab = chances.shape
     first = jnp.take_along_axis(chances[:, 0], own[:, None], axis=-1)
     rest = chances.at[jnp.arange(slots), 0, own].set(-jnp.inf)
-    # The best of each path first: a search of all at once would be as long as all vocabularies together.
+    # Top tokens of each path first: one search would be as long as all vocabularies together.
     values, tokens = best(rest.reshape(slots * paths, vocab), count - 1)
     found, places = best(values.reshape(slots, -1), count - 1)
     parents, others = places // (count - 1), jnp.take_along_axis(tokens.reshape(slots, -1), places, axis=-1)
@@ -54,8 +54,8 @@ def expand(
 def deviations(
     logits: Float[Array, "slots depth vocab"], own: Int[Array, "slots depth"], count: int
 ) -> Int[Array, "slots count depth"]:
-    """The path of ``own`` tokens and the ``count - 1`` likeliest that differ from it in one place, where the logits of
-    a token do not depend on those before it (Medusa)."""
+    """Return the path of ``own`` tokens and the ``count - 1`` likeliest paths that differ from it in one token, where
+    the logits of a token do not depend on earlier ones (Medusa)."""
     chances = jax.nn.log_softmax(logits.astype(jnp.float32))
     slots, depth, vocab = chances.shape
     of_own = jnp.take_along_axis(chances, own[..., None], axis=-1)[..., 0]

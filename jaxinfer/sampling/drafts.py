@@ -1,9 +1,9 @@
-"""Rows of a decode step that are fed drafts: the sampler's state in them, and which of them came true.
+"""Rows of a decode step that are fed drafts: the sampler state that they see, and draft acceptance.
 
-A slot has one row of its own, fed a token that is known, and rows of drafts behind it, fed guesses for the positions
-that follow. There may be several paths of them: each but the first begins with a copy of the slot's own row. A draft is
-accepted when it is what the row before it samples (Leviathan et al. 2023 with a draw that depends on seed and position
-alone), so a row of a draft must see the sampler's state as if it were accepted.
+A slot has one row of its own, fed a known token, and draft rows after it, fed draft tokens for the following positions.
+There may be several paths of draft rows: each but the first begins with a copy of the slot's own row. A draft is
+accepted when the row before it samples the same token (Leviathan et al. 2023 with a draw that depends on seed and
+position only), so a draft row must see the sampler state as if its draft were accepted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jaxinfer.sampling.slots import SlotParams, SlotState
 
 
 class DraftRows(NamedTuple):
-    """The rows of a step that may hold drafts.
+    """Rows of a step that may hold drafts.
 
     Attributes:
-        owners: slot of each row; a row is its slot's own where that is the row's number.
-        fed: input tokens; those of a slot's own row are not read.
-        positions: of the input tokens.
+        owners: slot of each row; row r is the own row of slot r if ``owners[r] == r``.
+        fed: input tokens; not read for a slot's own row.
+        positions: positions of the input tokens.
         active: rows that decode.
-        branches: paths of a slot's drafts; 0: the one that the slot's own row begins. None: there is one.
+        branches: path of each row among the slot's drafts; 0: the path of its own row. None: there is one path.
     """
 
     owners: Int[Array, " rows"]
@@ -40,7 +40,7 @@ class DraftRows(NamedTuple):
 
     @property
     def known(self) -> Bool[Array, " rows"]:
-        """Rows that are fed a known token: the slots' own, and their copies where branches begin."""
+        """Rows fed a known token: the slots' own rows, and their copies where branches begin."""
         if self.branches is None:
             return self.slot_rows
         return self.active & (self.positions == jnp.take(self.positions, self.owners, mode="clip"))
@@ -53,7 +53,7 @@ class DraftRows(NamedTuple):
         return same & (self.positions <= self.positions[:, None])
 
     def first_of(self, rows: Bool[Array, " rows"]) -> Bool[Array, " rows"]:
-        """Those of some rows that are their slot's first ones at their positions, in the order of paths."""
+        """Select of ``rows`` the first of each slot and position, in the order of paths."""
         if self.branches is None:
             return rows
         again = self._of_slot() & rows & (self.positions == self.positions[:, None])
@@ -65,12 +65,12 @@ class DraftRows(NamedTuple):
 
 
 def params_of_rows(slots: SlotParams, rows: DraftRows) -> SlotParams:
-    """The parameters of each row: its slot's."""
+    """Return the parameters of each row: those of its slot."""
     return SlotParams(*(jnp.take(x, rows.owners, axis=0, mode="clip") for x in slots))
 
 
 def state_of_rows(state: SlotState, rows: DraftRows) -> SlotState:
-    """The state that each row sees: its slot's, with the drafts up to the row's own as if they were accepted."""
+    """Return the state of each row: that of its slot, as if the drafts up to the row's own were accepted."""
     drafts = rows.behind() & ~rows.known
     count, vocab = rows.owners.shape[0], state.counts.shape[1]
     columns = jnp.where(drafts, rows.fed, vocab)
@@ -87,7 +87,7 @@ def accepted(rows: DraftRows, sampled: Int[Array, " rows"]) -> Bool[Array, " row
     """Whether the token that a row samples is the slot's: all drafts up to the row's were sampled by the rows before.
 
     Args:
-        sampled: what each row sampled.
+        sampled: sampled token of each row.
     """
     before = rows.behind() & (rows.positions == rows.positions[:, None] - 1)
     true = rows.known | jnp.any(before & (sampled == rows.fed[:, None]), axis=1)
@@ -95,7 +95,7 @@ def accepted(rows: DraftRows, sampled: Int[Array, " rows"]) -> Bool[Array, " row
 
 
 def advance(state: SlotState, rows: DraftRows, sampled: Int[Array, " rows"]) -> SlotState:
-    """The state of all slots after the accepted tokens of a step."""
+    """Update the state of all slots by the accepted tokens of a step."""
     count = state.counts.shape[0]
     taken = rows.first_of(accepted(rows, sampled))
     owners = jnp.where(taken, rows.owners, count)
@@ -113,7 +113,7 @@ def _pushed(
     positions: Int[Array, " others"],
     tokens: Int[Array, " others"],
 ) -> Int32[Array, "rows tail"]:
-    """Push the ``new`` tokens of each row, at consecutive positions, behind its last ones."""
+    """Append the ``new`` tokens of each row, at consecutive positions, to its recent tokens."""
     tail = recent.shape[1]
     count = jnp.sum(new, axis=1, keepdims=True)
     last = jnp.max(jnp.where(new, positions, -1), axis=1, keepdims=True)

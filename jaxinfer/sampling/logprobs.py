@@ -27,7 +27,7 @@ class Logprobs(NamedTuple):
 
 
 def token_logprobs(logits: Logits, tokens: Int32[Array, " rows"], top: int) -> Logprobs:
-    """Log probabilities of ``tokens``, one in each row, and of the ``top`` most likely ones."""
+    """Return log probabilities of ``tokens``, one per row, and of the ``top`` most likely tokens."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     values = to_lanes(logits, -jnp.inf)
     peak = jnp.max(logits, axis=-1, keepdims=True)
@@ -45,7 +45,7 @@ def token_logprobs(logits: Logits, tokens: Int32[Array, " rows"], top: int) -> L
 
 
 def wanted_logprobs(logits: Logits, tokens: Int32[Array, " rows"], wanted: Bool[Array, " rows"], top: int) -> Logprobs:
-    """``token_logprobs`` of the rows that are ``wanted``, zeros elsewhere, and no work when there is none."""
+    """Return ``token_logprobs`` of the ``wanted`` rows, zeros elsewhere; computes nothing when no row is wanted."""
 
     def some() -> Logprobs:
         every = token_logprobs(logits, tokens, top)
@@ -61,5 +61,5 @@ def wanted_logprobs(logits: Logits, tokens: Int32[Array, " rows"], wanted: Bool[
 
 
 def prompt_logprobs(logits: Float[Array, "rows vocab"], next_tokens: Int32[Array, " rows"], top: int) -> Logprobs:
-    """Log probabilities of the token after each position of a prompt, and of the ``top`` most likely ones there."""
+    """Return log probabilities of the token after each prompt position, and of the ``top`` most likely ones there."""
     return token_logprobs(logits.astype(jnp.float32), next_tokens, top)

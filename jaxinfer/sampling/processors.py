@@ -1,6 +1,6 @@
 """Logits processors, in vLLM's order: bias and allowed tokens, bad words, minimum length, penalties; grammars last.
 
-Each is skipped unless an active row uses it, and leaves the bits of the other rows' logits as they are.
+Each is skipped unless an active row uses it, and leaves the logits of other rows bitwise unchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def process(
     active: Rows,
     masks: Masks | None = None,
 ) -> Logits:
-    """Logits from which tokens are chosen. ``generated``: how many tokens each row's slot has generated before it.
-    The state is asked for where a row needs a processor alone. ``masks``: see `sample`."""
+    """Return the logits from which tokens are chosen. ``generated``: tokens that each row's slot has generated before.
+    The state is read only where a row needs a processor. ``masks``: see `sample`."""
     short = active & (generated < slots.min_tokens)
     words = active & (slots.bad_words[:, :, -1] >= 0).any(axis=1)
     biased = active & slots.has_bias
@@ -51,8 +51,8 @@ def process(
 
 
 def _within(masks: Masks, logits: Logits, raw: Logits) -> Logits:
-    """-inf for each token that is not in its row's mask. Where other processors have barred all that are, the grammar
-    wins: they are as likely as the model says."""
+    """Set each token outside its row's mask to -inf. If other processors have banned all allowed tokens, the grammar
+    takes precedence: these tokens get their raw logits."""
     rows, vocab = logits.shape
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
     allowed = bits.reshape(rows, -1)[:, :vocab] == 1
@@ -65,12 +65,12 @@ def _where_any(on: Rows, change: Callable[[Logits], Logits], logits: Logits) -> 
 
 
 def _if_any(on: Rows, change: Callable[[Logits], Logits], logits: Logits) -> Logits:
-    """Where no row is on, XLA copies what it would change: a step without processors should meet one such choice."""
+    """Apply ``change`` if a row is on; else XLA copies the logits, so a step without processors needs one cond only."""
     return lax.cond(jnp.any(on), change, lambda x: x, logits)
 
 
 def _ban(logits: Logits, ids: Int32[Array, "rows ids"]) -> Logits:
-    """-inf at each id; a negative id bans nothing."""
+    """Set the logits of each id to -inf; a negative id bans no token."""
     rows, vocab = logits.shape
     columns = jnp.where(ids >= 0, ids, vocab)
     return logits.at[jnp.arange(rows)[:, None], columns].set(-jnp.inf, mode="drop")
@@ -79,7 +79,7 @@ def _ban(logits: Logits, ids: Int32[Array, "rows ids"]) -> Logits:
 def _completing(
     words: Int32[Array, "rows words length"], recent: Int32[Array, "rows tail"]
 ) -> Int32[Array, "rows words"]:
-    """The last token of each word whose other tokens were generated just now, else -1."""
+    """Return the last token of each word whose other tokens were just generated, else -1."""
     begin, end = words[:, :, :-1], words[:, :, -1]
     begun = jnp.all((begin < 0) | (begin == recent[:, None, :]), axis=-1)
     return jnp.where(begun, end, -1)

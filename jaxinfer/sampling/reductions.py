@@ -1,7 +1,7 @@
-"""Reductions over the vocabulary that are fast on a CPU and give the same bits in every row.
+"""Reductions over the vocabulary that are fast on a CPU and bitwise identical in every row.
 
-XLA:CPU does not vectorise a float sum over the minor axis. A row of V logits is therefore seen as [blocks, LANES] and
-reduced over the blocks first: one vector operation for each block.
+XLA:CPU does not vectorise a float sum over the minor axis. So a row of V logits is reshaped to [blocks, LANES] and
+reduced over the blocks first: one vector operation per block.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 LANES = 128
-"""Columns of a row. Vocabularies that are no multiple of it are padded, which costs one copy."""
+"""Lanes of a block. Vocabularies that are no multiple of it are padded, which costs one copy."""
 
 Lanes = Float32[Array, "rows blocks lanes"]
 
 
 def to_lanes(values: Float32[Array, "rows vocab"], fill: float) -> Lanes:
-    """Token ``v`` is at block ``v // LANES``, lane ``v % LANES``; the end is padded with ``fill``."""
+    """Put token ``v`` at block ``v // LANES``, lane ``v % LANES``; the end is padded with ``fill``."""
     rows, vocab = values.shape
     padded = jnp.pad(values, ((0, 0), (0, -vocab % LANES)), constant_values=fill)
     return padded.reshape(rows, -1, LANES)
 
 
 def total(values: Lanes) -> Float32[Array, " rows"]:
-    """The sum of each row. Monotone: no element grows, no sum grows, also in floating point."""
+    """Sum each row. Monotone also in floating point: if no element grows, no sum grows."""
     return jnp.sum(jnp.sum(values, axis=1), axis=-1)
 
 
 def count(mask: Bool[Array, "rows blocks lanes"]) -> Float32[Array, " rows"]:
-    """Count true values, exactly up to 2**24. Float sums vectorise better than integer ones."""
+    """Count true values, exactly up to 2**24. Float sums vectorise better than integer sums."""
     return total(mask.astype(jnp.float32))
 
 
 def argmax(values: Float32[Array, "rows vocab"]) -> tuple[Float32[Array, " rows"], Int32[Array, " rows"]]:
-    """Largest value and its first index: two passes that vectorise, where ``jnp.argmax`` has one that does not."""
+    """Return the largest value and its first index: two passes that vectorise, unlike the one of ``jnp.argmax``."""
     vocab = values.shape[-1]
     peak = jnp.max(values, axis=-1)
     index = jnp.arange(vocab, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""One sampling step on the device, on one screen."""
+"""The sampling step on the device: processors, token selection, log probabilities, state update."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxinfer.sampling.slots import SlotParams, SlotState, first_rows
 from jaxinfer.sampling.typical import take_typical
 
 NOT_FINITE = -1
-"""In place of the token of a row that has NaN or infinities among its logits."""
+"""Token value of a row with NaN or infinite logits."""
 
 
 class Sampled(NamedTuple):
-    """One token of each row, or `NOT_FINITE`. ``logprobs`` are zeros in rows that did not ask for them."""
+    """Sampled token of each row, or `NOT_FINITE`. ``logprobs`` are zeros in rows that did not request them."""
 
     tokens: Int32[Array, " rows"]
     logprobs: Logprobs
@@ -42,16 +42,16 @@ def sample(
 
     Args:
         logits: any float type; all arithmetic is float32.
-        slots: the parameters of each slot; slot ``i`` is row ``i`` but for rows of drafts. There may be fewer rows than
-            slots: the others' state stays as it is.
-        state: of each slot.
+        slots: the parameters of each slot; row ``i`` is slot ``i`` except for draft rows. There may be fewer rows than
+        slots: the state of the remaining slots is unchanged.
+        state: sampler state of each slot.
         positions: absolute position of the token that is chosen.
         generated: how many tokens the slot has generated before this one.
-        active: rows that decode in this step; others leave their state as it is and have no meaningful token.
+        active: rows that decode in this step; other rows keep their state and have no meaningful token.
         max_logprobs: static width of the reported most likely tokens.
         drafts: the same rows where some of them may hold drafts; None: none does.
-        masks: tokens that each row may choose, where its slot is constrained: bit ``i % 32`` of word ``i // 32`` for
-            token i; None: no slot is.
+        masks: allowed tokens of each row, where its slot is constrained: bit ``i % 32`` of word ``i // 32`` for token
+        i; None: no slot is constrained.
     """
     raw = logits.astype(jnp.float32)
     rows = first_rows(slots, len(raw)) if drafts is None else params_of_rows(slots, drafts)
@@ -69,8 +69,8 @@ def sample(
 
 
 def _finite(logits: Float32[Array, "rows vocab"]) -> Bool[Array, " rows"]:
-    """Whether all logits of a row are finite: 0 times others is NaN, and so is a sum with it. (XLA's maximum of floats
-    may pass NaN over, and one of their bits takes four times as long on a CPU.)"""
+    """Whether all logits of a row are finite: 0 times a non-finite value is NaN, and so is a sum with it. (XLA's float
+    maximum may skip NaN, and a bit test takes four times as long on a CPU.)"""
     return jnp.isfinite(total(to_lanes(logits, 0) * 0))
 
 
@@ -82,9 +82,8 @@ def guess(
     generated: Int32[Array, " rows"],
     active: Bool[Array, " rows"],
 ) -> Int32[Array, " rows"]:
-    """The tokens that `sample` would choose of these logits, for a model that guesses what another one will say: with
-    the same random numbers two models that agree by and large draw the same token more often than either draws its most
-    likely one. The state stays as it is."""
+    """Choose tokens as `sample` would from these logits, for a draft model: with the same random numbers, two models
+    that mostly agree draw the same token more often than either draws its most likely one. The state is unchanged."""
     processed = process(logits.astype(jnp.float32), slots, lambda: state, generated, active)
     return select(processed, slots, positions, active)
 

@@ -1,11 +1,11 @@
-"""Exact thresholds without a sort: bisection on the integers that order as float32 does.
+"""Exact top-k and top-p thresholds without a sort: bisection on integers with the order of float32.
 
-The k-th largest of V values, or the boundary of the nucleus, is the largest threshold at which what is kept still
-suffices. Floats have at most 2**32 values, so 32 halvings find it exactly; a row is done as soon as every threshold
-that is left keeps the same values. A halving is one pass over the vocabulary; a sort costs a thousand.
+The k-th largest of V values, or the boundary of the nucleus, is the largest threshold whose kept values still suffice.
+Floats have at most 2**32 values, so 32 halvings find it exactly; a row is done as soon as all remaining thresholds keep
+the same values. A halving is one pass over the vocabulary; a sort costs a thousand.
 
-A GPU quarters instead, a fixed number of times: a loop that ends early ends because the host has read that it may, and
-until then the host can launch nothing.
+A GPU quarters instead, a fixed number of times: for a loop with an early exit the host must read the condition, and can
+launch nothing until then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUARTERINGS = 16  # 4**16 = 2**32
 
 
 def kth_largest(values: Lanes, k: Int32[Array, " rows"], on: Bool[Array, " rows"]) -> Row:
-    """The k-th largest value of each row that is ``on``, -inf in others: ``values >= it`` keeps k, or more in a tie.
+    """Return the k-th largest value of each row that is ``on``, else -inf: ``values >= it`` keeps k, or more in a tie.
 
     Args:
         values: padded with -inf.
@@ -50,16 +50,16 @@ def kth_largest(values: Lanes, k: Int32[Array, " rows"], on: Bool[Array, " rows"
 
 
 def nucleus_floor(weights: Lanes, top_p: Row, on: Bool[Array, " rows"]) -> Row:
-    """The smallest weight in the nucleus of each row that is ``on``, 0 in others (Holtzman et al. 2020).
+    """Return the smallest weight in the nucleus of each row that is ``on``, else 0 (Holtzman et al. 2020).
 
-    The nucleus is the fewest largest weights whose sum is at least ``top_p`` of the row's; those that tie with the
-    smallest of them are in it too.
+    The nucleus is the fewest largest weights whose sum is at least ``top_p`` of the row's sum; weights that tie with
+    the smallest of them are in it too.
 
     Args:
         weights: at least 0, at most 1, padded with 0.
     """
     whole, elements = total(weights), weights[0].size
-    # All weights below this one together are less than what may be cut, by a factor of 2 for rounding.
+    # All weights below this bound sum to less than the mass to cut, by a factor of 2 for rounding.
     low = (1 - top_p) * whole / (2 * elements)
     bounds = _Bounds(
         low=_order(low),
@@ -84,7 +84,7 @@ def nucleus_floor(weights: Lanes, top_p: Row, on: Bool[Array, " rows"]) -> Row:
 
 
 class _Bounds(NamedTuple):
-    """Thresholds as ordered integers: ``low`` keeps enough, ``high`` too little; and how much each keeps."""
+    """Thresholds as ordered integers (``low`` keeps enough, ``high`` too little), and the amount that each keeps."""
 
     low: Int32[Array, " rows"]
     high: Int32[Array, " rows"]
@@ -95,7 +95,7 @@ class _Bounds(NamedTuple):
 def _bisect(
     bounds: _Bounds, *, kept: Callable[[Row], Row], wanted: Row, done: Callable[[_Bounds], Bool[Array, " rows"]]
 ) -> Row:
-    """A threshold that keeps at least ``wanted`` and, of all such, the least. ``kept`` falls as the threshold grows."""
+    """Return the largest threshold that keeps at least ``wanted``. ``kept`` falls as the threshold grows."""
     if lowering_target().platform != "cpu":
         return _float(_quartered(bounds.low, bounds.high, lambda threshold: kept(_float(threshold)) >= wanted))
 
@@ -118,10 +118,10 @@ def _quartered(
     high: Int32[Array, " rows"],
     suffices: Callable[[Int32[Array, " rows"]], Bool[Array, " rows"]],
 ) -> Int32[Array, " rows"]:
-    """The largest threshold that ``suffices``: ``low`` does, ``high`` does not.
+    """Return the largest threshold that ``suffices``: ``low`` does, ``high`` does not.
 
-    XLA tries the three thresholds of a pass in one reading of the vocabulary. Where halving ends early, its threshold
-    is another one that keeps the same values.
+    XLA tries the three thresholds of a pass in one read of the vocabulary. Where halving exits early, its threshold
+    differs but keeps the same values.
     """
     for _ in range(_QUARTERINGS):
         # The distance may have 32 bits; a quarter of it, rounded up, has 31.
@@ -135,7 +135,7 @@ def _quartered(
 
 
 def _order(value: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Integers that compare as the floats do."""
+    """Map floats to integers of the same order."""
     return _flip(lax.bitcast_convert_type(value, jnp.int32))
 
 

@@ -1,4 +1,4 @@
-"""Select one token a row from processed logits: greedy, or temperature, min_p, top_k, top_p and a draw."""
+"""Token selection from processed logits: greedy, or temperature, min_p, top_k, top_p and a draw."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxinfer.sampling.search import kth_largest, nucleus_floor
 from jaxinfer.sampling.slots import SlotParams
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this one are 0: float32 could not tell them apart from it. vLLM draws the same line."""
+"""Temperatures below this are treated as 0: float32 could not tell them apart. vLLM uses the same threshold."""
 PURPOSE_DRAW = 0
-"""Separates the sampler's randomness from that of others who share a request's seed and positions."""
+"""Separates the sampler's randomness from other uses of a request's seed and positions."""
 
 Logits = Float32[Array, "rows vocab"]
 Rows = Bool[Array, " rows"]
 
 
 def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], active: Rows) -> Int32[Array, " rows"]:
-    """One token of each row, a function of its logits, parameters, seed, sample index and position alone."""
+    """Select one token per row, a function of its logits, parameters, seed, sample index and position only."""
     random = active & (slots.temperature >= GREEDY_BELOW)
     peak, best = argmax(logits)
 
@@ -29,14 +29,14 @@ def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], 
         weights = weights_of(logits, peak, slots, random)
         words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
         drawn = _inverse_cdf(weights, words)
-        # Where every token is barred, no sum of weights is positive (or a number): say what greedy says.
+        # With every token banned, no sum of weights is positive (or a number): return the greedy token.
         return jnp.where(random & (total(weights) > 0), drawn, best)
 
     return lax.cond(jnp.any(random), draw, lambda: best)
 
 
 def weights_of(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:
-    """Probabilities up to a factor (the most likely token has 1), 0 where min_p, top_k or top_p drop a token."""
+    """Return probabilities up to a factor (the most likely token has 1), 0 where min_p, top_k or top_p drop a token."""
     values = to_lanes(logits, -jnp.inf)
     limited = random & (slots.top_k > 0) & (slots.top_k < logits.shape[-1])
     smallest = lax.cond(
@@ -63,9 +63,9 @@ def random_words(
     positions: Int32[Array, " rows"],
     purpose: int,
 ) -> UInt32[Array, "rows 2"]:
-    """64 random bits of each row: the Threefry-2x32 of its seed folded with the other arguments.
+    """Return 64 random bits per row: the Threefry-2x32 of its seed folded with the other arguments.
 
-    The key data of the last fold are the bits, so that they depend on no configuration of jax's generators.
+    The key data of the last fold are the bits, so that they do not depend on the configuration of jax's generators.
     """
 
     def row(seed: UInt32[Array, " 2"], index: Int32[Array, ""], position: Int32[Array, ""]) -> UInt32[Array, " 2"]:
@@ -85,7 +85,7 @@ def _inverse_cdf(weights: Lanes, words: UInt32[Array, "rows 2"]) -> Int32[Array,
 
 
 def _pick(weights: Float32[Array, "rows choices"], word: UInt32[Array, " rows"]) -> Int32[Array, " rows"]:
-    """A choice of each row with probability proportional to its weight; never one of weight 0, if there is another."""
+    """Draw an index per row with probability proportional to its weight; none of weight 0 unless all are."""
     uniform = (word >> 8).astype(jnp.float32) * 2.0**-24
     cumulative = jnp.cumsum(weights, axis=-1)
     possible = weights > 0

@@ -1,4 +1,4 @@
-"""Parameters of each slot, set at admission, and the sampler's state, which changes with every token."""
+"""Sampling parameters of each slot, set at admission, and the sampler state, which changes with every token."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 from jaxinfer.types import Request
 from jaxinfer.validate import SamplingLimits
 
-# A number that float32 rounds to infinity or flushes to zero would turn masked logits into NaN.
+# float32 would round larger numbers to infinity or flush smaller ones to zero, and turn masked logits into NaN.
 _LARGE = 1e30
 _SMALL = 1e-30
 
 
 class SlotParams(NamedTuple):
-    """One entry per slot, on the host (numpy) or the device. A neutral value switches its feature off.
+    """Sampling parameters per slot, on the host (numpy) or the device. A neutral value switches its feature off.
 
     Attributes:
         temperature: 0 is greedy.
@@ -28,13 +28,13 @@ class SlotParams(NamedTuple):
         presence, frequency: subtracted from the logits of generated tokens, once and per occurrence.
         repetition: divides positive and multiplies negative logits of seen tokens; 1 changes nothing.
         seed: high and low word.
-        sample_index: which of the request's ``n`` samples.
+        sample_index: index among the request's ``n`` samples.
         has_bias: the slot's row of ``SlotState.bias`` applies.
-        stop_ids: barred while fewer than ``min_tokens`` are generated; padded with -1.
+        stop_ids: banned while fewer than ``min_tokens`` are generated; padded with -1.
         bad_words: right-aligned token sequences padded with -1; a row of -1 is unused.
-        logprobs: wants log probabilities.
-        typical: takes drafts that are likely enough, see `jaxinfer.sampling.typical`.
-        constrained: the row of the step's mask applies.
+        logprobs: the request wants log probabilities.
+        typical: typical acceptance of drafts, see `jaxinfer.sampling.typical`.
+        constrained: the row of the step's grammar mask applies.
     """
 
     temperature: Float32[Array, " rows"]
@@ -56,12 +56,12 @@ class SlotParams(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """Device arrays addressed by slot, donated to every step.
+    """Sampler state by slot on the device, donated to every step.
 
     Attributes:
         counts: how often the slot generated each token.
         prompt: whether the token is in the prompt.
-        bias: added to the logits; -inf bars a token.
+        bias: added to the logits; -inf bans a token.
         recent: the last generated tokens, newest last; -1 where there is none yet.
     """
 
@@ -72,12 +72,12 @@ class SlotState(NamedTuple):
 
 
 def first_rows[Rows: (SlotParams, SlotState)](slots: Rows, count: int) -> Rows:
-    """The first ``count`` of what there is for each slot."""
+    """Return the first ``count`` rows of each array."""
     return type(slots)(*(array[:count] for array in slots))
 
 
 def neutral_slots(rows: int, limits: SamplingLimits) -> SlotParams:
-    """Numpy parameters of ``rows`` greedy slots with every feature off."""
+    """Make numpy parameters of ``rows`` greedy slots with every feature off."""
 
     def full(value: float, dtype: type[np.generic], *shape: int) -> Any:
         return np.full((rows, *shape), value, dtype)
@@ -103,7 +103,7 @@ def neutral_slots(rows: int, limits: SamplingLimits) -> SlotParams:
 
 
 def new_state(rows: int, vocab_size: int, limits: SamplingLimits) -> SlotState:
-    """The state of ``rows`` slots that have generated nothing."""
+    """Make the state of ``rows`` slots without generated tokens."""
     return SlotState(
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
         prompt=jnp.zeros((rows, vocab_size), jnp.bool_),
@@ -115,8 +115,8 @@ def new_state(rows: int, vocab_size: int, limits: SamplingLimits) -> SlotState:
 def admit(
     state: SlotState, slot: Int[Array, ""], prompt_mask: Bool[Array, " vocab"], bias: Float[Array, " vocab"]
 ) -> SlotState:
-    """The state with one slot prepared for a new request: nothing generated, its prompt and bias in place. There is
-    nothing to do for a slot beyond the last one."""
+    """Reset one slot for a new request: no generated tokens, its prompt and bias set. No effect for a slot beyond the
+    last one."""
     return SlotState(
         counts=state.counts.at[slot].set(0),
         prompt=state.prompt.at[slot].set(prompt_mask),
@@ -126,24 +126,24 @@ def admit(
 
 
 def keep_slot(state: SlotState, slot: Int[Array, ""]) -> SlotState:
-    """A copy of one slot's state, as the state of one row."""
+    """Copy one slot's state, as the state of one row."""
     return SlotState(*(lax.dynamic_slice_in_dim(x, slot, 1) for x in state))
 
 
 def resume_slot(state: SlotState, slot: Int[Array, ""], saved: SlotState) -> SlotState:
-    """The state with one slot as it was when `keep_slot` copied it, there or in another slot. There is nothing to do
-    for a slot beyond the last one."""
+    """Restore one slot to the state that `keep_slot` copied, from the same or another slot. No effect for a slot beyond
+    the last one."""
     return SlotState(*(x.at[slot].set(row[0], mode="drop") for x, row in zip(state, saved, strict=True)))
 
 
 class HostSlots:
-    """The host's copy of ``SlotParams``: written one slot at a time, handed out as snapshots."""
+    """Host copy of ``SlotParams``: written one slot at a time, read as snapshots."""
 
     def __init__(self, rows: int, limits: SamplingLimits) -> None:
         self._neutral = neutral_slots(1, limits)
         self._params = neutral_slots(rows, limits)
         self._snapshot = neutral_slots(rows, limits)
-        self._written: set[int] = set()  # slots, since the last snapshot
+        self._written: set[int] = set()  # slots written since the last snapshot
 
     def set(self, slot: int, request: Request, sample_index: int = 0) -> None:
         """Write a validated request's parameters into ``slot``.
@@ -181,7 +181,7 @@ class HostSlots:
         self._written.add(slot)
 
     def snapshot(self) -> SlotParams:
-        """Arrays that later writes leave alone; a field that did not change is the array of the last snapshot."""
+        """Return arrays that later writes do not change; an unchanged field is the array of the last snapshot."""
         if self._written:
             slots = list(self._written)
             pairs = zip(self._params, self._snapshot, strict=True)
@@ -194,7 +194,7 @@ class HostSlots:
     def state_rows(
         request: Request, vocab_size: int
     ) -> tuple[Bool[np.ndarray, " vocab"], Float32[np.ndarray, " vocab"]]:
-        """The arguments of ``admit``: which tokens the prompt has, and the bias of each token."""
+        """Return the arguments of ``admit``: which tokens the prompt has, and the bias of each token."""
         prompt = np.zeros(vocab_size, np.bool_)
         prompt[list(request.prompt_token_ids)] = True
         allowed = request.params.allowed_token_ids

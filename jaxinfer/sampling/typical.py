@@ -1,7 +1,7 @@
-"""Typical acceptance of drafts (Cai et al. 2024, Medusa): one that is likely enough is taken, whatever was drawn.
+"""Typical acceptance of drafts (Cai et al. 2024, Medusa): a draft that is likely enough replaces the drawn token.
 
-Lossy: which tokens come out depends on what was drafted. Only rows of slots that ask for it are touched, and only where
-they draw: a greedy row keeps its likeliest token.
+Lossy: the output depends on the drafts. Only rows of slots that request it and draw randomly are affected: a greedy row
+keeps its likeliest token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxinfer.sampling.select import GREEDY_BELOW, weights_of
 from jaxinfer.sampling.slots import SlotParams
 
 EPSILON, DELTA = 0.09, 0.3
-"""Medusa's ``posterior_threshold`` and ``posterior_alpha``, as its ``medusa_generate`` has them."""
-_TINY = 1e-5  # beside a probability, before its logarithm: Medusa's
+"""Medusa's ``posterior_threshold`` and ``posterior_alpha``, as in its ``medusa_generate``."""
+_TINY = 1e-5  # added to a probability before its logarithm: Medusa's value
 
 Logits = Float32[Array, "rows vocab"]
 
@@ -25,14 +25,14 @@ Logits = Float32[Array, "rows vocab"]
 def take_typical(
     tokens: Int32[Array, " rows"], logits: Logits, rows: SlotParams, drafts: DraftRows
 ) -> Int32[Array, " rows"]:
-    """``tokens``, but for the rows that ask: the draft fed at the next position, where that one is typical.
+    """Replace ``tokens`` in requesting rows by the draft fed at the next position, where it is typical.
 
-    Then the draft *is* what the row samples, and all that follows (which drafts came true, the sampler's state, log
-    probabilities) is as ever.
+    The draft then *is* the sampled token of the row, and everything after (draft acceptance, sampler state, log
+    probabilities) is unchanged.
 
     Args:
-        tokens: what the rows drew.
-        logits: processed, as the draw had them.
+        tokens: drawn token of each row.
+        logits: processed logits, the same as for the draw.
         rows: parameters of each row.
     """
     asks = drafts.active & rows.typical & (rows.temperature >= GREEDY_BELOW)
@@ -41,7 +41,7 @@ def take_typical(
     def some() -> Int32[Array, " rows"]:
         chances, least = posterior(logits, drafts.fed, rows, asks)
         taken = jnp.where(follows & (chances > least[:, None]), chances, 0)
-        best = jnp.argmax(taken, axis=1)  # of several the likeliest
+        best = jnp.argmax(taken, axis=1)  # the likeliest of several
         return jnp.where(jnp.any(taken > 0, axis=1), drafts.fed[best].astype(tokens.dtype), tokens)
 
     return lax.cond(jnp.any(follows), some, lambda: tokens)
@@ -55,8 +55,8 @@ def posterior(
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> tuple[Float32[Array, "rows candidates"], Float32[Array, " rows"]]:
-    """Each candidate's probability in each row, after temperature, min_p, top_k and top_p, and the bound that it must
-    exceed to be typical: ``min(epsilon, delta * exp(-entropy))``. What a processor has barred has probability 0."""
+    """Return each candidate's probability per row, after temperature, min_p, top_k and top_p, and the bound that it
+    must exceed to be typical: ``min(epsilon, delta * exp(-entropy))``. Banned tokens have probability 0."""
     weights = weights_of(logits, argmax(logits)[0], rows, asks)
     chances = weights / jnp.maximum(total(weights), jnp.finfo(jnp.float32).tiny)[:, None, None]
     entropy = -total(chances * jnp.log(chances + _TINY))

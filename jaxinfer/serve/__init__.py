@@ -1,1 +1,1 @@
-"""Serving: what a running engine shows to the world."""
+"""API server: serves a running engine over gRPC and HTTP."""

@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.serve`, or `jaxinfer serve MODEL`: a model over gRPC and HTTP. See docs/serving.md."""
+"""Serve a model over gRPC and HTTP: `python -m jaxinfer.serve` or `jaxinfer serve MODEL`. See docs/serving.md."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 CANNOT_BE = 2
-"""Exit code for a setting, a model or a file that cannot be served: the same again would end the same."""
+"""Exit code for an invalid setting, model or file: a restart with the same configuration would fail again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Run the command and return its exit status."""
     return run_command("serve", arguments)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve what ``args.configuration`` says."""
+    """Run the server that ``args.configuration`` describes and return its exit status."""
     config: ServeConfig = args.configuration
     try:
         refuse_early(config)
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def serve(server: Server | Follower) -> int:
-    """Serve until a signal or a start that can only fail; the process's exit status."""
+    """Serve until a signal or a permanent startup failure; return the exit status of the process."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -61,7 +61,7 @@ async def serve(server: Server | Follower) -> int:
 
 
 async def _until_drained(server: Server | Follower, signals: asyncio.Queue[int]) -> None:
-    """Wait until requests have drained, or for a second signal."""
+    """Wait until running requests have drained, or until a second signal."""
     draining, again = asyncio.create_task(server.drain()), asyncio.create_task(signals.get())
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, again):

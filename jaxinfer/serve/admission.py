@@ -1,7 +1,7 @@
-"""Check what a client asked for, and make it a request of token ids: one validator for all doors. No jax.
+"""Request validation, shared by the gRPC and HTTP APIs. No jax.
 
-Checks come in a fixed order, whatever the order of the fields: id, timeout, the sizes of lists, the sampling
-parameters one by one, limits, the prompt, and at last what needs the tokens.
+The order of the checks is fixed and does not depend on the order of the fields: request id, timeout, list sizes, each
+sampling parameter, limits, the prompt, and last the checks that need token ids.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
 def request_id_of(call: Call) -> str:
-    """The call's own, or a new one.
+    """Return the request id of a call, or generate one if the client set none.
 
     Raises:
-        RequestError: it is no 1 to 128 printable characters.
+        RequestError: the id is not 1 to 128 printable characters.
     """
     if call.request_id is None:
         return uuid.uuid4().hex
@@ -37,11 +37,11 @@ def request_id_of(call: Call) -> str:
 
 
 def check_terms(call: Call) -> None:
-    """Check timeout, priority and salt: what is neither prompt nor sampling.
+    """Check timeout, priority and cache salt: the fields that are neither prompt nor sampling parameters.
 
     Raises:
-        RequestError: one of them is no such thing.
-        ServeError: DEADLINE: no time is left.
+        RequestError: a field has an invalid value.
+        ServeError: DEADLINE: the timeout has passed.
     """
     timeout: object = call.timeout
     if timeout is not None:
@@ -55,10 +55,10 @@ def check_terms(call: Call) -> None:
 
 
 def sampling_of(call: Call, card: ModelCard, limits: ServeLimits) -> SamplingParams:
-    """The call's fields over the checkpoint's over `SamplingParams`' own; a field that is None counts as not set.
+    """Merge a call's sampling parameters (None: not set) over the checkpoint's and the `SamplingParams` defaults.
 
     Raises:
-        RequestError: the first thing wrong; the message names field and value.
+        RequestError: the first invalid field; the message names field and value.
     """
     unknown = sorted(call.sampling.keys() - set(_NAMES))
     if unknown:
@@ -74,10 +74,10 @@ def sampling_of(call: Call, card: ModelCard, limits: ServeLimits) -> SamplingPar
 
 
 def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -> None:
-    """Check a prompt's kind and size, before it is worked on.
+    """Check the type and size of a prompt before it is tokenized.
 
     Raises:
-        RequestError: it is no prompt, or too large (`ContextLengthError`: in characters).
+        RequestError: the prompt has an invalid type or is too large (`ContextLengthError`: too many characters).
     """
     match prompt:
         case str():
@@ -94,13 +94,13 @@ def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -
         case bytes() | bytearray():
             raise RequestError("prompt", "must be text, token ids or messages, not bytes")
         case Sequence():
-            pass  # ids are checked against the vocabulary, and counted against the context
+            pass  # vocabulary and context length are checked later
         case _:
             raise RequestError("prompt", f"must be text, token ids or messages, not {type(prompt).__name__}")
 
 
 def _check_sizes(sampling: Mapping[str, Any], card: ModelCard, limits: ServeLimits) -> None:
-    """Check sizes before anything looks at the items. A lone ``stop`` string is a list of one."""
+    """Check list sizes before any item is examined. A single ``stop`` string counts as a list of one."""
     sizes = {
         "stop": limits.stop_strings,
         "stop_token_ids": limits.stop_token_ids,
@@ -120,7 +120,7 @@ def _check_sizes(sampling: Mapping[str, Any], card: ModelCard, limits: ServeLimi
 
 
 def check_characters(field: str, characters: int, limits: ServeLimits) -> None:
-    """Raises `RequestError`: a text has more than it may have."""
+    """Raise `RequestError` if a text has more than ``limits.prompt_characters`` characters."""
     if characters > limits.prompt_characters:
         raise RequestError(field, _too_many(characters, limits))
 
@@ -135,7 +135,7 @@ def _too_many(characters: int, limits: ServeLimits) -> str:
 
 
 def _strings_in(value: object) -> Iterator[str]:
-    """Every string, keys too; without recursion, since a request may be nested as deep as it likes."""
+    """Yield every string, including mapping keys. Iterative, since requests may be nested arbitrarily deep."""
     todo = [value]
     while todo:
         match todo.pop():
@@ -149,7 +149,7 @@ def _strings_in(value: object) -> Iterator[str]:
 
 
 def require_printable(field: str, value: object, least: int, most: int) -> None:
-    """Raises `RequestError`: it is no text of ``least`` to ``most`` printable characters."""
+    """Raise `RequestError` unless ``value`` is a string of ``least`` to ``most`` printable characters."""
     if not isinstance(value, str) or not least <= len(value) <= most or not value.isprintable():
         size = f"{least} to {most}" if least else f"at most {most}"
         raise RequestError(field, f"={str(value)[:most]!r} must have {size} printable characters")

@@ -1,4 +1,4 @@
-"""The engine for many clients: one thread steps it, any number of event loops wait for its deltas."""
+"""Asynchronous engine: one thread steps the engine core, any number of event loops receive its deltas."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Stream"
 
 @runtime_checkable
 class Outlet(Protocol):
-    """Sink of the deltas of some requests; compared by ``==`` and hashed, to find what goes to the same one."""
+    """A sink for the deltas of several requests. Hashable: the deltas for equal outlets are delivered in one call."""
 
     def deliver(self, news: Sequence[tuple[Any, SequenceDelta | Closed]]) -> bool:
-        """Take what one step brought to its feeds, on the engine's thread; false: nobody is there any more."""
+        """Take the deltas of one step for its feeds. Called in the engine thread; false: the reader is gone."""
         ...
 
 
 @runtime_checkable
 class Feed(Protocol):
-    """The engine's end of a request.
+    """The engine side of a request's delta stream.
 
     Attributes:
-        request: replaced when it is accepted, by the one with its seed resolved.
-        running: samples that have not ended; the engine thread's.
+        request: the request; on acceptance replaced by the one with its seed resolved.
+        running: indices of the samples that have not ended; owned by the engine thread.
     """
 
     request: Request
@@ -55,8 +55,8 @@ News = tuple[Feed, SequenceDelta | Closed]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse:
-    """``steps`` that ended; ``busy``: seconds since the thread did something, while there is work, else 0; ``p99``: the
-    99th percentile of the seconds that they took."""
+    """Liveness of the engine thread: ``steps`` completed; ``busy``: seconds since the last progress while there is
+    work, else 0; ``p99``: 99th percentile of the step durations in seconds."""
 
     steps: int
     busy: float
@@ -64,11 +64,11 @@ class Pulse:
 
 
 _BOUNDS = tuple(0.01 * 1.1**power for power in range(120))
-"""Seconds, from 10 ms to 15 minutes: what is shorter makes no difference to whoever asks whether an engine hangs."""
+"""Histogram bounds in seconds, 10 ms to 15 minutes: shorter steps do not matter for hang detection."""
 
 
 class _StepTimes:
-    """Histogram of the steps' durations, at the cost of one search for each. One thread adds, any may ask."""
+    """A histogram of step durations; `add` costs one binary search. One thread adds, any thread may read."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_BOUNDS) + 1)
@@ -77,7 +77,7 @@ class _StepTimes:
         self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
 
     def p99(self) -> float:
-        """99th percentile in seconds, at most a tenth too large; 0 before the first step."""
+        """Return the 99th percentile in seconds, at most 10% too large; 0 before the first step."""
         counts = list(self._counts)
         beyond = sum(counts) // 100
         for place in range(len(counts) - 1, -1, -1):
@@ -88,12 +88,12 @@ class _StepTimes:
 
 
 class AsyncEngine:
-    """Steps an engine in a thread of its own; all methods but `start` may be called from any event loop.
+    """An engine core stepped in its own thread; all methods except `start` may be called from any event loop.
 
-    Clients put calls into an inbox, which the thread empties between two steps: no lock is held while it steps, and
-    without work it sleeps in the inbox. Deltas go to each loop once a step. What a client has not fetched yet is
-    merged, one delta for each sample, so that a slow one costs others nothing and loses no token. Where the engine
-    does not run, all that asks it raises EngineDeadError.
+    Clients put calls into an inbox, which the engine thread empties between steps: no lock is held during a step, and
+    an idle thread blocks on the inbox. Each event loop gets its deltas once per step. Deltas that a client has not
+    fetched are merged, one per sample, so a slow client delays no other client and loses no tokens. Methods raise
+    EngineDeadError while the engine does not run.
 
     ```
     async with AsyncEngine(engine) as served:
@@ -101,8 +101,8 @@ class AsyncEngine:
     ```
 
     Args:
-        on_end: called by the thread when it ends, stopped or by a fault.
-        after: called by the thread after each step, and whenever something was done between steps.
+        on_end: called by the engine thread when it ends, after a stop or a fault.
+        after: called by the engine thread after each step, and after calls that it ran between steps.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class AsyncEngine:
         self._times = _StepTimes()
         self._joining = 0  # requests in the inbox
         self._counting = threading.Lock()
-        self._since: float | None = None  # when the thread began what it does; None: it waits for a call
+        self._since: float | None = None  # start of the current activity, monotonic seconds; None: idle
         self._retained = collections.Counter[LoRARef]()
 
-    # ---- life
+    # ---- lifecycle
 
     def start(self) -> None:
-        """Begin to serve. Raises EngineDeadError if it was started before."""
+        """Start the engine thread. Raises EngineDeadError if it was started before."""
         if self._thread is not None:
             raise EngineDeadError("the engine was started before")
         self._thread = threading.Thread(target=self._main, name="jaxinfer-engine", daemon=True)
@@ -135,7 +135,7 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self, drain: bool = True) -> None:
-        """Refuse new requests, let the others finish (``drain``) or abort them, and return when nothing is left."""
+        """Reject new requests, finish (``drain``) or abort the admitted ones, and return when the thread has ended."""
         if self._thread is None:
             return
         with contextlib.suppress(EngineDeadError):
@@ -152,12 +152,12 @@ class AsyncEngine:
     # ---- requests
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
-        """The deltas of all samples of a validated request, until the last one has ended.
+        """Yield the deltas of all samples of a validated request until the last sample ends.
 
-        Leaving early (a break, a cancelled task, ``aclose``) aborts the request.
+        Leaving the iterator early (a break, a cancelled task, ``aclose``) aborts the request.
 
         Raises:
-            RequestError, QueueFullError: it is refused.
+            RequestError, QueueFullError: the request is rejected.
             EngineDeadError: the engine does not run, or ends by a fault.
         """
         async with await self.submit(request) as stream:
@@ -165,7 +165,7 @@ class AsyncEngine:
                 yield delta
 
     async def submit(self, request: Request) -> Stream:
-        """`generate` in two steps: raises here, before the first delta. Use it with ``async with``."""
+        """Submit a request and return its stream, for ``async with``. Rejections are raised here, as in `generate`."""
         stream = Stream(request, asyncio.get_running_loop(), self.detach)
         try:
             await asyncio.wrap_future(self.attach(stream))
@@ -175,8 +175,8 @@ class AsyncEngine:
         return stream
 
     def attach(self, feed: Feed) -> concurrent.futures.Future[None]:
-        """Submit ``feed.request``, deltas go to ``feed.outlet``. The future fails as `submit` does, at once where the
-        queue is full: under overload nobody waits for the end of a step to be refused."""
+        """Submit ``feed.request``; its deltas go to ``feed.outlet``. The future fails as `submit` does; if the queue is
+        full it fails at once, so that under overload a rejection does not wait for the end of a step."""
         try:
             with self._counting:
                 if self._closed is None:
@@ -195,21 +195,21 @@ class AsyncEngine:
             self._joining -= 1
 
     def detach(self, feed: Feed) -> None:
-        """A client has gone: abort its request. Nobody waits for the answer."""
+        """Abort the request of a client that has disconnected, without waiting for the result."""
         self._post(functools.partial(self._forget, feed))
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its samples; its stream gets a last delta that says so. Unknown ids are ignored."""
+        """Abort a request or one of its samples; its stream gets a last delta with ABORT. Unknown ids are ignored."""
         await self._ask(functools.partial(self._abort, request_id, index))
 
-    # ---- questions
+    # ---- queries
 
     async def stats(self) -> EngineStats:
-        """Statistics of the engine, as they are between two steps."""
+        """Return engine statistics, taken between two steps."""
         return await self._ask(self._engine.stats)
 
     def stats_now(self, timeout: float | None = None) -> EngineStats:
-        """`stats` for a thread without an event loop; TimeoutError if no step ends within ``timeout`` seconds."""
+        """Return `stats` to a thread without an event loop; TimeoutError if no step ends within ``timeout`` seconds."""
         return self._post(self._engine.stats).result(timeout)
 
     async def reset_prefix_cache(self) -> int:
@@ -217,13 +217,13 @@ class AsyncEngine:
         return await self._ask(self._engine.reset_prefix_cache)
 
     async def check(self) -> None:
-        """A fault, which ends the engine, unless all slots and pages are accounted for."""
+        """Check that all slots and pages are accounted for; a leak is a fault that ends the engine."""
         await self._ask(self._engine.check)
 
     # ---- adapters
 
     async def load_lora(self, name: str, path: str) -> LoadedLoRA:
-        """See `LoRABackend`: who loads several takes one after the other."""
+        """See `LoRABackend`. Concurrent loads are not supported: callers must serialise them."""
         store = self._loras()
         ref = await asyncio.to_thread(store.load, name, path)
         store.retain(ref)
@@ -231,12 +231,12 @@ class AsyncEngine:
         return next(each for each in store.list() if each.name == name)
 
     def unload_lora(self, name: str) -> None:
-        """See `LoRABackend`; names that are not known are ignored."""
+        """See `LoRABackend`. Unknown names are ignored."""
         with contextlib.suppress(RequestError):
             self._loras().unload(name)
 
     def release_lora(self, ref: LoRARef) -> None:
-        """See `LoRABackend`; what was not loaded, or is released already, is ignored."""
+        """See `LoRABackend`. Adapters that are not loaded or already released are ignored."""
         if self._retained[ref]:
             self._retained[ref] -= 1
             self._loras().release(ref)
@@ -249,11 +249,11 @@ class AsyncEngine:
         return self._engine.loras
 
     def pulse(self) -> Pulse:
-        """Whether the thread gets on, from any thread and without waiting for it."""
+        """Return the liveness of the engine thread. Callable from any thread; does not wait."""
         since = self._since
         return Pulse(self._steps, 0.0 if since is None else time.monotonic() - since, self._times.p99())
 
-    # ---- the way to the thread
+    # ---- calls into the engine thread
 
     async def _ask[T](self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._post(function))
@@ -261,7 +261,7 @@ class AsyncEngine:
     def _post[T](self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
         call = _Call(function)
         self._inbox.put(call)
-        if self._closed is not None:  # else the thread will come by: it closes first and empties the inbox then
+        if self._closed is not None:  # else the thread handles it: on exit it sets _closed before it empties the inbox
             self._refuse_waiting(self._closed)
         return call.future
 
@@ -270,13 +270,13 @@ class AsyncEngine:
             while True:
                 self._inbox.get_nowait().refuse(closed)
 
-    # ---- all below runs in the thread
+    # ---- the rest runs in the engine thread
 
     def _main(self) -> None:
         closed = Closed("the engine was stopped")
         try:
             self._serve()
-        except BaseException as fault:  # whatever it is, nobody may wait for ever
+        except BaseException as fault:  # any fault: clients must not wait forever
             closed = Closed(f"the engine ended by a fault: {type(fault).__name__}: {fault}", fault)
             raise
         finally:
@@ -306,7 +306,7 @@ class AsyncEngine:
                 self._times.add(self._since - before)
 
     def _answer(self) -> None:
-        """The calls that are there now. Later ones come after the next step."""
+        """Run the calls that are in the inbox now. Later calls run after the next step."""
         for _ in range(self._inbox.qsize()):
             self._inbox.get().run()
 
@@ -326,7 +326,7 @@ class AsyncEngine:
 
     def _forget(self, feed: Feed) -> None:
         request_id = feed.request.request_id
-        if self._streams.get(request_id) is feed:  # another request may have the id of one that has ended
+        if self._streams.get(request_id) is feed:  # a new request may reuse the id of one that has ended
             self._engine.abort(request_id)
             del self._streams[request_id]
 
@@ -337,7 +337,7 @@ class AsyncEngine:
                 self._abort(request_id, None)
 
     def _deliver(self, deltas: list[SequenceDelta]) -> None:
-        """Hand each delta to its feed, unless its client has gone."""
+        """Deliver each delta to its feed, unless the client has disconnected."""
         mine: list[News] = []
         for delta in deltas:
             feed = self._streams.get(delta.request_id)
@@ -353,7 +353,7 @@ class AsyncEngine:
 
 
 class Stream(DeltaStream):
-    """A stream whose reader is on an event loop of the engine's own process: a `Feed`, from `AsyncEngine.submit`."""
+    """A delta stream and `Feed` with its reader in an event loop of this process; made by `AsyncEngine.submit`."""
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop, leave: Callable[[Stream], None]) -> None:
         super().__init__(request, leave)
@@ -385,7 +385,7 @@ class _Call:
 
 
 class _Loop:
-    """The outlet of all streams whose readers are on one event loop."""
+    """An outlet for all streams that are read in one event loop."""
 
     __slots__ = ("_loop",)
 
@@ -401,13 +401,13 @@ class _Loop:
     def deliver(self, news: Sequence[tuple[Any, SequenceDelta | Closed]]) -> bool:
         try:
             self._loop.call_soon_threadsafe(_take_all, news)
-        except RuntimeError:  # asyncio's way to say that the loop is closed
+        except RuntimeError:  # raised by asyncio if the loop is closed
             return False
         return True
 
 
 def _post(news: Iterable[News]) -> list[Feed]:
-    """Call each outlet once; returns the feeds of those that are gone."""
+    """Deliver to each outlet once; return the feeds of outlets that have no reader any more."""
     by_outlet: dict[Outlet, list[News]] = collections.defaultdict(list)
     for item in news:
         by_outlet[item[0].outlet].append(item)

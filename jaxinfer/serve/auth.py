@@ -1,17 +1,17 @@
-"""Authorise callers: API keys with scopes, kept as hashes in a file. No jax.
+"""API key authentication: keys with scopes, stored as hashes in a file. No jax.
 
-The file is a YAML list, `jaxinfer keys` writes its entries:
+The file is a YAML list; `jaxinfer keys` writes its entries:
 
 ```yaml
 - name: alice
   sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
   scopes: [infer, observe]
   cache_group: team-a  # optional: names of the same group share cached prefixes
-  weight: 2            # optional: its share under the fair policy, in that of a key without one
+  weight: 2            # optional: share under the fair policy, relative to a key without a weight
 ```
 
-A plain SHA-256 is enough, and a slow hash would be worse: keys are 256 random bits, which nobody guesses from a hash
-however fast it is, and a hash that costs milliseconds would let anyone keep the server busy with wrong keys.
+An unsalted SHA-256 is enough, and a slow hash would be worse: keys are 256 random bits, which cannot be guessed from a
+hash, and a hash that costs milliseconds would let any client keep the server busy with invalid keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.tenants import tenant_of_certificate
 
 SCOPES = ("infer", "observe", "admin")
-"""Use the model; see figures and states; control the server. None of them implies another."""
+"""Scopes of a key: use the model; read metrics and state; control the server. No scope implies another."""
 
 MAX_KEYS = 1000
 MAX_FILE_BYTES = 1 << 20
@@ -49,18 +49,18 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 class KeysError(ValueError):
-    """A file of keys that cannot be used. The message names the file and the entry."""
+    """Error for a keys file that cannot be used. The message names the file and the entry."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Whoever has shown a key. Without a keys file everybody has all scopes, and the name that a certificate gives.
+    """An authenticated caller. Without a keys file it has all scopes, and the name from its client certificate.
 
     Attributes:
-        name: the tenant, see `jaxinfer.serve.tenants`.
-        cache_group: the tenants with which it shares cached prefixes; None: with none.
-        weight: its share under the fair policy, in that of others.
-        digest: of the key. Several may have one name.
+        name: tenant name, see `jaxinfer.serve.tenants`.
+        cache_group: group of tenants that share cached prefixes; None: no sharing.
+        weight: share under the fair policy, relative to other tenants.
+        digest: SHA-256 of the key. Several keys may have the same name.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Caller:
 
 @dataclasses.dataclass(eq=False)
 class _Open:
-    """A call that has begun, and what ends it."""
+    """A call in progress, and the callback that ends it."""
 
     digest: bytes
     scope: str
@@ -86,15 +86,15 @@ class _Key:
 
 
 class Authoriser:
-    """Checks keys against a file, which is read again when it changes. Calls of keys that are taken away are ended.
+    """Authorisation by a keys file, which is reloaded when it changes. Calls of revoked keys are ended.
 
     Args:
-        path: None: everybody may do everything, which the settings allow on loopback only.
-        clock: in seconds; the file is looked at twice a second at most.
+        path: keys file; None: all callers have all scopes, which the settings allow on loopback only.
+        clock: clock in seconds; the file is checked at most twice a second.
 
     Raises:
-        KeysError: the file cannot be read or understood. A later version that is bad is logged, and the keys that were
-            good before stay.
+        KeysError: the file cannot be read or parsed. An invalid later version is logged, and the previous keys stay
+            valid.
     """
 
     def __init__(self, path: str | pathlib.Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,10 +110,10 @@ class Authoriser:
     def authorise(
         self, token: str | None, scope: str, certificate: Callable[[], bytes | None] = lambda: None
     ) -> Caller:
-        """The caller whose key ``token`` is; without a keys file, whose ``certificate`` (DER, verified) was shown.
+        """Return the caller with the API key ``token``; without a keys file, with the verified ``certificate`` (DER).
 
         Raises:
-            ServeError: UNAUTHENTICATED: there is no such key; FORBIDDEN: it lacks ``scope``.
+            ServeError: UNAUTHENTICATED: the key is missing or unknown; FORBIDDEN: it lacks ``scope``.
         """
         if self._path is None:
             der = certificate()
@@ -130,16 +130,16 @@ class Authoriser:
         return caller
 
     def cache_group(self, name: str) -> str | None:
-        """The cache group of the keys of this name, now."""
+        """Return the current cache group of the keys with this name."""
         return self._tenants[name].cache_group if name in self._tenants else None
 
     def weight(self, name: str) -> float:
-        """The weight of the keys of this name, now."""
+        """Return the current weight of the keys with this name."""
         return self._tenants[name].weight if name in self._tenants else 1.0
 
     @contextlib.contextmanager
     def during(self, caller: Caller, scope: str, cut: Callable[[ServeError], None]) -> Iterator[None]:
-        """Watch the key of an authorised call: ``cut`` is called if the key is taken away, or its scope."""
+        """Watch the key of an authorised call: call ``cut`` if the key or its scope is revoked."""
         call = _Open(caller.digest, scope, cut)
         self._open.add(call)
         try:
@@ -148,13 +148,13 @@ class Authoriser:
             self._open.discard(call)
 
     async def run(self) -> None:
-        """Look at the file also while nobody calls, until cancelled."""
+        """Check the file for changes periodically until cancelled, also while there are no calls."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             self.look()
 
     def look(self) -> None:
-        """Read the file again if it has changed, and end the calls of keys that are gone."""
+        """Reload the file if it has changed, and end the calls of revoked keys."""
         if self._path is None:
             return
         self._looked = self._clock()
@@ -182,7 +182,7 @@ class Authoriser:
                 call.cut(ServeError(Kind.FORBIDDEN, f"the scope {call.scope!r} of the API key was taken away"))
 
     def _find(self, token: str) -> Caller | None:
-        """Compares with every key, so that the time tells nothing about any of them."""
+        """Find the caller of a key. All keys are compared, so that the duration reveals nothing about any of them."""
         digest, found = _digest(token), None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
@@ -194,17 +194,17 @@ class Authoriser:
 
 
 def read_keys(path: pathlib.Path) -> tuple[_Key, ...]:
-    """The entries of a keys file; an empty file has none, so that nobody may do anything.
+    """Read the entries of a keys file; an empty file has none, so that all calls are rejected.
 
     Raises:
-        KeysError: it cannot be read, is too large, or has an entry that is not as it should be, or keys of one name
-            have different groups or weights.
+        KeysError: the file cannot be read, is too large, has an invalid entry, or keys of one name differ in group or
+            weight.
     """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         entries = yaml.safe_load(data) if len(data) <= MAX_FILE_BYTES else None
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as cause:  # ValueError: 2026-13-45 is no date
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as cause:  # ValueError: the date 2026-13-45
         raise KeysError(f"cannot read the API keys in {path}: {' '.join(str(cause).split())}") from cause
     if len(data) > MAX_FILE_BYTES:
         raise KeysError(f"{path} has more than {MAX_FILE_BYTES} bytes of API keys")
@@ -217,7 +217,7 @@ def read_keys(path: pathlib.Path) -> tuple[_Key, ...]:
 
 
 def new_key() -> str:
-    """A key nobody has: 256 random bits, with a mark that secret scanners can look for."""
+    """Generate a key: 256 random bits, with a prefix that secret scanners can detect."""
     return f"jaxinfer-{secrets.token_urlsafe(32)}"
 
 
@@ -260,7 +260,7 @@ def _key(entry: Any, where: str) -> _Key:
 
 
 def _check_tenants(keys: Sequence[_Key], path: pathlib.Path) -> None:
-    """A tenant may have several keys, but is in one group and has one weight."""
+    """Check that all keys of a tenant have the same cache group and weight."""
     tenants: dict[str, Caller] = {}
     for caller in (key.caller for key in keys):
         first = tenants.setdefault(caller.name, caller)
@@ -276,7 +276,7 @@ def _digest(token: str) -> bytes:
 
 
 def _version(path: pathlib.Path) -> tuple[int, int, int] | None:
-    """The state of the file, which changes when it is replaced or written; None while there is none."""
+    """Return the file's inode, mtime and size, which change when it is replaced or written; None: no file."""
     try:
         found = path.stat()
     except OSError:

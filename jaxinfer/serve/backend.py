@@ -1,7 +1,7 @@
-"""The engine as the front end sees it, wherever it runs. No jax.
+"""Engine interfaces of the front end. No jax.
 
-`jaxinfer.serve.async_engine.AsyncEngine` is one in this process; `jaxinfer.serve.core.link.CoreLink` is the face of
-one in another.
+`jaxinfer.serve.async_engine.AsyncEngine` runs an engine in this process; `jaxinfer.serve.core.link.CoreLink` connects
+to an engine core in another process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxinfer.types import LoRARef, Request, SequenceDelta
 
 @runtime_checkable
 class BackendStream(Protocol):
-    """The deltas of one accepted request. Leaving its ``async with`` early aborts the request."""
+    """The delta stream of one accepted request. Leaving its ``async with`` early aborts the request."""
 
     @property
     def request(self) -> Request:
@@ -24,16 +24,16 @@ class BackendStream(Protocol):
         ...
 
     def __aiter__(self) -> AsyncIterator[SequenceDelta]:
-        """Deltas. Those that a slow reader has not fetched are merged, one for each output: nothing is lost."""
+        """Iterate over deltas. Deltas that are not fetched yet are merged, one per output; no token is lost."""
         ...
 
     @property
     def idle(self) -> bool:
-        """The next delta must be waited for."""
+        """Whether the next delta is not available yet."""
         ...
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever something comes that no reader waits for, be it the end."""
+        """Call ``listener`` on each delta, or the end of the stream, that arrives while no reader waits."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -48,34 +48,34 @@ class Backend(Protocol):
     """An engine that serves many clients."""
 
     async def submit(self, request: Request) -> BackendStream:
-        """Raises `RequestError` or `QueueFullError` if it is refused, `EngineDeadError` if the engine does not run.
-        The stream raises `EngineDeadError` if it ends by a fault."""
+        """Submit a request. Raises `RequestError` or `QueueFullError` if it is rejected, `EngineDeadError` if the
+        engine does not run. The stream raises `EngineDeadError` if it ends by a fault."""
         ...
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its outputs; its stream gets a last delta with `FinishReason.ABORT`."""
+        """Abort a request or one of its outputs; its stream gets a last delta with `FinishReason.ABORT`."""
         ...
 
     async def stats(self) -> EngineStats: ...
 
     async def reset_prefix_cache(self) -> int:
-        """Forget every cached page, on the device and on the host; how many those were. Requests that run keep theirs,
-        which no other request will find. Raises `EngineDeadError` if the engine does not run."""
+        """Evict all cached pages from device and host memory and return their number. Running requests keep their
+        pages, which no other request can match any more. Raises `EngineDeadError` if the engine does not run."""
         ...
 
 
 @runtime_checkable
 class LoRABackend(Protocol):
-    """An engine that serves adapters. All methods raise `EngineDeadError` where it does not run."""
+    """An engine that serves LoRA adapters. All methods raise `EngineDeadError` if the engine does not run."""
 
     async def load_lora(self, name: str, path: str) -> LoadedLoRA:
-        """Let requests come with what a folder holds, until it is released. Raises `LoRAError` if it cannot be read."""
+        """Load an adapter from a folder, for requests until it is released. Raises `LoRAError` if it cannot be read."""
         ...
 
     def unload_lora(self, name: str) -> None:
-        """Drop a name. It does not wait."""
+        """Drop a name without waiting."""
         ...
 
     def release_lora(self, ref: LoRARef) -> None:
-        """Take back one loading: no further request will come with it. It does not wait."""
+        """Release one load of an adapter, which no further request will use, without waiting."""
         ...

@@ -1,4 +1,4 @@
-"""Background tasks of a server: one that fails is logged, counted and started again. No jax."""
+"""Background tasks of a server: a task that fails is logged, counted and restarted. No jax."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a task is started again, doubled with each failure in a row."""
+"""Seconds before a failed task is restarted, doubled with each consecutive failure."""
 STEADY_SECONDS = 60.0
-"""A task that has run for so long has recovered."""
+"""Seconds of running after which a task counts as recovered."""
 TOLERATED = 3
-"""Failures in a row; with one more the server is not ready."""
+"""Consecutive failures that are tolerated; with one more the server is not ready."""
 
 _log = logging.getLogger("jaxinfer.serve")
 
@@ -22,7 +22,7 @@ class Background:
     """The background tasks of one server, by name.
 
     Attributes:
-        failures: of each task since the start.
+        failures: number of failures of each task since the start.
     """
 
     def __init__(self, pause: float = FIRST_PAUSE) -> None:
@@ -32,11 +32,11 @@ class Background:
 
     @property
     def broken(self) -> list[str]:
-        """Tasks that failed again and again, without having recovered."""
+        """Names of the tasks with more than `TOLERATED` consecutive failures."""
         return [name for name, count in self._in_a_row.items() if count > TOLERATED]
 
     def start(self, name: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Run ``work()`` until it returns or the task is cancelled; a failure is followed by another ``work()``."""
+        """Run ``work()`` until it returns or the task is cancelled; after a failure, run it again."""
         self.failures[name] += 0
         return asyncio.create_task(self._run(name, work), name=name)
 
@@ -46,7 +46,7 @@ class Background:
             recovered = asyncio.get_running_loop().call_later(STEADY_SECONDS, self._in_a_row.pop, name, None)
             try:
                 return await work()
-            except Exception:  # noqa: BLE001  whatever it is, the task goes on
+            except Exception:  # noqa: BLE001 any failure: the task is restarted
                 self.failures[name] += 1
                 self._in_a_row[name] += 1
                 pause = min(self._pause * 2 ** (self._in_a_row[name] - 1), LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-"""Calls that the doors hand to the front end, and deltas that they get back. No jax, no wire format."""
+"""Data types between the API servers and the front end: requests, usage, limits. No jax, no wire format."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxinfer.types import LoRARef, PositionLogprobs
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages for the checkpoint's chat template.
+    """Chat messages to render with the checkpoint's chat template.
 
     Attributes:
-        messages: each with a ``role`` and what the template wants besides, usually ``content``.
-        variables: further variables of the template.
-        template: the request's own template, refused unless the server allows it.
-        reasoning_effort: how much the model should think, in OpenAI's words, if its template knows of that.
-        continue_final_message: the answer goes on where the content of the last message ends.
+        messages: messages, each with a ``role`` and the other fields that the template uses, usually ``content``.
+        variables: additional template variables.
+        template: chat template of the request, rejected unless the server allows it.
+        reasoning_effort: OpenAI's reasoning effort, if the template supports it.
+        continue_final_message: whether the output continues the content of the last message.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -35,19 +35,20 @@ Input = str | Sequence[int] | Conversation
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One generation, as a client asked for it.
+    """A generation request of a client.
 
     Attributes:
-        sampling: only the fields that the client set, by the names of `SamplingParams`, unchecked; the others get the
-            checkpoint's recommended values (`jaxinfer.text.intake.recommended_sampling`), and ``max_tokens`` all that
-            the context leaves.
-        request_id: None: the front end makes one.
-        timeout: seconds that the client waits from now on, the queue included; None: for ever.
-        tenant: whose request it is, see `jaxinfer.serve.tenants`: ids, cached prefixes and turns are its own.
-        trace: the W3C headers ``traceparent`` and ``tracestate``, where the client sent them.
-        logged: it is a request of its own, with a line in the log, and no part of one.
-        shown: special tokens, by their texts, that are part of its text all the same: a parser looks for them.
-        lora: the adapter that ``model`` means, once that is known (`Frontend.meant`).
+        sampling: fields set by the client, by the names of `SamplingParams`, not validated. The other fields get the
+            checkpoint's recommended values (`jaxinfer.text.intake.recommended_sampling`), and ``max_tokens`` the
+            context's rest.
+        request_id: id given by the client; None: the front end generates one.
+        timeout: seconds that the client waits from now on, including queueing; None: no limit.
+        tenant: tenant of the request, see `jaxinfer.serve.tenants`: request ids, cached prefixes and scheduling turns
+            are per tenant.
+        trace: W3C headers ``traceparent`` and ``tracestate``, if the client sent them.
+        logged: whether the request gets a line in the request log; false for a part of another request.
+        shown: texts of special tokens that stay in the output text, for a parser.
+        lora: adapter that ``model`` names, once it is resolved (`Frontend.meant`).
     """
 
     prompt: Input
@@ -67,8 +68,8 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Tokens. ``completion`` is of all outputs; ``cached`` were found in the prefix cache; ``reasoning``, of
-    ``completion``, said thoughts (None: was not counted)."""
+    """Number of tokens. ``completion``: of all outputs; ``cached``: prompt tokens found in the prefix cache;
+    ``reasoning``: reasoning tokens among ``completion`` (None: not counted)."""
 
     prompt: int
     completion: int
@@ -78,7 +79,7 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The tokens of a continuation, each with its log probability and rank; see `PositionLogprobs.chosen`."""
+    """A scored continuation: the log probability and rank of each token, see `PositionLogprobs.chosen`."""
 
     tokens: Sequence[PositionLogprobs]
 
@@ -93,21 +94,21 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class ServeLimits:
-    """Bounds on what one request may bring; all of them are told by GetModelInfo.
+    """Limits of one request; GetModelInfo reports all of them.
 
     Attributes:
         n: outputs of one request.
-        logprobs: most likely tokens for each position (the engine's `max_logprobs` may be less).
-        stop_strings: how many.
-        stop_characters: of each of them.
-        stop_token_ids: how many, EOS included.
-        bad_words: how many.
-        logit_bias: entries.
-        prompt_characters: of a text, or of all messages or all prompts together.
-        messages: of one conversation.
-        values: of one JSON body or gRPC message, names, texts, lists and objects alike; token ids are not counted.
-        message_bytes: of one gRPC message or HTTP body.
-        score_continuations: of one Score call.
+        logprobs: most likely tokens per position (the engine's `max_logprobs` may be lower).
+        stop_strings: stop strings of one request.
+        stop_characters: characters of one stop string or bad word.
+        stop_token_ids: stop token ids of one request.
+        bad_words: bad words of one request.
+        logit_bias: logit bias entries of one request.
+        prompt_characters: characters of a text prompt, or of all messages or all prompts together.
+        messages: messages of one conversation.
+        values: values of one JSON body or gRPC message: names, strings, lists and objects; token ids are not counted.
+        message_bytes: bytes of one gRPC message or HTTP body.
+        score_continuations: continuations of one Score call.
     """
 
     n: int = 128
@@ -126,13 +127,13 @@ class ServeLimits:
 
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
-    """The model as the front end knows it: without the weights.
+    """Model metadata for the front end, without the weights.
 
     Attributes:
-        name: what clients call it (``--served-model-name``, or the folder's name).
-        defaults: sampling fields that generation_config.json recommends.
-        engine: the engine's resolved settings by name.
-        created: seconds since 1970 at which the server started.
+        name: model name for clients (``--served-model-name``, or the name of the folder).
+        defaults: sampling parameters that generation_config.json recommends.
+        engine: resolved engine settings by name.
+        created: start time of the server, seconds since 1970.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Limits of open files and sockets, and who gets them. No jax."""
+"""File descriptor limits, and the split between client connections and other uses. No jax."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import resource
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 RESERVE = 160
-"""Descriptors for everything but clients: the engine's and the helpers' pipes, also of those that are started again,
-files that are read again, sockets of the doors, one connection to a collector of traces."""
+"""Descriptors that are not for clients: pipes of the engine core and of helper processes, also restarted ones, reloaded
+files, listening sockets, one connection to a trace collector."""
 SPARE = 64
-"""HTTP connections beyond those that are allowed which are still answered: with 503, but for /health and /ready."""
+"""HTTP connections over the limit that still get a response: 503, except for /health and /ready."""
 OPERATORS = 32
-"""Connections to Control, and to the port of /metrics alone."""
+"""Connections to Control, and to the separate port of /metrics."""
 
-_MOST = 1 << 16  # what a process asks for itself; a system's unlimited may be a thousand million
+_MOST = 1 << 16  # descriptors requested for this process; an unlimited hard limit may be 10**9
 _FEWEST = 16
 
 _log = logging.getLogger("jaxinfer.serve")
 
 
 def raise_limit() -> int:
-    """Let this process have as many as it may; how many these are."""
+    """Raise the soft limit of open files to the hard limit, 65536 at most, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -33,10 +33,10 @@ def raise_limit() -> int:
 
 
 def within(config: ServeConfig, limit: int) -> ServeConfig:
-    """The settings with no more connections than ``limit`` descriptors are enough for.
+    """Return the settings with ``max_connections`` reduced to what ``limit`` descriptors allow.
 
     Raises:
-        ServeConfigError: they are enough for hardly any.
+        ServeConfigError: too few descriptors are left for connections.
     """
     doors = 1 + (config.http_port is not None)
     fixed = RESERVE + SPARE * (doors - 1)

@@ -1,4 +1,4 @@
-"""A server whose doors are somebody else's: an orchestrator's proxies take the calls, and bring them here. No jax."""
+"""Embedded server without API ports: the proxies of an orchestrator receive the calls and forward them. No jax."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 class EmbeddedServer(Server):
-    """Everything of `Server` but its ports; that of ``metrics_port`` is opened, if it is set.
+    """A `Server` without API ports; ``metrics_port`` is opened if it is set.
 
-    What bounds connections (their number, their pace, TLS) is of those who have them.
+    The orchestrator is responsible for the limits of connections: their number, timeouts and TLS.
     """
 
     def app(self) -> ASGIApp:
-        """Return the whole HTTP door as an application: keys, limits and errors are as on a port."""
+        """Return the whole HTTP API as an ASGI application: keys, limits and errors are as on a port."""
         return shared(build_app(self._door), self.config.allowed_origins)
 
     def rpcs(self) -> Mapping[str, grpc.RpcMethodHandler]:
@@ -32,10 +32,10 @@ class EmbeddedServer(Server):
         return self._grpc.handlers()
 
     async def stats(self) -> EngineStats:
-        """Return the engine's figures.
+        """Return the engine statistics.
 
         Raises:
-            ServeError: there is none that runs.
+            ServeError: no engine runs.
         """
         return await self._serving().stats()
 

@@ -1,4 +1,4 @@
-"""Errors that a door answers with instead of a result, once for all doors. No jax."""
+"""Errors that the gRPC and HTTP APIs return. No jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.sampling_params import ContextLengthError, QueueFullError, Request
 
 
 class Kind(enum.Enum):
-    """A kind of error: its gRPC status and its HTTP status."""
+    """A kind of error, with its gRPC status and its HTTP status."""
 
     INVALID = (grpc.StatusCode.INVALID_ARGUMENT, 400)
     UNAUTHENTICATED = (grpc.StatusCode.UNAUTHENTICATED, 401)
@@ -40,15 +40,15 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass
 class ServeError(Exception):
-    """An answer to one request. Other requests are not concerned.
+    """An error response to one request. Other requests are not affected.
 
     Attributes:
-        message: one sentence for the client; under INTERNAL it is opaque and holds an id that the log explains.
-        field: which field of the request is wrong, if one is.
-        retry_after: seconds after which it is worth trying again, if it is.
-        fault: under INTERNAL, the id in the message.
-        logged: the log of requests has its line.
-        context: of a prompt that is too long, its size with the unit, and the most that it may be.
+        message: one sentence for the client; for INTERNAL it is generic and has the id of the log entry.
+        field: name of the invalid field of the request, if any.
+        retry_after: seconds after which a retry may succeed, if it may.
+        fault: for INTERNAL, the id in the message.
+        logged: whether the request log has a line for it.
+        context: for a prompt that is too long, its size with the unit, and the limit.
     """
 
     kind: Kind
@@ -64,28 +64,28 @@ class ServeError(Exception):
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
+    """Error for a request that names an unknown model."""
 
 
 class DuplicateIdError(RequestError):
-    """The request's id is in use."""
+    """Error for a request id that is in use."""
 
 
 _KINDS = {QueueFullError: Kind.QUEUE_FULL, UnknownModelError: Kind.NOT_FOUND, DuplicateIdError: Kind.EXISTS}
 
 
 def refused(error: RequestError, retry_after: float = 1.0) -> ServeError:
-    """The answer to a refused request. ``retry_after``: the seconds that a full queue asks to wait."""
+    """Return the error response to a rejected request. ``retry_after``: seconds to wait if the queue is full."""
     kind = _KINDS.get(type(error), Kind.INVALID)
     context = (error.size, error.most) if isinstance(error, ContextLengthError) else None
     return ServeError(kind, str(error), error.field, retry_after if kind is Kind.QUEUE_FULL else None, context=context)
 
 
 def invalid(field: str, value: Any, reason: str) -> ServeError:
-    """The answer to a value that cannot be served."""
+    """Return the INVALID error for the value of a field."""
     return ServeError(Kind.INVALID, f"{field}={short(value)} {reason}", field)
 
 
 def short(value: Any) -> str:
-    """A value as it may stand in a message: it may be as long as a request."""
+    """Return a truncated repr of a value, which may be as long as a request, for a message."""
     return reprlib.repr(value)[:200]

@@ -1,4 +1,4 @@
-"""The event loop of a process that serves. No jax."""
+"""Event loop of a server process, which measures how long it was blocked. No jax."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from collections.abc import Callable, Coroutine
 from typing import Any, override
 
 LONG_HOLD_SECONDS = 0.02
-"""A hold that is longer is counted: no request alone may hold the loop for so long."""
+"""Seconds above which a hold of the loop is counted: no single request may block the loop that long."""
 _SWITCH_SECONDS = 0.0005
 _MANY = 512
-_BEAT_SECONDS = 0.1  # each costs 0.2 ms of the processor
-_NOTED_SECONDS = 0.001  # a token or so: shorter ones cost nothing but the two looks at the clock
+_BEAT_SECONDS = 0.1  # costs 0.2 ms of CPU time each
+_NOTED_SECONDS = 0.001  # about one token: shorter holds cost only the two clock reads
 _MINUTE = 60.0
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on a `Loop`, for a process that has threads which compute.
+    """Run ``main`` on a `Loop` (as `asyncio.run`), for a process with compute threads.
 
-    Python lets such a thread keep the loop waiting for 5 ms each time: tokens and refusals would wait for an engine
-    that plans a step, or for the tokens of somebody else's prompt. Here it is half a millisecond.
+    By default Python lets such a thread hold the GIL for 5 ms, which would delay tokens and rejections while the engine
+    plans a step or another prompt is tokenized. Here the switch interval is 0.5 ms.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     return asyncio.run(main, loop_factory=Loop)
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """asyncio's own, but that it knows how long it was held, and that grpc.aio wakes it once where much has happened.
+    """An asyncio event loop that measures how long it was blocked and coalesces the wake-ups of grpc.aio.
 
-    For each operation that ends, a thread of grpc.aio writes a byte into a socket; its reader takes one byte, and then
-    care of all operations that have ended. The bytes that are left wake the loop as often again, for nothing. Where
-    grpc.aio does it in another way, this is asyncio's loop and nothing else.
+    For each completed operation, a thread of grpc.aio writes one byte to a socket; its reader takes one byte and then
+    handles all completed operations. The remaining bytes would wake the loop again for nothing. If grpc.aio is
+    implemented in another way, this is the standard loop.
 
     Attributes:
-        holds: how long nobody looked for what had come.
+        holds: statistics of the times in which the loop did not poll for events.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Loop(asyncio.SelectorEventLoop):
         self.call_later(_BEAT_SECONDS, self._beat)
 
     def _beat(self) -> None:
-        """Bounds what the selector waits for: a thread that does not let go of the interpreter is noticed by it."""
+        """Schedule the next beat. It bounds the wait of the selector, which reveals a thread that holds the GIL."""
         self.call_later(_BEAT_SECONDS, self._beat)
 
     @override
@@ -59,21 +59,21 @@ class Loop(asyncio.SelectorEventLoop):
             super().add_reader(fd, callback, *args)
 
     def _woken(self, wakes: socket.socket, handle: Callable[[], Any]) -> None:
-        """Read all wake-ups but one, which ``handle`` reads: it looks after every operation that has ended."""
+        """Read all wake-up bytes except one, which ``handle`` reads: it handles every completed operation."""
         try:
             waiting = len(wakes.recv(_MANY, socket.MSG_PEEK))
             if waiting > 1:
-                wakes.recv(waiting - 1)  # ``handle`` wants one
-        except BlockingIOError:  # another loop was faster
+                wakes.recv(waiting - 1)  # ``handle`` reads one
+        except BlockingIOError:  # another loop has read them
             pass
         handle()
 
 
 class Holds:
-    """The times between two looks at what has come: in these nobody else gets on.
+    """Statistics of loop holds: the times between two polls for events, in which no other task starts.
 
     Attributes:
-        long: how many were longer than `LONG_HOLD_SECONDS`.
+        long: number of holds longer than `LONG_HOLD_SECONDS`.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Holds:
         self._worst = self._before = self._since = 0.0
 
     def add(self, seconds: float, now: float) -> None:
-        """Note a hold that has ended."""
+        """Record a hold that has ended."""
         if now - self._since > _MINUTE:
             self._before = self._worst if now - self._since < 2 * _MINUTE else 0.0
             self._worst, self._since = 0.0, now
@@ -89,12 +89,12 @@ class Holds:
         self.long += seconds > LONG_HOLD_SECONDS
 
     def longest(self) -> float:
-        """The longest hold of the last one to two minutes, in seconds: whoever asks once a minute misses none."""
+        """Return the longest hold of the last one to two minutes, in seconds: a reader once a minute misses none."""
         return max(self._worst, self._before)
 
 
 class _Watched(selectors.DefaultSelector):
-    """Two looks at a clock for a round of the loop, in which it does whatever there is to do."""
+    """A selector that measures each round of the loop with two clock reads."""
 
     def __init__(self, holds: Holds) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _Watched(selectors.DefaultSelector):
             self._holds.add(start - self._woke, start)
         found = _select(self, timeout)
         self._woke = woke = _clock()
-        # It slept longer than it was told: something kept it from waking.
+        # The wait exceeded its timeout: the thread was kept from waking up.
         if not found and timeout is not None and woke - start - timeout > _NOTED_SECONDS:
             self._holds.add(woke - start - max(timeout, 0.0), woke)
         return found

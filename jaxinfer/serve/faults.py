@@ -1,4 +1,4 @@
-"""Turn whatever went wrong into what the client is told. No jax."""
+"""Map exceptions to API errors. No jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxinfer.serve.async_engine import EngineDeadError
 from jaxinfer.serve.errors import Kind, ServeError, refused
 
 RETRY_SECONDS = 1.0
-"""Seconds after which a client may try an engine again that does not run: most restarts begin sooner."""
+"""Seconds after which a client may retry while the engine does not run: most restarts begin sooner."""
 
 _MAX_MESSAGE = 500
 
@@ -21,17 +21,17 @@ _log = logging.getLogger("jaxinfer.serve")
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """Raise every exception from inside as `ServeError`. Cancellation passes."""
+    """Convert every exception raised inside to `ServeError`. Cancellation passes through."""
     try:
         yield
     except ServeError:
         raise
-    except Exception as error:  # the border of the front end: every fault gets an answer
+    except Exception as error:  # front end boundary: every fault gets an error response
         raise answer_to(error) from error
 
 
 def answer_to(error: Exception) -> ServeError:
-    """The answer to a refused request, a dead engine, or a fault: that one is opaque, its id leads to the log."""
+    """Return the response to a rejected request, a dead engine, or a fault, which gets the id of its log entry."""
     match error:
         case ServeError():
             return error
@@ -47,7 +47,7 @@ def answer_to(error: Exception) -> ServeError:
 
 @contextlib.contextmanager
 def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
-    """A refusal inside names the field as the client does: ``names`` are those of the front end's that differ."""
+    """Rename fields to the client's names in errors raised inside. ``names``: differing names, by front end name."""
     try:
         yield
     except ServeError as error:
@@ -58,7 +58,7 @@ def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def prompt_as(name: str) -> dict[str, str]:
-    """Name a prompt, as a text and as tokens, by the client's ``name`` for it; see `in_its_words`."""
+    """Map both prompt fields (text and token ids) to the client's ``name``; see `in_its_words`."""
     return {"prompt": name, "prompt_token_ids": name}
 
 
@@ -73,5 +73,5 @@ def _internal(error: Exception) -> ServeError:
 
 
 def _shortened(message: str) -> str:
-    """A refused value may be as long as a request."""
+    """Truncate a message: a rejected value may be as long as a request."""
     return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"

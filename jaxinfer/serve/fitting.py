@@ -1,4 +1,4 @@
-"""Fit conversations to chat templates, which differ in what they know and in how they want it. No jax."""
+"""Adapt conversations to chat templates, which differ in supported features and message format. No jax."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _ADDS_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments['\"\]]*\s*\+")
 
 
 def fitted(conversation: Conversation, sources: Sequence[str]) -> Conversation:
-    """Fit a conversation to templates that know neither tools nor efforts nor the role ``developer``, which is OpenAI's
-    newer name of ``system``, and calls in its messages to how templates want them.
+    """Adapt a conversation to templates without tools, reasoning effort or the role ``developer`` (OpenAI's newer name
+    of ``system``), and the tool calls in its messages to the format that the templates expect.
 
     Args:
-        sources: of the templates, of which one is used.
+        sources: sources of the templates, one of which is used.
 
     Raises:
-        RequestError: there are tools, and no template would show them to the model; or there is an effort that none
-            knows, and nothing tells the client that it is ignored.
+        RequestError: no template would show the tools to the model, or no template supports the reasoning effort and
+            the client cannot be informed that it is ignored.
     """
     if conversation.tools and not _has_word(sources, "tools"):
         raise RequestError("tools", ": the model's chat template has no place for tools: leave them out")
@@ -43,14 +43,14 @@ def fitted(conversation: Conversation, sources: Sequence[str]) -> Conversation:
 
 
 def written(messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
-    """The prompt that a template makes of messages. Templates may refuse system messages behind the first, or leave
-    them out: then all of them are one, in front.
+    """Render messages with a template. A template may reject or drop system messages after the first; then all of them
+    are merged into one at the front.
 
     Args:
-        write: renders messages by the template.
+        write: renders messages with the template.
 
     Raises:
-        TemplateError: the template takes the messages in neither form.
+        TemplateError: the template rejects the messages in both forms.
     """
     if not any(map(_instructs, messages[1:])) or _shows_all(messages, write):
         return write(messages)
@@ -68,7 +68,7 @@ def _instructs(message: Mapping[str, Any]) -> bool:
 
 
 def _shows_all(messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
-    """Whether a template shows the model each system message where it stands."""
+    """Whether the text rendered by a template contains every system message."""
     places = [rank for rank, each in enumerate(messages) if _instructs(each)]
     marks = {rank: {"content": f"instruction7c1d83f0{rank}x"} for rank in places}
     try:
@@ -79,7 +79,7 @@ def _shows_all(messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[
 
 
 def _effort(effort: str, sources: Sequence[str]) -> dict[str, Any]:
-    """The variables for an effort. Some templates know no more than whether to think at all."""
+    """Return the template variables of a reasoning effort. Some templates can only turn thinking on or off."""
     if _has_word(sources, "reasoning_effort"):
         return {"reasoning_effort": effort}
     switches = thinking_switches(sources)
@@ -91,19 +91,19 @@ def _effort(effort: str, sources: Sequence[str]) -> dict[str, Any]:
 
 
 def thinking_switches(sources: Sequence[str]) -> list[str]:
-    """Variables by which templates are told whether the model is to think."""
+    """Return the names of the template variables that turn thinking on or off."""
     return [word for word in ("enable_thinking", "thinking") if _has_word(sources, word)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Wishes:
-    """How templates want messages with calls.
+    """The format that templates expect for messages with tool calls.
 
     Attributes:
-        none: content that is none stays none. Else it is an empty text: GLM's template would write "None", gpt-oss's
-            would fail.
-        thinking: the thought has gpt-oss's name for it, too, which refuses one beside content.
-        text: arguments are a text, to which DeepSeek's add others.
+        none: whether null content stays None. Otherwise it becomes an empty string: GLM's template would write "None",
+            gpt-oss's would fail.
+        thinking: whether reasoning is also passed under gpt-oss's name, which rejects it together with content.
+        text: whether arguments are a JSON string, which DeepSeek's template concatenates with other strings.
     """
 
     none: bool
@@ -116,7 +116,7 @@ class _Wishes:
         return cls(asks_for_none(sources), _has_word(sources, "message.thinking"), text)
 
     def met(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message as they want it."""
+        """Return the message in the format that the templates expect."""
         made = dict(message)
         if made.get("content") is None:
             made["content"] = None if self.none else ""

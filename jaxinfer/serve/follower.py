@@ -1,4 +1,4 @@
-"""A process that follows process 0 of its group: an engine core and who watches over it, and no doors. No jax."""
+"""Follower of process 0 in a multi-process engine: an engine core and its supervisor, no API servers. No jax."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 class Follower:
-    """Everything behind `jaxinfer serve --process-id 1`, with the methods of `Server` that its life needs.
+    """The implementation of `jaxinfer serve --process-id 1`, with the lifecycle methods of `Server`.
 
-    A core that ends, with its group or alone, is started again, and looks for process 0 until that is there.
+    A core that ends, alone or with its group, is restarted and retries until process 0 is reachable.
 
     Args:
-        command: that starts a core (default: the real one).
+        command: command line of a core (default: the real one).
     """
 
     active = 0
@@ -33,18 +33,18 @@ class Follower:
         await self._supervisor.start()
 
     def reload(self) -> None:
-        """Do nothing: keys and certificates are process 0's."""
+        """Do nothing: only process 0 has keys and certificates."""
 
     async def until_failed(self) -> str:
-        """Wait for what no restart mends; the sentence that says so."""
+        """Wait for a failure that no restart fixes; return its message."""
         return await self._supervisor.until_stopped() or "the process was stopped"
 
     async def drain(self) -> int:
-        """End nothing: requests are process 0's."""
+        """Do nothing: only process 0 has requests."""
         return 0
 
     async def stop(self) -> None:
-        """End the core, and with it the group."""
+        """Stop the core, and with it the group."""
         await self._supervisor.stop()
 
     def _log_state(self, state: str) -> None:

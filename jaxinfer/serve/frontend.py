@@ -1,4 +1,4 @@
-"""Translate between the doors and the engine: checks, tokens, text. Doors call this and nothing below it. No jax."""
+"""Front end, the only layer that API servers call: validation, tokenization, detokenization. No jax."""
 
 from __future__ import annotations
 
@@ -39,34 +39,33 @@ from jaxinfer.validate import SamplingLimits, check_token_ids
 _LIMITS = ServeLimits()
 _NO_PARSERS = Parsers()
 _INLINE = 1000
-"""Characters or ids that are worked on in the event loop: half a millisecond. More goes to a thread."""
+"""Characters or token ids processed in the event loop, about 0.5 ms; longer inputs go to a thread."""
 _FEW_MESSAGES = 64
-_MOST_IDS = 1 << 18  # that become text at once, if the context is no longer
+_MOST_IDS = 1 << 18  # ids of one detokenize call, unless the context is longer
 _TEXT_THREADS = 2
 
 
 class Frontend:
-    """The service behind the doors, over a backend that may die and come back.
+    """The front end of the gRPC and HTTP APIs, over a backend that may die and be restarted.
 
-    Every method raises `ServeError` and nothing else. All of them belong to one event loop.
+    Methods raise no exception except `ServeError`. All of them must be called from one event loop.
 
     Args:
-        template: the checkpoint's.
-        allow_request_templates: a conversation may bring its own.
-        template_seconds: a template that runs longer is stopped.
-        clock: the engine's, for deadlines, in seconds.
-        tracing: is told of every generation.
-        scope: of a tenant, the `Request.cache_scope`; default: each has its own.
-        weight: of a tenant, the `Request.weight`; default: all are alike.
-        folder: where the tokenizer was loaded from: long texts are tokenised by processes that load it, too (None: by
-            threads, as short ones).
-        parsers: of the model's answers.
-        loras: adapters that calls may name in place of the model (None: the engine serves none).
+        template: chat template of the checkpoint.
+        allow_request_templates: whether a conversation may bring its own template.
+        template_seconds: time limit of rendering a template.
+        clock: the engine's clock in seconds, for deadlines.
+        tracing: traces every generation.
+        scope: returns the `Request.cache_scope` of a tenant; default: each tenant has its own.
+        weight: returns the `Request.weight` of a tenant; default: equal weights.
+        folder: folder of the tokenizer for helper processes that tokenize long texts (None: threads do it).
+        parsers: tool and reasoning parsers of the model.
+        loras: LoRA adapters that calls may name as their model (None: the engine serves none).
 
     Attributes:
-        leaving: new calls are still taken, but readiness is gone: others shall be asked.
-        draining: new calls are refused.
-        room: who waits for the engine.
+        leaving: whether readiness is withdrawn while new calls are still accepted.
+        draining: whether new calls are rejected.
+        room: admission control of the waiting requests.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Frontend:
         self._renderer, self._grammars = Renderer(template, template_seconds), Grammars()
         self._sources = list(template.sources.values()) if template is not None else []
         self._long = None if folder is None or tokenizer is None else LongTexts(folder)
-        # What is long has threads of its own: nobody who asks for little waits for it.
+        # Long inputs use a separate thread pool so that short requests are not delayed.
         self._threads, self._long_threads = (
             concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, name) for name in ("jaxinfer-text", "jaxinfer-long")
         )
@@ -117,25 +116,25 @@ class Frontend:
         """See `Intake`."""
         return self._intake.ends_thoughts
 
-    # ---- life
+    # ---- lifecycle
 
     async def warm(self) -> None:
-        """Start what renders templates, so that the first conversation need not wait for it."""
+        """Start the template helpers, so that the first conversation does not wait for them."""
         await self._renderer.warm()
 
     @property
     def is_open(self) -> bool:
-        """Whether new calls are wanted."""
+        """Whether the server is neither leaving nor draining."""
         return not (self.leaving or self.draining)
 
     async def leave(self, seconds: float) -> None:
-        """Take calls for so long, while readiness says that others should be asked."""
+        """Accept calls for ``seconds`` more while readiness is withdrawn."""
         self.leaving = True
         await asyncio.sleep(seconds)
 
     async def drain(self, timeout: float) -> int:
-        """Refuse new calls, wait for the others, and after ``timeout`` seconds end those that are left: their readers
-        get UNAVAILABLE. Returns how many those were."""
+        """Reject new calls, wait for the admitted ones, end those that are left after ``timeout`` seconds with
+        UNAVAILABLE, and return their number."""
         self.draining = True
         try:
             async with asyncio.timeout(max(timeout, 0.0)):
@@ -149,7 +148,7 @@ class Frontend:
         return 0
 
     async def aclose(self) -> None:
-        """End everything that still runs, and what was started to render and to tokenise."""
+        """End all generations, and stop the helper processes and threads."""
         await self.drain(0.0)
         self._renderer.close()
         self._grammars.close()
@@ -160,24 +159,24 @@ class Frontend:
 
     @property
     def active(self) -> int:
-        """Generations in flight, and those that are being prepared."""
+        """Number of generations in flight or being prepared."""
         return len(self._active)
 
     # ---- generation
 
     def reserve(self, calls: Sequence[Call]) -> list[Place]:
-        """Places for what comes together: calls that differ in their prompts alone. All of them or none: they are
-        refused before any of them is worked on. Who asks for them lets them go."""
+        """Reserve queue capacity for calls that differ only in their prompts: for all of them or none, before any work.
+        The caller must release the reservations."""
         with answered():
             self._check_open()
             n = sampling_of(calls[0], self.card, self.limits).n
             return self.room.enter(calls[0].tenant, [_load(call.prompt, n) for call in calls])
 
     async def generate(self, call: Call, place: Place | None = None) -> Generation:
-        """Raises `ServeError` for what is refused, before the first piece.
+        """Start a generation. Raises `ServeError` if it is rejected, before the first delta.
 
         Args:
-            place: from `reserve`.
+            place: reservation from `reserve`.
         """
         trace = self._tracing.begin(call, self.card.name)
         with failing(trace):
@@ -191,7 +190,7 @@ class Frontend:
             request_id = engine_id(call.tenant, request_id_of(call))
             check_terms(call)
             params = sampling_of(call, self.card, self.limits)
-            if place is None:  # before anything that costs as much as the prompt is long
+            if place is None:  # before any work that is proportional to the prompt length
                 (place,) = self.room.enter(call.tenant, [_load(call.prompt, params.n)])
             try:
                 await self._check_prompt(call.prompt)
@@ -214,11 +213,11 @@ class Frontend:
                 self._leave(request_id)
 
     async def abort(self, request_id: str, index: int | None = None, tenant: str | None = None) -> None:
-        """End a request, or one of its outputs: its reader gets a last piece with "abort". Unknown ids are ignored.
+        """Abort a request or one of its outputs: its reader gets a last delta with "abort". Unknown ids are ignored.
 
         Args:
-            request_id: as its client named it.
-            tenant: whose it is; None: those of all tenants that have this id.
+            request_id: id given by the client.
+            tenant: tenant of the request; None: the requests of all tenants with this id.
         """
         with answered():
             if index is not None and index < 0:
@@ -227,7 +226,7 @@ class Frontend:
                 await self._backend.abort(name, index)
 
     def _named(self, request_id: str, tenant: str | None) -> list[str]:
-        """The engine's ids; of what is not known here one more that it does not know, so that a dead one says so."""
+        """Return the engine ids of a request. An unknown id is kept, so that a dead engine raises its error."""
         if tenant is not None:
             return [engine_id(tenant, request_id)]
         return [name for name in self._active if own_id(name) == request_id] or [request_id]
@@ -242,7 +241,7 @@ class Frontend:
         timeout: float | None = None,
         tenant: str = "",
     ) -> list[Scored]:
-        """The log probability of each continuation behind the same prompt, under the raw logits."""
+        """Return the log probability of each continuation of the same prompt, under the raw logits."""
         call = Call(
             prompt, model=model, add_special_tokens=add_special_tokens, timeout=timeout, tenant=tenant, logged=False
         )
@@ -280,10 +279,10 @@ class Frontend:
         add_special_tokens: bool | None = None,
         tenant: str = "",
     ) -> Sequence[int]:
-        """The ids of a text, or of what the template makes of a conversation.
+        """Tokenize a text, or a conversation after rendering it with the chat template.
 
         Args:
-            add_special_tokens: default: for a text, not for a conversation, whose template writes them itself.
+            add_special_tokens: default: true for a text, false for a conversation, since its template writes them.
         """
         with answered():
             self.check_model(model)
@@ -293,7 +292,7 @@ class Frontend:
     async def detokenize(
         self, ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool = False
     ) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         with answered():
             self.check_model(model)
             if self.tokenizer is None:
@@ -304,17 +303,17 @@ class Frontend:
             return await self._off_loop(len(ids), self._text_of, self.tokenizer, ids, skip_special_tokens)
 
     def token_text(self, token: int) -> str:
-        """The text of one token; bytes that are no text by themselves are U+FFFD."""
+        """Return the text of one token; bytes that are not valid UTF-8 on their own become U+FFFD."""
         return self.token_bytes(token).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for within a text; none without a tokenizer."""
+        """Return the bytes of a token within a text; empty without a tokenizer."""
         return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
     # ---- the engine
 
     async def stats(self) -> EngineStats:
-        """Statistics of the engine, as of now; outputs that ended are counted here, where stop strings are found."""
+        """Return current engine statistics. Ended outputs are counted by the front end, which detects stop strings."""
         with answered():
             return dataclasses.replace(await self._backend.stats(), finished=dict(self._finished))
 
@@ -324,10 +323,10 @@ class Frontend:
             return await self._backend.reset_prefix_cache()
 
     def check_model(self, name: str | None) -> str:
-        """The name of what a client calls so, for answers: None means the model itself.
+        """Return the model name for a response to a request with the model ``name``; None means the base model.
 
         Raises:
-            ServeError: NOT_FOUND: neither the model nor one of its adapters has this name.
+            ServeError: NOT_FOUND: neither the model nor an adapter has this name.
         """
         with self.meant(Call("", model=name)):
             return self.card.name if name is None else name
@@ -363,7 +362,7 @@ class Frontend:
         answers = isinstance(prompt, Conversation) and not prompt.continue_final_message
         make = functools.partial(self._intake.request, answers=answers)
         if isinstance(prompt, Conversation):
-            prompt, special = await self._rendered(prompt, call.tenant), False  # the template writes them itself
+            prompt, special = await self._rendered(prompt, call.tenant), False  # the template writes special tokens
         if isinstance(prompt, str):
             self._intake.check_text("prompt", prompt)
             if len(prompt) > LONG_CHARACTERS:
@@ -414,7 +413,7 @@ class Frontend:
         return continuation
 
     async def _check_prompt(self, prompt: Input) -> None:
-        """Check a prompt, in a thread if it is a conversation that may hold much."""
+        """Check a prompt, in a thread if it is a long conversation."""
         work = len(prompt.messages) + len(prompt.tools or ()) if isinstance(prompt, Conversation) else 0
         check = functools.partial(check_prompt, prompt, self.limits, allow_templates=self._allow_templates)
         await self._off_loop(work * _INLINE // _FEW_MESSAGES, check)
@@ -437,7 +436,7 @@ class Frontend:
         return "".join(parts)
 
     async def _off_loop[*A, T](self, work: int, function: Callable[[*A], T], *args: *A) -> T:
-        """``function(*args)``, in a thread if there are more than a few characters or ids to ``work`` on."""
+        """Run ``function(*args)``, in a thread if ``work``, its number of characters or ids, is large."""
         if work <= _INLINE:
             return function(*args)
         threads = self._threads if work <= LONG_CHARACTERS else self._long_threads
@@ -445,7 +444,7 @@ class Frontend:
 
 
 def _load(prompt: Input, n: int) -> Load:
-    """The load of a request, as far as it is known before any work: the tokens of a text are not."""
+    """Return the load of a request before tokenization: the token count of a text is not known yet."""
     tokens = len(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray) else 0
     return Load(1, n, tokens)
 

@@ -1,4 +1,4 @@
-"""One accepted request: the engine's deltas become pieces of text. No jax."""
+"""Generation of one accepted request: converts token deltas of the engine to text deltas. No jax."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 class Generation:
-    """The pieces of all outputs of a request, as they are made. Obtained from `Frontend.generate`.
+    """The text delta stream of all outputs of a request, made by `Frontend.generate`.
 
     ```
     async with await frontend.generate(call) as generation:
         async for delta in generation: ...
     ```
 
-    Leaving it early aborts the request. A slow reader costs the others nothing: what it has not fetched is merged.
+    Leaving it early aborts the request. A slow reader delays no other request: unread deltas are merged.
 
     Args:
-        left: called once, with the engine's id, which is free then, and with how each output ended.
-        seconds: until the deadline (None: there is none). The engine knows it too, but may be stuck.
-        place: where it waits until its first token.
+        left: called once, with the engine id, which is free from then on, and the finish reason of each output.
+        seconds: seconds until the deadline (None: no deadline). The engine enforces it too, but may hang.
+        place: queue reservation until the first token.
 
     Attributes:
-        request_id: the client's.
-        seed, prompt_token_ids, n, lora: as the engine accepted them.
-        trace: is told how it went, once it has ended.
-        drafts: of each output, the draft tokens that were verified so far, and those that were confirmed.
+        request_id: id given by the client.
+        seed, prompt_token_ids, n, lora: values that the engine accepted.
+        trace: gets the result once the generation has ended.
+        drafts: for each output, the number of draft tokens verified and accepted so far.
     """
 
     def __init__(
@@ -71,38 +71,38 @@ class Generation:
         self._closed = False
         self.trace: Trace = NOTHING
         self._reasons: dict[int, FinishReason] = {}
-        self._aborting: set[asyncio.Future[None]] = set()  # kept, or they might be collected before they ran
+        self._aborting: set[asyncio.Future[None]] = set()  # referenced, or they could be garbage collected
         self._deadline: asyncio.TimerHandle | None = None
         if seconds is not None:
             self._deadline = asyncio.get_running_loop().call_later(seconds, self.cut, expired())
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far, of the prompt and of what has come out."""
+        """Token counts of prompt and completion so far."""
         return Usage(len(self.prompt_token_ids), self._completion, self._cached)
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        """The next piece of any output.
+        """Return the next text delta of any output.
 
         Raises:
             StopAsyncIteration: all outputs have ended.
-            ServeError: DEADLINE, UNAVAILABLE (the engine died, or the server stops) or INTERNAL. Some outputs have not
-                ended then, and will not.
+            ServeError: DEADLINE, UNAVAILABLE (the engine died, or the server stops) or INTERNAL. Outputs that have not
+                ended then will not.
         """
         try:
             while self._running and self._cut is None:
                 delta = await self._deltas.__anext__()
                 output = self._take(delta)
-                if not self._running:  # at once: a stop string ends what the engine would go on with
+                if not self._running:  # at once: after a stop string the engine still generates
                     await self.aclose()
                 if output is not None:
                     return output
         except StopAsyncIteration:
             self._notice_truncation()
-        except Exception as error:  # the border of the front end: every fault gets an answer
+        except Exception as error:  # front end boundary: every fault gets an error response
             self._failure = answer = answer_to(error)
             await self.aclose()
             raise answer from error
@@ -114,11 +114,11 @@ class Generation:
 
     @property
     def idle(self) -> bool:
-        """The next piece must be waited for."""
+        """Whether the next delta is not available yet."""
         return bool(self._running) and self._cut is None and self._stream.idle
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever something comes that nobody waits for, be it the end."""
+        """Call ``listener`` on each delta, or the end, that arrives while no reader waits."""
         self._stream.listen(listener)
 
     async def __aenter__(self) -> Generation:
@@ -128,7 +128,7 @@ class Generation:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort what still runs. It may be called more than once."""
+        """Abort the outputs that still run. May be called more than once."""
         if not self._closed:
             self._closed = True
             if self._deadline is not None:
@@ -151,21 +151,21 @@ class Generation:
             self.trace.finished(self.usage, [reason.value for _, reason in sorted(self._reasons.items())])
 
     def cut(self, error: ServeError) -> None:
-        """End it now, whatever the engine does: the reader gets ``error`` instead of more pieces."""
+        """End the generation now: the reader gets ``error`` instead of further deltas."""
         if self._running and self._cut is None and not self._closed:
             self._cut = error
-            self._aborting.add(asyncio.ensure_future(self._stream.aclose()))  # which wakes the reader
+            self._aborting.add(asyncio.ensure_future(self._stream.aclose()))  # closing wakes the reader
 
     def _notice_truncation(self) -> None:
-        """A stream that ends before its outputs do is a fault of the engine's, unless it was ended from here."""
+        """Report a stream that ends before its outputs as an engine fault, unless it was ended from here."""
         if self._running and self._cut is None and not self._closed:
             self._cut = answer_to(RuntimeError(f"the stream of request {self.request_id!r} ended before its outputs"))
 
     def _take(self, delta: SequenceDelta) -> OutputDelta | None:
-        """Turn a delta of tokens into one of text; None: there is nothing to tell."""
+        """Convert a token delta to a text delta; None: nothing to report."""
         index = delta.index
         output = self._outputs[index]
-        if output.ended:  # by a stop string, of which the engine has not heard yet
+        if output.ended:  # by a stop string, which the engine does not know of yet
             return None
         new = output.take(delta)
         if delta.draft_tokens:
@@ -181,7 +181,7 @@ class Generation:
             new.prompt_logprobs = None
         if new.finish_reason is None:
             return new
-        stopped = new.finish_reason == FinishReason.STOP  # be it by a stop string that the last token completed
+        stopped = new.finish_reason == FinishReason.STOP  # or by a stop string that the last token completed
         self._reasons[index] = reason = FinishReason.STOP if stopped else delta.finish_reason or FinishReason.ABORT
         if (cut := self._cut_by(reason, delta.stop_reason)) is not None:
             self._cut, new.finish_reason = cut, None
@@ -193,7 +193,7 @@ class Generation:
         return new
 
     def _cut_by(self, reason: FinishReason, why: int | str | None) -> ServeError | None:
-        """The error that all outputs end with when one of them has ended for ``reason``; None: with none."""
+        """Return the error that ends all outputs when one of them has ended for ``reason``; None: no error."""
         adapter = "" if self.lora is None else f"the adapter {self.lora.name!r}"
         match reason:
             case FinishReason.DEADLINE:
@@ -202,7 +202,7 @@ class Generation:
                 return ServeError(Kind.INTERNAL, NOT_FINITE + (adapter and f", with {adapter}"))
             case FinishReason.ERROR:
                 return ServeError(Kind.INVALID, f"structured_outputs: {why}", "structured_outputs")
-            case FinishReason.UNAVAILABLE:  # the log says more about files and processes than clients learn
+            case FinishReason.UNAVAILABLE:  # the log has details of files and processes that clients do not get
                 what = f"{adapter or 'a process for structured outputs'} is not available now"
                 _log.error("request %r: %s: %s", self.request_id, what, why)
                 return unavailable(f"{what}: the server's log says why")
@@ -210,13 +210,13 @@ class Generation:
                 return None
 
     async def _abort(self, index: int) -> None:
-        with contextlib.suppress(EngineDeadError):  # whose readers are told by their streams
+        with contextlib.suppress(EngineDeadError):  # readers get the error from their streams
             await self._backend.abort(self._engine_id, index)
 
 
 @contextlib.contextmanager
 def failing(trace: Trace) -> Iterator[None]:
-    """Tell ``trace`` of the error that what is inside ends with, be it that nobody waits for it any more."""
+    """Report the error that ends the block to ``trace``, including the cancellation after a client has disconnected."""
     try:
         yield
     except asyncio.CancelledError:
@@ -229,7 +229,7 @@ def failing(trace: Trace) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def within(seconds: float | None) -> AsyncIterator[None]:
-    """Raises `ServeError` DEADLINE when ``seconds`` are over."""
+    """Raise `ServeError` DEADLINE after ``seconds``."""
     scope = asyncio.timeout(seconds)
     try:
         async with scope:

@@ -1,4 +1,4 @@
-"""Check the grammars of requests before the engine hears of them, in helper processes that can be killed. No jax."""
+"""Validation of request grammars in killable helper processes, before the engine gets the request. No jax."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 _SIZES = Sizes(helpers=3, share=2, waiting=256)
 _CPU_SECONDS = CPU_SECONDS / 2
-"""Of the processor. The engine's helper needs about twice as much: what is accepted here is served there."""
+"""CPU seconds of a check. The engine's helper needs about twice as much: grammars accepted here compile there."""
 _SECONDS = 10.0
 _REMEMBERED = 4096
 
 
 class Grammars:
-    """Compiles what constrains requests, to refuse what cannot be held. Tenants take turns."""
+    """A validator that compiles grammars and rejects those that cannot be enforced, round-robin by tenant."""
 
     def __init__(self) -> None:
         self._pool = Pool(MODULE, _SIZES, setup(_CPU_SECONDS), _SECONDS, "grammars")
-        # Those that could be held lately, by tenant: how long an answer takes tells nobody what others have asked.
+        # Recently accepted grammars, by tenant: response times must not reveal the grammars of other tenants.
         self._good: collections.OrderedDict[tuple[str, bytes], None] = collections.OrderedDict()
 
     async def check(self, params: SamplingParams, tenant: str) -> None:
-        """Check what constrains a request, if anything does.
+        """Check the grammar of a request, if it has one.
 
         Raises:
-            RequestError: it cannot be held exactly, or it takes too long to find out.
-            QueueFullError: too many wait.
+            RequestError: the grammar cannot be enforced exactly, or the check takes too long.
+            QueueFullError: too many requests wait.
             ServeError: UNAVAILABLE: no helper can be started.
         """
         if params.grammar is None:
@@ -56,11 +56,11 @@ class Grammars:
             raise RequestError(part or place, f"cannot be held: {why}")
 
     def close(self) -> None:
-        """End the helpers."""
+        """Kill the helpers."""
         self._pool.close()
 
 
 def has_grammars(card: ModelCard, tokenizer: Tokenizer | None) -> bool:
-    """Whether the engine holds outputs to grammars, see `ResolvedEngine.grammars`."""
+    """Whether the engine constrains outputs by grammars, see `ResolvedEngine.grammars`."""
     helpers = card.engine.get("structured_output_helpers", 0)
     return helpers > 0 and not card.engine.get("enable_dp_attention") and tokenizer is not None

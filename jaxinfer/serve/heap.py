@@ -1,4 +1,4 @@
-"""The memory of a process that serves. No jax."""
+"""Garbage collection and heap trimming of a server process. No jax."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pathlib
 from collections.abc import Callable
 
 _THRESHOLDS = (10_000, 20, 50)
-"""Container objects between two collections of the youngest; of these, and again, between those of the older ones."""
+"""GC thresholds: container objects per collection of generation 0, then collections per collection of the next."""
 
 _LOOK_SECONDS = 0.25
-_FEW = 1000  # container objects, whose collection is not worth it
-_LITTLE = 8 << 20  # bytes, likewise
+_FEW = 1000  # container objects that are not worth a collection
+_LITTLE = 8 << 20  # bytes of growth that are not worth a collection
 
 
 def settle() -> None:
-    """Freeze all objects that there are until the process ends: no collection looks at them again.
+    """Freeze all existing objects until the process ends: the garbage collector skips them from now on.
 
-    Modules and descriptors are some hundred thousand objects, and a collection of all of them stops every stream for
-    70 to 90 ms. What a token makes is freed without the collector, so it need not look often either. Once a process,
-    by whoever owns it.
+    Modules and descriptors are some hundred thousand objects, and collecting them stops every stream for 70 to 90 ms.
+    The objects of a token are freed by reference counting, so collections may be rare. To be called once per process,
+    by its owner.
     """
     gc.collect()
     gc.freeze()
@@ -30,13 +30,13 @@ def settle() -> None:
 
 
 async def tidy(active: Callable[[], int]) -> None:
-    """Give back what requests left, soon after the last one has ended; until cancelled.
+    """Free the memory of ended requests when the server becomes idle; runs until cancelled.
 
-    Streams that end by an error are in cycles with it, and so are their buffers: `settle` leaves these for long. When
-    nothing runs, looking at everything disturbs nobody.
+    Streams that end by an error form reference cycles with it and with their buffers, which the thresholds of `settle`
+    keep for long. A full collection delays no request while the server is idle.
 
     Args:
-        active: how many requests there are.
+        active: returns the number of active requests.
     """
     quiet, before = False, resident()
     while True:
@@ -57,7 +57,7 @@ def _has_grown() -> bool:
 
 
 def resident() -> int:
-    """Bytes of memory that the process has now; 0 on a system that does not say so."""
+    """Return the resident memory of the process in bytes; 0 on a system that does not report it."""
     try:
         pages = pathlib.Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:
@@ -66,9 +66,9 @@ def resident() -> int:
 
 
 def trim() -> None:
-    """Give back to the system what is free.
+    """Return free heap memory to the system.
 
-    glibc keeps what was freed below something that is in use; others have no such call, nor the need.
+    glibc keeps freed memory below an allocation in use; other C libraries have no such call and do not need it.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

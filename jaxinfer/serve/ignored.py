@@ -1,4 +1,4 @@
-"""Fields of a request that are accepted although they have no effect: a header of the answer names them. No jax."""
+"""Request fields that are accepted but ignored: a response header names them. No jax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _names: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("ignor
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[str]]:
-    """Yield the list to which everything inside adds what it ignores, threads and tasks that it starts included."""
+    """Yield the list of the ignored fields recorded inside, including by threads and tasks started inside."""
     names: list[str] = []
     token = _names.set(names)
     try:
@@ -24,10 +24,10 @@ def collecting() -> Iterator[list[str]]:
 
 
 def ignore(name: str) -> bool:
-    """Note that a field has no effect. ``name`` is none of the client's own text: it becomes part of a header.
+    """Record that a field has no effect. ``name`` must not contain client text: it becomes part of a header.
 
     Returns:
-        Whether the client will be told; else it has to be refused.
+        Whether the client is informed; otherwise the request must be rejected.
     """
     names = _names.get()
     if names is not None:
@@ -37,7 +37,7 @@ def ignore(name: str) -> bool:
 
 @contextlib.contextmanager
 def renaming(name: Callable[[str], str]) -> Iterator[None]:
-    """Call what is ignored inside as another door does."""
+    """Rename the fields recorded inside to the names of another API."""
     names = _names.get()
     before = 0 if names is None else len(names)
     yield
@@ -46,6 +46,6 @@ def renaming(name: Callable[[str], str]) -> Iterator[None]:
 
 
 def header_of(names: list[str]) -> str:
-    """The header's value: each name once, and no more than a header may have."""
+    """Return the header value: each name once, truncated to the maximum length of a header."""
     told = ", ".join(dict.fromkeys(names))
     return told if len(told) <= _MOST_CHARACTERS else f"{told[:_MOST_CHARACTERS].rpartition(', ')[0]}, ..."

@@ -1,7 +1,7 @@
-"""`jaxinfer keys new alice --scopes infer,observe >> keys.yaml`: API keys for a server. No jax.
+"""Create API keys for a server: `jaxinfer keys new alice --scopes infer,observe >> keys.yaml`. No jax.
 
-The entry for the file, which has only the key's hash, goes to stdout. The key itself is shown once, on stderr. To take
-a key away, delete its entry: servers notice within a second, and end what it has begun.
+The entry for the keys file, which has only the key's hash, goes to stdout. The key itself is shown once, on stderr. To
+revoke a key, delete its entry: servers notice within a second, and end the key's requests.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _EXAMPLES = (
     "jaxinfer keys new alice --scopes infer,observe >> keys.yaml",
     "jaxinfer keys hash alice < key.txt >> keys.yaml",
 )
-_SHORTEST = 32  # characters; anybody who reads the file may try short ones
+_SHORTEST = 32  # characters; shorter keys could be found by trial from the hashes in the file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see `run`."""
+    """Run the command; see `run`."""
     return run_command("keys", argv)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Parse the flags."""
     parser = Parser("jaxinfer keys", _ABOUT, _EXAMPLES, ("scopes", "cache_group", "weight"))
     what = "new: make a key; hash: take the one on standard input"
     parser.add_argument("what", choices=("new", "hash"), metavar="new|hash", help=what)
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 2 for a key, a name or a scope that is not allowed."""
+    """Write the entry of a key and return the exit status: 2 for an invalid key, name or scope."""
     try:
         key = new_key() if args.what == "new" else _given_key()
         entry = key_entry(key, args.name, args.scopes.split(","), args.cache_group, args.weight)

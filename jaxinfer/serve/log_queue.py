@@ -1,8 +1,7 @@
-"""Connect who logs and what is written: a bounded queue and a limit for each kind of line. No jax.
+"""Asynchronous logging: a bounded queue and a rate limit for each kind of line. No jax.
 
-Whoever reads a server's stderr may stop to, and a client may do what is worth a line a thousand times a second. Neither
-may hold up an event loop or the engine: lines wait here for a thread of their own that writes them, what is too much
-is left out, and the log says how much that was.
+The reader of a server's stderr may stall, and a client may cause a thousand log lines a second. Neither may block an
+event loop or the engine: a dedicated thread writes the queued lines, excess lines are dropped and counted in the log.
 """
 
 from __future__ import annotations
@@ -20,37 +19,37 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, override, runtime_checkable
 
 QUEUE_BYTES = 1 << 20
-"""Bytes of the lines that wait to be written."""
+"""Bytes of the queued lines."""
 BURST, PER_SECOND = 100, 10.0
-"""Lines of one kind at once, and in the long run."""
+"""Lines of one kind in a burst, and per second in the long run."""
 REPORT_SECONDS = 5.0
-"""Seconds between two lines that say how many of a kind were left out."""
+"""Seconds between two reports of the dropped lines of a kind."""
 REASONS = ("rate", "queue", "write")
-"""Reasons why a line is not in the log: too many of its kind, too many wait, or it could not be written."""
+"""Reasons for dropping a line: too many of its kind, the queue is full, or writing failed."""
 
 REQUESTS = "jaxinfer.serve.requests"
-"""The logger of requests that the engine has worked on (`jaxinfer.serve.request_log`): it bounds their number."""
+"""Logger of requests that reached the engine (`jaxinfer.serve.request_log`), which bounds their number."""
 
 FLUSH_SECONDS = 1.0
-"""Seconds for which the end of a process waits for its log."""
+"""Seconds that a process waits for its log when it ends."""
 
 _KINDS = 256
-_TEMPLATE = 200  # characters of one that are told
+_TEMPLATE = 200  # characters of a template that are reported
 _TICK = 1.0
-_WRITE_BYTES = 4096  # what goes into a pipe in one piece, also where several processes write
+_WRITE_BYTES = 4096  # write size that is atomic on a pipe, also with several writers
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """The file that lines are written to."""
+    """A destination for log lines."""
 
     def write(self, data: bytes, /) -> object:
-        """Raises OSError: it is lost."""
+        """Write bytes. Raises OSError: the data is lost."""
         ...
 
 
 class Descriptor:
-    """A file descriptor as a `Sink`, whether it blocks or not."""
+    """A `Sink` for a file descriptor, blocking or not."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -65,11 +64,11 @@ class Descriptor:
 
 @dataclasses.dataclass(slots=True)
 class _Kind:
-    """A bucket of lines that may be written.
+    """A token bucket for one kind of line.
 
     Attributes:
-        name: logger, level and template.
-        left_out: since the last report.
+        name: logger, level and message template.
+        left_out: lines dropped since the last report.
     """
 
     name: tuple[str, int, str]
@@ -87,11 +86,11 @@ class _Kind:
         return True
 
     def is_over(self, now: float) -> bool:
-        """Whether the bucket is full again, as if there had been no such line."""
+        """Whether the bucket is full again, the state of a new kind."""
         return not self.left_out and self.room + PER_SECOND * (now - self.at) >= BURST
 
     def report(self, now: float) -> logging.LogRecord:
-        """Say how many lines were left out, as a line of the same logger and level."""
+        """Return a record of the same logger and level with the number of dropped lines."""
         count, self.left_out, self.reported = self.left_out, 0, now
         logger, level, template = self.name
         message = "%d more lines were left out that are like %r"
@@ -99,12 +98,12 @@ class _Kind:
 
 
 class Limiter:
-    """Leaves out lines beyond the rate of their kind: of one logger, with one template, at one level.
+    """A rate limiter of log lines, by logger, level and message template.
 
-    The number of kinds is bounded: where a template is a client's own, what is beyond it counts as its logger's.
+    The number of kinds is bounded, since a template may be client text: the rest share a bucket per logger and level.
 
     Args:
-        unlimited: loggers whose lines something else bounds.
+        unlimited: loggers with a number of lines that is bounded elsewhere.
     """
 
     def __init__(
@@ -115,14 +114,14 @@ class Limiter:
         self._swept = -math.inf
 
     def admit(self, record: logging.LogRecord) -> bool:
-        """Lines for debugging are not counted: who asks for them wants them."""
+        """Return whether to write a line. Debug lines are not limited."""
         if record.levelno <= logging.DEBUG or record.name in self._unlimited:
             return True
         now = self._clock()
         return self._kind(record, now).admit(now)
 
     def reports(self, at_once: bool = False) -> list[logging.LogRecord]:
-        """Report the lines left out since the last report; ``at_once``: however short ago that was."""
+        """Report the lines dropped since the last report; ``at_once``: even before `REPORT_SECONDS` have passed."""
         now = self._clock()
         kinds = [kind for kind in self._kinds.values() if kind.left_out]
         return [kind.report(now) for kind in kinds if at_once or now - kind.reported >= REPORT_SECONDS]
@@ -136,7 +135,7 @@ class Limiter:
         return self._kinds[name]
 
     def _has_room(self, now: float) -> bool:
-        """Whether there is room for another kind. Kinds that are over are forgotten, once a second at most."""
+        """Whether another kind may be added. Kinds with a full bucket are forgotten, once a second at most."""
         if len(self._kinds) >= _KINDS and now - self._swept >= 1.0:
             self._kinds = {name: kind for name, kind in self._kinds.items() if not kind.is_over(now)}
             self._swept = now
@@ -144,10 +143,10 @@ class Limiter:
 
 
 class QueueHandler(logging.Handler):
-    """Puts lines into a queue, from which a thread writes them. It never waits.
+    """A logging handler that queues lines for a writer thread. It never blocks.
 
     Args:
-        sink: where they go.
+        sink: destination of the lines.
     """
 
     def __init__(self, sink: Sink, limiter: Limiter | None = None) -> None:
@@ -156,16 +155,16 @@ class QueueHandler(logging.Handler):
         self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self._put = self._taken = 0  # bytes; each has one writer
         self._dropped = dict.fromkeys(REASONS, 0)
-        self._untold = 0  # lines for which there was no room, since the log said so
+        self._untold = 0  # lines dropped on a full queue since the last report
         self._thread = threading.Thread(target=self._run, name="jaxinfer-log", daemon=True)
         self._thread.start()
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Lines that are not in the log, by reason."""
+        """Number of dropped lines, by reason."""
         return dict(self._dropped)
 
-    # ---- whoever logs, one at a time: `handle` has a lock
+    # ---- logging threads, one at a time: `handle` has a lock
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
@@ -192,7 +191,7 @@ class QueueHandler(logging.Handler):
         self._lines.put(data)
 
     def say(self, line: str) -> None:
-        """Write a line as it is, however many wait."""
+        """Queue a line as it is, even if the queue is full."""
         self.acquire()
         try:
             self._add(_encoded(line))
@@ -200,7 +199,7 @@ class QueueHandler(logging.Handler):
             self.release()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until what was logged is written, but no longer than this; whether it is."""
+        """Wait until the lines logged so far are written, for ``seconds`` at most; return whether they are."""
         if not self._thread.is_alive():
             return False
         self.acquire()
@@ -214,17 +213,17 @@ class QueueHandler(logging.Handler):
 
     @override
     def flush(self) -> None:
-        """Drain at the end of the process, before which nobody waits longer."""
+        """Drain the queue at the end of the process, for `FLUSH_SECONDS` at most."""
         self.drain(FLUSH_SECONDS)
 
     @override
     def close(self) -> None:
-        """The thread ends when it has written what is there."""
+        """Close the handler; its thread ends when it has written the queued lines."""
         self._lines.put(None)
         super().close()
 
     def _report(self, at_once: bool = False) -> None:
-        """Log what was left out."""
+        """Log the number of dropped lines."""
         for record in self._limiter.reports(at_once):
             self._enqueue(record)
         if self._untold and self._put - self._taken < QUEUE_BYTES // 2:
@@ -232,7 +231,7 @@ class QueueHandler(logging.Handler):
             message = "%d lines were left out: those before them were not read in time"
             self._enqueue(logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None))
 
-    # ---- the thread
+    # ---- writer thread
 
     def _run(self) -> None:
         reported = time.monotonic()
@@ -250,7 +249,7 @@ class QueueHandler(logging.Handler):
                 reported = time.monotonic()
 
     def _report_if_free(self) -> None:
-        """Whoever has the lock may wait for this thread."""
+        """Report dropped lines unless the lock is taken: its holder may be waiting for this thread."""
         assert self.lock is not None
         if self.lock.acquire(blocking=False):
             try:
@@ -261,7 +260,7 @@ class QueueHandler(logging.Handler):
     def _write(self, data: bytes) -> None:
         try:
             self._sink.write(data)
-        except OSError:  # nobody reads any more, or the disk is full
+        except OSError:  # the pipe is closed, or the disk is full
             self._dropped["write"] += 1
         finally:
             self._taken += len(data)

@@ -1,4 +1,4 @@
-"""Logs of a server: one line an event, as text or as JSON, written by a thread that nobody waits for. No jax."""
+"""Server logging: one line per event, as text or JSON, written by a background thread. No jax."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxinfer.serve.log_queue import FLUSH_SECONDS, REASONS, Descriptor, QueueHa
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 
-# At "info" these tell of every request, every connection, every step of their own.
+# Loggers that write a line for every request, connection or step at level "info".
 _TALKATIVE = ("uvicorn", "grpc", "jax", "opentelemetry", "asyncio")
 
-# What every record has: whatever else is in it was given as ``extra`` and belongs into the line.
+# Fields of every record: all other fields were given as ``extra`` and are written to the line.
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -26,11 +26,11 @@ _MOST_MESSAGE, _MOST_TRACEBACK = 8192, 16384  # characters of one line
 
 
 def configure(form: str, level: str, sink: Sink | None = None) -> None:
-    """Send what the whole process logs to ``sink``; what was configured before is replaced.
+    """Send the log of the whole process to ``sink``, replacing the previous configuration.
 
     Args:
         form: one of `FORMATS`; ``level``: one of `LEVELS`.
-        sink: default: stderr.
+        sink: destination (default: stderr).
     """
     handler = QueueHandler(Descriptor(_STDERR) if sink is None else sink)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
@@ -44,13 +44,14 @@ def configure(form: str, level: str, sink: Sink | None = None) -> None:
 
 
 def dropped() -> Mapping[str, int]:
-    """Lines of this process that are not in its log, by reason: see `jaxinfer.serve.log_queue.REASONS`."""
+    """Return the number of lines of this process dropped from the log, by reason: see
+    `jaxinfer.serve.log_queue.REASONS`."""
     handler = _handler()
     return dict.fromkeys(REASONS, 0) if handler is None else handler.dropped
 
 
 def say(line: str) -> None:
-    """A sentence for whoever started the process."""
+    """Print a message for the user who started the process."""
     if (handler := _handler()) is None:
         sys.stderr.write(f"{line}\n")
     else:
@@ -58,7 +59,7 @@ def say(line: str) -> None:
 
 
 def drain() -> None:
-    """Wait until the log is written, but not for ever: for a process that ends without Python's usual end."""
+    """Wait until the log is written, for a limited time, before an exit without Python's shutdown (`os._exit`)."""
     if (handler := _handler()) is not None:
         handler.drain(FLUSH_SECONDS)
 
@@ -68,7 +69,7 @@ def _handler() -> QueueHandler | None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC, milliseconds), level, logger, message, the extra fields, the traceback."""
+    """A JSON formatter, one object a line: time (UTC, ms), level, logger, message, extra fields, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -84,8 +85,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """``time level logger: message key=value ...``, and the traceback below it. Line breaks in values are escaped, so
-    that nobody can write a line of their own into the log."""
+    """A text formatter: ``time level logger: message key=value ...``, and the traceback below it. Line breaks in values
+    are escaped, so that no client can inject a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         extra = "".join(f" {name}={value!r}" for name, value in vars(record).items() if name not in _USUAL)
@@ -99,7 +100,7 @@ def _cut(message: str) -> str:
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """Format a traceback from its end, which says what was wrong."""
+    """Format a traceback, truncated at its beginning: the end has the error."""
     assert record.exc_info
     return formatter.formatException(record.exc_info)[-_MOST_TRACEBACK:]
 

@@ -1,4 +1,4 @@
-"""The adapters that a server is started with, as they are written in its settings. No jax."""
+"""Parser of the setting ``lora_modules``: the LoRA adapters that are loaded at startup. No jax."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _KEYS = ("name", "path", "base_model_name")
 
 
 def parse_modules(modules: Sequence[str], base: str | None) -> dict[str, str]:
-    """Folders by name, in their order.
+    """Return the adapter folders by name, in the given order.
 
     Args:
-        modules: each as ``NAME=PATH`` or, as vLLM has it, ``{"name": ..., "path": ..., "base_model_name": ...}``.
-        base: the model's own name, if it is known.
+        modules: entries ``NAME=PATH`` or, as in vLLM, ``{"name": ..., "path": ..., "base_model_name": ...}``.
+        base: name of the base model, if it is known.
 
     Raises:
-        ValueError: one is neither, a name is used twice or the model's, or the adapter is for another model.
+        ValueError: an entry has neither form, a name is used twice or the base model's, or the base model differs.
     """
     found = dict[str, str]()
     for module in modules:

@@ -1,4 +1,4 @@
-"""The adapters that requests at a server may name. No jax."""
+"""Registry of the LoRA adapters that requests may name. No jax."""
 
 from __future__ import annotations
 
@@ -24,52 +24,52 @@ from jaxinfer.serve.lora_modules import MAX_NAME_CHARACTERS, MAX_PATH_CHARACTERS
 from jaxinfer.serve.streams import EngineDeadError
 from jaxinfer.types import LoRARef
 
-_SHOWN = 8  # names in a message
+_SHOWN = 8  # adapter names in a message
 
 _log = logging.getLogger("jaxinfer.serve")
 
 
 class NameInUseError(ServeError):
-    """An adapter of this name is loaded: to HTTP's clients a wrong value, as vLLM tells them."""
+    """Error for an adapter name that is already loaded: INVALID for HTTP clients, as in vLLM."""
 
 
 class LoRAs:
-    """What the names of adapters mean now, over engines that may die and be started again.
+    """The registry of adapter names, which is kept when the engine dies and is restarted.
 
-    Belongs to one event loop. A request takes what its name means when it comes (`resolve`), and `holding` that until
-    the engine has accepted it; so neither `load` nor `unload` changes a request that waits.
+    It must be used from one event loop. A request resolves its adapter name on arrival (`resolve`), and keeps the
+    adapter (`holding`) until the engine has accepted it, so neither `load` nor `unload` affects a waiting request.
 
     Args:
-        backend: whichever engine runs.
-        modules: those that `restore` loads first, as in `parse_modules`.
-        root: the folder below which `load` may read; None: it is refused.
+        backend: the engine that currently runs.
+        modules: adapters that `restore` loads first, as in `parse_modules`.
+        root: folder below which `load` may read; None: `load` is rejected.
     """
 
     def __init__(self, backend: LoRABackend, modules: Sequence[str] = (), root: pathlib.Path | None = None) -> None:
         self._backend, self._modules, self._root = backend, modules, root
         self._base = ""
         self._names: dict[str, LoadedLoRA] = {}
-        self._lost: set[str] = set()  # names that a restart has not brought back
+        self._lost: set[str] = set()  # names that could not be loaded again after a restart
         self._begun = False
         self._changing = asyncio.Lock()
-        self._held = collections.Counter[str]()  # requests that the engine has not accepted yet, by identity
-        self._leaving: list[LoRARef] = []  # nobody can name them any more, but somebody has
+        self._held = collections.Counter[str]()  # requests that the engine has not accepted yet, by adapter identity
+        self._leaving: list[LoRARef] = []  # adapters without a name, possibly held by requests
         self._loading: set[asyncio.Task[LoadedLoRA]] = set()
 
     # ---- names
 
     def list(self) -> list[LoadedLoRA]:
-        """The adapters that requests may name, by name."""
+        """List the adapters that requests may name, by name."""
         return [self._names[name] for name in sorted(self._names)]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
     def resolve(self, name: str) -> LoRARef:
-        """What a name means now.
+        """Return the adapter that a name currently refers to.
 
         Raises:
-            ServeError: NOT_FOUND: nothing; says what is known.
+            ServeError: NOT_FOUND: the name is unknown; the message lists the known names.
         """
         if (loaded := self._names.get(name)) is not None:
             return _ref(loaded)
@@ -86,7 +86,7 @@ class LoRAs:
 
     @contextlib.contextmanager
     def holding(self, ref: LoRARef) -> Iterator[None]:
-        """Keep an adapter, whatever its name means meanwhile, for a request that the engine does not have yet."""
+        """Keep an adapter for a request that the engine has not accepted yet, even if its name changes meanwhile."""
         self._held[ref.identity] += 1
         try:
             yield
@@ -102,12 +102,11 @@ class LoRAs:
         """Load an adapter from below the root. It is loaded even if the caller is cancelled meanwhile.
 
         Args:
-            replace: if the name is in use, let it mean the new content from now on.
+            replace: whether a name in use may be given to the new adapter.
 
         Raises:
-            ServeError: INVALID: the name cannot be an adapter's, the folder is not to be read, or what is in it cannot
-                be served. PRECONDITION: there is no root. UNAVAILABLE: the engine does not run. What the name meant
-                before stays.
+            ServeError: INVALID: the name is not allowed, the folder may not be read, or the adapter cannot be served.
+                PRECONDITION: no root is set. UNAVAILABLE: the engine does not run. The name's adapter stays.
             NameInUseError: the name is in use, and ``replace`` is false.
         """
         with answered():
@@ -119,7 +118,7 @@ class LoRAs:
             return await asyncio.shield(task)
 
     def check_name(self, name: str) -> None:
-        """Raises `RequestError` or `ServeError` INVALID for what can be no adapter's name."""
+        """Raise `RequestError` or `ServeError` INVALID for an invalid adapter name."""
         require_printable("lora_name", name, 1, MAX_NAME_CHARACTERS)
         if name == self._base:
             raise invalid("lora_name", name, "is the name of the model itself")
@@ -154,10 +153,10 @@ class LoRAs:
             self._leave(_ref(before))
 
     async def unload(self, name: str) -> None:
-        """Let no further request name an adapter; those that came with it end with it.
+        """Unload an adapter: no further request may name it, and its running requests finish.
 
         Raises:
-            ServeError: NOT_FOUND: there is none of this name.
+            ServeError: NOT_FOUND: no adapter has this name.
         """
         async with self._changing:
             if name not in self._names and name not in self._lost:
@@ -165,7 +164,7 @@ class LoRAs:
                     raise UnknownModelError("lora_name", f"={reprlib.repr(name)} {self._why_not(name)}")
             self._lost.discard(name)
             if (loaded := self._names.pop(name, None)) is not None:
-                with contextlib.suppress(EngineDeadError):  # the next one is not told of it
+                with contextlib.suppress(EngineDeadError):  # a restarted engine does not load it
                     self._backend.unload_lora(name)
                 self._leave(_ref(loaded))
         _log.info("adapter %r: unloaded", name)
@@ -181,15 +180,15 @@ class LoRAs:
             for ref in free:
                 self._backend.release_lora(ref)
 
-    # ---- an engine's start
+    # ---- engine start
 
     async def restore(self, backend: LoRABackend, base: str, get_on: Callable[[], None] = lambda: None) -> None:
-        """Load into an engine that has started what requests may name. A folder whose content has changed since means
-        the new one; one that cannot be read any more is dropped. Both are logged.
+        """Load the named adapters into an engine that has started. If a folder has changed since, its name refers to
+        the new content; an adapter that cannot be read any more is dropped. Both are logged.
 
         Args:
-            base: the name of the model itself.
-            get_on: called after each adapter.
+            base: name of the base model.
+            get_on: called after each adapter, to report progress.
 
         Raises:
             LoRAError: the first engine cannot load one of ``modules``.
@@ -229,13 +228,13 @@ class LoRAs:
 
 @contextlib.contextmanager
 def meant(call: Call, base: str, loras: LoRAs | None) -> Iterator[Call]:
-    """The call with the adapter that its model's name means now, which is kept until this ends.
+    """Yield the call with the adapter that its model name refers to, which is kept until the block ends.
 
     Args:
-        base: the name of the model itself.
+        base: name of the base model.
 
     Raises:
-        ServeError: NOT_FOUND: it means nothing here.
+        ServeError: NOT_FOUND: the name is unknown.
     """
     if call.lora is not None or call.model in (None, base):
         yield call
@@ -249,7 +248,7 @@ def meant(call: Call, base: str, loras: LoRAs | None) -> Iterator[Call]:
 
 
 def required(loras: LoRAs | None) -> LoRAs:
-    """Raises `ServeError` PRECONDITION: the engine serves no adapters."""
+    """Return the registry. Raises `ServeError` PRECONDITION if the engine serves no adapters."""
     if loras is None:
         raise ServeError(Kind.PRECONDITION, "this server serves no adapters: it was started without enable_lora")
     return loras

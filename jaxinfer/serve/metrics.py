@@ -1,4 +1,4 @@
-"""Figures for Prometheus, an engine's and a server's: vLLM's names with our prefix, so that its dashboards need one
+"""Prometheus metrics of engine and server, under vLLM's names with our prefix, so that its dashboards need only one
 replacement. No jax."""
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jaxinfer.types import FinishReason
 PREFIX = "jaxinfer:"
 LORA_REQUESTS = "vllm:lora_requests_info"
 OTHERS = "other"
-"""Value of the label ``lora_name`` for adapters that have no sample of their own."""
+"""Value of the label ``lora_name`` that adds up the adapters without their own sample."""
 
 _LOADED = "From the first sequence that waits for an adapter until it is on the device."
 
 
 @runtime_checkable
 class Life(Protocol):
-    """An engine's, as its supervisor tells it."""
+    """The lifecycle state of an engine, as its supervisor reports it."""
 
     @property
     def state(self) -> str: ...
@@ -46,18 +46,18 @@ class Life(Protocol):
 
 
 class ServerMetrics:
-    """Counts for one server. The labels are routes, methods, statuses and kinds: their number is bounded.
+    """Metrics of one server. The labels are routes, methods, statuses and error kinds, so their number is bounded.
 
     Args:
-        engine: its state and restarts are shown (None: there is none to show).
+        engine: source of engine state and restarts (None: they are not exported).
 
     Attributes:
-        http_requests: answered, by route and status.
-        http_in_flight: being answered, streams included.
-        http_errors: by kind, those in started streams included.
-        http_cut: connections that were closed on their clients, by reason.
-        http_seconds: from a request's head to the end of its answer, by route.
-        grpc_cut: gRPC connections that had to give way to others.
+        http_requests: HTTP requests answered, by route and status.
+        http_in_flight: HTTP requests being answered, including streams.
+        http_errors: errors by kind, including errors in started streams.
+        http_cut: connections that the server closed, by reason.
+        http_seconds: seconds from a request's head to the end of its response, by route.
+        grpc_cut: idle gRPC connections closed in favour of new ones.
         ready: whether generations are accepted, 0 or 1.
     """
 
@@ -71,7 +71,7 @@ class ServerMetrics:
         self.ready = Gauge(f"{PREFIX}ready", "Whether generations are accepted.", registry=of)
         what = "Generations that were refused or ended by an error, by kind; every door's."
         self._failed = Counter(f"{PREFIX}request_errors", what, ["kind"], registry=of)
-        for kind in Kind:  # from 0 on: what first appears as 1 has no rate
+        for kind in Kind:  # start at 0: a series that first appears as 1 has no rate
             self._failed.labels(kind.name.lower())
         labels = ["route", "status"]
         self.http_requests = Counter(f"{PREFIX}http_requests", "HTTP requests answered.", labels, registry=of)
@@ -85,22 +85,22 @@ class ServerMetrics:
         self._grpc_seconds = _seconds("grpc_request_duration_seconds", "RPCs, to their end.", "method", of)
 
     def called(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
-        """An RPC has ended; see `jaxinfer.serve.grpc.rpc.Observer`."""
+        """Count an RPC that has ended; see `jaxinfer.serve.grpc.rpc.Observer`."""
         self._grpc_requests.labels(method, code.name).inc()
         self._grpc_seconds.labels(method).observe(seconds)
 
     def failed(self, error: ServeError) -> None:
-        """A generation was refused, or ended without its answer."""
+        """Count a generation that was rejected or failed."""
         self._failed.labels(error.kind.name.lower()).inc()
 
     def render(self) -> bytes:
-        """One scrape in Prometheus's text format."""
+        """Render one scrape in Prometheus's text format."""
         return generate_latest(_WithoutBirths(self._registry))
 
 
 class _WithoutBirths(Collector):
-    """Less a ``_created`` series for each counter and histogram, which no query asks for. The client's own switch for
-    them is one for the whole process."""
+    """A collector without the ``_created`` series of counters and histograms, which no query uses. prometheus_client
+    can disable them only for the whole process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -129,12 +129,12 @@ class _LifeCollector(Collector):
         yield _counter("background_task_failures", "Failures of background tasks, by task.", {}, failures)
 
     def describe(self) -> list[Metric]:
-        """Return nothing: the engine's supervisor may not be there yet."""
+        """Return no metrics: the engine's supervisor may not exist yet."""
         return []
 
 
 class _LoopCollector(Collector):
-    """Figures of the event loop that runs, if it has them."""
+    """A collector of the hold statistics of the running event loop, if it is a `Loop`."""
 
     def collect(self) -> Iterator[Metric]:
         try:
@@ -149,16 +149,16 @@ class _LoopCollector(Collector):
             yield _counter("event_loop_long_holds", what, {}, _one(many))
 
     def describe(self) -> list[Metric]:
-        """Return nothing: there may be no loop yet."""
+        """Return no metrics: there may be no event loop yet."""
         return []
 
 
 class EngineCollector(Collector):
-    """Asks the engine for a snapshot whenever Prometheus asks us: between two scrapes it costs nothing.
+    """A collector that takes a snapshot of the engine on each scrape, at no cost between scrapes.
 
     Args:
-        snapshot: returns the engine's figures; called from whichever thread serves the scrape.
-        model: the value of the label ``model_name`` of every sample.
+        snapshot: returns the engine statistics; called in the thread that serves the scrape.
+        model: value of the label ``model_name`` of every sample.
     """
 
     def __init__(self, snapshot: Callable[[], EngineStats], model: str) -> None:
@@ -175,12 +175,12 @@ class EngineCollector(Collector):
             yield _lora_requests(stats.loras)
 
     def describe(self) -> list[Metric]:
-        """Return nothing: registering must not ask the engine, which may not run yet."""
+        """Return no metrics: registration must not query the engine, which may not run yet."""
         return []
 
 
 def render(snapshot: Callable[[], EngineStats], model: str) -> bytes:
-    """One scrape in Prometheus's text format, for a server without a registry of its own."""
+    """Render one scrape in Prometheus's text format, for a server without its own registry."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(snapshot, model))
     return generate_latest(registry)
@@ -190,7 +190,7 @@ def _seconds(name: str, what: str, label: str, registry: CollectorRegistry) -> S
     return ServerHistogram(PREFIX + name, what, [label], buckets=SECONDS, registry=registry)
 
 
-_Samples = list[tuple[dict[str, str], float]]  # further labels, value
+_Samples = list[tuple[dict[str, str], float]]  # additional labels, value
 
 
 def _gauges(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
@@ -261,8 +261,8 @@ def _loras(usage: LoRAUsage, model: dict[str, str]) -> Iterator[Metric]:
 
 
 def _lora_requests(usage: LoRAUsage) -> Metric:
-    """What the Gateway API Inference Extension routes by, under the name and with the labels that it looks for: the
-    newest sample counts, so its value is the time."""
+    """Return the metric that the Gateway API Inference Extension routes by, with the name and labels that it expects.
+    The newest sample counts, so the value is the time."""
     labels = {
         "max_lora": str(usage.slots),
         "running_lora_adapters": ",".join(sorted(usage.running)),
@@ -274,7 +274,7 @@ def _lora_requests(usage: LoRAUsage) -> Metric:
 
 
 def _most(counts: Mapping[str, int], count: int) -> dict[str, int]:
-    """The ``count`` names that have most, and all others as one: labels are bounded, names are not."""
+    """Keep the ``count`` largest entries and add up the rest as `OTHERS`: labels must be bounded, names are not."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     found = dict(ranked[:count])
     if rest := sum(number for _, number in ranked[count:]):
@@ -311,7 +311,7 @@ def _by(label: str, values: Mapping[str, int]) -> _Samples:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Prometheus counts cumulatively: each bucket holds the ones below it."""
+    """Return cumulative buckets, as Prometheus expects: each includes the lower ones."""
     cumulative, total = [], 0
     bounds = [*histogram.bounds, float("inf")]
     for bound, count in zip(bounds, histogram.counts, strict=True):

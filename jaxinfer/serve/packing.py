@@ -1,10 +1,11 @@
-"""JSON-like data as bytes that cost little to read: for what helper processes and the front end tell each other.
+"""Serialization of JSON-like data that is cheap to parse, for messages between helper processes and front end. No jax.
 
-Reading JSON holds the interpreter until it is read, and one text of many escapes takes as long as a million numbers.
-So long texts, and long lists of token ids, stand behind the JSON as they are. No jax.
+JSON parsing holds the GIL, and one string of many escapes takes as long as a million numbers. Therefore long strings
+and long lists of token ids (the parts) are appended to the JSON as raw bytes.
 
-A frame: the length of the JSON (4 bytes, big-endian), the JSON, the parts. The JSON is an object: ``value`` in a list,
-with nulls in the places of the parts, and ``parts``: for each its path in that list, its kind and its bytes.
+A frame is the length of the JSON (4 bytes, big-endian), the JSON, and the parts. The JSON is an object: ``value`` is a
+list that holds the value, with nulls in place of the parts; ``parts`` has for each part its path in that list, its kind
+and its size in bytes.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any
 _TEXT_CHARACTERS = 64
 _IDS = 16
 _NAME_CHARACTERS = 1024
-_ANY = "surrogatepass"  # whoever renders or tokenises a text says what is wrong with it
-_KINDS = ("i", "q")  # of `array`: 4 and 8 bytes
+_ANY = "surrogatepass"  # the renderer or tokenizer of a text reports invalid Unicode
+_KINDS = ("i", "q")  # type codes of `array`: 4 and 8 bytes
 
 
 class PackError(ValueError):
-    """A value may not be packed: the message goes behind "it holds".
+    """Error for a value that may not be packed; the message completes "it holds ...".
 
     Attributes:
-        field: of the value, in which it is.
+        field: top-level field that holds the value.
     """
 
     def __init__(self, message: str, path: Sequence[int | str]) -> None:
@@ -34,16 +35,16 @@ class PackError(ValueError):
 
 
 def pack(value: Any, ids: Collection[str] = (), most: int | None = None) -> bytes:
-    """A frame.
+    """Pack a value into a frame.
 
     Args:
-        ids: fields of ``value`` that may hold token ids: lists of whole numbers in them, and in lists in them, become
+        ids: fields of ``value`` that may hold token ids: lists of integers in them, and in lists in them, become
             arrays.
-        most: values that there may be besides such numbers (None: as many as there are).
+        most: maximum number of values besides such integers (None: no limit).
 
     Raises:
-        PackError: there are more, or a name that none can be.
-        TypeError, ValueError: it is no JSON.
+        PackError: there are more values, or a name is too long.
+        TypeError, ValueError: the value is not JSON-like.
     """
     packer = _Packer(ids, most)
     skeleton = packer.copied([value])
@@ -52,7 +53,7 @@ def pack(value: Any, ids: Collection[str] = (), most: int | None = None) -> byte
 
 
 def unpack(frame: bytes | memoryview) -> Any:
-    """Unpack a value; lists of token ids are arrays."""
+    """Unpack a frame; lists of token ids become arrays."""
     view = memoryview(frame)
     size = 4 + int.from_bytes(view[:4])
     head = json.loads(str(view[4:size], "utf-8", _ANY))
@@ -74,10 +75,10 @@ class _Packer:
         self._path: list[int | str] = []
 
     def copied(self, value: Any) -> Any:
-        """``value`` without what is a part."""
+        """Return ``value`` with its parts replaced by None."""
         if self._left is not None:
             self._left -= 1
-            if self._left < -1:  # the list around it all is none of them
+            if self._left < -1:  # the outermost list is not counted
                 raise PackError(f"more than {self._most} values (limits.values)", self._path)
         if isinstance(value, str):
             return value if len(value) <= _TEXT_CHARACTERS else self._part("s", value.encode(errors=_ANY))

@@ -1,4 +1,4 @@
-"""The parsers of a model's answers: as its settings name them, as its templates ask for them. No jax."""
+"""Selection of a model's tool and reasoning parsers, by the settings or the chat template. No jax."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxinfer.text import ChatTemplate, Tokenizer, load_response_template
 def model_parsers(
     config: AnswerConfig, folder: pathlib.Path, template: ChatTemplate | None, tokenizer: Tokenizer | None = None
 ) -> Parsers:
-    """The parsers of a model in a folder, or in a GGUF file, which carries none.
+    """Return the parsers of a model in a folder, or in a GGUF file, which carries no response template.
 
     Args:
-        tokenizer: tells which markers are special tokens.
+        tokenizer: determines which markers are special tokens.
 
     Raises:
-        ServeConfigError: a response template is asked for that is not there, or has what is not understood.
+        ServeConfigError: a response template is requested but missing, or has unsupported content.
         TokenizerError: tokenizer_config.json cannot be read.
     """
     named, sources = config.tool_call_parser, "" if template is None else "\n".join(template.sources.values())

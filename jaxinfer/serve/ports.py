@@ -1,4 +1,4 @@
-"""Ports to listen on: one that cannot be had is one sentence, whichever door wants it. No jax."""
+"""Listening sockets, with a one-sentence error for a port that is not available. No jax."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jaxinfer.serve.settings import ServeConfigError
 
 
 def listen(host: str, port: int, setting: str, backlog: int | None = None) -> socket.socket:
-    """A socket that listens.
+    """Return a listening socket.
 
     Args:
-        setting: where the port stands.
+        setting: name of the setting of the port.
 
     Raises:
-        ServeConfigError: the port cannot be had.
+        ServeConfigError: the port is not available.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

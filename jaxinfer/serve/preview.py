@@ -1,4 +1,4 @@
-"""Look at a model's small files before anything is started: what these refuse need not cost a start. No jax."""
+"""Early validation of a model's small files and settings, before anything is started. No jax."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _CONTEXT = ("max_position_embeddings", "n_positions")
 
 
 def refuse_early(config: ServeConfig) -> None:
-    """Refuse a model that nobody can have, and settings that contradict the model's own file. What these do not tell
-    is the engine's to refuse.
+    """Reject a model that does not exist, and settings that contradict its config.json. All other checks are left to
+    the engine.
 
     Raises:
         ServeConfigError: names the setting and the value.
@@ -38,7 +38,7 @@ def refuse_early(config: ServeConfig) -> None:
 
 
 def _refuse_draft(config: ServeConfig, described: dict[str, Any]) -> None:
-    """Refuse a draft model that nobody can have, or whose vocabulary is another one."""
+    """Reject a draft model that does not exist or has another vocabulary."""
     if not config.engine.drafts_on_device:
         return
     method = config.engine.speculative
@@ -61,8 +61,8 @@ def _refuse_template(config: ServeConfig) -> None:
 
 
 def _refuse_texts(config: ServeConfig) -> None:
-    """Refuse a tokenizer or template that cannot be used, which the front end reads when the engine is ready, and a
-    template that no parser can be made of."""
+    """Reject a tokenizer or chat template that cannot be used, which the front end reads only when the engine is ready,
+    and a response template that no parser can be built from."""
     path = demo_folder(config.model) or pathlib.Path(config.model)
     if not path.exists():  # a hub id
         return
@@ -79,7 +79,7 @@ def _described(model: str) -> dict[str, Any]:
 
 
 def _config_json(folder: pathlib.Path) -> dict[str, Any]:
-    """The file's object; empty where there is none that can be read, which the engine says better."""
+    """Return the content of config.json; empty if it cannot be read, which the engine reports better."""
     try:
         with (folder / "config.json").open("rb") as file:
             found = json.loads(file.read(_MOST_BYTES))

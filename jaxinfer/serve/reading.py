@@ -1,7 +1,7 @@
-"""Read long bodies of JSON, and long texts that are to become tokens, in helper processes. No jax.
+"""Parsing of long JSON bodies and tokenization of long texts, in helper processes. No jax.
 
-What takes a few milliseconds is read where it is, or by a thread. What may take seconds, and many times its own memory,
-is read by `jaxinfer.serve.text_helper`: processes that can be stopped, started when they are first needed.
+Inputs that take a few milliseconds are processed in the event loop or a thread. Inputs that may take seconds, and many
+times their size in memory, go to `jaxinfer.serve.text_helper`: killable processes, started on first use.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from jaxinfer.serve.templates import Pool, Sizes
 from jaxinfer.serve.text_helper import BODY, TEXT, TEXT_ALONE
 
 LONG_CHARACTERS = 64 << 10
-"""A text of more is tokenised in a helper. Up to here it is a tenth of a second, and some megabytes, of a thread."""
+"""Characters above which a text is tokenized in a helper. Up to here a thread takes 0.1 s and some megabytes."""
 
 _MODULE = "jaxinfer.serve.text_helper"
-_SIZES = Sizes(helpers=3, share=2, waiting=256)  # each that waits may hold the bytes of a whole message
+_SIZES = Sizes(helpers=3, share=2, waiting=256)  # each waiting request may hold the bytes of a whole message
 _SECONDS = 30.0
 
 
 class BodyReader:
-    """Reads long bodies, in processes that know no model.
+    """A parser of long JSON bodies, in helper processes without a model.
 
     Args:
-        limits: ``values`` is what a body may hold.
+        limits: ``values`` bounds the values of a body.
     """
 
     def __init__(self, limits: ServeLimits) -> None:
         self._pool = _pool(None, limits.values)
 
     async def read(self, body: bytes, tenant: str) -> Any:
-        """Parse as `jaxinfer.serve.http.bodies.parse`, but that lists of token ids are arrays.
+        """Parse a body as `jaxinfer.serve.http.bodies.parse` does, except that lists of token ids become arrays.
 
         Raises:
-            ServeError: INVALID: what is wrong; QUEUE_FULL.
+            ServeError: INVALID: the body is invalid.
+            QueueFullError: too many requests wait.
         """
         answer = await self._pool.ask(tenant, BODY + body)
         if answer is None:
@@ -52,26 +53,26 @@ class BodyReader:
         return await asyncio.to_thread(packing.unpack, memoryview(answer)[1:])
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         self._pool.close()
 
 
 class LongTexts:
-    """Tokenises long texts.
+    """A tokenizer of long texts, in helper processes.
 
     Args:
-        folder: where the tokenizer is, see `jaxinfer.text.load.load_tokenizer`.
+        folder: folder of the tokenizer, see `jaxinfer.text.load.load_tokenizer`.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._pool = _pool(folder, 0)
 
     async def encode(self, field: str, text: str, add_special_tokens: bool, tenant: str) -> Sequence[int]:
-        """The ids of a text.
+        """Return the token ids of a text.
 
         Raises:
-            RequestError: it has none, or it takes too long.
-            QueueFullError: too many wait.
+            RequestError: the text cannot be tokenized, or takes too long.
+            QueueFullError: too many requests wait.
         """
         question = (TEXT if add_special_tokens else TEXT_ALONE) + _encoded(field, text)
         answer = await self._pool.ask(tenant, question)
@@ -84,7 +85,7 @@ class LongTexts:
         return ids
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         self._pool.close()
 
 

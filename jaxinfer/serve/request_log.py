@@ -1,4 +1,4 @@
-"""Lines of the log for requests: who asked, how much, how long, how it ended. Never the text. No jax."""
+"""Request log: tenant, token counts, durations and finish reason of each request, never its text. No jax."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import Request
 
 REFUSED = "jaxinfer.serve.refusals"
-"""The logger of requests that cost next to nothing: beyond a rate they are counted, not told (`log_queue.Limiter`)."""
+"""Logger of rejected requests, which cost next to nothing: above a rate they are only counted (`log_queue.Limiter`)."""
 
 _asked = contextvars.ContextVar[Mapping[str, str]]("asked", default=MappingProxyType({}))
-_MOST_CHARACTERS = 200  # of a path
+_MOST_CHARACTERS = 200  # characters of a path
 
 _ended, _refused = logging.getLogger(REQUESTS), logging.getLogger(REFUSED)
 
 
 def asked(route: str, path: str, peer: str) -> None:
-    """Note what the request of this task asks for, and from which address: lines of refusals name them."""
+    """Record route, path and client address of this task's request, for the log line of a rejection."""
     _asked.set({"route": route, **({} if path == route else {"path": path[:_MOST_CHARACTERS]}), "peer": peer})
 
 
 class RequestLog:
-    """Writes one line for each request, when it has ended.
+    """A log with one line for each ended request.
 
     Args:
-        enabled: whether it does.
-        clock: in seconds.
+        enabled: whether lines are written.
+        clock: clock in seconds.
     """
 
     def __init__(self, enabled: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self.enabled, self._clock = enabled, clock
 
     def begin(self, call: Call) -> RequestLine:
-        """The line of a call that begins now."""
+        """Begin the log line of a call."""
         return RequestLine(call, self._clock)
 
     def refused(self, error: ServeError, route: str, key: str = "", request_id: str | None = None) -> None:
-        """Log a request that a door has refused, unless it has its line already.
+        """Log a request that an API server has rejected, unless it is already logged.
 
         Args:
-            route: of HTTP, or the method of an RPC.
-            key: the name of the client's, where it has one.
+            route: HTTP route, or method of an RPC.
+            key: name of the client's API key, if it has one.
         """
         if self.enabled and not error.logged and error.kind is not Kind.CANCELLED:
             _refusal(error, {"request_id": request_id, "key": key or None, "route": route})
 
 
 class RequestLine:
-    """What becomes the line of one request: a `jaxinfer.serve.tracing.Trace`."""
+    """The log line of one request, as a `jaxinfer.serve.tracing.Trace`."""
 
     __slots__ = ("_clock", "_first", "_key", "_request_id", "_start")
 
@@ -94,7 +94,7 @@ def _refusal(error: ServeError, about: dict[str, object]) -> None:
 
 
 def _fault(error: ServeError) -> dict[str, object]:
-    """An error without its sentence, which may hold what the client has sent: its kind and the field."""
+    """Return kind and field of an error, without its message, which may contain client input."""
     return {"error": error.kind.name.lower(), "field": error.field, "fault": error.fault}
 
 

@@ -1,11 +1,11 @@
-"""Bound what waits for the engine, by tenant: too much is refused before it costs anything. No jax.
+"""Per-tenant admission control: requests over the limit are rejected before tokenization. No jax.
 
-The engine bounds its queue too, and has the last word (`jaxinfer.engine.scheduling.queues.require_room`). Here it is
-known what comes together, so that all of it is taken or none, and whose it is. A tenant may have as much waiting as
-there is room left (dynamic thresholds, Choudhury & Hahne 1998): k of them that take what they can get end with
-1 / (k + 1) of the queue each, and as much is left for whoever comes next.
+The engine bounds its queue too, and decides last (`jaxinfer.engine.scheduling.queues.require_room`). This module also
+knows the tenant, and which requests belong together, so that all of them are admitted or none. A tenant may have as
+much waiting as there is capacity left (dynamic thresholds, Choudhury & Hahne 1998): k tenants that take what they can
+get end with 1 / (k + 1) of the queue each, and as much is left for the next tenant.
 
-A request waits until its first token. What fills slots that are free does not wait: as much more is let in.
+A request waits until its first token. Requests that fill free slots do not wait: that many more are admitted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxinfer.sampling_params import QueueFullError, RequestError
 
 
 class Load(NamedTuple):
-    """Load that waits: requests, their outputs, the tokens of their prompts as far as they are known."""
+    """Waiting load: requests, their outputs (sequences), and the tokens of their prompts as far as they are known."""
 
     requests: int = 0
     sequences: int = 0
@@ -25,17 +25,17 @@ class Load(NamedTuple):
 
 
 class Place:
-    """Place of one request, from `Room.enter` until it has left. Each step may be told again, and is counted once."""
+    """A queue reservation of one request, from `Room.enter` to `leave`; repeated calls of a method count once."""
 
     def __init__(self, room: Room, tenant: str, load: Load) -> None:
         self._room, self._tenant, self._load = room, tenant, load
         self._waits, self._runs = True, 0
 
     def measure(self, tokens: int) -> None:
-        """Count the prompt's tokens, which are known by now.
+        """Count the prompt tokens, which are known after tokenization.
 
         Raises:
-            QueueFullError: with so many tokens it is too much.
+            QueueFullError: the prompt has too many tokens for the queue.
         """
         if self._waits:
             load = self._load._replace(tokens=tokens)
@@ -46,7 +46,7 @@ class Place:
             self._room.count(self._tenant, load, 1)
 
     def begin(self) -> None:
-        """Stop waiting: the first token is there."""
+        """Stop waiting: the first token has been generated."""
         if self._waits:
             self._waits = False
             self._room.count(self._tenant, self._load, -1)
@@ -60,21 +60,21 @@ class Place:
             self._room.running -= 1
 
     def leave(self) -> None:
-        """Leave: the request has ended, or was refused."""
+        """Release the reservation: the request has ended, or was rejected."""
         self.begin()
         self._room.running -= self._runs
         self._runs = 0
 
 
 class Room:
-    """Load that waits for one engine, by tenant.
+    """Admission control of one engine's queue, by tenant.
 
     Args:
-        engine: its settings: ``max_waiting_requests``, ``max_waiting_sequences``, ``max_waiting_tokens`` (None: no
-            bound), and those that say how many slots there are.
+        engine: engine settings: ``max_waiting_requests``, ``max_waiting_sequences``, ``max_waiting_tokens`` (None: no
+            bound), and those that determine the number of slots.
 
     Attributes:
-        running: outputs of requests that have begun, and that have not ended.
+        running: outputs that have not ended, of requests that have a first token.
     """
 
     def __init__(self, engine: Mapping[str, Any]) -> None:
@@ -87,23 +87,23 @@ class Room:
 
     @property
     def waiting(self) -> Load:
-        """What waits, of all tenants."""
+        """Waiting load of all tenants."""
         return self._all
 
     @property
     def empty(self) -> bool:
-        """Whether nothing waits, and nothing runs."""
+        """Whether no request waits or runs."""
         return not (any(self._all) or self._tenants or self.running)
 
     def enter(self, tenant: str, loads: Sequence[Load]) -> list[Place]:
-        """Places for requests that come together: all or none.
+        """Reserve capacity for requests that belong together: for all or none.
 
         Args:
-            tenant: "": nobody in particular, of whom all may wait that can.
+            tenant: "": no tenant in particular, which may use the whole queue.
 
         Raises:
-            QueueFullError: too much waits.
-            RequestError: so many could not wait if nobody else did.
+            QueueFullError: too much load waits.
+            RequestError: the requests would not fit into an empty queue.
         """
         self.require(tenant, Load(*map(sum, zip(*loads, strict=True))))
         for load in loads:
@@ -111,7 +111,7 @@ class Room:
         return [Place(self, tenant, load) for load in loads]
 
     def count(self, tenant: str, load: Load, sign: int) -> None:
-        """Add what waits (``sign`` 1), or take it off (-1)."""
+        """Add waiting load (``sign`` 1), or remove it (-1)."""
         self._all = _sum(self._all, load, sign)
         waiting = _sum(self._tenants.get(tenant, Load()), load, sign)
         if waiting.requests:
@@ -120,9 +120,9 @@ class Room:
             self._tenants.pop(tenant, None)
 
     def require(self, tenant: str, new: Load) -> None:
-        """Raises as `enter`: there is no room for ``new``."""
+        """Raise as `enter` if there is no capacity for ``new``."""
         free = max(0, self._slots - self.running)
-        if self._all.sequences + new.sequences <= free:  # nobody would wait
+        if self._all.sequences + new.sequences <= free:  # all outputs get a slot at once
             return
         waiting = self._tenants.get(tenant, Load())
         for name, most in self._most.items():
@@ -140,7 +140,7 @@ class Room:
                 )
 
     def _require_possible(self, tenant: str, name: str, new: Load) -> None:
-        """Refuse what comes together and could not wait even if it were alone."""
+        """Reject requests that belong together and would not fit into an empty queue."""
         room = (self._most[name] + (self._slots if name != "tokens" else 0)) // (2 if tenant else 1)
         if getattr(new, name) > room:
             raise RequestError(
@@ -150,17 +150,17 @@ class Room:
             )
 
     def _limit(self, name: str) -> str:
-        """The bound of the queue, and how many outputs run at once before it."""
+        """Return the bound of the queue and the number of slots, as text."""
         return f"max_waiting_{name} = {self._most[name]}, behind {self._slots} slots (max_num_seqs)"
 
 
 def nowhere() -> Place:
-    """A place that is not counted."""
+    """Return a reservation that is not counted."""
     return Place(Room({}), "", Load())
 
 
 def slots_of(engine: Mapping[str, Any]) -> int:
-    """Slots of all replicas, or of all ranks."""
+    """Return the number of slots of all replicas, or of all data-parallel attention ranks."""
     ranks = engine.get("expert_parallel_size", 1) if engine.get("enable_dp_attention") else 1
     return int(engine.get("max_num_seqs", 0) * engine.get("data_parallel_size", 1) * ranks)
 

@@ -1,4 +1,4 @@
-"""Log probabilities of given continuations: prompts of which the engine tells what it thought of them. No jax."""
+"""Log probabilities of given continuations, from the engine's prompt logprobs. No jax."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jaxinfer.serve.generation import Generation
 from jaxinfer.types import PositionLogprobs
 
 _AT_ONCE = 8
-"""Continuations of one call in flight: one call does not fill the queue."""
+"""Continuations of one call in flight, so that one call does not fill the queue."""
 _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 Generate = Callable[[Call], Awaitable[Generation]]
 
 
 def check_continuations(continuations: Sequence[str | Sequence[int]], limits: ServeLimits) -> None:
-    """Check how many continuations there are, and of what kind.
+    """Check the number and the types of continuations.
 
     Raises:
-        RequestError: none, too many, one that is empty or neither text nor ids.
+        RequestError: there are none or too many, or one is empty or neither text nor token ids.
     """
     if not 0 < len(continuations) <= limits.score_continuations:
         raise RequestError("continuations", f"must be 1 to {limits.score_continuations}, not {len(continuations)}")
@@ -35,10 +35,10 @@ def check_continuations(continuations: Sequence[str | Sequence[int]], limits: Se
 
 
 def check_lengths(context: Sequence[int], continuations: Sequence[Sequence[int]], max_model_len: int) -> None:
-    """Check that each continuation fits behind the context, with the one token that is generated.
+    """Check that each continuation fits after the context, with the one token that is generated.
 
     Raises:
-        RequestError: one does not, or the context leaves no room for any.
+        RequestError: a continuation does not fit, or the context leaves no capacity for any.
     """
     room = max_model_len - 1 - len(context)
     if room < 1:
@@ -59,10 +59,10 @@ def check_lengths(context: Sequence[int], continuations: Sequence[Sequence[int]]
 async def score_all(
     generate: Generate, call: Call, context: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[Scored]:
-    """Score each continuation behind ``context``, by requests like ``call``.
+    """Score each continuation of ``context``, with requests like ``call``.
 
     Raises:
-        ServeError: one of them is refused or fails; the others are aborted.
+        ServeError: a request is rejected or fails; the other requests are aborted.
     """
     places = asyncio.Semaphore(_AT_ONCE)
 
@@ -81,7 +81,7 @@ async def score_all(
 
 
 async def _prompt_logprobs(generate: Generate, call: Call) -> list[PositionLogprobs]:
-    """Log probabilities of each token of the prompt but the first."""
+    """Return the log probabilities of each token of the prompt except the first."""
     found: Sequence[PositionLogprobs | None] = ()
     async with await generate(call) as generation:
         async for delta in generation:

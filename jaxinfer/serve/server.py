@@ -1,4 +1,4 @@
-"""One server: the doors, the front end between them and the engine, and the engine's supervisor. No jax."""
+"""Server: the gRPC and HTTP servers, the front end, and the supervisor of the engine core. No jax."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from jaxinfer.text.load import load_template, load_tokenizer
 from jaxinfer.version import __version__
 
 _CUT_SECONDS = 1.0
-"""Seconds for streams that were ended to tell their clients so."""
+"""Seconds for streams that were cut to send their error to the clients."""
 
 _log = logging.getLogger("jaxinfer.serve")
 
 
 class Server:
-    """Everything behind `jaxinfer serve`. Belongs to one event loop.
+    """The implementation of `jaxinfer serve`; must be used from one event loop.
 
-    The doors are open from the start: until the engine is READY they answer UNAVAILABLE, and health says so.
+    The ports are open from the start: until the engine is READY requests get UNAVAILABLE, and health reports it.
 
     Args:
-        command: that starts an engine core (default: the real one).
-        opened: called once, when the front end is there.
+        command: command line of an engine core (default: the real one).
+        opened: called once, when the front end exists.
 
     Raises:
-        ServeConfigError, KeysError: files of keys or certificates that cannot be used.
+        ServeConfigError, KeysError: a file of keys or certificates cannot be used.
 
     Attributes:
-        background: its background tasks.
-        frontend: None until the engine was READY for the first time.
-        kv_events: what the engine tells of its cached pages.
+        background: background tasks.
+        frontend: front end; None until the engine is READY for the first time.
+        kv_events: KV events of the engine.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Server:
         self._tasks: list[asyncio.Task[None]] = []
 
     def _other_services(self) -> list[Service]:
-        """Those of protocols that are not ours."""
+        """Return the services of third-party protocols."""
         found: list[Service] = [(oip.SERVICE, oip.OpenInference(self._serving, lambda: self.is_ready))]
         if self.config.vllm_grpc:
             served = Served(
@@ -120,7 +120,7 @@ class Server:
             found.append((service(), VllmEngine(self._serving, served)))
         return found
 
-    # ---- what is known
+    # ---- state
 
     @property
     def grpc_port(self) -> int:
@@ -153,7 +153,7 @@ class Server:
 
     @property
     def _addresses(self) -> str:
-        """Tell where the doors are, as their clients write it."""
+        """Addresses of the endpoints, for the log."""
         config, http = self.config, "http" if self.config.tls_cert is None else "https"
         found = [f"gRPC at {_address(config.host, self.grpc_port)}"]
         if self.http_port is not None:
@@ -167,7 +167,7 @@ class Server:
 
     @property
     def state(self) -> str:
-        """The engine's, see `Supervisor`; "starting" until the front end is there, too."""
+        """State of the engine, see `Supervisor`; "starting" until the front end exists, too."""
         state = self._supervisor.state
         return STARTING if state == READY and self.frontend is None else state
 
@@ -195,13 +195,13 @@ class Server:
     async def stop_profile(self) -> str:
         return await self._supervisor.stop_profile()
 
-    # ---- life
+    # ---- lifecycle
 
     async def start(self) -> None:
-        """Open the doors and begin to start the engine.
+        """Open the ports and begin to start the engine.
 
         Raises:
-            ServeConfigError: a port cannot be had.
+            ServeConfigError: a port is not available.
         """
         await self._open_doors()
         self.kv_events.start(self.background)
@@ -221,21 +221,23 @@ class Server:
                 _log.info("%s listens on port %d", door, port)
 
     def reload(self) -> None:
-        """Read API keys and certificates again, if their files have changed; nothing that runs is ended by it."""
+        """Reload API keys and certificates if their files have changed. Only calls of revoked keys are ended."""
         self._authoriser.look()
         for server in self._https:
             server.reload()
         _log.info("API keys and certificates were looked at again; other settings need another start")
 
     async def until_ready(self) -> None:
-        """Raises:
-        EngineDeadError: it was stopped before, or its start can only fail: the message says why.
-        TokenizerError, TemplateError, ServeConfigError: what came with the model cannot be used.
+        """Wait until the front end accepts requests.
+
+        Raises:
+            EngineDeadError: the server was stopped before, or its start failed permanently; the message has the reason.
+            TokenizerError, TemplateError, ServeConfigError: files of the model cannot be used.
         """
         await asyncio.shield(self._tasks[0])
 
     async def until_failed(self) -> str:
-        """Wait for what no restart mends: a model or a setting that cannot be served. The sentence that says so."""
+        """Wait for a failure that no restart fixes (an invalid model or setting) and return its message."""
         opening, ended = self._tasks[0], asyncio.create_task(self._supervisor.until_stopped())
         await asyncio.wait({opening, ended}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done() and (error := opening.exception()) is not None:
@@ -243,8 +245,8 @@ class Server:
         return await ended or "the engine was stopped"
 
     async def drain(self) -> int:
-        """Let readiness go, take requests for ``drain_delay`` more seconds, then refuse new ones and leave the others
-        ``drain_seconds``; how many had to be ended after that."""
+        """Withdraw readiness, accept requests for ``drain_delay`` more seconds, then reject new ones and give the
+        others ``drain_seconds``; return the number of requests that were ended after that."""
         if self.frontend is None:
             return 0
         if self.config.drain_delay:
@@ -254,7 +256,7 @@ class Server:
         return await self.frontend.drain(self.config.drain_seconds)
 
     async def stop(self) -> None:
-        """End what still runs and close the doors."""
+        """End the running requests and close the ports."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -276,7 +278,7 @@ class Server:
         return self.frontend
 
     async def _open(self) -> None:
-        """Make the front end when it is known what is served. It outlives the engine's restarts."""
+        """Create the front end when the model is known. It is kept across engine restarts."""
         config, card = self.config, await self._supervisor.until_ready()
         folder = pathlib.Path(self._supervisor.folder)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
@@ -318,24 +320,24 @@ class Server:
 
     @property
     def _parted(self) -> bool:
-        """Whether there are tenants, who shall not learn of each other."""
+        """Whether there are separate tenants, which must not learn of each other's requests."""
         config = self.config
         return config.prefix_cache_sharing != ALL and (config.api_keys or config.tls_client_ca) is not None
 
     def _scope(self, tenant: str) -> str:
-        """The scope of those who share cached prefixes with ``tenant``; where there are no tenants there is none."""
+        """Return the cache scope of the tenants that share cached prefixes with ``tenant``; "" without tenants."""
         if not self._parted:
             return ""
         return cache_scope(tenant, self._authoriser.cache_group(tenant))
 
-    # ---- what the log is told
+    # ---- logging
 
     def _log_state(self, state: str) -> None:
         if self.frontend is not None:
             _log.log(logging.INFO if state in (READY, STOPPED) else logging.WARNING, "the engine is %s", state)
 
     async def _report(self) -> None:
-        """The phases of the first start."""
+        """Log the phases of the first start."""
         last = ""
         async for event in self._supervisor.watch_startup():
             if event.phase not in (last, STARTING, READY, FAILED):

@@ -1,4 +1,4 @@
-"""Settings of a server. Flags and configs/deployments/*.yaml are made of these fields. No jax."""
+"""Server settings: the fields of the command-line flags and of configs/deployments/*.yaml. No jax."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUEUE: Mapping[str, Any] = {
     "max_waiting_sequences": 4096,
     "max_waiting_tokens": 1 << 21,
 }
-"""Default bounds on what waits for a server's engine. An engine in a program has none: it may queue what it likes."""
+"""Default bounds of a server's queue. An engine that is used as a library has no bounds."""
 
 _MAX_FILE_BYTES = 1 << 20
 _MOST_SECONDS = 2_000_000  # 23 days: gRPC counts milliseconds in 31 bits
@@ -39,17 +39,17 @@ _PORTS = ("grpc_port", "http_port", "metrics_port", "control_port")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OFF: tuple[str, bool] = ("off", False)  # YAML reads ``off`` as false
 ROUTING_PACKAGE = "smg_grpc_proto"
-"""The package with the messages of vLLM's gRPC service."""
+"""Package with the messages of vLLM's gRPC service."""
 REASONING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "both": ("reasoning", "reasoning_content"),
     "reasoning": ("reasoning",),
     "reasoning_content": ("reasoning_content",),
 }
-"""What messages call their reasoning: OpenAI's gpt-oss and vLLM the first, DeepSeek and SGLang the second."""
+"""Message fields of the reasoning: OpenAI's gpt-oss and vLLM use the first, DeepSeek and SGLang the second."""
 
 
 class ServeConfigError(ValueError):
-    """A setting that cannot be served. The message names the setting and the value."""
+    """Error for a setting that cannot be served. The message names the setting and the value."""
 
 
 def _unless_off(value: Any) -> Any:
@@ -57,7 +57,7 @@ def _unless_off(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """A mapping of YAML as the flag has it."""
+    """Convert a YAML mapping to JSON, the format of the flag."""
     return json.dumps(value) if isinstance(value, Mapping) else value
 
 
@@ -67,18 +67,17 @@ def _or_off(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModelConfig:
-    """The model, and how it is loaded.
+    """Model and weight loading.
 
     Attributes:
         model: "demo", a folder, a .gguf file, or a hub id.
-        served_model_name: what clients call it (default: the folder's name).
-        dtype: of the weights: "auto", "float32", "bfloat16" or "float16".
-        family: whose code computes the model (docs/add_a_model.md): "auto": the package's own or, of architectures that
-            it does not know, what installed packages have; "jaxinfer": its own alone; or module:NAME, which is
-            imported, and its code runs.
-        chat_template: in place of the model's own: a file, or the text of a template in one line (docs/text.md).
-        compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
-        check_finite: refuse weights with NaN or infinity.
+        served_model_name: model name for clients (default: the folder's name).
+        dtype: dtype of the weights: "auto", "float32", "bfloat16" or "float16".
+        family: package that implements the model (docs/add_a_model.md): "auto": jaxinfer or, for architectures that it
+            lacks, an installed package; "jaxinfer": jaxinfer only; or module:NAME, which is imported, so its code runs.
+        chat_template: replacement of the model's own template: a file, or a template in one line (docs/text.md).
+        compilation_cache_dir: folder that keeps compiled programs between runs; "" keeps none.
+        check_finite: reject weights with NaN or infinity.
     """
 
     model: str
@@ -95,14 +94,14 @@ class DoorConfig:
     """Addresses.
 
     Attributes:
-        host: address to listen on. Anything but loopback needs api_keys or tls_client_ca, or insecure.
-        grpc_port: of Inference, health and reflection; 0: any free one.
-        http_port: of the OpenAI API and /metrics; 0: any free one; off: no HTTP.
-        metrics_port: of /metrics, /health and /ready alone, for servers without HTTP or networks of their own (default:
-            none); 0: any free one.
-        metrics_host: address of these.
-        control_port: of Control (default: none); 0: any free one.
-        control_host: address of Control.
+        host: listen address. Anything but loopback needs api_keys or tls_client_ca, or insecure.
+        grpc_port: port of Inference, health and reflection; 0 picks a free port.
+        http_port: port of the OpenAI API and /metrics; 0 picks a free port; off: no HTTP.
+        metrics_port: port of only /metrics, /health and /ready, for servers without HTTP or with a separate network
+            (default: none); 0 picks a free port.
+        metrics_host: listen address of metrics_port.
+        control_port: port of Control (default: none); 0 picks a free port.
+        control_host: listen address of control_port.
         vllm_grpc: serve vLLM's gRPC service on grpc_port, too, for routers (docs/routing.md); needs the extra routing.
     """
 
@@ -118,18 +117,18 @@ class DoorConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccessConfig:
-    """Access, and what tenants share.
+    """Access and tenant isolation.
 
     Attributes:
         api_keys: file of hashed keys with their scopes (`jaxinfer keys new NAME` makes them).
-        prefix_cache_sharing: who finds whose cached prefixes: "tenant": a key its own, and those of its cache_group;
-            "all": everybody everybody's, which tells clients what others have asked.
+        prefix_cache_sharing: clients that share cached prefixes: "tenant": those of one API key or of its cache_group;
+            "all": all clients, which reveals to each what others have asked.
         insecure: allow an address beyond loopback without keys.
-        tls_cert: PEM file of the certificate with its chain; read again when it changes, as the other two.
+        tls_cert: PEM file of the certificate with its chain; reloaded when it changes, as tls_key and tls_client_ca.
         tls_key: PEM file of its private key.
-        tls_client_ca: PEM file; clients must show a certificate that it signed.
-        allow_request_templates: requests may bring chat templates of their own (they run in the sandbox).
-        allowed_origins: web pages that may use the HTTP door, as https://chat.example.com; "*": all (default: none).
+        tls_client_ca: PEM file of the CA that must have signed client certificates; required from clients if set.
+        allow_request_templates: allow chat templates in requests (they run in the sandbox).
+        allowed_origins: web pages that may use the HTTP API, as https://chat.example.com; "*": all (default: none).
     """
 
     api_keys: str | None = None
@@ -144,13 +143,13 @@ class AccessConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """Tool calls and reasoning in answers.
+    """Tool and reasoning parsers.
 
     Attributes:
-        tool_call_parser: reads the calls: "auto": as the model's chat template writes them; "off"; or a name
+        tool_call_parser: tool parser: "auto": chosen by the model's chat template; "off"; or a name
             (docs/tool_calls.md).
-        reasoning_parser: reads the reasoning: the same.
-        reasoning_field: what messages call it: "reasoning", "reasoning_content", or "both".
+        reasoning_parser: reasoning parser: "auto", "off", or a name.
+        reasoning_field: message field of the reasoning: "reasoning", "reasoning_content", or "both".
     """
 
     tool_call_parser: Annotated[str, pydantic.BeforeValidator(_or_off)] = AUTO
@@ -160,12 +159,11 @@ class AnswerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRADoorConfig:
-    """Adapters that clients may name; they need enable_lora.
+    """LoRA adapters that clients may name; they need enable_lora.
 
     Attributes:
-        lora_modules: those that are there from the start, each NAME=PATH or {"name": NAME, "path": PATH}
-            (docs/lora.md).
-        lora_root: folder below which operators may load others while the server runs (default: they may load none).
+        lora_modules: adapters loaded at startup, each NAME=PATH or {"name": NAME, "path": PATH} (docs/lora.md).
+        lora_root: folder below which operators may load adapters while the server runs (default: they may load none).
     """
 
     lora_modules: tuple[Annotated[str, pydantic.BeforeValidator(_as_json)], ...] = ()
@@ -174,24 +172,24 @@ class LoRADoorConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatienceConfig:
-    """Time limits, and bounds on what is under way.
+    """Timeouts and connection limits.
 
     Attributes:
-        template_seconds: a chat template that runs longer is stopped.
-        drain_delay: seconds after SIGTERM in which requests are still taken, while readiness is gone already: what a
-            load balancer needs to notice (docs/deploying.md). Then drain_seconds begin.
-        drain_seconds: what SIGTERM leaves running requests; a second one aborts them.
+        template_seconds: time limit of rendering a chat template.
+        drain_delay: seconds after SIGTERM in which requests are still accepted, while readiness is withdrawn already,
+            for a load balancer to notice (docs/deploying.md). Then drain_seconds begin.
+        drain_seconds: seconds for running requests to finish after SIGTERM; a second SIGTERM aborts them.
         step_timeout: seconds without progress in a step after which the engine counts as hung (default: 10, or 20 times
             the 99th percentile of the steps so far, if that is more).
-        startup_timeout: seconds without progress until READY after which it does.
-        slow_reader_seconds: a client that reads nothing for so long is cut off.
-        keepalive_seconds: between pings on idle connections.
-        stream_ping_seconds: after which an HTTP stream that waits (queued, in a long prefill) gives a sign of life: a
+        startup_timeout: seconds without progress before READY after which the engine counts as hung.
+        slow_reader_seconds: seconds after which a client that reads nothing is disconnected.
+        keepalive_seconds: seconds between pings on idle connections.
+        stream_ping_seconds: seconds after which a waiting HTTP stream (queued, in a long prefill) sends a keep-alive: a
             comment, or Anthropic's event ping.
-        header_seconds: for an HTTP client to send its request's head, and again its body; for a gRPC client to greet,
-            and again to send a call's request.
-        max_connections: of HTTP clients at once, and again of gRPC clients; where all are in use, idle ones give way.
-        max_receive_bytes: of a gRPC client's messages that are under way at once; half as much for all without a key.
+        header_seconds: seconds for an HTTP client to send its request's head, and again its body; for a gRPC client to
+            complete the handshake, and again to send a call's request.
+        max_connections: HTTP connections at once, and again gRPC connections; at the limit, idle ones are closed.
+        max_receive_bytes: bytes in flight of one gRPC client's messages; half of that for all clients without a key.
     """
 
     template_seconds: float = 1.0
@@ -209,15 +207,15 @@ class PatienceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupConfig:
-    """The processes of one engine.
+    """Processes of one engine.
 
     Attributes:
-        num_processes: over which the engine's devices are spread; each is started by itself (docs/multi_host.md).
-        process_id: which of them this is: 0 has the doors, the others follow it.
+        num_processes: number of processes of the engine; each is started separately (docs/multi_host.md).
+        process_id: number of this process: 0 serves the APIs, the others follow it.
         coordinator_address: HOST:PORT on which process 0 waits for the others.
-        group_key_file: file with a secret of 16 bytes or more that all processes have.
-        group_timeout: seconds without a sign of life of a process, or without progress in a step, after which all
-            processes of the group end; with several it takes the place of step_timeout.
+        group_key_file: file with a secret of at least 16 bytes, the same for all processes.
+        group_timeout: seconds without a heartbeat of a process, or without progress in a step, after which all
+            processes of the group end; with several processes it replaces step_timeout.
     """
 
     num_processes: int = 1
@@ -234,9 +232,9 @@ class LogConfig:
     Attributes:
         log_format: "text" or "json".
         log_level: "debug", "info", "warning" or "error".
-        log_requests: a line for each request when it has ended: id, key, tokens, times, how it ended; never its text.
-        otlp_endpoint: where OpenTelemetry traces go (default: nowhere).
-        profile_dir: where StartProfile writes (default: profiling is refused).
+        log_requests: log a line for each ended request: id, key, tokens, times, finish reason; never its text.
+        otlp_endpoint: collector of OpenTelemetry traces (default: no traces).
+        profile_dir: folder for the profiles of StartProfile (default: profiling is rejected).
     """
 
     log_format: str = "text"
@@ -258,14 +256,14 @@ class ServeConfig(
     DoorConfig,
     ServedModelConfig,
 ):
-    """A server: one model behind gRPC and HTTP."""
+    """Settings of a server: one model over gRPC and HTTP."""
 
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
     engine: EngineConfig = dataclasses.field(default_factory=lambda: EngineConfig(**QUEUE))
 
 
 TIMES = tuple(field.name for field in dataclasses.fields(ServeConfig) if field.name.endswith(("_seconds", "_timeout")))
-"""The settings that are seconds. None of them may be infinite: a bound that is none is no setting."""
+"""Settings in seconds. Each of them must be finite."""
 
 Settings = Mapping[str, Any]
 _ONE_OF: Mapping[str, tuple[str, ...]] = {
@@ -276,10 +274,10 @@ _ONE_OF: Mapping[str, tuple[str, ...]] = {
 
 
 def read_settings(path: pathlib.Path) -> dict[str, Any]:
-    """The settings in a YAML file: fields of `ServeConfig`, with those of ``limits`` and ``engine`` below these names.
+    """Read settings from a YAML file: fields of `ServeConfig`, those of ``limits`` and ``engine`` below these names.
 
     Raises:
-        ServeConfigError: it cannot be read, is larger than 1 MiB, or is not a mapping.
+        ServeConfigError: the file cannot be read, is larger than 1 MiB, or is not a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -295,10 +293,10 @@ def read_settings(path: pathlib.Path) -> dict[str, Any]:
 
 
 def make_config(*layers: Settings) -> ServeConfig:
-    """A configuration from settings by name; later layers go before earlier ones, field by field.
+    """Build a configuration from settings by name; later layers override earlier ones, field by field.
 
     Raises:
-        ServeConfigError: an unknown name, a value of the wrong type, or one that cannot be served.
+        ServeConfigError: a name is unknown, or a value has the wrong type or cannot be served.
     """
     merged = _merged(ServeConfig, ({"engine": QUEUE}, *layers), "")
     try:
@@ -314,7 +312,7 @@ def make_config(*layers: Settings) -> ServeConfig:
 
 
 def _merged(kind: type, layers: tuple[Settings, ...], prefix: str) -> dict[str, Any]:
-    """One mapping of the fields of a dataclass, with those of dataclasses in it."""
+    """Merge layers into one mapping of the fields of a dataclass, including nested dataclasses."""
     kinds, merged = typing.get_type_hints(kind), dict[str, Any]()
     for name in dict.fromkeys(name for layer in layers for name in layer):
         if name not in kinds:
@@ -328,7 +326,7 @@ def _merged(kind: type, layers: tuple[Settings, ...], prefix: str) -> dict[str, 
 
 
 def _meant(name: str) -> str:
-    """Say what a wrong name may have meant, among all settings of all levels."""
+    """Suggest what a wrong name may have meant, among all settings of all levels."""
     nested: dict[str, type] = {"": ServeConfig, "engine.": EngineConfig, "limits.": ServeLimits}
     known = {field.name: prefix for prefix, kind in nested.items() for field in dataclasses.fields(kind)}
     if name in known:
@@ -421,7 +419,7 @@ def _check_exposure(config: ServeConfig, guarded: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach an address."""
+    """Whether an address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Streams that clients of an engine read, wherever it runs: deltas, merged while nobody fetches them. No jax."""
+"""Delta streams of an engine in this or another process: deltas are merged until they are fetched. No jax."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxinfer.types import Request, SequenceDelta
 
 
 class EngineDeadError(RuntimeError):
-    """The engine does not run: not started, stopped, or ended by a fault, which is the cause then."""
+    """Error for an engine that does not run: not started, stopped, or ended by a fault, which is the cause then."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
-    """Why the engine does not run. Each client gets an exception of its own: a shared one would gather tracebacks."""
+    """The reason why the engine does not run. Each client gets its own exception: a shared one gathers tracebacks."""
 
     message: str
     cause: BaseException | None = None
@@ -28,13 +28,13 @@ class Closed:
 
 
 class DeltaStream:
-    """The deltas of one request, for one reader on one event loop; all methods belong to that loop.
+    """The delta stream of one request, for one reader. All methods must be called from the reader's event loop.
 
     Args:
-        leave: called with the stream when its reader goes before the end.
+        leave: called with the stream if its reader leaves before the end.
 
     Attributes:
-        request: with its seed resolved.
+        request: the request with its seed resolved.
     """
 
     def __init__(self, request: Request, leave: Callable[[Any], None]) -> None:
@@ -50,11 +50,11 @@ class DeltaStream:
         return self
 
     async def __anext__(self) -> SequenceDelta:
-        """The next delta of any sample, all that it got since the last one.
+        """Return the next delta of any sample, with all that it got since its last one.
 
         Raises:
             StopAsyncIteration: all samples have ended.
-            EngineDeadError: the engine has, before them.
+            EngineDeadError: the engine ended before them.
         """
         while not self._news:
             if not self._open:
@@ -66,7 +66,7 @@ class DeltaStream:
         return self._news.pop(next(iter(self._news)))
 
     async def aclose(self) -> None:
-        """Abort what still runs. It does not wait for anything, so it also works in a task that is being cancelled."""
+        """Abort the samples that still run. Does not wait, so it also works in a task that is being cancelled."""
         if self._open and self._closed is None:
             self._leave(self)
         self._open.clear()
@@ -81,11 +81,11 @@ class DeltaStream:
 
     @property
     def idle(self) -> bool:
-        """Whether the next delta must be waited for."""
+        """Whether the next delta is not available yet."""
         return not self._news and bool(self._open) and self._closed is None
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever something comes that no reader waits for, be it the end."""
+        """Call ``listener`` on each delta, or the end of the stream, that arrives while no reader waits."""
         self._listener = listener
 
     @property
@@ -94,7 +94,7 @@ class DeltaStream:
         return not self._open
 
     def take(self, news: SequenceDelta | Closed) -> None:
-        """Put down what the engine sent."""
+        """Store a delta or the end of the engine, and wake the reader."""
         if isinstance(news, Closed):
             self._closed = news
         elif news.index in self._open:
@@ -113,8 +113,8 @@ class DeltaStream:
 
 
 def merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
-    """Two deltas of one sample as one. ``first`` is extended: the engine gave it away. O(``then``), so that a reader
-    who fetches nothing costs no more the longer it does."""
+    """Merge two deltas of one sample by extending ``first``, which the engine no longer uses. O(``then``), so that the
+    cost does not grow with the deltas that a slow reader has not fetched."""
     first.token_ids += then.token_ids
     if then.logprobs:
         known = first.logprobs if isinstance(first.logprobs, list) else list(first.logprobs)

@@ -1,10 +1,10 @@
-"""A process that renders chat templates: `python -m jaxinfer.serve.template_helper`, started by `templates.Renderer`.
+"""Helper process of `templates.Renderer`: renders chat templates (`python -m jaxinfer.serve.template_helper`).
 
-Templates come with checkpoints and with requests, and may loop for ever or ask for all memory. Here they may: this
-process holds nothing, its memory and the processor's time for each conversation are bounded, and whoever started it
-kills it when it takes too long. It reads frames from stdin, writes one back for each, and ends with its input, or at
-once where its parent is killed, whatever it does. A frame is its length (4 bytes, big-endian) and, on the way in,
-`jaxinfer.serve.packing`; on the way out `GOOD` and the text, or `BAD` and why there is none.
+Templates come from checkpoints and requests, and may loop forever or allocate all memory. This process has no other
+state, its memory and the CPU time of each conversation are bounded, and its parent kills it after a time limit. It
+reads frames from stdin, writes one back for each, and exits at the end of the input, or at once if its parent is
+killed. A frame is its length (4 bytes, big-endian) and its content: input in the format of `jaxinfer.serve.packing`,
+output as `GOOD` and the text, or `BAD` and an error message.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _MAX_MEMORY_BYTES = 2 << 30
 
 
 def main() -> None:
-    """The first frame is the checkpoint's template (``sources``, ``tokens``) and the ``seconds`` of a conversation, the
-    others are conversations. The argument is the process that starts this one."""
+    """Render conversations until the input ends. The first frame has the checkpoint's template (``sources``,
+    ``tokens``) and the CPU ``seconds`` of a conversation, the others are conversations. ``argv[1]`` is the parent's
+    process id."""
     begin(_MAX_MEMORY_BYTES)
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     setup = unpack(read_frame(reader) or pack({}))

@@ -1,10 +1,10 @@
-"""Chat templates outside the event loop, and killable. No jax.
+"""Chat template rendering outside the event loop, in killable helper processes. No jax.
 
-Jinja compiles templates to Python, so a loop in one holds a thread, and the interpreter's lock, until it ends. They
-are rendered in helper processes instead (`jaxinfer.serve.template_helper`): the kernel shares out the processor, a
-limit bounds the memory, and killing works at any time, in the midst of a C function too. Templates of requests have
-helpers of their own, so that bad ones keep nobody waiting who uses the checkpoint's. And tenants take turns: none has
-all helpers of a kind, however many of its conversations take however long.
+Jinja compiles templates to Python, so a loop in one holds a thread, and the GIL, until it ends. Templates are therefore
+rendered in helper processes (`jaxinfer.serve.template_helper`): the kernel shares out the CPU, a limit bounds the
+memory, and a process can be killed at any time, even in a C function. Templates of requests have separate helpers, so
+that bad ones do not delay requests with the checkpoint's template. Helpers are shared round-robin between tenants: no
+tenant has all helpers of a kind.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jaxinfer.serve.turns import Turns
 from jaxinfer.text.chat_template import ChatTemplate
 
 MAX_WAITING, MAX_WAITING_OWN = 4096, 256
-"""Conversations that wait for a helper, with the checkpoint's template and with their own; more are refused. The
-checkpoint's takes a millisecond or so, one of a request's own may take all the seconds that there are."""
+"""Conversations that may wait for a helper, with the checkpoint's template and with a request's own; more are rejected.
+The checkpoint's takes about a millisecond, a request's own may take the whole time limit."""
 
-_START_SECONDS = 120.0  # of a second's work: who asks on a busy machine waits for it rather than for an error
+_START_SECONDS = 120.0  # of about a second's work: on a busy machine a request waits rather than fails
 _START_PAUSES = (0.0, 0.2, 1.0)  # seconds before each attempt
 _MODULE = "jaxinfer.serve.template_helper"
 
@@ -42,7 +42,7 @@ class Sizes:
     """Sizes of a pool.
 
     Attributes:
-        share: the helpers of one tenant at once; those beyond are started for others only.
+        share: helpers of one tenant at once; those beyond are started for other tenants only.
         waiting: questions that may wait.
     """
 
@@ -55,11 +55,11 @@ _DEFAULT, _REQUESTS = Sizes(4, 2, MAX_WAITING), Sizes(4, 1, MAX_WAITING_OWN)
 
 
 class Renderer:
-    """Renders conversations as `ChatTemplate.render` does, in helpers that are started when they are needed.
+    """A renderer of conversations, as `ChatTemplate.render`, in helpers that are started on demand.
 
     Args:
-        template: the checkpoint's. Its ``now`` is not taken along: helpers have the clock of the machine.
-        seconds: for one conversation, without the wait for a free helper; the helper is killed then.
+        template: template of the checkpoint. Its ``now`` is not used: helpers have the clock of the machine.
+        seconds: time limit of one conversation, without the wait for a free helper; then the helper is killed.
     """
 
     def __init__(self, template: ChatTemplate | None, seconds: float) -> None:
@@ -74,14 +74,14 @@ class Renderer:
             await self._default.warm()
 
     async def render(self, conversation: Conversation, tenant: str = "") -> str:
-        """The prompt's text.
+        """Return the prompt text of a conversation.
 
         Args:
-            tenant: whose it is: tenants take turns.
+            tenant: tenant of the request, for the round-robin.
 
         Raises:
-            RequestError: the template refuses the messages, fails on them, or takes too long.
-            QueueFullError: too many wait.
+            RequestError: the template rejects the messages, fails on them, or takes too long.
+            QueueFullError: too many conversations wait.
             ServeError: UNAVAILABLE: see `Pool.ask`.
         """
         pool = self._default if conversation.template is None else self._requests
@@ -95,21 +95,21 @@ class Renderer:
         return text
 
     def close(self) -> None:
-        """End the helpers."""
+        """Kill the helpers."""
         self._default.close()
         self._requests.close()
 
 
 class Pool:
-    """Some helper processes, each busy with one question at a time. They are started when they are needed.
+    """A pool of helper processes, started on demand, each of which answers one question at a time.
 
     Args:
-        module: what they run.
-        setup: the first frame that each of them is sent.
-        what: is asked, in words, for whoever has to wait too long.
+        module: Python module that the helpers run.
+        setup: first frame sent to each helper.
+        what: name of the questions, for error messages.
 
     Attributes:
-        seconds: for one question, without the wait for a free helper; the helper is killed then.
+        seconds: time limit of one question, without the wait for a free helper; then the helper is killed.
     """
 
     def __init__(self, module: str, sizes: Sizes, setup: bytes, seconds: float, what: str) -> None:
@@ -121,23 +121,23 @@ class Pool:
 
     @property
     def busy(self) -> int:
-        """Helpers that have a question."""
+        """Number of helpers that are answering a question."""
         return self._turns.held
 
     async def warm(self) -> None:
-        """Start those that a tenant has at once. One that cannot be started is started when it is needed."""
-        with contextlib.suppress(ServeError):  # which is logged
+        """Start the helpers that one tenant may have at once. One that cannot be started is started on demand."""
+        with contextlib.suppress(ServeError):  # it is logged
             await asyncio.gather(*(self._start(helper) for helper in self._helpers[-self._share :]))
 
     async def ask(self, tenant: str, question: bytes) -> bytes | None:
-        """The answer; None: the question took too long or too much memory.
+        """Return the answer of a helper; None: the question took too long or too much memory.
 
         Raises:
-            QueueFullError: too many wait.
-            ServeError: UNAVAILABLE: the helper could not be started, or the system ended it.
+            QueueFullError: too many questions wait.
+            ServeError: UNAVAILABLE: the helper could not be started, or the system killed it.
         """
         helper = await self._turns.take(tenant)
-        # A client that leaves does not take the helper away in the midst of an answer.
+        # After a client has disconnected, the helper still completes its answer.
         return await asyncio.shield(self._ask(tenant, helper, question))
 
     async def _ask(self, tenant: str, helper: Helper, question: bytes) -> bytes | None:
@@ -155,7 +155,7 @@ class Pool:
             await asyncio.sleep(pause)
             try:
                 await self._within(_START_SECONDS, helper, helper.start)
-            except (OSError, RuntimeError) as error:  # no descriptors, no memory: perhaps for a moment
+            except (OSError, RuntimeError) as error:  # no descriptors, no memory: possibly transient
                 failed = error
             else:
                 return
@@ -166,7 +166,7 @@ class Pool:
         return unavailable(f"a helper process {what}: try again later")
 
     async def _within[*A, T](self, seconds: float, helper: Helper, function: Callable[[*A], T], *args: *A) -> T:
-        """``function`` in a thread; the helper is killed after ``seconds``, which ends it."""
+        """Run ``function`` in a thread; after ``seconds`` the helper is killed, which ends it."""
         loop = asyncio.get_running_loop()
         killer = loop.call_later(seconds, helper.kill)
         try:

@@ -1,7 +1,7 @@
-"""Who a caller is to the others: the names under which a tenant's pages and requests are kept apart. No jax.
+"""Tenant names, and the scopes that separate the cached pages and request ids of tenants. No jax.
 
-A tenant is an authenticated identity: the name of an API key or, where there are no keys but clients show certificates,
-what the certificate names. Without either everybody is the one tenant "".
+A tenant is an authenticated identity: the name of an API key or, with client certificates instead of keys, the names in
+the certificate. Without either all clients are the one tenant "".
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import hashlib
 
 TENANT, ALL = "tenant", "all"
 SHARING = (TENANT, ALL)
-"""Who shares cached prefixes: each tenant with itself and its group, or everybody."""
+"""Sharing of cached prefixes: within a tenant and its group, or between all tenants."""
 
-_BETWEEN = "\n"  # neither tenants nor ids have it: they are printable
+_BETWEEN = "\n"  # not in tenants and ids, which are printable
 
 _VERSION, _EXTENSIONS = 0xA0, 0xA3  # tags of a certificate's optional fields
 _SUBJECT_ALT_NAME = bytes.fromhex("0603551d11")  # as an object identifier, 2.5.29.17
-_ISSUER, _SUBJECT = 2, 4  # places in a certificate's body, behind its version
+_ISSUER, _SUBJECT = 2, 4  # field indices in a certificate's body, after its version
 
 
 def cache_scope(tenant: str, group: str | None = None) -> str:
-    """The `Request.cache_scope` of a tenant: its own, or that of the group with which it shares. No tenant's scope is
-    a group's, whatever they are called."""
+    """Return the `Request.cache_scope` of a tenant: its own, or that of its cache group. Scopes of tenants and groups
+    never collide, whatever their names."""
     return f"tenant:{tenant}" if group is None else f"group:{group}"
 
 
@@ -30,12 +30,12 @@ def cache_scope(tenant: str, group: str | None = None) -> str:
 
 
 def engine_id(tenant: str, request_id: str) -> str:
-    """The id under which the engine knows a request: tenants choose ids without regard to each other."""
+    """Return the engine's id of a request: tenants choose request ids independently."""
     return f"{tenant}{_BETWEEN}{request_id}" if tenant else request_id
 
 
 def own_id(name: str) -> str:
-    """The id that the client gave, of an `engine_id`."""
+    """Return the client's request id of an `engine_id`."""
     return name.rpartition(_BETWEEN)[2]
 
 
@@ -44,13 +44,12 @@ def own_id(name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def tenant_of_certificate(der: bytes) -> str:
-    """The tenant whose certificate this is: "cert:" and a hash of issuer, subject and subject alternative names.
+    """Return the tenant of a certificate: "cert:" and a hash of issuer, subject and subject alternative names.
 
-    The same through every door, and after the certificate was renewed under the same names. Whoever calls has had the
-    certificate verified.
+    It is the same for all APIs, and after a renewal under the same names. The certificate must have been verified.
 
     Raises:
-        ValueError: it is no X.509 certificate.
+        ValueError: the data is no X.509 certificate.
     """
     fields = _items(_first(_first(der)))
     if fields and fields[0][0] == _VERSION:
@@ -72,7 +71,7 @@ def _alternative_names(fields: list[tuple[int, bytes]]) -> bytes:
 
 
 def _first(data: bytes) -> bytes:
-    """Contents of the first of some DER values."""
+    """Return the content of the first of some DER values."""
     found = _items(data)
     if not found:
         raise ValueError("it is no certificate: a part is empty")
@@ -80,7 +79,7 @@ def _first(data: bytes) -> bytes:
 
 
 def _items(data: bytes) -> list[tuple[int, bytes]]:
-    """Tags and contents of the DER values that lie one behind the other (ITU-T X.690, 8.1)."""
+    """Return tags and contents of concatenated DER values (ITU-T X.690, 8.1)."""
     found, at = [], 0
     while at < len(data):
         tag, size, at = data[at], data[at + 1] if at + 1 < len(data) else 0, at + 2

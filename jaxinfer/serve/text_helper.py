@@ -1,13 +1,13 @@
-"""A process that reads what is long: `python -m jaxinfer.serve.text_helper`, started by `reading.Reader`.
+"""Helper process for long inputs: `python -m jaxinfer.serve.text_helper`, started by `jaxinfer.serve.reading`.
 
-Reading JSON and looking for tokens keep the interpreter for as long as they take, and need many times the memory of
-what they read. Here they may: nobody else waits, the memory is bounded, and whoever started it kills it when it takes
-too long. It reads frames from stdin and writes one back for each, as `template_helper` does. No jax.
+JSON parsing and tokenization hold the GIL, and need many times the memory of their input. This process delays no other
+request, its memory is bounded, and its parent kills it after a time limit. It reads frames from stdin and writes one
+back for each, as `template_helper` does. No jax.
 
-The first frame is JSON: ``folder``, from which the tokenizer is loaded (null: none is needed), and ``values``, how
-many a body may hold. A question is `BODY` and the body, or `TEXT` or `TEXT_ALONE` (without special tokens) and the
-text. An answer is `GOOD` and a frame of `jaxinfer.serve.packing`, or `BAD` and, as JSON, a sentence and the
-field that it is about.
+The first frame is JSON: ``folder``, from which the tokenizer is loaded (null: none is needed), ``values``, the limit of
+values in a body, and ``seconds`` of CPU time. A question is `BODY` and the body, or `TEXT` or `TEXT_ALONE` (without
+special tokens) and the text. An answer is `GOOD` and a frame of `jaxinfer.serve.packing`, or `BAD` and, as JSON, an
+error message and the field with the error.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 BODY, TEXT, TEXT_ALONE = b"b", b"t", b"a"
 ID_FIELDS = ("prompt", "tokens", "allowed_token_ids", "stop_token_ids")
-"""Fields of bodies that may hold many token ids."""
+"""Body fields that may hold many token ids."""
 
 _MAX_MEMORY_BYTES = 4 << 30
 _LARGE_BYTES = 1 << 20
 
 
 def main() -> None:
-    """Answer questions until the input ends. The argument is the process that starts this one."""
+    """Answer questions until the input ends. The argument is the parent's process id."""
     begin(_MAX_MEMORY_BYTES)
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     setup = json.loads(read_frame(reader) or b"{}")
     folder = setup.get("folder")
     tokenizer = None if folder is None else load_tokenizer(pathlib.Path(folder))
     if tokenizer is not None:
-        tokenizer.forget()  # texts of all tenants come here
+        tokenizer.forget()  # all tenants share it: timing must not reveal their texts
     write_frame(writer, GOOD)
     while (frame := read_frame(reader)) is not None:
         size = len(frame)

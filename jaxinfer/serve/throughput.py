@@ -1,4 +1,4 @@
-"""A line of the log for each ten seconds in which the engine worked. No jax."""
+"""Throughput log: a line for each ten seconds in which the engine worked. No jax."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.serve.errors import ServeError
 
 SECONDS = 10.0
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 
 _log = logging.getLogger("jaxinfer.serve.throughput")
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Whoever knows the engine's figures."""
+    """A source of engine statistics."""
 
     async def stats(self) -> EngineStats:
-        """Raises `ServeError`: it does not run."""
+        """Return the statistics. Raises `ServeError` if the engine does not run."""
         ...
 
 
 class Throughput:
-    """Logs what the engine did between two looks, with vLLM's figures. Where it did nothing, nothing is logged.
+    """A periodic log of the engine's throughput, with vLLM's statistics. Idle intervals are not logged.
 
     Args:
-        seconds: between two looks.
-        clock: in seconds.
+        seconds: seconds between two samples.
+        clock: clock in seconds.
     """
 
     def __init__(self, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,19 +40,19 @@ class Throughput:
         self._at = clock()
 
     async def run(self, engine: Callable[[], Engine | None]) -> None:
-        """Look again and again, until cancelled; ``engine`` gives None while there is none."""
+        """Sample periodically until cancelled; ``engine`` returns None while there is none."""
         while True:
             await asyncio.sleep(self._seconds)
             if (found := engine()) is not None:
                 await self.look(found)
-            else:  # a start takes no part in the rates
+            else:  # the rates exclude a start
                 self._at = self._clock()
 
     async def look(self, engine: Engine) -> None:
-        """Log what was done since the last look, if anything was."""
+        """Log the throughput since the last sample, if the engine ran a step."""
         try:
             stats = await engine.stats()
-        except ServeError:  # it is started again, and counts from 0 then
+        except ServeError:  # after its restart the engine counts from 0
             self._before, self._at = None, self._clock()
             return
         now = self._clock()
@@ -65,7 +65,7 @@ class Throughput:
 
 
 def figures(before: EngineStats | None, now: EngineStats, seconds: float) -> dict[str, float]:
-    """Rates between two looks, ``before`` being the start where it is None, and the state at the second one."""
+    """Return rates between two samples (``before`` None: since the start) and the state at the second."""
 
     def since(name: str) -> int:
         return getattr(now, name) - (0 if before is None else getattr(before, name))

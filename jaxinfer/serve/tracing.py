@@ -1,4 +1,4 @@
-"""A span for each generation, in OpenTelemetry's conventions for generative AI. No jax.
+"""OpenTelemetry tracing: a span for each generation, in the conventions for generative AI. No jax.
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/
 """
@@ -25,15 +25,15 @@ from jaxinfer.types import Request
 
 HEADERS = ("traceparent", "tracestate")
 
-# Of the request, those that the conventions name.
+# Sampling parameters that the conventions name.
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
-# The client's doing: no fault of the server.
+# Errors caused by the client, not by the server.
 _EXPECTED = (Kind.CANCELLED, Kind.INVALID, Kind.NOT_FOUND, Kind.EXISTS)
 
 
 @runtime_checkable
 class Trace(Protocol):
-    """Events of one generation; each end is told once."""
+    """A receiver of the events of one generation, which ends with either `finished` or `failed`."""
 
     def accepted(self, request: Request) -> None: ...
     def token(self) -> None: ...
@@ -42,13 +42,13 @@ class Trace(Protocol):
 
 
 class Tracing:
-    """Makes a `Trace` for each call: a line of the log, and a span that is sent in the background.
+    """A factory of `Trace` objects for calls: a line of the request log, and a span that is exported in the background.
 
     Args:
-        endpoint: of an OTLP collector (gRPC), "http://..." for one without TLS; None: nothing is recorded.
-        exporter: in place of one to ``endpoint``.
-        failed: told of each generation that was refused or failed, recorded or not.
-        log: has a line for each request.
+        endpoint: OTLP collector (gRPC), "http://..." for one without TLS; None: no spans are recorded.
+        exporter: replaces the exporter to ``endpoint``.
+        failed: called for each generation that was rejected or failed, recorded or not.
+        log: request log.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Tracing:
             self._tracer = self._provider.get_tracer("jaxinfer")
 
     def begin(self, call: Call, model: str) -> Trace:
-        """The trace of a call: its span is a child of the client's own, where it sent its context."""
+        """Begin the trace of a call; its span is a child of the client's, if the client sent its context."""
         span = self._unrecorded if self._tracer is None else self._recorded(self._tracer, call, model)
         return _Both(self._log.begin(call), span) if call.logged and self._log.enabled else span
 
     def line(self, call: Call) -> Trace:
-        """The line in the log alone, for what is made of several calls."""
+        """Return the log line alone, for a call that is made of several generations."""
         return self._log.begin(call) if self._log.enabled else NOTHING
 
     def _recorded(self, tracer: Tracer, call: Call, model: str) -> Trace:
@@ -92,7 +92,7 @@ class Tracing:
         return _Recorded(span, self._failed)
 
     def close(self) -> None:
-        """Send what is recorded and stop."""
+        """Export the recorded spans and stop."""
         if self._provider is not None:
             self._provider.shutdown()
 
@@ -132,7 +132,7 @@ class _Recorded:
 
 
 class _Nothing:
-    """Nobody asked for traces; ``failed`` may still be told."""
+    """A trace that records no span; it only passes errors to ``failed``."""
 
     def __init__(self, failed: Callable[[ServeError], None] = lambda error: None) -> None:
         self._failed = failed
@@ -147,7 +147,7 @@ class _Nothing:
 
 @dataclasses.dataclass(slots=True)
 class _Both:
-    """Two that are told the same."""
+    """A trace that passes each event to two traces."""
 
     first: Trace
     second: Trace

@@ -1,4 +1,4 @@
-"""A few things that many tenants want, shared out in turns. No jax."""
+"""A pool of resources shared round-robin between tenants. No jax."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from jaxinfer.sampling_params import QueueFullError
 
 
 class Turns[T]:
-    """Belongs to one event loop.
+    """A round-robin allocator; must be used from one event loop.
 
-    Tenants that wait take turns, one thing a turn: however much one waits for, the next has its turn after one of it.
-    And none holds more than its share, so that one alone never has all of them.
+    Waiting tenants get one resource per turn, however many each of them waits for. No tenant holds more than its share,
+    so one tenant alone never has all of them.
 
     Args:
-        things: what is shared out; who comes first gets the last.
-        share: how many one tenant may hold at once.
-        most: how many may wait. Where that is full, whoever waits most in number gives way.
-        what: waits, in words.
+        things: the resources; the last one is handed out first.
+        share: resources that one tenant may hold at once.
+        most: requests that may wait. When that many wait, the tenant with the most waiting requests loses its last one.
+        what: name of the waiting requests, for error messages.
     """
 
     def __init__(self, things: Sequence[T], share: int, most: int, what: str) -> None:
         self._free, self._share, self._most, self._what = list(things), share, most, what
-        self._waiting: dict[str, collections.deque[asyncio.Future[T]]] = {}  # by tenant, whose turn it is first
+        self._waiting: dict[str, collections.deque[asyncio.Future[T]]] = {}  # by tenant, next turn first
         self._in_use: collections.Counter[str] = collections.Counter()
         self._count = 0
 
     @property
     def held(self) -> int:
-        """Things that are in use, by all tenants."""
+        """Number of resources in use, by all tenants."""
         return self._in_use.total()
 
     async def take(self, tenant: str) -> T:
-        """One of the things, when it is the tenant's turn; it must be given back.
+        """Wait for the tenant's turn and return a resource, which must be given back with `give`.
 
         Raises:
-            QueueFullError: too many wait.
+            QueueFullError: too many requests wait.
         """
         if self._count >= self._most:
             self._give_way(tenant)
@@ -55,7 +55,7 @@ class Turns[T]:
             raise
 
     def give(self, tenant: str, thing: T) -> None:
-        """Give a thing back."""
+        """Give a resource back."""
         self._in_use[tenant] -= 1
         if not self._in_use[tenant]:
             del self._in_use[tenant]
@@ -63,7 +63,7 @@ class Turns[T]:
         self._hand_out()
 
     def _give_way(self, tenant: str) -> None:
-        """Raises `QueueFullError` unless another tenant has more that wait: its last one is refused instead."""
+        """Reject the last request of the tenant that has most, or raise `QueueFullError` if that is this tenant."""
         refusal = QueueFullError(f"{self._count} {self._what} already")
         longest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
         mine = self._waiting.get(tenant, ())
@@ -90,8 +90,8 @@ class Turns[T]:
                 return
             future = self._waiting[tenant][0]
             queue = self._waiting.pop(tenant)
-            self._waiting[tenant] = queue  # behind the others
+            self._waiting[tenant] = queue  # after the other tenants
             self._forget(tenant, future)
-            if not future.done():  # else whoever waited was cancelled just now
+            if not future.done():  # else the waiting request was just cancelled
                 self._in_use[tenant] += 1
                 future.set_result(self._free.pop())

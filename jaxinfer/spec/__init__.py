@@ -1,4 +1,4 @@
-"""Speculation: guesses at what a sequence goes on with, for the engine to verify. No jax."""
+"""Speculative decoding: drafters that propose draft tokens, which the engine verifies. No jax."""
 
 from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, Tempo
 from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, NoDrafter, make_drafter, register

@@ -1,4 +1,4 @@
-"""Whether drafts pay: of one sequence by what was accepted, of all by what was measured. No jax."""
+"""Decisions whether to draft: per sequence by acceptance rate, per load by measured throughput. No jax."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ import math
 from collections.abc import Callable
 
 WORTH = 0.1
-"""A draft token is fed where it is accepted with this probability at least: its row would be idle."""
+"""Minimum acceptance probability at which a draft token is fed: its row would be idle."""
 WORTH_OF_A_PASS = 0.25
-"""The same of a token for which a draft model runs once more, at a fifth of a step's time."""
+"""Minimum acceptance probability of a token for which a draft model runs once more, at a fifth of a step's time."""
 _REST = 16
-"""Plans without drafts of a sequence whose drafts fail; twice as many each time."""
+"""Plans without drafts for a sequence after its drafts fail; doubled each time."""
 _MEMORY = 0.8
-"""Weight of what was seen before, at each new draft or step."""
+"""Decay of past observations at each new draft or step."""
 _SECONDS_MEMORY = 0.97
-"""The same for the seconds of steps, which differ more."""
+"""Decay for the seconds of steps, which vary more."""
 _TOKENS_MEMORY = 0.99
-"""The same for their tokens: a sequence's come in bursts."""
+"""Decay for tokens per step: the tokens of a sequence come in bursts."""
 _PROBE = 24
-"""Steps with drafts that tell whether they would pay."""
+"""Steps with drafts that measure whether drafting pays."""
 _PLAIN = 4
-"""Steps without them that tell what such a step costs."""
+"""Steps without drafts that measure the cost of such a step."""
 _EVERY = 128
-"""Steps with drafts that pay before a look at the others; steps without drafts that do not pay before a new try. Four
-times as many after each one in vain: a new try costs what a drafter has missed."""
+"""Steps with drafts that pay before the other kind is measured; steps without drafts before a new try. Four times as
+many after each failed try: a try costs what the drafter has missed."""
 _LONGEST = 2048
-"""The same after several tries in vain."""
+"""Maximum steps without drafts after several failed tries."""
 _GAIN = 1.1
-"""Drafts begin where they bring so much of the tokens a second that there would be without. Figures of few steps are
-some percent off, and what is lost by wrong ones counts more than what little gains bring."""
+"""Ratio of tokens per second, with over without drafts, at which drafting begins. Estimates from few steps are some
+percent off, and wrong decisions lose more than small gains bring."""
 _LOSS = 1.0
-"""They go on where they bring so much."""
+"""Ratio at or above which drafting continues."""
 _PLAIN_LOSS = 0.9
-"""Where they bring less than this it is not waited for the next look: first all sequences draft, then few are left for
-whom the others wait."""
+"""Ratio below which drafting stops before the next comparison: at first all sequences draft, later few do and the other
+sequences wait for them."""
 
 
 @dataclasses.dataclass(slots=True)
 class Mean:
-    """A mean in which what was seen before fades."""
+    """Exponentially decaying mean."""
 
     memory: float
     value: float = 0.0
@@ -53,11 +53,11 @@ class Mean:
 
 
 class Tempo:
-    """Whether steps with drafts bring more tokens a second than steps without, as measured, for each load: what a
-    step with drafts costs, and whose drafts it has, differ between one sequence and many.
+    """Measures for each load whether steps with drafts bring more tokens per second than steps without: the cost of a
+    step with drafts, and the sequences that draft, depend on the number of sequences.
 
     Args:
-        clock: seconds.
+        clock: clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -65,19 +65,19 @@ class Tempo:
         self._last: tuple[int, bool, float] | None = None
 
     def drafts(self, sequences: int) -> bool:
-        """Whether the next step of so many sequences shall have drafts."""
+        """Whether the next step of ``sequences`` sequences should have drafts."""
         return self._load(sequences).drafts
 
     def rests(self, sequences: int) -> bool:
-        """Whether it has none because they have not paid."""
+        """Whether drafting is paused because it has not paid."""
         return self._load(sequences).rests
 
     def wake(self, sequences: int) -> None:
-        """End a rest: a draft would have come true."""
+        """End a pause: a draft would have been accepted."""
         self._load(sequences).wake()
 
     def note(self, sequences: int, drafted: bool, tokens: float | None) -> None:
-        """Note a step that was read. ``tokens`` of a sequence; None: not to be compared, prompts were computed too."""
+        """Record a step that was read. ``tokens`` per sequence; None: not comparable, prompts were computed too."""
         now, last, size = self._clock(), self._last, sequences.bit_length()
         self._last = None if tokens is None else (size, drafted, now)
         if tokens is not None and last is not None and last[:2] == (size, drafted):
@@ -92,8 +92,8 @@ class Tempo:
 
 @dataclasses.dataclass(slots=True)
 class _Load:
-    """Steps of about so many sequences: the seconds of either kind, and the tokens of those with drafts. The other kind
-    is tried now and then, ever more seldom while drafts do not pay."""
+    """Statistics of steps of similar batch size: the seconds of both kinds, and the tokens of steps with drafts. The
+    other kind is tried now and then, less often while drafts do not pay."""
 
     drafts: bool = True
     rests: bool = False  # drafts have not paid
@@ -102,8 +102,8 @@ class _Load:
     )
     _tokens: Mean = dataclasses.field(default_factory=lambda: Mean(_TOKENS_MEMORY))
     _goes_on: bool = False  # drafts have paid
-    _left: int = _PROBE  # steps of this kind
-    _rest: int = _EVERY  # steps of the next rest
+    _left: int = _PROBE  # remaining steps of this kind
+    _rest: int = _EVERY  # steps of the next pause
 
     def note(self, drafted: bool, seconds: float, tokens: float) -> None:
         if drafted != self.drafts:
@@ -120,7 +120,7 @@ class _Load:
             self.drafts, self._left, self.rests, self._tokens = True, _PROBE, False, Mean(_TOKENS_MEMORY)
 
     def _choose(self) -> None:
-        """Choose the kind of the next steps, and of how many: a run with drafts, a few without, and a verdict."""
+        """Choose the kind and the number of the next steps: a run with drafts, a few steps without, then a decision."""
         if self.drafts:
             self.drafts, self._left = False, _PLAIN
         elif self.rests:
@@ -132,14 +132,14 @@ class _Load:
             self._left, self._rest = self._rest, min(4 * self._rest, _LONGEST)
 
     def _brings(self) -> float:
-        """Tokens a second with drafts over those without."""
+        """Return tokens per second with drafts over those without."""
         return self._tokens.value * self._seconds[False].value / self._seconds[True].value
 
 
 @dataclasses.dataclass(slots=True)
 class Acceptance:
-    """Share of a sequence's drafts that came true: each token is accepted with the same probability, the rest of a
-    draft fails with it."""
+    """Acceptance rate of a sequence's drafts: each token is accepted with the same probability, and the tokens after a
+    rejected one fail with it."""
 
     accepted: float = 2.0
     failed: float = 0.5
@@ -151,16 +151,16 @@ class Acceptance:
         return self.accepted / (self.accepted + self.failed)
 
     def depth(self, worth: float = WORTH) -> int:
-        """Tokens of a draft that are accepted with a probability of ``worth`` at least."""
+        """Return the draft depth up to which a token is accepted with a probability of at least ``worth``."""
         rate = self.rate
         return 1 << 30 if rate >= 1 else int(math.log(worth) / math.log(rate))
 
     def note(self, accepted: int, failed: int, plan: int) -> None:
-        """Note a draft. ``failed``: whether a token of it did (1) or not (0)."""
+        """Record a draft. ``failed``: whether a token of it was rejected (1) or not (0)."""
         self.accepted = _MEMORY * self.accepted + accepted
         self.failed = _MEMORY * self.failed + failed
         if self.depth():
             self.rest = _REST if accepted else self.rest
             return
         self.resume, self.rest = plan + self.rest, min(2 * self.rest, 64 * _REST)
-        self.accepted, self.failed = 0.3, 0.7  # one token at a time, until one comes true
+        self.accepted, self.failed = 0.3, 0.7  # one token at a time, until one is accepted

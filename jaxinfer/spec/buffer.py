@@ -1,4 +1,4 @@
-"""An array that grows at its end and is forgotten from its start. No jax."""
+"""Growable array that appends at its end and drops from its start. No jax."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 class Buffer:
-    """Numbers at places ``start`` to ``end``, which stay the same while older ones are forgotten."""
+    """Numbers at indices ``start`` to ``end``; indices stay the same while older numbers are dropped."""
 
     def __init__(self, dtype: type[np.generic]) -> None:
         self.start = self.end = 0
-        self._offset = 0  # of place `start` in the array
+        self._offset = 0  # array position of index `start`
         self._array = np.empty(64, dtype)
 
     def __len__(self) -> int:
@@ -20,11 +20,11 @@ class Buffer:
         return int(self._array[place - self.start + self._offset])
 
     def view(self) -> np.ndarray:
-        """All of it, good until the next `extend`."""
+        """Return a view of all numbers, valid until the next `extend`."""
         return self._array[self._offset : self._offset + len(self)]
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """The numbers at places that are there."""
+        """Return the numbers at ``places``, which must be in the buffer."""
         return self._array[places - (self.start - self._offset)]
 
     def extend(self, numbers: np.ndarray) -> None:
@@ -38,6 +38,6 @@ class Buffer:
         self.end += len(numbers)
 
     def forget(self, count: int) -> None:
-        """Forget the ``count`` oldest numbers."""
+        """Drop the ``count`` oldest numbers."""
         self.start += count
         self._offset += count

@@ -1,4 +1,4 @@
-"""Where pairs of tokens occurred, in text that grows at its end and is forgotten from its start. No jax."""
+"""Index of the occurrences of token pairs, in text that grows at its end and is dropped from its start. No jax."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jaxinfer.spec.buffer import Buffer
 
 
 class PairChains:
-    """Tokens with an index of their pairs: the latest place of each pair, and of each place the one before (the hash
-    chains of LZ77). A suffix of two tokens and more is found by one look-up and a walk.
+    """Tokens with an index of their pairs: the latest position of each pair, and for each position the previous one of
+    the same pair (the hash chains of LZ77). One look-up and a walk find a suffix of two tokens or more.
 
-    Places are numbers that stay the same while older tokens are forgotten.
+    Positions stay the same while older tokens are dropped.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class PairChains:
         self._before.extend(np.array(before, np.int64))
 
     def forget(self, count: int) -> None:
-        """Forget the ``count`` oldest tokens."""
+        """Drop the ``count`` oldest tokens."""
         start = self.tokens.start + count
         for pair in _pairs(self.tokens.view()[: count + 1]):
             if self._latest.get(pair, start + 1) <= start:
@@ -42,7 +42,7 @@ class PairChains:
         self._before.forget(count)
 
     def places(self, first: int, second: int, most: int, below: int) -> Int64[np.ndarray, " places"]:
-        """Places of the second token of a pair, the latest first: at most ``most``, and all before ``below``."""
+        """Return positions of the second token of a pair, latest first: at most ``most``, all before ``below``."""
         found, place = list[int](), self._latest.get(first << 32 | second, -1)
         while place > self.tokens.start and len(found) < most:
             if place < below:

@@ -1,4 +1,4 @@
-"""What a drafter is, and which ones there are. No jax."""
+"""Protocol of drafters, and their registry by name. No jax."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxinfer.speculative import SpeculativeConfig
 
 
 class Drafted(NamedTuple):
-    """A sequence as drafters see it.
+    """A sequence in the view of a drafter.
 
     Attributes:
-        number: the same for as long as the sequence lives, and never another's.
-        namespace: of the prefix cache; nothing may be learnt from sequences of another one.
+        number: unique number of the sequence for its lifetime.
+        namespace: its prefix cache namespace; a drafter must not learn from other namespaces.
         prompt: tokens of the prompt.
-        tokens: all that are known, the prompt first; a view, good until the call returns.
+        tokens: all known tokens, the prompt first; a view, valid until the call returns.
     """
 
     number: int
@@ -31,26 +31,24 @@ class Drafted(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses continuations of sequences. Whatever it says, output stays the same: it decides about speed alone."""
+    """Proposes continuations of sequences. Drafts never change the output: they only affect speed."""
 
     def propose(self, sequence: Drafted, limit: int) -> Tree:
-        """Propose token ids to follow those of the sequence, at most ``limit`` behind each other; none if there is no
-        good guess."""
+        """Propose token ids to follow the sequence, at most ``limit`` deep; none if there is no good guess."""
         ...
 
     def end(self, sequence: Drafted) -> None:
-        """Forget a sequence that has ended, or learn from it."""
+        """Drop the state of a finished sequence, or learn from it."""
         ...
 
     def reset(self) -> None:
-        """Forget what was learnt from sequences that have ended."""
+        """Drop what was learnt from finished sequences."""
         ...
 
 
 class Bounded:
-    """A drafter whose drafts can be fed whatever it says: at most ``limit`` tokens behind each other, each path up to
-    the first that is no id of the vocabulary. (Keys and values of such an id would be NaN, which a masked product does
-    not hide.)"""
+    """A drafter wrapper that makes drafts valid: at most ``limit`` tokens deep, each path up to the first id outside
+    the vocabulary. (Keys and values of such an id would be NaN, which a masked product does not hide.)"""
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._drafter, self._vocab_size = drafter, vocab_size
@@ -61,45 +59,45 @@ class Bounded:
 
 
 class DeviceDrafter:
-    """A drafter whose drafts are on the device: it names them, and the step that verifies them takes them from there.
+    """A drafter with drafts on the device: it returns placeholders, and the verifying step reads the tokens there.
 
-    The token ``-2 - i`` stands for the i-th draft of a sequence, until the step's results are read. Of several paths
-    each has ``most`` of them.
+    The placeholder ``-2 - i`` is the i-th draft token of a sequence, until the step's results are read. With several
+    paths each has ``most`` placeholders.
     """
 
     def __init__(self, most: int, paths: int = 1) -> None:
         self._most, self._paths = most, paths
 
     def propose(self, sequence: Drafted, limit: int) -> Tree:
-        """As many as are wanted, of as many paths as there may be."""
+        """Return ``limit`` placeholders for each path."""
         if self._paths == 1:
             return Tree.chain(np.arange(-2, -2 - limit, -1, dtype=np.int32))
         firsts = range(-2, -2 - self._paths * self._most, -self._most)
         return Tree.of_paths([list(range(first, first - limit, -1)) for first in firsts])
 
     def end(self, sequence: Drafted) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 class NoDrafter:
-    """A drafter that has no guess: what grammars leave no choice about is drafted without one."""
+    """A drafter without guesses: tokens forced by grammars are drafted without one."""
 
     def propose(self, sequence: Drafted, limit: int) -> Tree:
-        """Nothing."""
+        """Return an empty tree."""
         return Tree.of_paths([])
 
     def end(self, sequence: Drafted) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 def path_of(names: Sequence[int], most: int) -> int:
-    """The path of `DeviceDrafter` to which names of drafts belong."""
+    """Return the index of the `DeviceDrafter` path to which placeholders belong."""
     return (-2 - names[0]) // most
 
 
@@ -107,7 +105,7 @@ _MAKERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {}
 
 
 def register(name: str, make: Callable[[SpeculativeConfig], Drafter]) -> None:
-    """Make a drafter known under a name of ``speculative``.
+    """Register a drafter under a name of ``speculative``.
 
     Raises:
         ValueError: the name is taken.
@@ -118,10 +116,10 @@ def register(name: str, make: Callable[[SpeculativeConfig], Drafter]) -> None:
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter | None:
-    """The drafter that ``speculative`` names; None: no speculation.
+    """Return the drafter that ``speculative`` names; None: no speculation.
 
     Raises:
-        EngineConfigError: there is none of this name.
+        EngineConfigError: no drafter has this name.
     """
     if config.speculative is None:
         return None

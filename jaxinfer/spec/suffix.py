@@ -1,9 +1,9 @@
-"""Draft tokens from a sequence's own text and from what was answered before. No jax.
+"""Suffix drafter: draft tokens from a sequence's own text and from earlier outputs. No jax.
 
 SuffixDecoding (Oliaro et al. 2025): the longest suffix that occurred before, in the prompt and output of the request or
-in outputs that have ended, is followed through the most frequent continuation, as far as the counts carry. A match of n
-tokens is good for n drafts at most. The paper keeps suffix trees; here chains of equal pairs do (`PairChains`), which
-cost a dict entry a token.
+in finished outputs, is continued with the most frequent next tokens, as far as the counts support it. A match of n
+tokens gives n draft tokens at most. The paper keeps suffix trees; here chains of equal pairs do (`PairChains`), which
+cost one dict entry per token.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxinfer.spec.drafter import Drafted
 from jaxinfer.spec.tree import Tree
 
 _DEPTH = 24
-"""Longest suffix that is compared."""
+"""Maximum suffix length that is compared, in tokens."""
 _PLACES = 64
-"""Most earlier places that vote, the latest ones."""
+"""Maximum number of earlier occurrences that vote, the latest ones."""
 _LEAST = 0.1
-"""A draft ends where the share of places that agree with all of it falls below this one."""
-_END = np.array([-1], np.int32)  # between outputs: no token
+"""Minimum share of occurrences that agree with the whole draft; it ends where the share falls below."""
+_END = np.array([-1], np.int32)  # separator between outputs: no token
 
 
 class Turn(NamedTuple):
-    """Where a part of the places leaves a guess: how many, the tokens up to the other one, and the places of that."""
+    """A branching point of a guess: the votes for another token, the tokens up to it, and its occurrences."""
 
     votes: int
     tokens: list[int]
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """Draft tokens, how many of them are expected to be right, and what else was said on the way."""
+    """Draft tokens, the expected number of accepted ones, and the alternatives along the path."""
 
     tokens: list[int]
     score: float
@@ -51,20 +51,20 @@ _NOTHING = Guess([], 0.0)
 
 @dataclasses.dataclass
 class _Corpus:
-    """Outputs of one namespace that have ended, the oldest first."""
+    """Finished outputs of one namespace, the oldest first."""
 
     chains: PairChains = dataclasses.field(default_factory=PairChains)
     lengths: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
 
 
 class SuffixDrafter:
-    """Looks into the request's own tokens, and into outputs of its namespace that have ended: never into another's,
-    whose texts would show in the speed.
+    """Drafter that searches the request's own tokens and the finished outputs of its namespace. Other namespaces are
+    never searched: timing would reveal their texts.
 
     Args:
-        most: tokens of ended outputs that are kept, in all namespaces together; those of the namespace that was not
-            used for longest go first, its oldest before the others.
-        paths: most continuations of a proposal.
+        most: tokens of finished outputs to keep, in all namespaces together; the least recently used namespace loses
+        its oldest outputs first.
+        paths: maximum continuations of a proposal.
     """
 
     def __init__(self, most: int, paths: int = 1) -> None:
@@ -73,8 +73,8 @@ class SuffixDrafter:
         self._ended: collections.OrderedDict[bytes, _Corpus] = collections.OrderedDict()
 
     def propose(self, sequence: Drafted, limit: int) -> Tree:
-        """The better of two guesses, and where several paths are wanted what else was said most often; O(new tokens)
-        for the index and O(1) for the rest."""
+        """Propose the better of two guesses and, with several paths, the most frequent alternatives; O(new tokens) for
+        the index and O(1) for the rest."""
         own = self._own.setdefault(sequence.number, PairChains())
         own.extend(sequence.tokens[len(own.tokens) :])
         context, chains = sequence.tokens[-_DEPTH:], own
@@ -91,7 +91,7 @@ class SuffixDrafter:
         return Tree.of_paths([guess.tokens, *others])
 
     def end(self, sequence: Drafted) -> None:
-        """Forget the sequence's own index, and keep what it answered."""
+        """Drop the index of the sequence, and keep its output."""
         self._own.pop(sequence.number, None)
         output = sequence.tokens[sequence.prompt :]
         if 2 <= len(output) < self._most:
@@ -103,7 +103,7 @@ class SuffixDrafter:
             self._forget()
 
     def reset(self) -> None:
-        """Forget all ended outputs."""
+        """Drop all finished outputs."""
         self._ended.clear()
         self._kept = 0
 
@@ -120,10 +120,10 @@ class SuffixDrafter:
 def best_guess(
     chains: PairChains, context: Int32[np.ndarray, " context"], limit: int, below: int | None = None
 ) -> Guess:
-    """The continuation of ``context`` with the highest score, of its longest match, of half that length and of two.
+    """Return the continuation of ``context`` of highest score, of its longest match, of half that length and of two.
 
     Args:
-        below: only places before this one are looked at.
+        below: only occurrences before this index are considered.
     """
     if len(context) < 2 or limit < 1:
         return _NOTHING
@@ -141,7 +141,7 @@ def best_guess(
 def _matches(
     chains: PairChains, context: Int32[np.ndarray, " context"], places: Int64[np.ndarray, " places"]
 ) -> Int64[np.ndarray, " places"]:
-    """How many tokens that end at each place are those that end the context; two at least."""
+    """Return the number of tokens before and at each place that match the end of the context; two at least."""
     lengths = np.full(len(places), 2)
     alive = np.arange(len(places))
     for back in range(2, len(context)):
@@ -154,10 +154,10 @@ def _matches(
 
 
 def _follow(chains: PairChains, places: Int64[np.ndarray, " places"], limit: int, start: Sequence[int] = ()) -> Guess:
-    """Follow what most places go on with, the latest where they are equal. A text may run into its own draft.
+    """Follow the most frequent next tokens, on a tie the latest. An occurrence may continue into the draft itself.
 
     Args:
-        start: draft tokens already, which ``places`` end with.
+        start: draft tokens already chosen, which end at ``places``.
     """
     tokens, turns, score, count, end = list(start), list[Turn](), 0.0, len(places), chains.tokens.end
     while len(tokens) < limit:

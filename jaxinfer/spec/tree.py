@@ -1,4 +1,4 @@
-"""What a drafter proposes: several continuations that begin alike. No jax."""
+"""Draft trees: several continuations with common prefixes. No jax."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxtyping import Integer
 
 
 class Tree(NamedTuple):
-    """Draft tokens, each behind another one or behind the last token that is known.
+    """Draft tokens, each following another draft token or the last known token.
 
     Attributes:
-        tokens: ids.
-        parents: the node behind which each stands, one that comes before it; -1: the last known token. Children of a
-            node stand in order of likelihood.
+        tokens: token ids.
+        parents: parent node of each token, an earlier node; -1: the last known token. Children of a node are in order
+        of likelihood.
     """
 
     tokens: Integer[np.ndarray, " nodes"]
@@ -22,12 +22,12 @@ class Tree(NamedTuple):
 
     @staticmethod
     def chain(tokens: Integer[np.ndarray, " nodes"]) -> Tree:
-        """One continuation."""
+        """Return the tree of one continuation."""
         return Tree(tokens, np.arange(-1, len(tokens) - 1, dtype=np.int32))
 
     @staticmethod
     def of_paths(paths: list[list[int]]) -> Tree:
-        """The tree of some continuations, the likeliest first: what begins alike is there once."""
+        """Return the tree of several continuations, the likeliest first: common prefixes are merged."""
         nodes: dict[tuple[int, int], int] = {}
         for path in paths:
             at = -1
@@ -37,9 +37,9 @@ class Tree(NamedTuple):
         return Tree(pairs[:, 1], pairs[:, 0])
 
     def paths(self, most: int) -> list[list[int]]:
-        """At most ``most`` ways from the root to a leaf, as tokens. The main path comes first: the first child of each
-        node. Each further child begins another one, in the order of the nodes, which goes on with first children. None
-        is the beginning of one before it."""
+        """Return at most ``most`` paths from the root to a leaf, as tokens. The main path comes first: the first child
+        of each node. Each further child begins another path, in node order, continued with first children. No path is a
+        prefix of an earlier one."""
         if most == 1 or _is_chain(self.parents):
             return [self._main()] if len(self.tokens) else []
         tokens, parents = self.tokens.tolist(), self.parents.tolist()
@@ -57,14 +57,14 @@ class Tree(NamedTuple):
         return found
 
     def bounded(self, depth: int, vocab_size: int) -> Tree:
-        """The nodes that can be fed, whatever the tree says: ids of the vocabulary, at most ``depth`` behind each
-        other, whose parents are such nodes before them."""
+        """Return the nodes that are valid to feed: ids of the vocabulary, at depth at most ``depth``, whose parents are
+        such nodes and precede them."""
         tokens, parents = self.tokens, self.parents
         count = min(len(tokens), len(parents))
         good = (tokens[:count] >= 0) & (tokens[:count] < vocab_size)
         if len(tokens) == count <= depth and good.all() and _is_chain(parents):
             return Tree.chain(tokens.astype(np.int32, copy=False))
-        places: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # of each node that is kept: where, and how deep
+        places: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # of each kept node: its index, and its depth
         kept = list[tuple[int, int]]()
         for node, (token, parent) in enumerate(zip(tokens[:count].tolist(), parents[:count].tolist(), strict=True)):
             if good[node] and parent in places and places[parent][1] < depth:
@@ -74,7 +74,7 @@ class Tree(NamedTuple):
         return Tree(columns[:, 0], columns[:, 1])
 
     def _main(self) -> list[int]:
-        """The tokens of the main path."""
+        """Return the tokens of the main path."""
         if _is_chain(self.parents):
             return self.tokens.tolist()
         path, at = list[int](), -1
@@ -90,7 +90,7 @@ def _is_chain(parents: Integer[np.ndarray, " nodes"]) -> bool:
 
 
 def _path(start: int, tokens: list[int], parents: list[int], eldest: dict[int, int]) -> list[int]:
-    """The tokens from the root through a node, and on with first children."""
+    """Return the tokens from the root through a node, continued with first children."""
     path, node = list[int](), start
     while node >= 0:
         path.append(tokens[node])

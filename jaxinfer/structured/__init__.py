@@ -1,1 +1,1 @@
-"""Structured outputs: which tokens a grammar allows next. llguidance, in helper processes. No jax."""
+"""Structured outputs: token masks of grammars, computed by llguidance in helper processes. No jax."""

@@ -1,4 +1,4 @@
-"""What a helper says of a matcher. No jax."""
+"""Replies of a grammar helper about a matcher. No jax."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 STOPPED = "stopped"
 UNAVAILABLE = "no helper process for grammars can be started now: the machine lacks descriptors, processes or memory"
-"""The state of an answer that the machine prevents, not the grammar: a retry is worthwhile."""
+"""Error state for failures of the machine rather than the grammar: a retry may succeed."""
 
 
 class Answer(NamedTuple):
-    """What a matcher says.
+    """Reply for one matcher.
 
     Attributes:
-        state: None: it goes on; ``stopped``; or why it cannot.
-        tokens: that must follow, as models would say it.
-        masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
-        slow: the grammar was known, and the mask took long all the same.
-        burden: CPU seconds per mask, with the compilation of the grammar shared out over some masks.
+        state: None: the output may continue; ``stopped``; or the error.
+        tokens: forced tokens, as a model would tokenise the text.
+        masks: the next mask and those after each of the tokens: as token ids, or None if the mask follows the line.
+        slow: the grammar was known, and the mask still took long.
+        burden: CPU seconds per mask, with the compilation of the grammar amortised over some masks.
     """
 
     state: str | None

@@ -1,4 +1,4 @@
-"""Grammars in llguidance's words, made of what requests ask for; what it cannot hold exactly is refused. No jax."""
+"""Compilation of request constraints to llguidance grammars; rejects those that cannot be enforced exactly. No jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.structured import lark
 from jaxinfer.structured.schemas import GrammarError
 from jaxinfer.structured.tags import Held, held
 
-LIMITS = LLParserLimits(verbose_errors=False)  # whose message would repeat the grammar
+LIMITS = LLParserLimits(verbose_errors=False)  # verbose errors would repeat the grammar
 TAGS = "structural_tag"
 _MAX_SENTENCE = 500
 _PLACE, _LISTING = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?"), re.compile(r"\n\s*1 \| ")
@@ -22,33 +22,33 @@ _PLACE, _LISTING = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: 
 def compiled(
     kind: str, text: str, tokenizer: LLTokenizer | None = None, special: Mapping[str, int] | None = None
 ) -> str:
-    """The grammar for `llguidance.LLMatcher`, checked.
+    """Return the grammar for `llguidance.LLMatcher`, checked.
 
     Args:
-        kind, text: of `StructuredOutputs.asked`.
-        tokenizer: whose special tokens it may name; None: any.
-        special: special tokens by the texts that structural tags spell; None: there are none.
+        kind, text: from `StructuredOutputs.asked`.
+        tokenizer: defines the special tokens that the grammar may name; None: any.
+        special: special tokens by the texts with which structural tags spell them; None: there are none.
 
     Raises:
-        GrammarError: it is no such thing, or the library cannot hold it exactly.
+        GrammarError: the text is invalid, or the library cannot enforce it exactly.
     """
     try:
         found = held(text, special or {}) if kind == TAGS else None
         grammar = _MAKE[kind](text) if found is None else json.dumps({"grammars": found.grammars})
     except GrammarError:
         raise
-    except Exception as error:  # what the converter of GBNF raises has no class of its own
+    except Exception as error:  # the GBNF converter raises plain Exception
         raise GrammarError(short(str(error))) from error
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LIMITS)
     if found is not None and messages:
         _check_schemas(found)
-    if failed or (messages and kind == "json"):  # what it warns of is a keyword that it would pass over
+    if failed or (messages and kind == "json"):  # the library warns of keywords that it would ignore
         raise GrammarError(short("; ".join(messages)))
     return grammar
 
 
 def _check_schemas(found: Held) -> None:
-    """Name the schema that a structural tag's grammar fails with, if it is one."""
+    """Raise an error that names the schema with which a structural tag's grammar fails, if it is one."""
     for place, rule in found.schemas:
         _, messages = LLMatcher.validate_grammar_with_warnings(_lark(f"start: {rule}"), limits=LIMITS)
         if messages:
@@ -56,10 +56,10 @@ def _check_schemas(found: Held) -> None:
 
 
 def require_compiled(params: SamplingParams) -> None:
-    """Compile what constrains a request, if anything does, in this process.
+    """Compile the constraint of a request, if there is one, in this process.
 
     Raises:
-        RequestError: it cannot be held exactly.
+        RequestError: it cannot be enforced exactly.
     """
     if params.grammar is not None:
         try:
@@ -107,7 +107,7 @@ _MAKE = {
 
 
 def short(message: str) -> str:
-    """What the library says, without where in our text, and our text."""
+    """Shorten a library message: remove positions in, and quotes of, our generated grammar."""
     said = _PLACE.sub("", message)
     line = " ".join(_LISTING.split(said)[0].split())
     return line if len(line) <= _MAX_SENTENCE else f"{line[:_MAX_SENTENCE]}..."

@@ -1,16 +1,14 @@
-"""A process that holds matchers: `python -m jaxinfer.structured.helper`, started by `masks.Masks` and by servers.
+"""Grammar helper process: `python -m jaxinfer.structured.helper`, started by `masks.Masks` and by servers.
 
-Grammars come with requests, and some take seconds and gigabytes to compile, or for one mask. Here they may: the memory,
-and the processor's time for each frame, are bounded, and whoever started it kills it when it takes too long.
+Grammars come with requests, and some take seconds and gigabytes to compile, or for one mask. A helper bounds the
+memory, and the CPU time of each frame, and its parent kills it when it takes too long.
 
-The first frame is JSON, the ``seconds`` of the processor that each matcher or check of a frame may take, how many
-tokens to look ``ahead`` where one text alone can follow and, behind a line, a `Vocabulary` (nothing: grammars are only
-checked). A question of `ask` is answered by a line of JSON, an `answers.Answer` for each matcher, and behind it the
-masks that are not in it; one of `check` by `GOOD`, or by `BAD`, the place that it is about and, behind a line, a
-sentence.
+The first frame is JSON: the CPU ``seconds`` that each matcher or check of a frame may take, and the number of tokens to
+look ``ahead`` where the grammar forces a text; after a newline follows a `Vocabulary` (empty: grammars are only
+checked). The reply to `ask` is a line of JSON, an `answers.Answer` for each matcher, and after it the masks that are
+not in it; the reply to `check` is `GOOD`, or `BAD`, the path of the invalid field and, after a newline, a sentence.
 
-Texts of grammars stand behind the JSON as they are: to quote a long one would hold the interpreter of whoever asks for
-some hundredths of a second.
+Grammar texts follow the JSON unquoted: quoting a long one would hold the caller's GIL for some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from jaxinfer.helper_process import (
     write_frame,
 )
 
-if TYPE_CHECKING:  # a helper imports it in a thread that stands back
+if TYPE_CHECKING:  # a helper imports it in a thread with idle priority
     from jaxinfer.structured.matcher import Vocabulary
 
 MODULE = "jaxinfer.structured.helper"
@@ -39,26 +37,26 @@ _MAX_MEMORY_BYTES = 4 << 30
 
 
 def setup(seconds: float, vocabulary: Vocabulary | None = None, ahead: int = 0) -> bytes:
-    """The first frame."""
+    """Return the first frame."""
     head = json.dumps({"seconds": seconds, "ahead": ahead}).encode()
     return head + b"\n" + (b"" if vocabulary is None else vocabulary.packed())
 
 
 def check(kind: str, text: str) -> bytes:
-    """A question whether a grammar can be held."""
+    """Return a request to check whether a grammar can be enforced."""
     return b"\n".join([json.dumps({"check": kind}).encode(), text.encode()])
 
 
 Item = tuple[int, tuple[str, str, str] | None, Sequence[int]]
-"""Of a matcher: its number, its grammar (kind, text and scope; None: it is known), the tokens by which it goes on."""
+"""Request for a matcher: its number, its grammar (kind, text and scope; None: known) and the tokens to consume."""
 
 
 def ask(items: Sequence[Item], end: Sequence[int], *, quick: bool = False) -> bytes:
-    """A question for masks.
+    """Return a request for masks.
 
     Args:
-        end: numbers of matchers that are to be forgotten.
-        quick: new grammars were compiled quickly by another helper: this one keeps its priority.
+        end: numbers of matchers to drop.
+        quick: another helper compiled the new grammars quickly: this one keeps its priority.
     """
     texts = [b"" if grammar is None else grammar[1].encode() for _, grammar, _ in items]
     heads = [
@@ -69,13 +67,13 @@ def ask(items: Sequence[Item], end: Sequence[int], *, quick: bool = False) -> by
 
 
 def main() -> None:
-    """Answer questions until the input ends. The argument is the process that starts this one."""
+    """Reply to requests until the input ends. The argument is the pid of the parent."""
     begin(_MAX_MEMORY_BYTES)
     in_threads(_Serving(sys.stdin.buffer, sys.stdout.buffer).serve)
 
 
 class _Serving:
-    """What a helper does. It stands back while it starts, checks or learns a grammar, or is told to."""
+    """Server loop of a helper, with idle priority while it starts, checks or compiles a grammar, or on request."""
 
     def __init__(self, reader: IO[bytes], writer: IO[bytes]) -> None:
         self._reader, self._writer = reader, writer
@@ -83,7 +81,7 @@ class _Serving:
         self._answer: Callable[[bytes, bytes], bytes] | None = None
 
     def serve(self) -> bool:
-        """Answer until the input ends, or this thread stands back; whether there is more to do."""
+        """Reply until the input ends, or this thread gets idle priority; return whether there is more input."""
         if self._answer is None:
             stand_back()
             self._start()

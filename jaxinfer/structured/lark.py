@@ -1,4 +1,4 @@
-"""Pieces of llguidance's Lark notation, which all grammars are made of here. No jax."""
+"""Building blocks of grammars in llguidance's Lark syntax. No jax."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from jaxinfer.structured.schemas import plain
 
 EXTENSION = "x-guidance"
-"""A schema's key for options of the library's, such as to pass over keywords that it does not know: ours, not the
-client's."""
+"""Schema key for library options, such as ignoring unknown keywords: for our use, not the client's."""
 HEADER = '%llguidance {"no_forcing": true}\n'
-"""Where one text alone can follow, any tokens that spell it may: the library would choose some for the model."""
-COMPACT: Mapping[str, Any] = {  # none is weaker than the schema
+"""Any tokens that spell a forced text are allowed: with forcing the library would choose tokens for the model."""
+COMPACT: Mapping[str, Any] = {  # each option is at least as strict as the schema
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": False,
@@ -24,14 +23,14 @@ COMPACT: Mapping[str, Any] = {  # none is weaker than the schema
     "lenient": False,
 }
 SPACED = {**COMPACT, "item_separator": ", ?", "key_separator": ": ?"}
-"""As templates write the arguments of calls, or compact."""
+"""Separators as templates write the arguments of calls, or compact."""
 
 
 def schema(found: Mapping[str, Any] | bool, options: Mapping[str, Any], place: str = "") -> str:
-    """What a rule is that holds JSON of a schema.
+    """Return the body of a rule for JSON of a schema.
 
     Raises:
-        GrammarError: it cannot be held. ``place``: of the request, that it is about.
+        GrammarError: it cannot be enforced. ``place``: the field of the request for the message.
     """
     found = plain(found, place)
     if isinstance(found, bool):
@@ -40,10 +39,10 @@ def schema(found: Mapping[str, Any] | bool, options: Mapping[str, Any], place: s
 
 
 def grammar(text: str) -> str:
-    """A client's grammar in Lark, or in GBNF, whose rules are defined by ``::=``.
+    """Return a client's grammar in Lark; GBNF, whose rules are defined by ``::=``, is converted.
 
     Raises:
-        ValueError: it sets options of the library's.
+        ValueError: it sets library options.
     """
     for option in (EXTENSION, "%llguidance"):
         if option in text:
@@ -52,17 +51,17 @@ def grammar(text: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """A regular expression as a terminal."""
+    """Return a regular expression as a terminal."""
     (made,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
     return str(made["lark_grammar"]).removeprefix("start: ").strip()
 
 
 def literal(text: str) -> str:
-    """A regular expression of this text alone."""
+    """Return a regular expression that matches only this text."""
     return "".join(each if each.isalnum() and each.isascii() else f"\\x{{{ord(each):x}}}" for each in text)
 
 
 def text_without(texts: Iterable[str]) -> str:
-    """A terminal of any text in which none of these stands."""
+    """Return a terminal for any text that contains none of these."""
     none = "|".join(map(literal, texts))
     return f"/(?s:.*)/ & ~/(?s:.*)(?:{none})(?s:.*)/" if none else "/(?s:.*)/"

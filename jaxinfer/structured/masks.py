@@ -1,4 +1,4 @@
-"""The masks of sequences, computed beside the engine's steps in helper processes. No jax."""
+"""Token masks of sequences, computed in helper processes concurrently with the engine's steps. No jax."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jaxinfer.structured.helper import ask as ask_for
 from jaxinfer.structured.matcher import Vocabulary
 
 CPU_SECONDS = 1.0
-"""Of the processor, for a grammar and its mask, or a mask."""
-_WALL_SECONDS = 60.0  # for one that waits, and uses no processor
+"""CPU seconds for a grammar and its mask, or for a mask."""
+_WALL_SECONDS = 60.0  # for a helper that waits without using the CPU
 _LONG_SECONDS = 0.002
-"""For masks of known grammars: ten times what they take. Who takes longer stands back, as helpers do that learn one:
-the processor is the steps' first."""
+"""Seconds for masks of known grammars: ten times the usual. A slower helper gets idle priority, as do helpers that
+compile a grammar: the engine's steps come first."""
 _QUICK_SECONDS = 0.02
-"""The burden (`Answer.burden`) up to which a grammar is quick."""
+"""Largest burden (`Answer.burden`) of a quick grammar."""
 _REMEMBERED = 4096
 _PAUSES = (0.1, 0.3, 1.0)
 """Seconds between attempts to start a helper."""
@@ -36,18 +36,18 @@ _TOO_LONG = "the grammar took too long, or too much memory: its helper was stopp
 
 
 class Held:
-    """A sequence's place in its grammar. It belongs to the engine's thread.
+    """Grammar state of a sequence, used by the engine's thread only.
 
     Attributes:
-        ready: the answer to what was last asked is there.
-        masks: the tokens that may follow, as int32 words: next, and behind each of those that are forced.
-        forced: the text that must follow, as models would say it.
-        stopped: the output is whole.
-        error: why there will be no mask.
-        late: it was waited for, and was not there in time.
-        slow: its last mask took long: to wait for the next is no use.
-        burden: of the last answer.
-        owner: the worker that is asked for its masks; others' answers are of before, and dropped.
+        ready: the reply to the last request has arrived.
+        masks: allowed tokens as int32 words: for the next token, and after each of the forced ones.
+        forced: forced tokens, as a model would tokenise the text.
+        stopped: the output is complete.
+        error: reason why there will be no mask.
+        late: a wait for the mask timed out.
+        slow: its last mask took long: waiting for the next is useless.
+        burden: burden of the last reply.
+        owner: worker that computes its masks; replies of other workers are stale, and dropped.
     """
 
     __slots__ = (
@@ -76,15 +76,15 @@ class Held:
         self.error: str | None = None
         self.burden = 0.0
         self.owner: _Worker | None = None
-        self.generation, self.told = -1, 0  # of the helper that knows it, and how much of what was said
+        self.generation, self.told = -1, 0  # generation of the helper that knows it, and number of tokens sent
 
     @property
     def mask(self) -> np.ndarray | None:
-        """Of the next token; None: there is none yet, or there will be none."""
+        """Mask of the next token; None: not available yet, or never."""
         return self.masks[0] if self.ready and self.masks else None
 
     def say(self, tokens: Iterable[int]) -> bool:
-        """Note what was said; whether its mask is there: it was what is forced, and there is one behind it."""
+        """Append generated tokens; return whether the next mask is known: they were forced, and the reply has it."""
         new = list(tokens)
         self.said += new
         if self.ready and new == self.forced[: len(new)]:
@@ -95,10 +95,10 @@ class Held:
         return self.ready
 
     def hear(self, worker: _Worker | None, answer: Answer, masks: Iterator[np.ndarray], words: int) -> None:
-        """Take a helper's answer. ``masks``: those that are not in the answer."""
+        """Take a helper's reply. ``masks``: the masks that are not in it."""
         found = [next(masks) if ids is None else _mask_of(ids, words) for ids in answer.masks]
         if self.owner is not worker or self.told < len(self.said):
-            return  # it has moved or gone on since, and is asked again
+            return  # it has moved or advanced since, and is requested again
         self.stopped = answer.state == STOPPED
         self.error = None if self.stopped else answer.state
         self.masks, self.forced, self.ready, self.slow = found, answer.tokens, True, answer.slow
@@ -106,24 +106,24 @@ class Held:
 
     @property
     def key(self) -> int:
-        """Of its grammar and whose it is."""
+        """Hash of its grammar and scope."""
         return hash(self.grammar)
 
 
 class Masks:
-    """Masks for the sequences of an engine. Its helpers are started by the first of them.
+    """Token masks for the sequences of an engine. The first sequence with a grammar starts the helpers.
 
-    Nothing here waits but `wait`. A helper that takes too long, or too much memory, is killed and replaced; the one
-    whose grammar it was has an error then, and the others of this helper are late.
+    Only `wait` and `wait_any` block. A helper that takes too long, or too much memory, is killed and replaced; the
+    sequence that caused it gets an error, and the other sequences of this helper are late.
 
-    Slow grammars do not delay quick ones: one helper compiles new grammars; those that turn out quick move to the
-    quick helpers, which are asked for all their sequences at once, the others to the slow helper. New and slow ones
-    are asked for one sequence at a time, and scopes (tenants) take turns.
+    Slow grammars do not delay quick ones: one helper compiles new grammars; quick grammars then move to the quick
+    helpers, which compute masks of all their sequences at once, the rest to the slow helper. New and slow grammars are
+    processed one sequence at a time, round-robin between scopes (tenants).
 
     Args:
-        vocabulary: asked for once, by a thread; None: no sequence has a grammar.
+        vocabulary: called once, by a thread; None: no sequence has a grammar.
         helpers: processes for quick grammars; 0: no sequence has a grammar.
-        ahead: tokens of a text that must follow, of which the masks are asked, too.
+        ahead: maximum forced tokens for which masks are computed ahead.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary] | None, helpers: int, ahead: int = 0) -> None:
@@ -134,18 +134,18 @@ class Masks:
             self._workers = [_Worker(once, self._came, ahead) for _ in range(helpers)]
             self._workers += [_Worker(once, self._came, ahead, in_turn=True) for _ in ("new", "slow")]
         self._numbers = itertools.count()
-        self._known = collections.OrderedDict[int, bool]()  # grammars by whether they are quick
+        self._known = collections.OrderedDict[int, bool]()  # whether a grammar is quick, by key
         weakref.finalize(self, _stop, self._workers)
 
     def open(self, kind: str, text: str, scope: str = "") -> Held:
-        """Begin an output in a grammar; its first mask is on its way with the next `send`."""
+        """Begin an output constrained by a grammar; the next `send` requests its first mask."""
         held = Held(next(self._numbers), (kind, text, scope))
         self._give(held, self._worker_of(self._known.get(held.key)))
         return held
 
     def advance(self, held: Held, tokens: Iterable[int]) -> None:
-        """Note what the sequence has said; its next mask is on its way with the next `send`."""
-        with self._came:  # an answer may be coming in
+        """Append generated tokens; the next `send` requests the next mask."""
+        with self._came:  # a reply may arrive concurrently
             was_ready, ready = held.ready, held.say(tokens)
             if was_ready:
                 self._sort(held)
@@ -153,7 +153,7 @@ class Masks:
             _owner(held).waiting[held] = None
 
     def _sort(self, held: Held) -> None:
-        """Move a sequence to where grammars are that take as long as its own."""
+        """Move a sequence to the worker for grammars of its speed."""
         worker, owner = self._worker_of(self._note(held)), _owner(held)
         if worker.in_turn != owner.in_turn or (worker.in_turn and worker is not owner):
             self._take(held)
@@ -161,7 +161,7 @@ class Masks:
             self._give(held, worker)
 
     def _note(self, held: Held) -> bool:
-        """Remember whether a grammar is quick, by its last answer; one that was slow once may be so again."""
+        """Record whether a grammar is quick, by its last reply; a grammar that was slow once stays slow."""
         is_quick = held.burden < _QUICK_SECONDS and self._known.get(held.key, True)
         self._known[held.key] = is_quick
         self._known.move_to_end(held.key)
@@ -182,7 +182,7 @@ class Masks:
             worker.waiting[held] = None
 
     def close(self, held: Held) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         if held.ready:
             self._note(held)
         self._take(held)
@@ -193,30 +193,30 @@ class Masks:
         worker.ended.append(held.number)
 
     def send(self) -> None:
-        """Send all that was noted since the last call on its way; end what has waited for too long."""
+        """Send all requests made since the last call; deprioritise or kill helpers that take too long."""
         for worker in self._workers:
             worker.send()
 
     def wait(self, those: Sequence[Held], seconds: float) -> None:
-        """Wait until all of these are ready, so long at most. What is not is late."""
+        """Wait until all of these are ready, at most ``seconds``. The rest are late."""
         with self._came:
             self._came.wait_for(lambda: all(each.ready for each in those), seconds)
         for each in those:
             each.late = not each.ready
 
     def wait_any(self, those: Sequence[Held], seconds: float) -> None:
-        """Wait until one of these is ready, so long at most."""
+        """Wait until one of these is ready, at most ``seconds``."""
         with self._came:
             self._came.wait_for(lambda: any(each.ready for each in those), seconds)
 
 
 def _owner(held: Held) -> _Worker:
-    assert held.owner is not None  # `Masks.open` made it
+    assert held.owner is not None  # set by `Masks.open`
     return held.owner
 
 
 def _mask_of(ids: list[int], words: int) -> np.ndarray:
-    """The mask of these tokens."""
+    """Return the mask that allows these tokens."""
     mask, at = np.zeros(words, np.uint32), np.array(ids, np.uint32)
     np.bitwise_or.at(mask, at >> 5, np.uint32(1) << (at & 31))
     return mask.view(np.int32)
@@ -228,7 +228,7 @@ def _stop(workers: Iterable[_Worker]) -> None:
 
 
 class _Worker:
-    """A helper, and the thread that asks it. ``waiting``, ``ended`` and ``members`` belong to the engine's thread."""
+    """A helper, and the thread that calls it. ``waiting``, ``ended`` and ``members`` belong to the engine's thread."""
 
     def __init__(
         self, vocabulary: Callable[[], Vocabulary], came: threading.Condition, ahead: int, *, in_turn: bool = False
@@ -238,14 +238,14 @@ class _Worker:
         self.members, self.waiting, self.ended = 0, dict[Held, None](), list[int]()
         self._sent = threading.Condition()
         self._ask, self._end = list[Held](), list[int]()
-        self._turns = collections.OrderedDict[str, None]()  # scopes, the last one that had its turn at the end
+        self._turns = collections.OrderedDict[str, None]()  # scopes, least recently served first
         self._helper: Helper | None = None
         self._thread: threading.Thread | None = None
         self._generation, self._words, self._since = 0, 0, 0.0
         self._hurried = self._stopped = False
 
     def send(self) -> None:
-        since = self._since  # once: an answer that comes now sets it to 0
+        since = self._since  # read once: a reply that arrives now sets it to 0
         if since and self._helper is not None:
             self._hurry(self._helper, time.monotonic() - since)
         if not self.waiting and not self.ended:
@@ -263,7 +263,7 @@ class _Worker:
         thread = threading.Thread(target=self._run, name="jaxinfer-masks", daemon=True)
         try:
             thread.start()
-        except RuntimeError as cause:  # as many as there may be
+        except RuntimeError as cause:  # the system's thread limit
             _log.warning("no thread for grammars: %s", cause)
             with self._sent:
                 ask, self._ask = self._ask, []
@@ -272,7 +272,7 @@ class _Worker:
             self._thread = thread
 
     def _hurry(self, helper: Helper, seconds: float) -> None:
-        """See to a helper that has been asked ``seconds`` ago."""
+        """Deprioritise or kill a helper whose current request was sent ``seconds`` ago."""
         if seconds > _WALL_SECONDS:
             helper.kill()
         elif seconds > (_LONG_SECONDS if self.in_turn else _QUICK_SECONDS) and not self._hurried:
@@ -296,7 +296,7 @@ class _Worker:
                 self._answer(ask, end)
 
     def _next(self) -> list[Held]:
-        """What is asked next: all, or in turn one of the scope that has waited longest for its turn."""
+        """Return the next requests: all, or with ``in_turn`` one of the scope that was served least recently."""
         if not self.in_turn or not self._ask:
             ask, self._ask = self._ask, []
             return ask
@@ -320,7 +320,7 @@ class _Worker:
             return
         ask, answer = self._asked(ask, end)
         if answer is None and len(ask) > 1 and not self._stopped:
-            for each in ask:  # whose grammar it was shows when each is asked by itself
+            for each in ask:  # one at a time, to find the grammar that caused it
                 self._answer([each], [])
         elif answer is None:
             self._tell(ask, _TOO_LONG)
@@ -331,7 +331,7 @@ class _Worker:
     def _tell(self, ask: list[Held], state: str) -> None:
         with self._came:
             for held in self._own(ask):
-                held.told = len(held.said)  # it is not asked for again
+                held.told = len(held.said)  # so that it is not requested again
         burden = CPU_SECONDS if state == _TOO_LONG else 0.0
         self._hear(ask, [Answer(state, [], [], burden=burden)] * len(ask), b"")
 
@@ -343,7 +343,7 @@ class _Worker:
             self._came.notify_all()
 
     def _start(self) -> bool:
-        """Start the helper if it does not run, at a few attempts. False: the machine has not what it takes now."""
+        """Start the helper if it is not running, with a few attempts. False: the machine lacks resources."""
         for pause in (*_PAUSES, None):
             try:
                 if self._helper is None:
@@ -364,25 +364,25 @@ class _Worker:
         return False
 
     def _own(self, ask: list[Held]) -> list[Held]:
-        """Those that have not moved to another worker since. Under the lock of `_came`, as they move."""
+        """Return those that have not moved to another worker. Needs the lock of `_came`, under which they move."""
         return [held for held in ask if held.owner is self]
 
     def _asked(self, ask: list[Held], end: list[int]) -> tuple[list[Held], bytes | None]:
-        """Ask the helper, which learns the grammars that it does not know, for its own sequences among these; the
-        answer is None if it was killed, or died."""
+        """Request masks for those of these sequences that this worker owns, with grammars new to the helper; the reply
+        is None if the helper was killed or died."""
         assert self._helper is not None
         with self._came:
             ask = self._own(ask)
             items = [self._item(held) for held in ask]
-        self._hurried = self.in_turn and any(grammar is not None for _, grammar, _ in items)  # it stands back by itself
+        self._hurried = self.in_turn and any(grammar is not None for _, grammar, _ in items)  # it does so itself
         self._since = time.monotonic()
         answer = self._helper.ask(ask_for(items, end, quick=not self.in_turn))
         self._since = 0.0
         return ask, answer
 
     def _item(self, held: Held) -> Item:
-        """What a matcher is asked: one that the helper knows is told what is new, another one all."""
+        """Return the request for a matcher: the new tokens, or for an unknown one the grammar and all tokens."""
         known = held.generation == self._generation
-        first, last = held.told if known else 0, len(held.said)  # the engine's thread may add to it
+        first, last = held.told if known else 0, len(held.said)  # the engine's thread may append concurrently
         held.generation, held.told = self._generation, last
         return held.number, None if known else held.grammar, held.said[first:last]

@@ -1,4 +1,4 @@
-"""A grammar at the place where a sequence is: which token may follow. No jax."""
+"""Grammar state of a sequence in llguidance: which token may follow. No jax."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from jaxinfer.structured.grammar import LIMITS, compiled, short
 from jaxinfer.structured.schemas import GrammarError
 
 LEAD = -1
-"""In place of a token: the answer begins here, behind a thought. Models part them by space, which may be said once."""
+"""Pseudo token: the answer begins here, after reasoning. Models separate the two by whitespace, allowed once."""
 _MOST_SPACE = 4  # characters
-_SPECIAL = b"\xff"  # before the name of a token that is no text, as llguidance marks it
+_SPECIAL = b"\xff"  # llguidance's prefix for the name of a special token
 _MAX_CACHED, _MAX_CACHED_CHARACTERS = 256, 4 << 20
-"""Compiled, a text has up to 150 times its size: what is cached has at most 600 MiB."""
+"""Bounds of the cache. A compiled grammar takes up to 150 times the size of its text: at most 600 MiB are cached."""
 
 
 class Vocabulary(NamedTuple):
-    """The tokens that a grammar speaks of.
+    """The tokens over which grammars are defined.
 
     Attributes:
-        tokens: the bytes that each id stands for.
-        special: ids that stand for no text; a grammar may name them (Lark: ``<|name|>``).
+        tokens: bytes of each id.
+        special: ids without text; a grammar may name them (Lark: ``<|name|>``).
         ends: ids that end an output.
-        size: token ids that the model scores, of which those beyond ``tokens`` are never allowed.
+        size: token ids that the model scores; those beyond ``tokens`` are never allowed.
     """
 
     tokens: Sequence[bytes]
@@ -37,23 +37,23 @@ class Vocabulary(NamedTuple):
 
     @property
     def words(self) -> int:
-        """32-bit words of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-self.size // 32)
 
     @property
     def names(self) -> dict[str, int]:
-        """Special tokens by their names, but for those that end an output: these are no part of it."""
+        """Special tokens by name, without those that end an output and so are not part of it."""
         inner = (self.special - frozenset(self.ends)) & frozenset(range(min(len(self.tokens), self.size)))
         return {name: each for each in sorted(inner) if (name := self.tokens[each].decode(errors="replace"))}
 
     def packed(self) -> bytes:
-        """All of it, for `unpacked`."""
+        """Serialise for `unpacked`."""
         head = json.dumps([[len(each) for each in self.tokens], sorted(self.special), list(self.ends), self.size])
         return b"\n".join([head.encode(), b"".join(self.tokens)])
 
     @classmethod
     def unpacked(cls, data: bytes) -> Vocabulary:
-        """What `packed` gave."""
+        """Deserialise the bytes of `packed`."""
         head, _, rest = data.partition(b"\n")
         lengths, special, ends, size = json.loads(head)
         tokens, at = [], 0
@@ -64,18 +64,17 @@ class Vocabulary(NamedTuple):
 
 
 class Speller:
-    """Spells a text in the longest tokens, one behind the other. Tokenizers mostly do the same, and models what those
-    do: it is a guess."""
+    """Greedy longest-match tokenizer. It approximates real tokenizers, and hence the tokens that models generate."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens = enumerate(vocabulary.tokens[: vocabulary.size])
         known = [(each, number) for number, each in tokens if each and number not in vocabulary.special]
-        self._ids = dict(reversed(known))  # the first of those that stand for the same
+        self._ids = dict(reversed(known))  # the first of several ids with the same text
         self._longest = max(map(len, self._ids), default=0)
         self.spaces = frozenset(n for text, n in known if text.isspace() and len(text) <= _MOST_SPACE)
 
     def spell(self, text: bytes, most: int) -> list[int]:
-        """The text, or its beginning, in up to so many tokens."""
+        """Return the tokens of a text, or of its beginning, at most ``most``."""
         found, at = list[int](), 0
         while at < len(text) and len(found) < most:
             ends = range(min(len(text), at + self._longest), at, -1)
@@ -88,31 +87,31 @@ class Speller:
 
 
 class Matcher:
-    """A matcher of one sequence.
+    """Grammar matcher of one sequence.
 
     Args:
-        library: in its first state.
+        library: llguidance matcher in its initial state.
         words: 32-bit words of a mask.
         ends: token ids that end an output.
-        speller: of what must follow.
+        speller: tokenizer for forced text.
 
     Raises:
-        GrammarError: of every method: the grammar needs more than the library's limits, or a token was not allowed.
-            That is final.
+        GrammarError: by every method: the grammar exceeds the library's limits, or a token was not allowed. The matcher
+            cannot be used afterwards.
     """
 
     def __init__(self, library: LLMatcher, words: int, ends: Sequence[int], speller: Speller) -> None:
         self._library, self._bytes, self._ends, self._speller = library, 4 * words, ends, speller
-        self._spaces = frozenset[int]()  # that may be said, and the grammar does not hear of
+        self._spaces = frozenset[int]()  # whitespace tokens that are allowed but not passed to the grammar
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens that the sequence has said; see `LEAD`."""
+        """Consume generated tokens; see `LEAD`."""
         said = list(tokens)
         if said[0] == LEAD:
             own = int.from_bytes(self.mask(), "little")
             self._spaces = self._speller.spaces
             if any(own >> space & 1 for space in self._spaces):
-                self._spaces = frozenset()  # space is the grammar's own
+                self._spaces = frozenset()  # the grammar allows whitespace itself
             del said[0]
         if said and self._spaces:
             del said[: said[0] in self._spaces]
@@ -121,12 +120,12 @@ class Matcher:
         self._check()
 
     def rollback(self, count: int) -> None:
-        """Go back by so many tokens."""
+        """Undo the last ``count`` tokens."""
         self._library.rollback(count)
         self._check()
 
     def mask(self) -> bytes:
-        """The tokens that may follow: int32 words, bit ``i % 32`` of word ``i // 32`` for token i."""
+        """Return the allowed tokens: int32 words, bit ``i % 32`` of word ``i // 32`` for token i."""
         mask = self._library.compute_bitmask()
         self._check()
         if len(mask) != self._bytes:
@@ -134,7 +133,7 @@ class Matcher:
         return _with(mask, self._spaces) if self._spaces else mask
 
     def forced(self) -> bytes:
-        """The text that must follow, whatever the model says."""
+        """Return the text that the grammar forces."""
         if self._spaces:
             return b""
         found = self._library.compute_ff_bytes()
@@ -142,8 +141,8 @@ class Matcher:
         return found
 
     def ahead(self, most: int) -> tuple[list[int], list[bytes]]:
-        """What must follow, in up to so many tokens as models would say it, and the mask behind each of them. The last
-        one is left out where nothing can follow it."""
+        """Return forced tokens, at most ``most``, and the mask after each of them. The last one is dropped if nothing
+        can follow it."""
         masks = list[bytes]()
         for count, token in enumerate(tokens := self._speller.spell(self.forced(), most), 1):
             self.consume([token])
@@ -163,7 +162,7 @@ class Matcher:
 
     @property
     def stopped(self) -> bool:
-        """Whether the output is whole, and nothing can follow. To be asked behind `mask`."""
+        """Whether the output is complete, and nothing can follow. Valid after `mask`."""
         return self._library.is_stopped()
 
     def _check(self) -> None:
@@ -172,7 +171,7 @@ class Matcher:
 
 
 def is_empty(mask: bytes) -> bool:
-    """Whether it allows nothing."""
+    """Return whether a mask allows no token."""
     return mask.count(0) == len(mask)
 
 
@@ -184,21 +183,21 @@ def _with(mask: bytes, tokens: Iterable[int]) -> bytes:
 
 
 class Matchers:
-    """Makes matchers of grammars over one vocabulary, and remembers those that were compiled last."""
+    """Factory of matchers over one vocabulary, with an LRU cache of compiled grammars."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokenizer, self._special = _tokenizer(vocabulary), vocabulary.names
         self._speller = Speller(vocabulary)
-        # By whose it is, too: how long a grammar takes tells nobody what another tenant has asked for.
+        # The key has the scope, too: compile times must not reveal what another tenant has requested.
         self._cached: collections.OrderedDict[tuple[str, str, str], LLMatcher] = collections.OrderedDict()
         self._size = 0
 
     def new(self, kind: str, text: str, scope: str = "") -> Matcher:
-        """A matcher at the beginning of an output.
+        """Return a matcher at the beginning of an output.
 
         Raises:
-            GrammarError: the grammar cannot be held.
+            GrammarError: the grammar cannot be enforced.
         """
         key = (scope, kind, text)
         library = self._cached.get(key)
@@ -220,7 +219,7 @@ class Matchers:
 
 
 class _Tokens:
-    """The vocabulary as llguidance asks for it."""
+    """Adapter of the vocabulary to the tokenizer interface of llguidance."""
 
     bos_token_id = None
 
@@ -232,14 +231,14 @@ class _Tokens:
         ]
         self.special_token_ids = sorted(vocabulary.special)
         self.ends = list(vocabulary.ends)
-        if not self.ends:  # the library wants one: a token that no model has
+        if not self.ends:  # the library needs one: a token that no model has
             self.ends = [len(self.tokens)]
             self.special_token_ids += self.ends
             self.tokens.append(_SPECIAL + b"<no end>")
         self.eos_token_id = self.ends[0]
 
     def __call__(self, text: bytes) -> list[int]:
-        return []  # asked for where tokens are forced: none is
+        return []  # only called if tokens are forced, which is off
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:

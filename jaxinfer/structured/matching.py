@@ -1,4 +1,4 @@
-"""What a helper answers: masks of the matchers that it holds, and whether grammars can be held. No jax."""
+"""Request handling in a grammar helper: masks of its matchers, and grammar checks. No jax."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary, is_empty
 from jaxinfer.structured.schemas import GrammarError
 
 _FEW = 64
-"""Bytes of a mask whose tokens are told as such: a text that must follow has few, and a mask may have kilobytes."""
+"""Non-zero bytes up to which a mask, which may have kilobytes, is sent as token ids: those of forced text have few."""
 _LEARNT_FOR = 10
-"""Masks for which a grammar is learnt, at least."""
+"""Minimum number of masks over which compilation is amortised."""
 _SLOW_SECONDS = 0.001
-"""Of the processor: some ten times what masks take."""
+"""CPU seconds: some ten times the usual for a mask."""
 
 Grammar = tuple[str, str, str]
-"""Kind, text and scope."""
+"""Kind, text and scope of a grammar."""
 
 
 def checked(head: bytes, text: bytes) -> bytes:
-    """Answer a question of `helper.check`, for which this thread stands back."""
+    """Reply to `helper.check`, in a thread with idle priority."""
     stand_back()
     try:
         compiled(json.loads(head)["check"], text.decode())
@@ -36,11 +36,11 @@ def checked(head: bytes, text: bytes) -> bytes:
 
 
 class Matching:
-    """The matchers of a helper, by number.
+    """Matchers of a helper, by number.
 
     Args:
         vocabulary: packed.
-        seconds: of the processor, for each of a question.
+        seconds: CPU seconds for each item of a request.
         ahead: tokens to look ahead.
     """
 
@@ -49,7 +49,7 @@ class Matching:
         self._known: dict[int, Matcher] = {}
 
     def answer(self, head: bytes, texts: bytes) -> bytes:
-        """Answer a question of `helper.ask`. Who learns a grammar stands back."""
+        """Reply to `helper.ask`. The thread gets idle priority if it compiles a grammar."""
         question = json.loads(head)
         for number in question["end"]:
             self._known.pop(number, None)
@@ -77,7 +77,7 @@ class Matching:
         return answer._replace(slow=grammar is None and seconds > _SLOW_SECONDS, burden=burden), masks
 
     def _next(self, number: int, grammar: Grammar | None, tokens: list[int]) -> tuple[Answer, list[bytes]]:
-        """The answer of a matcher, and the masks that are not in it."""
+        """Return the reply of a matcher, and the masks that are not in it."""
         if grammar is not None:
             self._known[number] = self._matchers.new(*grammar)
         matcher = self._known[number]
@@ -98,7 +98,7 @@ def _failed(state: str) -> Answer:
 
 
 def _few(mask: bytes) -> list[int] | None:
-    """The ids of a mask, if they are few."""
+    """Return the token ids of a mask, if there are few."""
     if len(mask) - mask.count(0) > _FEW:
         return None
     places = np.flatnonzero(np.frombuffer(mask, np.uint8)).tolist()

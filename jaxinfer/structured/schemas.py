@@ -1,4 +1,4 @@
-"""JSON Schemas before they are compiled: what says nothing is left out, OpenAPI's words are JSON Schema's. No jax."""
+"""Normalisation of JSON Schemas before compilation: no-op keywords are dropped, OpenAPI keywords converted. No jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Schema = Mapping[str, Any] | bool
 _ONE = frozenset({"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains"})
 _SOME = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords whose values are a schema, a list of schemas, schemas by name."""
+"""Keywords with, as value, a schema, a list of schemas, or schemas by name."""
 
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri"}
@@ -27,7 +27,7 @@ _FORMATS = frozenset(
         "regex",
     }
 )
-"""Of JSON Schema 2020-12 (Validation, 7.3). Other formats are annotations."""
+"""Formats of JSON Schema 2020-12 (Validation, 7.3). Other formats are annotations."""
 _ANY: tuple[Any, ...] = (True, {})
 
 
@@ -50,14 +50,14 @@ _NEUTRAL: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     **dict.fromkeys(("then", "else"), lambda value, schema: "if" not in schema),
     "if": lambda value, schema: "then" not in schema and "else" not in schema,
 }
-"""Keywords by what they say nothing with."""
+"""Conditions under which keywords have no effect."""
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be held. The message says why, and names the keyword where it is one.
+    """A grammar that cannot be enforced. The message gives the reason, and names the keyword if there is one.
 
     Args:
-        place: the part of the request that it is about; "": what constrains the output.
+        place: the field of the request; "": the constraint on the output.
     """
 
     def __init__(self, message: str, place: str = "") -> None:
@@ -66,19 +66,19 @@ class GrammarError(ValueError):
 
 
 def plain(schema: Schema, place: str = "") -> Schema:
-    """The schema without what says nothing, and with null among what is ``nullable``.
+    """Return the schema without no-op keywords, and with null among the types where ``nullable``.
 
     Raises:
-        GrammarError: no finite JSON is of it, or ``nullable`` is neither true nor false.
+        GrammarError: no finite JSON matches it, or ``nullable`` is neither true nor false.
     """
     _check_finite(schema, place)
     return _plain(schema, place)
 
 
 def closed(schema: Any) -> Any:
-    """The schema with ``additionalProperties`` false in each object that names properties and says nothing of others.
+    """Return the schema with ``additionalProperties`` false in each object that constrains only named properties.
 
-    What stands in ``allOf`` stays as it is: closed, its parts would exclude one another.
+    Schemas in ``allOf`` are unchanged: if closed, they would exclude one another.
     """
     found = _mapped(schema, closed, skip="allOf")
     is_object = isinstance(found, Mapping) and isinstance(found.get("properties"), Mapping)
@@ -114,7 +114,7 @@ def _with_null(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _mapped(schema: Any, make: Callable[[Any], Any], skip: str = "") -> Any:
-    """The schema with ``make`` of each schema in it."""
+    """Return the schema with ``make`` applied to each of its subschemas."""
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
@@ -130,7 +130,7 @@ def _mapped(schema: Any, make: Callable[[Any], Any], skip: str = "") -> Any:
     return found
 
 
-# ---- whether anything finite is of a schema
+# ---- whether a schema matches any finite value
 
 
 def _check_finite(root: Schema, place: str) -> None:
@@ -147,7 +147,7 @@ def _check_finite(root: Schema, place: str) -> None:
 
 
 def _reached(root: Any) -> Iterator[Mapping[str, Any]]:
-    """The schemas that ``root`` needs, each once."""
+    """Yield the schemas that ``root`` needs, each once."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -159,7 +159,7 @@ def _reached(root: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _needed(schema: Mapping[str, Any], root: Any) -> Iterator[list[Any]]:
-    """Groups of schemas, of each of which one must be finite for this one to be."""
+    """Yield groups of schemas; this one is finite if at least one of each group is."""
     if "$ref" in schema and (target := referred(schema["$ref"], root)) is not None:
         yield [target]
     for word in ("anyOf", "oneOf"):

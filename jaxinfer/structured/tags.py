@@ -1,7 +1,7 @@
-"""Structural tags as grammars in llguidance's notation. No jax.
+"""Compilation of structural tags to llguidance grammars. No jax.
 
-Free text is one lexeme, up to the text that ends it: the library's lexer is greedy, so a lexeme of that kind is lazy,
-and what ends it is a part of it. A special token ends a lexeme by itself.
+Free text is one lexeme, up to and including the text that ends it: the library's lexer is greedy, so such a lexeme is
+lazy and includes its end. A special token ends a lexeme by itself.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from jaxinfer.structured.tree import (
 )
 
 type Atom = str | int | Node
-"""A text without special tokens, a special token, or what has parts of its own."""
+"""A text without special tokens, a special token, or a composite node."""
 
 
 class Held(NamedTuple):
-    """A structural tag's grammar.
+    """Grammar of a structural tag.
 
     Attributes:
-        grammars: as llguidance takes several.
-        schemas: of JSON in it, each with its place and a rule that holds it.
+        grammars: list of grammars in llguidance's format.
+        schemas: JSON schemas in it, each with its path and a rule for it.
     """
 
     grammars: Sequence[Mapping[str, Any]]
@@ -45,13 +45,13 @@ class Held(NamedTuple):
 
 
 def held(text: str, special: Mapping[str, int]) -> Held:
-    """The grammar of a structural tag.
+    """Return the grammar of a structural tag.
 
     Args:
-        special: special tokens by their texts. What is none is text.
+        special: special tokens by their texts. All other text is plain.
 
     Raises:
-        ValueError: it is no structural tag, naming the part.
+        ValueError: it is not a structural tag; names the field.
     """
     writer = _Writer(special)
     start = writer.node(read(text))
@@ -64,11 +64,11 @@ def _grammar(name: str, text: str) -> dict[str, Any]:
 
 
 class _Writer:
-    """Writer of rules. Each method returns what a rule says of a node, and of what ends it.
+    """Rule writer. Methods return the rule body for a node and the texts that end it.
 
     Attributes:
-        rules: by name. Names in capitals are lexemes.
-        others: grammars besides.
+        rules: bodies by name. Names in capitals are lexemes.
+        others: additional grammars.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -81,7 +81,7 @@ class _Writer:
         self._known: dict[str, str] = {}
 
     def node(self, node: Node, ends: Sequence[str] = ()) -> str:
-        """``ends``: texts of which one follows, none: nothing does."""
+        """Return the rule body of a node. ``ends``: alternative texts that follow it; empty: no text follows."""
         if not unlimited(node):
             return self._runs([*self._atoms(node), *self._closed(ends)])
         return self._open(node, ends)
@@ -101,21 +101,21 @@ class _Writer:
         return self._left_out(node, ends)
 
     def _left_out(self, node: Node, ends: Sequence[str]) -> str:
-        """A part that may be left out."""
+        """Return the rule body of an optional node."""
         assert isinstance(node, Repeat)
         return _either([self.node(node.content, ends), self._runs(self._closed(ends))])
 
     # ---- texts
 
     def _pieces(self, text: str) -> list[str | int]:
-        """A text's special tokens, and the texts between them."""
+        """Split a text into special tokens and the texts between them."""
         return [self._special.get(each, each) for each in self._names.split(text) if each]
 
     def _const(self, text: str) -> str:
         return " ".join(map(_piece, self._pieces(text))) or '""'
 
     def _until(self, excludes: Iterable[str], ends: Sequence[str]) -> str:
-        """Free text up to one of the texts, and that too."""
+        """Return free text up to and including one of ``ends``."""
         without = self._rule("TEXT", lark.text_without(sorted({*excludes, *ends})))
         return _either(self._up_to(without, end) for end in ends) if ends else without
 
@@ -127,10 +127,10 @@ class _Writer:
             return " ".join([self._rule("TEXT", f"{text} {_piece(first)}"), *map(_piece, rest)])
         return self._rule("text", f"{text} {_piece(first)}", "[lazy]")
 
-    # ---- parts that end by themselves
+    # ---- nodes with a definite end
 
     def _atoms(self, node: Node) -> list[Atom]:
-        """What a part is made of, one behind the other."""
+        """Return the atoms of a node, in order."""
         match node:
             case Const():
                 return [*self._pieces(node.value)]
@@ -147,8 +147,8 @@ class _Writer:
         return [*self._pieces(ends[0])] if len(ends) == 1 else [Either([*map(Const, ends)])] if ends else []
 
     def _runs(self, atoms: Sequence[Atom]) -> str:
-        """Neighbours that a regular expression tells are one lexeme, in which alternatives behind it begin, too: of
-        several the lexer takes the longest, so of two that begin alike a short one would be lost."""
+        """Merge adjacent regular atoms into one lexeme, including the first lexeme of each alternative that follows:
+        the lexer takes the longest match, so of two lexemes with a common prefix the shorter would be lost."""
         said, run = [], list[Atom]()
         for atom in atoms:
             if self._regular(atom) is not None:
@@ -182,7 +182,7 @@ class _Writer:
         return self.node(atom.content, atom.ends)
 
     def _regular(self, atom: Atom) -> str | None:
-        """The regular expression of an atom; None: it has none."""
+        """Return the regular expression of an atom; None: it has none."""
         match atom:
             case str():
                 return json.dumps(atom)
@@ -208,7 +208,7 @@ class _Writer:
         return f"{_either(map(self.node, node.tags))} {more}* {rest}"
 
     def _by_trigger(self, node: Triggered) -> dict[str, list[Tag]]:
-        """Tags by what really begins them: a trigger may be the beginning of a special token's text."""
+        """Return tags by effective trigger: a trigger may be a prefix of a special token's text."""
         found: dict[str, list[Tag]] = {}
         for tag in node.tags:
             trigger = next(each for each in node.triggers if tag.begin.startswith(each))
@@ -229,7 +229,7 @@ class _Writer:
         return f"@{self._known[node.text]}"
 
     def _rule(self, name: str, body: str, options: str = "") -> str:
-        """The name of a rule, made once."""
+        """Return the name of a rule, created once."""
         key = options + body
         if key not in self._known:
             self._known[key] = f"{name}{len(self.rules)}"
@@ -247,7 +247,7 @@ def _expression(node: Regex) -> str:
 
 
 def _together(parts: Iterable[str | None], joint: str) -> str | None:
-    """Regular expressions as one; None: one of them is missing."""
+    """Join regular expressions into one; None if one of them is None."""
     found = list(parts)
     return None if None in found else f"({joint.join(map(str, found))})"
 

@@ -1,4 +1,4 @@
-"""The thought in front of an answer: a grammar holds what is behind it, and it may have a budget. No jax."""
+"""Reasoning before a constrained answer: the grammar applies after it, and it may have a token budget. No jax."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jaxinfer.types import Thinking
 
 
 class Thought:
-    """The thought of one sequence, as far as its tokens are known.
+    """Reasoning state of one sequence, as far as its tokens are known.
 
-    Unless the prompt has opened it, its first token tells whether there will be one. A grammar holds that token, which
-    may begin a thought all the same.
+    Unless the prompt has opened the reasoning, the first token shows whether there is any. The grammar constrains that
+    token, with the begin token allowed in addition.
 
     Args:
-        tags: the tokens around it.
-        budget: tokens that it may have before it is closed; None: any number.
+        tags: tokens that delimit the reasoning.
+        budget: maximum tokens before it is closed; None: unbounded.
 
     Attributes:
         open: the sequence is within it.
-        over: there is none any more, and there will be none.
+        over: the reasoning has ended, or there will be none.
     """
 
     __slots__ = ("_budget", "_offered", "_said", "_tags", "open", "over")
@@ -33,7 +33,7 @@ class Thought:
         self._said, self._offered = 0, True
 
     def say(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Note tokens that the sequence has said; those that are not of the thought, nor its tags."""
+        """Take generated tokens; return those after the reasoning and its tags."""
         return tokens[sum(1 for _ in itertools.takewhile(self._takes, tokens)) :]
 
     def _takes(self, token: int) -> bool:
@@ -48,17 +48,17 @@ class Thought:
 
     @property
     def room(self) -> int | None:
-        """Tokens from now on that may be any, as far as the budget goes; None: there is none."""
+        """Number of unconstrained tokens left in the budget; None: no budget."""
         return None if self._budget is None else self._budget + (not self.open) - self._said
 
     def beginning(self, mask: np.ndarray) -> np.ndarray:
-        """The mask of a first token: what the grammar allows, and what begins a thought."""
+        """Return the mask of a first token: the grammar's, plus the token that begins the reasoning."""
         begin = self._tags.begin
         self._offered = begin is not None and not mask.view(np.uint32)[begin >> 5] >> np.uint32(begin & 31) & 1
         return self._with(mask, begin) if self._offered and begin is not None else mask
 
     def closing(self) -> np.ndarray:
-        """The mask that leaves nothing but the end of the thought. Words behind its own are 0."""
+        """Return the mask that allows only the end token of the reasoning. Its missing words count as 0."""
         end = self._tags.end
         return self._with(np.zeros((end >> 5) + 1, np.int32), end)
 

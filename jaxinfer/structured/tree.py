@@ -1,4 +1,4 @@
-"""Structural tags as a tree, read from their JSON: the formats of xgrammar that can be held, by its names. No jax."""
+"""Syntax tree of structural tags: the xgrammar formats that can be enforced, with its names. No jax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Const:
 
 @dataclasses.dataclass(frozen=True)
 class Json:
-    """JSON of a schema. ``place``: what an error calls it."""
+    """JSON of a schema. ``place``: its name in errors."""
 
     schema: Mapping[str, Any] | bool
     place: str
@@ -33,7 +33,7 @@ class AnyText:
 
 @dataclasses.dataclass(frozen=True)
 class Regex:
-    """A text that a regular expression matches, and in which none of ``excludes`` stands."""
+    """Text that matches a regular expression and contains none of ``excludes``."""
 
     pattern: str
     excludes: Sequence[str] = ()
@@ -41,28 +41,28 @@ class Regex:
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """A text of a grammar in Lark or GBNF."""
+    """Text of a grammar in Lark or GBNF."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Parts, one behind the other."""
+    """Concatenation of nodes."""
 
     elements: Sequence[Node]
 
 
 @dataclasses.dataclass(frozen=True)
 class Either:
-    """One of several."""
+    """Alternatives."""
 
     elements: Sequence[Node]
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """A part so many times. ``most`` None: any number."""
+    """Repetition of a node, ``least`` to ``most`` times. ``most`` None: unbounded."""
 
     content: Node
     least: int
@@ -71,7 +71,7 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True)
 class Tag:
-    """A part between a text and one of ``ends``; none: nothing is behind it."""
+    """Content between a text and one of ``ends``; empty: no text follows."""
 
     begin: str
     content: Node
@@ -80,7 +80,7 @@ class Tag:
 
 @dataclasses.dataclass(frozen=True)
 class Triggered:
-    """Free text with tags in it: where a trigger stands, a tag that begins with it.
+    """Free text with tags in it: each trigger in the text begins a tag that starts with it.
 
     Attributes:
         at_least_one: it begins with a tag.
@@ -100,10 +100,10 @@ _NAMED = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}
 
 
 def read(text: str) -> Node:
-    """The tree of a structural tag, in the form of ``format`` or in the older one of ``structures`` and ``triggers``.
+    """Parse a structural tag, in the format with ``format`` or the older one with ``structures`` and ``triggers``.
 
     Raises:
-        ValueError: it is none, naming the part.
+        ValueError: it is invalid; names the field.
     """
     found = json.loads(text)
     if not isinstance(found, Mapping):
@@ -117,7 +117,7 @@ def read(text: str) -> Node:
 
 
 def unlimited(node: Node) -> bool:
-    """Whether nothing but what stands behind it tells where it ends."""
+    """Return whether only the text after the node determines its end."""
     match node:
         case AnyText():
             return True
@@ -212,7 +212,7 @@ def _triggered(found: Mapping[str, Any], path: str) -> Triggered:
 
 
 def _triggered_of(found: Mapping[str, Any], before: str, tags: Sequence[Tag]) -> Triggered:
-    """``tags``: of which each begins with one of the triggers alone."""
+    """Check triggers and build the node. ``tags``: each must begin with exactly one of the triggers."""
     path = before[:-1]
     triggers = _texts(found, path, "triggers")
     if not triggers or not all(triggers):
@@ -225,7 +225,7 @@ def _triggered_of(found: Mapping[str, Any], before: str, tags: Sequence[Tag]) ->
 
 
 def _separated(found: Mapping[str, Any], path: str) -> Node:
-    """Tags with a text between them, as parts that stand for the same."""
+    """Expand tags with a separator to equivalent nodes."""
     one = Either(_tags(found, path))
     least = _flag(found, path, "at_least_one")
     if _flag(found, path, STOP):
@@ -269,7 +269,7 @@ def _nodes(found: Mapping[str, Any], path: str, name: str) -> list[tuple[str, An
 
 
 def _listed(found: Mapping[str, Any], before: str, name: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The objects of a list that is not empty, each with its path."""
+    """Return the objects of a non-empty list, each with its path."""
     listed = found.get(name)
     if not isinstance(listed, list) or not listed:
         _refuse(f"{before}{name}", listed, "must be a list that is not empty")
@@ -305,7 +305,7 @@ def _texts(found: Mapping[str, Any], path: str, name: str) -> list[str]:
 
 
 def _ends(found: Mapping[str, Any], path: str) -> list[str]:
-    """Texts that end a tag, of which one may be empty alone."""
+    """Return the end texts of a tag; an empty one is allowed only alone."""
     ends = _texts(found, path, "end") if isinstance(found.get("end"), list) else [_text(found, path, "end")]
     if len(ends) > 1 and not all(ends):
         _refuse(f"{path}.end", ends, "must hold no empty string")

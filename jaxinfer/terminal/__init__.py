@@ -1,1 +1,1 @@
-"""A model at the terminal: what `jaxinfer generate` and `jaxinfer chat` do."""
+"""Implementation of `jaxinfer generate`, `jaxinfer chat` and `jaxinfer control`."""

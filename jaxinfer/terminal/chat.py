@@ -1,4 +1,4 @@
-"""`jaxinfer chat`: a conversation at the terminal, or of the lines of a pipe."""
+"""`jaxinfer chat`: a conversation at the terminal, or over the lines of a pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.terminal.start import in_one_sentence, start
 from jaxinfer.text import TemplateError, load_template
 
 with contextlib.suppress(ImportError):
-    import readline  # noqa: F401  input() gets its history and editing by it
+    import readline  # noqa: F401 importing it adds history and editing to input()
 
 HELP = """/system TEXT  begin anew with TEXT as the first message
 /clear        begin anew
@@ -27,12 +27,12 @@ Ctrl-C stops an answer; at the prompt it ends the conversation."""
 
 
 class StoppedError(Exception):
-    """The answer was stopped by whoever reads it."""
+    """The user stopped the answer."""
 
 
 @dataclasses.dataclass
 class Answer:
-    """An answer that is printed as it comes, until ``stop`` is set."""
+    """An answer that is printed while it is generated, until ``stop`` is set."""
 
     stop: threading.Event
     text: str = ""
@@ -52,10 +52,10 @@ class Answer:
 
 
 class Conversation:
-    """What was said so far; it begins with the system's message, if there is one.
+    """Message history of a conversation, which begins with the system message, if there is one.
 
     Args:
-        lora: the name of the adapter that answers.
+        lora: name of the adapter that answers.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Conversation:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, line: str) -> bool:
-        """Answer a line, or do what it says; whether the conversation goes on.
+        """Answer a line, or run its command; return whether the conversation continues.
 
         Raises:
-            RequestError, TemplateError: it cannot be answered, and the conversation is as before.
+            RequestError, TemplateError: it cannot be answered; the conversation is unchanged.
         """
         if line in ("/exit", "/bye", "/quit"):
             return False
@@ -94,7 +94,7 @@ class Conversation:
                 print(f"{name} is not a command: /help lists them", file=sys.stderr)
 
     def _answer(self, asked: list[dict[str, str]]) -> None:
-        """Print the answer as it comes. One that is stopped stays in the conversation as far as it went."""
+        """Print the answer while it is generated. A stopped answer stays in the conversation up to that point."""
         seed = None
         with stopping() as stop:
             answer = Answer(stop)
@@ -108,17 +108,17 @@ class Conversation:
 
 @in_one_sentence
 def run(args: argparse.Namespace) -> None:
-    """Talk until the end of the input."""
+    """Run the conversation until the end of the input."""
     converse(args)
 
 
 def converse(args: argparse.Namespace) -> None:
-    """Talk with a model that is loaded for it.
+    """Load a model and run a conversation with it.
 
     Raises:
         LoRAError: its adapter cannot be read.
-        RequestError: it knows no conversations; or a line of a pipe cannot be answered. At a terminal that is said, and
-            the conversation goes on.
+        RequestError: the model has no chat template; or a line of a pipe cannot be answered. At a terminal that is only
+            printed, and the conversation continues.
     """
     if load_template(model_folder(args.model), args.chat_template) is None:
         raise RequestError(None, f"the model {args.model!r} has no chat template: jaxinfer generate continues texts")
@@ -138,7 +138,7 @@ def converse(args: argparse.Namespace) -> None:
 
 
 def _adapter(llm: LLM, args: argparse.Namespace) -> str | None:
-    """Load the adapter that `jaxinfer generate` was given; its name."""
+    """Load the adapter given to `jaxinfer generate`, and return its name."""
     given: list[tuple[str, str]] = getattr(args, "lora", [])
     if len(given) > 1:
         raise RequestError("lora", f": {len(given)} given for one conversation")

@@ -1,4 +1,4 @@
-"""`jaxinfer generate`: prompts in, text out."""
+"""`jaxinfer generate`: complete prompts given as flags, files or a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_TOGETHER = 32
 
 @in_one_sentence
 def run(args: argparse.Namespace) -> None:
-    """Complete the prompts, or talk where there is none and somebody sits at a terminal."""
+    """Complete the prompts, or start a chat if there is no prompt and stdin is a terminal."""
     if args.chat or _is_talk(args):
         converse(args)
     else:
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def complete(args: argparse.Namespace, prompts: list[str]) -> None:
-    """Generate, and print as the flags say."""
+    """Generate, and print the outputs as the flags request."""
     llm, params = start(args, min(len(prompts) * (args.n or 1), _MOST_TOGETHER))
     streaming = args.stream and not args.json and len(prompts) == 1 and params.n == 1
     clock, loras = Clock(), [LoRARequest(*each) for each in args.lora]
@@ -55,10 +55,10 @@ def complete(args: argparse.Namespace, prompts: list[str]) -> None:
 
 
 def _is_talk(args: argparse.Namespace) -> bool:
-    """Whether nobody said what to continue, and there is somebody to ask.
+    """Return whether to start a chat: no prompt is given, and stdin is a terminal.
 
     Raises:
-        RequestError: there is, but the model knows no conversations.
+        RequestError: so it is, but the model has no chat template.
     """
     if args.prompt or args.prompt_file or args.prompts or args.json or not sys.stdin.isatty():
         return False
@@ -77,14 +77,14 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt_file is None and sys.stdin.isatty():
         raise RequestError(None, f"no prompt: {_NO_PROMPT}")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale is
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # regardless of the locale
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise RequestError(None, f"standard input is not UTF-8: {error}") from error
     if not text:
         raise RequestError(None, f"no prompt, and nothing on standard input: {_NO_PROMPT}")
-    # echo ends its text with a line's end that nobody means; a file that is named is taken as it is.
+    # echo appends a line end that is not meant; the text of a named file is used unchanged
     return [text if args.prompt_file == "-" else text.removesuffix("\n")]
 
 
@@ -96,10 +96,10 @@ def _read(path: str, flag: str = "--prompt-file") -> str:
 
 
 def _listed(path: str) -> list[str]:
-    """The prompts of a file, one a line; empty lines are none.
+    """Return the prompts of a file, one per line; empty lines are skipped.
 
     Raises:
-        RequestError: the file cannot be read or has no prompt, or a line of a .jsonl file is none.
+        RequestError: the file cannot be read or has no prompt, or a line of a .jsonl file is invalid.
     """
     lines = [(n, line) for n, line in enumerate(_read(path, "--prompts").split("\n"), 1) if line.strip()]
     if not lines:
@@ -121,7 +121,7 @@ def _json_prompt(line: str, where: str) -> str:
 
 
 def _printer(clock: Clock, prompt: str | None) -> Callable[[Delta], None]:
-    """What stops the clock and, given a prompt, prints it and its continuation: not before there is one."""
+    """Return a callback that ticks the clock and, given a prompt, prints it (with the first delta) and the output."""
     texts = itertools.chain([prompt], itertools.repeat(""))
 
     def on_delta(delta: Delta) -> None:

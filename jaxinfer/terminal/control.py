@@ -11,7 +11,7 @@ from jaxinfer.client import TLS, Control, ServerError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the answer as JSON; the exit code is 2 where there is none."""
+    """Print the response as JSON; return exit code 2 if the call fails."""
     try:
         key = args.api_key_file and args.api_key_file.read_text(encoding="utf-8").partition("\n")[0].strip()
         tls = TLS(ca=args.ca_file) if args.ca_file else False

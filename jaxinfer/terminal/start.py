@@ -1,4 +1,4 @@
-"""A model for a person who waits: its errors are one sentence, and Ctrl-C while it loads ends the program."""
+"""Start of an interactive engine: errors are one sentence, and Ctrl-C during loading ends the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERRORS = (*LOADING_ERRORS, EngineConfigError, LoRAError, RequestError)
 
 
 def in_one_sentence(command: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """Make of a command one that returns its exit code: 2, with a sentence on stderr, for what cannot be."""
+    """Wrap a command to return its exit code: 2, with one sentence on stderr, for an expected error."""
 
     @functools.wraps(command)
     def run(args: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def in_one_sentence(command: Callable[[argparse.Namespace], None]) -> Callable[[
 
 
 def start(args: argparse.Namespace, sequences: int) -> tuple[LLM, SamplingParams]:
-    """The model with its engine, and the parameters of its requests; ``sequences``: unless flags say how many."""
+    """Start an engine; return it with the requests' sampling parameters. ``sequences``: default of max_num_seqs."""
     with leaving_at_once():
         llm = LLM(
             args.model,

@@ -1,4 +1,4 @@
-"""Text at both ends of the engine: tokenizers, detokenising, stop strings, chat templates. Nothing here needs jax."""
+"""Text processing on both sides of the engine: tokenizers, detokenizer, stop strings, chat templates. No jax."""
 
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from jaxinfer.text.detokenizer import Detokenizer

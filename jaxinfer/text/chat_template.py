@@ -1,9 +1,9 @@
-"""Chat templates: a conversation becomes the text that a model was trained on.
+"""Chat templates: render a conversation to the prompt text of a model.
 
-The environment is the one for which templates are written, that of Hugging Face's ``apply_chat_template``: Jinja with
-``trim_blocks``, ``lstrip_blocks``, loop controls, ``tojson`` without HTML escapes, ``raise_exception``,
-``strftime_now`` and the ``generation`` tag. A template comes with a checkpoint and is not trusted: it runs in Jinja's
-immutable sandbox, its size and that of its output are bounded, and it sees copies of plain data only.
+The environment is that of Hugging Face's ``apply_chat_template``: Jinja with ``trim_blocks``, ``lstrip_blocks``, loop
+controls, ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now`` and the ``generation`` tag. A template
+comes with a checkpoint and is untrusted: it runs in Jinja's immutable sandbox, its size and that of its output are
+bounded, and it receives copies of plain data only.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ DEFAULT = "default"
 TOOL_USE = "tool_use"
 
 ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Variables of every template that have an argument of their own."""
+"""Template variables that are arguments of `ChatTemplate.render`."""
 
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 
-# What template code can raise besides Jinja's own errors: it runs as Python.
+# Exceptions of template code besides Jinja's own errors: it runs as Python.
 _FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -56,7 +56,7 @@ _FAULTS = (
 
 
 class TemplateError(ValueError):
-    """A chat template that cannot be loaded, or that refuses the conversation, said in one sentence."""
+    """A chat template that cannot be loaded, or that rejects the conversation, with a one-sentence message."""
 
 
 class ChatTemplate:
@@ -64,11 +64,11 @@ class ChatTemplate:
 
     Args:
         source: the template, or templates by name ("default" and, for conversations with tools, "tool_use").
-        tokens: what the template knows about special tokens: ``bos_token``, ``eos_token`` ...
-        now: the clock behind ``strftime_now``.
+        tokens: special tokens for the template: ``bos_token``, ``eos_token`` ...
+        now: clock of ``strftime_now``.
 
     Attributes:
-        sources, tokens: as given, the templates by name: what another process needs to make the same.
+        sources, tokens: as given, the templates by name: another process can construct the same template from them.
 
     Raises:
         TemplateError: a template is too large or not valid Jinja.
@@ -87,12 +87,12 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, source: Mapping[str, str] | None = None) -> ChatTemplate | None:
-        """The template of chat_template.jinja, else chat_template.json, else tokenizer_config.json; None without one.
+        """Load chat_template.jinja, else chat_template.json, else tokenizer_config.json; None without one.
 
-        Files in additional_chat_templates (``tool_use.jinja``) are named templates; they count more than a list's.
+        Files in additional_chat_templates (``tool_use.jinja``) are named templates, which override those of a list.
 
         Args:
-            source: templates by name in place of the folder's.
+            source: templates by name that replace those of the folder.
 
         Raises:
             TemplateError: a file cannot be read, or its template is not valid.
@@ -111,23 +111,23 @@ class ChatTemplate:
         *,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt text, special tokens written out: encode it with ``add_special_tokens=False``.
+        """Return the prompt text, with special tokens as text: encode it with ``add_special_tokens=False``.
 
         Args:
-            messages: each with a ``role`` and what the template wants besides, usually ``content``.
+            messages: each with a ``role`` and the template's other fields, usually ``content``.
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: JSON descriptions of functions that the model may call.
-            extra: further variables of the template (``enable_thinking``, ``documents`` ...).
-            continue_final_message: end where the content of the last message, a text, ends, as ``transformers`` does.
+            extra: additional template variables (``enable_thinking``, ``documents`` ...).
+            continue_final_message: end after the last message's content, which must be text, as ``transformers`` does.
 
         Raises:
-            TemplateError: the template refuses the messages, fails on them, writes too much, or does not write the
-                message that is to be continued.
+            TemplateError: the template rejects the messages, fails on them, writes too much, or does not write the
+                message to be continued.
         """
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
         if tools is None and TOOL_USE in self._templates and any(map(_calls, messages)):
-            tools = []  # the default one need not know what they have returned
+            tools = []  # the default template may not support tool results
         named = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         taken = ARGUMENTS & (extra or {}).keys()
         if taken:
@@ -150,17 +150,17 @@ class ChatTemplate:
 
 
 def given_source(given: str) -> str:
-    """The text of a template that a user gives: the file of this path, or the text itself.
+    """Return the text of a template given by the user: the file of this path, or the text itself.
 
-    A text in one line may have ``\\n`` for the ends of its lines (and ``\\t``, ``\\r``), as a command line has them.
+    A text of one line may contain ``\\n`` for line ends (and ``\\t``, ``\\r``), as on a command line.
 
     Raises:
-        TemplateError: there is no such file, and it is no text of a template.
+        TemplateError: the file does not exist, and the argument is not the text of a template.
     """
     is_text = any(character in given for character in "{}\n")
     try:
         is_file = Path(given).is_file()
-    except (OSError, ValueError):  # too long for a path, or a NUL in it
+    except (OSError, ValueError):  # too long for a path, or with a NUL
         is_file = False
     if is_file or not is_text:
         return read_text(Path(given), MAX_TEMPLATE_BYTES, TemplateError)
@@ -168,7 +168,7 @@ def given_source(given: str) -> str:
 
 
 def _find(folder: Path) -> dict[str, str]:
-    """Templates by name."""
+    """Return the templates by name."""
     return _main(folder) | {
         path.stem: read_text(path, MAX_TEMPLATE_BYTES, TemplateError)
         for path in sorted((folder / ADDITIONAL).glob("*.jinja"))
@@ -187,7 +187,7 @@ def _main(folder: Path) -> dict[str, str]:
 
 
 def _named(value: Any, path: Path) -> dict[str, str]:
-    """A template, templates by name, or a list of ``{"name": ..., "template": ...}``."""
+    """Normalise a template, templates by name, or a list of ``{"name": ..., "template": ...}`` to templates by name."""
     if isinstance(value, str):
         return {DEFAULT: value}
     if isinstance(value, dict):
@@ -212,7 +212,7 @@ def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.
 
 
 def _calls(message: Mapping[str, Any]) -> bool:
-    """Whether a message has calls, or what one has returned."""
+    """Return whether a message has tool calls or a tool result."""
     return bool(message.get("tool_calls")) or message.get("role") == "tool"
 
 
@@ -221,7 +221,7 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _up_to_mark(text: str) -> str:
-    """What stands before the mark; a template that strips contents has taken the mark's last character, a space."""
+    """Return the text before the mark; a template that strips contents has removed the trailing space of the mark."""
     before, mark, after = text.rpartition(_MARK.strip())
     if not mark:
         raise TemplateError("the chat template does not write the content of the last message: it cannot be continued")
@@ -229,7 +229,7 @@ def _up_to_mark(text: str) -> str:
 
 
 def _bounded(parts: Any) -> str:
-    """Joins what the template writes while it writes it, so that it is stopped in time."""
+    """Join the output of a template as it is generated, to stop it in time."""
     written: list[str] = []
     size = 0
     for part in parts:
@@ -249,16 +249,16 @@ def _refusal(cause: BaseException) -> TemplateError:
 
 
 def _said(cause: BaseException) -> str:
-    """Describe a fault in one line, with its kind where the message alone says too little (``KeyError: 'x'``)."""
+    """Describe an exception in one line, with its type unless it is Jinja's (``KeyError: 'x'``)."""
     message = " ".join(str(cause).split())
     return message if isinstance(cause, jinja2.TemplateError) and message else f"{type(cause).__name__}: {message}"
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A copy of JSON-like data: a template gets no object with methods of its own.
+    """Copy JSON-like data, so that a template gets no object with methods of its own.
 
     Raises:
-        TemplateError: something else is in it.
+        TemplateError: other objects are in it.
     """
     if value is None or isinstance(value, int | float):
         return value
@@ -272,15 +272,15 @@ def _plain(value: Any, name: str) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The environment
+# Environment
 
 
 class _Refused(jinja2.TemplateError):
-    """Error that ``raise_exception`` raises."""
+    """Error raised by ``raise_exception``."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Bounds what one operator can make; ``range`` is bounded by Jinja (``MAX_RANGE``)."""
+    """Sandbox with bounded operator results; ``range`` is bounded by Jinja (``MAX_RANGE``)."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -294,7 +294,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks the assistant's part for training; what is in it is rendered as it is."""
+    """The ``{% generation %}`` tag, which marks the assistant's text for training; the text is rendered normally."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -304,10 +304,10 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without private names, which could stand in for Python's own."""
+    """Jinja's namespace without private names, which could shadow Python's own."""
 
     def __init__(*args: Any, **values: Any) -> None:
-        # Like Jinja's: `namespace(self=1)` is allowed.
+        # As Jinja: `namespace(self=1)` is allowed.
         self, attributes = args[0], dict(*args[1:], **values)
         for name in attributes:
             _refuse_private(name)
@@ -335,7 +335,7 @@ def _environment(now: Callable[[], datetime.datetime]) -> jinja2.Environment:
         "namespace": _Namespace,
         "dict": _make_dict,
     }
-    del environment.globals["lipsum"]  # filler text of any length: no use, and unbounded
+    del environment.globals["lipsum"]  # filler text of any length: useless, and unbounded
     return environment
 
 
@@ -344,7 +344,7 @@ def _raise_exception(message: object) -> None:
 
 
 def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
-    """``dict(...)`` as a function: the class itself would give its attributes away."""
+    """``dict(...)`` as a function: the class itself would expose its attributes."""
     return dict(*args, **values)
 
 

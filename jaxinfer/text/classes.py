@@ -1,9 +1,9 @@
-"""Tokenizer classes whose rules count over those that tokenizer.json has.
+"""Tokenizer classes with rules that override those of tokenizer.json.
 
-``transformers`` 5 takes the vocabulary and the merges alone from tokenizer.json where tokenizer_config.json names one
-of these classes, or where the model's type is known for one, and makes the rest anew: how a text is normalised and cut,
-how tokens become text. So ``add_prefix_space`` and ``legacy`` of tokenizer_config.json count. All other folders are
-what their tokenizer.json says. The source is ``AutoTokenizer.from_pretrained`` and the classes' own constructors.
+``transformers`` 5 takes only the vocabulary and the merges from tokenizer.json if tokenizer_config.json names one of
+these classes, or the model type implies one, and builds normalizer, pre-tokenizer and decoder anew. So
+``add_prefix_space`` and ``legacy`` of tokenizer_config.json count. All other folders follow their tokenizer.json. The
+source is ``AutoTokenizer.from_pretrained`` and the constructors of the classes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxinfer.text.declared import CONFIG, Declared, read_declared
 from jaxinfer.text.files import read_object, read_text
 
 MAX_TOKENIZER_BYTES = 256 << 20
-"""Largest tokenizer.json that is read; the largest in the wild are about 35 MiB."""
+"""Maximum size of tokenizer.json; the largest in the wild are about 35 MiB."""
 
 _SPACE = "\u2581"
 _QWEN = (
@@ -36,18 +36,18 @@ _END = "<|endoftext|>"
 
 @dataclasses.dataclass(frozen=True)
 class Class:
-    """What a class of tokenizers has of its own.
+    """Rules of a tokenizer class.
 
     Attributes:
-        defaults: special tokens, by name, where no file names others.
-        pieces: of SentencePiece, with a mark for each space; else bytes as characters.
-        prefix: ``add_prefix_space`` where the field is absent; None: there is no such field.
-        nfc: a text is composed first.
-        words: the expression of words; None: GPT-2's.
+        defaults: special tokens, by name, unless a file names others.
+        pieces: SentencePiece tokens, with a mark for each space; else byte-level.
+        prefix: ``add_prefix_space`` if the field is absent; None: the class has no such field.
+        nfc: text is normalised to NFC.
+        words: regular expression of words; None: GPT-2's.
         digits: each digit is a word.
-        unknown: the vocabulary's unknown token stands for what it cannot spell.
-        bos: special tokens around a text are the BOS alone (True), none (False), or those of tokenizer.json (None).
-        plain: special tokens take no spaces around them.
+        unknown: the unknown token replaces text outside the vocabulary.
+        bos: special tokens around a text: only the BOS (True), none (False), or those of tokenizer.json (None).
+        plain: special tokens do not strip whitespace around them.
     """
 
     defaults: Mapping[str, str]
@@ -111,7 +111,7 @@ _MODEL_TYPES = MappingProxyType(
             " qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe"
         ),
         "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
-        # Their tokenizer.json counts, whatever class is named.
+        # Model types that follow their tokenizer.json, whatever class is named.
         "": (
             "arctic aria ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe"
             " gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared h2ovl_chat hyperclovax hyperclovax_vlm"
@@ -124,14 +124,14 @@ _MODEL_TYPES = MappingProxyType(
 )
 _OF_TYPE = {model_type: name for name, types in _MODEL_TYPES.items() for model_type in types.split()}
 _MISNAMED = frozenset({"hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"})
-"""Model types whose own class counts, whatever class is named: folders in the wild name wrong ones."""
+"""Model types that always use their own class, because folders in the wild name wrong ones."""
 
 
 def tokenizer_class(folder: Path, error: type[ValueError]) -> Class | None:
-    """The class of the tokenizer in ``folder``, by ``tokenizer_class`` and the model's type; None: it has no rules.
+    """Return the tokenizer class of ``folder``, by ``tokenizer_class`` and the model type; None: no special rules.
 
     Raises:
-        error: a file cannot be read, or a field of it is not what it must be.
+        error: a file cannot be read, or a field has an invalid type.
     """
     path = folder / CONFIG
     config, model = read_object(path, error), read_object(folder / "config.json", error)
@@ -142,12 +142,12 @@ def tokenizer_class(folder: Path, error: type[ValueError]) -> Class | None:
     if named is None or model_type in _MISNAMED or own == "":
         return CLASSES.get(own or "")
     named = named.removesuffix("Fast")
-    # Folders of Llama 3 and DeepSeek name Llama's class, whose rules are not theirs.
+    # Folders of Llama 3 and DeepSeek name Llama's class, but do not follow its rules.
     return None if named == "LlamaTokenizer" and _is_byte_level(folder, error) else CLASSES.get(named)
 
 
 def declared_tokens(folder: Path, kind: Class | None, error: type[ValueError]) -> Declared:
-    """Special and added tokens of the folder's files, and those that its class of tokenizers has.
+    """Return special and added tokens of the folder's files, with the defaults of its tokenizer class.
 
     Raises:
         error: see `read_declared`.
@@ -157,15 +157,15 @@ def declared_tokens(folder: Path, kind: Class | None, error: type[ValueError]) -
 
 
 def apply_class(library: Library, kind: Class, scheme: str, bos: str | None) -> None:
-    """Gives a tokenizer of tokenizer.json the rules of its class.
+    """Apply the rules of a class to a tokenizer from tokenizer.json.
 
-    Those of SentencePiece's pieces that already put the mark where the configuration asks are kept: they have it before
-    a text that begins with a space, too, as SentencePiece does, and transformers' own does not. So are vocabularies
-    other than byte pairs, which these classes cannot have.
+    SentencePiece rules that already put the prefix space where the configuration requests are kept: they also add it
+    before a text that begins with a space, as SentencePiece does and transformers does not. Models other than BPE are
+    kept, too; these classes cannot have them.
 
     Args:
         scheme: see `prefix_scheme`.
-        bos: the text of the BOS, if there is one.
+        bos: text of the BOS, if there is one.
     """
     if not isinstance(library.model, BPE):
         return
@@ -181,23 +181,23 @@ def apply_class(library: Library, kind: Class, scheme: str, bos: str | None) -> 
 
 
 def prefix_scheme(folder: Path, kind: Class, error: type[ValueError]) -> str:
-    """Where a space is put in front: of a text ("first"), of each stretch between special tokens ("always"), "never".
+    """Return where a space is prepended: to a text ("first"), to segments between special tokens ("always"), "never".
 
     Raises:
-        error: a file cannot be read, or a field of it is not what it must be.
+        error: a file cannot be read, or a field has an invalid type.
     """
     prefix, legacy = config_flag(folder, "add_prefix_space", error), config_flag(folder, "legacy", error)
     if kind.prefix is None or not (kind.prefix if prefix is None else prefix):
         return "never"
-    legacy = legacy and not kind.bos  # CodeLlama's has no such field
+    legacy = legacy and not kind.bos  # CodeLlama has no such field
     return "always" if legacy or not kind.pieces else "first"
 
 
 def config_flag(folder: Path, name: str, error: type[ValueError]) -> bool | None:
-    """A field of tokenizer_config.json that is true, false or absent.
+    """Return a field of tokenizer_config.json that is true, false or absent (None).
 
     Raises:
-        error: it is something else, or the file cannot be read.
+        error: it has another value, or the file cannot be read.
     """
     path = folder / CONFIG
     value = read_object(path, error).get(name)
@@ -247,7 +247,7 @@ def _set_pieces(library: Library, kind: Class, scheme: str) -> None:
 
 
 def _scheme_of(library: Library) -> str | None:
-    """The `prefix_scheme` of a tokenizer.json; None: it has none that is known."""
+    """Return the `prefix_scheme` of a tokenizer.json; None if it is unknown."""
     normalizer = json.loads(library.normalizer.__getstate__()) if library.normalizer is not None else {}
     parts = [part["type"] for part in normalizer.get("normalizers", [normalizer]) if part]
     if library.pre_tokenizer is None:

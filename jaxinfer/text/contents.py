@@ -1,6 +1,6 @@
-"""Messages of conversations as chat templates take them: their content is text. Every door reads them here.
+"""Normalisation of chat messages for templates: every API converts their content to text here.
 
-Models that are served read text alone, so a part of another kind (an image, audio, a file) is refused by its place.
+Served models read text only, so a content part of another kind (an image, audio, a file) is rejected with its path.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Any, NoReturn
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.text.chat_template import ChatTemplate
 
-_KINDS = ("text", "refusal")  # of parts, which are fields of theirs, too
+_KINDS = ("text", "refusal")  # content part types, each with its text in a field of that name
 _ASKS_FOR_NONE = re.compile(r"content\W{0,3}\s+is\s+(?:not\s+)?none")
 
 
 def asks_for_none(sources: Sequence[str]) -> bool:
-    """Whether a template of these sources asks if a message with calls has no content; others would write "None"."""
+    """Return whether a template tests for a message with calls and no content; other templates would write "None"."""
     return any(map(_ASKS_FOR_NONE.search, sources))
 
 
 def message_of(path: str, message: Any, none: bool = True) -> dict[str, Any]:
-    """The message with text as its content, and without fields that are null. A refusal is what the assistant has said.
+    """Return the message with text as its content, and without null fields. A refusal becomes content of the assistant.
 
     Args:
-        path: of the message in its request, for refusals.
-        none: beside calls, content that is null stays so; else it is an empty text, as it is without calls.
+        path: path of the message in its request, for errors.
+        none: keep null content next to calls; otherwise it becomes an empty text, as it does without calls.
 
     Raises:
-        RequestError: the message has no role, or content that is no text; names place and value.
+        RequestError: the message has no role, or content that is not text; names path and value.
     """
     if not isinstance(message, Mapping):
         _refuse(path, message, "must be an object")
     if not isinstance(message.get("role"), str):
         _refuse(f"{path}.role", message.get("role"), "must be a string")
     made = {name: value for name, value in message.items() if value is not None}
-    if made.get("tool_calls") == []:  # templates ask whether there are some by the field alone
+    if made.get("tool_calls") == []:  # templates only test whether the field is present
         del made["tool_calls"]
     if "content" in message or made["role"] in ("assistant", "tool"):
         said = [text_of(f"{path}.{name}", made.pop(name, None)) for name in ("content", "refusal")]
@@ -47,10 +47,10 @@ def message_of(path: str, message: Any, none: bool = True) -> dict[str, Any]:
 
 
 def messages_of(path: str, messages: Any, template: ChatTemplate) -> list[dict[str, Any]]:
-    """A conversation as the template takes it, see `message_of`.
+    """Return a conversation normalised for the template, see `message_of`.
 
     Raises:
-        RequestError: a message cannot be read; names place and value.
+        RequestError: a message is invalid; names path and value.
     """
     if not isinstance(messages, list | tuple):
         _refuse(path, messages, "must be a list of messages")
@@ -59,7 +59,7 @@ def messages_of(path: str, messages: Any, template: ChatTemplate) -> list[dict[s
 
 
 def text_part(path: str, part: Any) -> str:
-    """The text of a part in OpenAI's shape.
+    """Return the text of a content part in OpenAI's format.
 
     Raises:
         RequestError: it is a part of another kind.
@@ -76,14 +76,14 @@ def text_part(path: str, part: Any) -> str:
 def text_of(
     path: str, content: Any, part: Callable[[str, Any], str] = text_part, kinds: Collection[str] = ("text",)
 ) -> str:
-    """The text of a content: a text, the texts of a list of parts, one under the other, or of null the empty text.
+    """Return the text of a content: a string, the texts of a list of parts joined by newlines, or "" for null.
 
     Args:
         part: reads the part at a path.
-        kinds: of parts that ``part`` reads.
+        kinds: part types that ``part`` reads.
 
     Raises:
-        RequestError: it is none of these; or what ``part`` raises.
+        RequestError: it is none of these; or as raised by ``part``.
     """
     if content is None or isinstance(content, str):
         return content or ""

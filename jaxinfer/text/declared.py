@@ -1,8 +1,8 @@
-"""Special and added tokens that a folder's configuration declares, beside the tokenizer's own file.
+"""Special and added tokens declared by a folder's configuration in addition to the tokenizer's own file.
 
-Four files can: tokenizer_config.json, and, where that has no ``added_tokens_decoder``, special_tokens_map.json and
-added_tokens.json. Which of them counts, and the order in which tokens that the vocabulary lacks get the next ids, is
-that of ``transformers`` 5 (``PreTrainedTokenizerBase._from_pretrained``, ``TokenizersBackend.__init__``).
+The sources are tokenizer_config.json and, if that has no ``added_tokens_decoder``, special_tokens_map.json and
+added_tokens.json. Precedence, and the order in which tokens missing from the vocabulary get the next ids, follow
+``transformers`` 5 (``PreTrainedTokenizerBase._from_pretrained``, ``TokenizersBackend.__init__``).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from jaxinfer.text.files import read_object
 
 CONFIG = "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Fields that name a special token of every tokenizer; others that end in ``_token`` are a model's own."""
+"""Fields that name a special token of every tokenizer; other fields that end in ``_token`` are model-specific."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _EXTRA, _ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """Tokens that the files name.
+    """Tokens declared by the files.
 
     Attributes:
         named: special tokens by the field that names them (``bos_token``, ``image_token`` ...); None: explicitly none.
         extra: special tokens without a name.
-        listed: tokens by the id that a file gives them, in the order of these ids.
-        legacy: ``listed`` is of added_tokens.json, which counts less than tokenizer.json.
+        listed: tokens by the id that a file gives them, in ascending order.
+        legacy: ``listed`` is from added_tokens.json, which tokenizer.json overrides.
         plain: see `with_defaults`.
     """
 
@@ -43,10 +43,10 @@ class Declared:
     plain: bool = False
 
     def with_defaults(self, defaults: Mapping[str, str], plain: bool = False) -> Declared:
-        """The same, with special tokens (text by name) for the fields that no file has.
+        """Return a copy with default special tokens (text by name) for the fields that no file has.
 
         Args:
-            plain: special tokens take no spaces around them, whatever the files say.
+            plain: special tokens do not strip whitespace around them, whatever the files declare.
         """
         missing = {name: special(text) for name, text in defaults.items() if name not in self.named}
         order = dict.fromkeys((*NAMES, *defaults, *self.named))
@@ -55,14 +55,14 @@ class Declared:
 
     @property
     def texts(self) -> dict[str, str]:
-        """The text of each named token, as chat templates know them."""
+        """Text of each named token, for chat templates."""
         return {name: token.content for name, token in self.named.items() if token is not None}
 
     def merged(self, own: Mapping[int, AddedToken]) -> dict[str, AddedToken]:
-        """All added tokens by text, in the order in which new ones get ids, with special ones as `special` makes them.
+        """Return all added tokens by text, in the order in which new ones get ids; special ones as made by `special`.
 
         Args:
-            own: the added tokens of tokenizer.json by id.
+            own: added tokens of tokenizer.json by id.
         """
         listed = (token for token_id, token in self.listed.items() if not (self.legacy and token_id in own))
         tokens = {token.content: token for token in (*own.values(), *listed)}
@@ -78,10 +78,10 @@ class Declared:
 
 
 def read_declared(folder: Path, error: type[ValueError]) -> Declared:
-    """What the files in ``folder`` declare.
+    """Return the tokens that the files in ``folder`` declare.
 
     Raises:
-        error: a file cannot be read, or a field of it is not what it must be; the message names both and the value.
+        error: a file cannot be read, or a field has an invalid type; the message names both and the value.
     """
     path = folder / CONFIG
     config = read_object(path, error)
@@ -97,7 +97,7 @@ def read_declared(folder: Path, error: type[ValueError]) -> Declared:
 
 
 def special(token: AddedToken | str) -> AddedToken:
-    """The token as a special one, which is looked for in a text before it is normalised."""
+    """Return the token as a special one, which is matched before normalisation."""
     if isinstance(token, str):
         return AddedToken(token, special=True, normalized=False)
     flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
@@ -105,7 +105,7 @@ def special(token: AddedToken | str) -> AddedToken:
 
 
 def _named(config: Mapping[str, Any], path: Path, error: type[ValueError]) -> dict[str, AddedToken | None]:
-    """Special tokens by name: of the fields that end in ``_token``, and of a table of extra ones."""
+    """Return special tokens by name: of the fields that end in ``_token``, and of a table of extra ones."""
     named: dict[str, AddedToken | None] = {}
     for name, value in config.items():
         if name in NAMES:
@@ -119,7 +119,7 @@ def _named(config: Mapping[str, Any], path: Path, error: type[ValueError]) -> di
 
 
 def _extra(config: Mapping[str, Any], path: Path, error: type[ValueError]) -> tuple[AddedToken, ...] | None:
-    """Special tokens without a name; None: the file has no field for them. Their older name counts less."""
+    """Return special tokens without a name; None: the file has no field for them. The newer field has precedence."""
     fields = [name for name in (_EXTRA, _ADDITIONAL) if name in config]
     field = next((name for name in fields if config[name]), fields[0] if fields else None)
     if field is None:
@@ -135,7 +135,7 @@ def _extra(config: Mapping[str, Any], path: Path, error: type[ValueError]) -> tu
 def _merged(
     first: tuple[AddedToken, ...] | None, second: tuple[AddedToken, ...] | None, joins: bool
 ) -> tuple[AddedToken, ...]:
-    """Lists of both files: the second counts where there is no first one; ``joins``: it has what the first lacks."""
+    """Merge the lists of both files: the second counts if there is no first; ``joins``: it adds its missing tokens."""
     if first is None or second is None:
         return (first or ()) + (second or ())
     known = {token.content for token in first}
@@ -169,7 +169,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _token(value: Any, where: str, error: type[ValueError]) -> AddedToken:
-    """A token is written as its text or as an object with a ``content`` and flags."""
+    """Parse a token, given as text or as an object with ``content`` and flags."""
     if isinstance(value, str):
         return AddedToken(value)
     if not _is_token(value):

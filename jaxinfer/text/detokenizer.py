@@ -1,4 +1,4 @@
-"""Incremental detokenising: exact text for each new token, in the context of the prompt, at constant cost."""
+"""Incremental detokenizer: exact text for each new token, in the context of the prompt, at constant cost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _LONGEST_CHARACTER = 4
 
 
 class Detokenizer:
-    """The text of a continuation, piece by piece.
+    """Incremental text of a continuation.
 
-    Let ``D(ids)`` be ``tokenizer.decode(ids, skip_special_tokens)``. All that :meth:`push` and :meth:`finish` return
-    is, put together, ``D(prompt + output)`` without ``D(prompt)`` in front. Where the prompt ends within a character
-    and the output completes it, so that ``D(prompt)`` is no beginning of ``D(prompt + output)``, the character belongs
-    to the output. However the output is split into pushes, the whole is the same, and no part of a character (U+FFFD)
-    is returned before it is certain that no later token completes it.
+    Let ``D(ids)`` be ``tokenizer.decode(ids, skip_special_tokens)``. The concatenation of all that :meth:`push` and
+    :meth:`finish` return is ``D(prompt + output)`` with the prefix ``D(prompt)`` removed. If the prompt ends within a
+    character that the output completes, so that ``D(prompt)`` is not a prefix of ``D(prompt + output)``, the character
+    belongs to the output. The result does not depend on how the output is split into pushes, and no part of a character
+    (U+FFFD) is returned before it is certain that no later token completes it.
 
     At most three bytes are kept back; a push costs O(new tokens), construction the last few tokens of the prompt.
     """
@@ -31,18 +31,18 @@ class Detokenizer:
         self._owed = self._stream.pending()
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that the token ``ids`` add; empty while a character is incomplete. Unknown ids add nothing."""
+        """Return the text that tokens ``ids`` add; empty while a character is incomplete. Unknown ids add no text."""
         return self._after_prompt(self._stream.feed(self._bytes(ids)))
 
     def finish(self) -> str:
-        """The text left at the end of the output: U+FFFD for a character that was never completed."""
+        """Return the text left at the end of the output: U+FFFD for a character that was never completed."""
         return self._after_prompt(self._stream.feed(b"", final=True))
 
     def _context(self, prompt_ids: Sequence[int]) -> tuple[Sequence[int], bool]:
-        """The end of the prompt that decides what follows, and whether that is all of the prompt.
+        """Return the end of the prompt that affects the output, and whether that is all of the prompt.
 
-        A character has at most four bytes, so the last few decide what is incomplete; what is stripped from the start
-        of a text no longer matters once that many characters have passed.
+        A character has at most four bytes, so the last few determine an incomplete one; stripping at the start of a
+        text has no effect after that many characters.
         """
         wanted = _LONGEST_CHARACTER * (1 + len(self._tokenizer.rule.strip))
         for start in range(len(prompt_ids) - 1, -1, -1):
@@ -59,7 +59,7 @@ class Detokenizer:
         return data
 
     def _after_prompt(self, text: str) -> str:
-        """Removes what ``D(prompt)`` already shows of a character that the prompt left incomplete."""
+        """Remove the part of ``D(prompt)`` that shows a character left incomplete by the prompt."""
         if self._owed and text:
             text, self._owed = text.removeprefix(self._owed), ""
         return text

@@ -1,4 +1,4 @@
-"""Bounded reading of a checkpoint folder's small files, shared by the tokenizer and the chat template."""
+"""Bounded reads of a checkpoint folder's small files, shared by the tokenizer and the chat template."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 32 << 20
-"""Largest configuration file that is read; the largest in the wild are a few MiB."""
+"""Maximum size of a configuration file; the largest in the wild are a few MiB."""
 
 
 def read_bytes(path: Path, limit: int, error: type[ValueError]) -> bytes:
-    """The content of ``path``.
+    """Return the content of ``path``.
 
     Raises:
         error: the file cannot be read or has more than ``limit`` bytes.
@@ -27,7 +27,7 @@ def read_bytes(path: Path, limit: int, error: type[ValueError]) -> bytes:
 
 
 def read_text(path: Path, limit: int, error: type[ValueError]) -> str:
-    """The UTF-8 text of ``path``. Raises ``error`` as :func:`read_bytes` does, and for text that is not UTF-8."""
+    """Return the UTF-8 text of ``path``. Raises ``error`` as :func:`read_bytes`, and for text that is not UTF-8."""
     try:
         return read_bytes(path, limit, error).decode("utf-8")
     except UnicodeDecodeError as cause:
@@ -35,7 +35,7 @@ def read_text(path: Path, limit: int, error: type[ValueError]) -> str:
 
 
 def read_object(path: Path, error: type[ValueError]) -> dict[str, Any]:
-    """The JSON object in ``path``; empty where there is no such file.
+    """Return the JSON object in ``path``; empty if there is no such file.
 
     Raises:
         error: the file is unreadable, too large, not JSON, or not an object.

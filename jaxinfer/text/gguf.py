@@ -1,8 +1,8 @@
 """Tokenizer and chat templates of a GGUF file, from its metadata.
 
-llama.cpp stores a vocabulary, not a program: which tokens there are, of what type, with scores ("llama", the pieces of
-SentencePiece) or merges ("gpt2", bytes as characters), and the name of the rule that cuts a text beforehand. From these
-the tokenizers library gets what the models' own tokenizer.json files say.
+llama.cpp stores a vocabulary rather than a tokenizer program: tokens with types, with scores ("llama": SentencePiece)
+or merges ("gpt2": byte-level BPE), and the name of the pre-tokenizer. From these this module builds the tokenizer that
+the tokenizer.json of the model defines.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
 
 MAX_TOKENS = 1 << 20
-MAX_PIECE = 256  # characters of a piece that is made by merges: SentencePiece's own default is 16
+MAX_PIECE = 256  # characters of a token built by merges: SentencePiece's own default is 16
 
 _SPACE = "\u2581"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
-# Tokens at which llama.cpp ends a generation, whatever else the metadata name: files often name one end alone.
+# Tokens at which llama.cpp ends a generation regardless of the metadata: files often name only one end token.
 _ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
     *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
 )
-# Keys that name an end, and the tokens that are one where there is no such key, the first that is there.
+# Metadata keys of end tokens, each with fallback texts; the first one in the vocabulary is used without the key.
 _NAMED_ENDS = {
     "eos_token_id": (),
-    "eot_token_id": ("<\uff5cend\u2581of\u2581sentence\uff5c>",),  # of DeepSeek
+    "eot_token_id": ("<\uff5cend\u2581of\u2581sentence\uff5c>",),  # DeepSeek
     "eom_token_id": (),
     "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep_token_id": ("<|file_sep|>",),
 }
-# Where all of these are there, the first is no end: it ends a message within a turn (Harmony, Solar), or is text.
+# If all tokens of a row exist, the first is no end: it ends a message within a turn (Harmony, Solar), or is text.
 _NO_ENDS = (
     ("<|end|>", "<|return|>", "<|call|>"),
     ("<|end|>", "<|return|>", "<|calls|>"),
@@ -53,7 +53,7 @@ _NO_ENDS = (
     ("</s>", "<|tool_response>"),
 )
 
-# Of Phi-3's special tokens those that leave the blanks behind them.
+# Special tokens of Phi-3 that do not strip whitespace after them.
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 _NAMED = {
@@ -61,20 +61,20 @@ _NAMED = {
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
-    "sep_token": "seperator_token_id",  # so it is spelt
+    "sep_token": "seperator_token_id",  # sic
     "mask_token": "mask_token_id",
 }
 
 
 def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file describes.
+    """Return the tokenizer that a GGUF file describes.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
         metadata: its key-value pairs.
 
     Raises:
-        TokenizerError: there is none, it is of a kind that is not supported, or it contradicts itself.
+        TokenizerError: it is missing, of an unsupported kind, or inconsistent.
     """
     library, vocabulary = _library(path, metadata)
     backend = LibraryBackend(library, vocabulary.declared())
@@ -99,7 +99,7 @@ def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabul
         raise TokenizerError(
             f"{path} has a tokenizer of the kind {kind!r}, which is not supported (known: gemma4, gpt2, llama)"
         )
-    # As Phi-3's own file has it, which no key says.
+    # As in Phi-3's tokenizer.json; no metadata key declares it.
     stripping = kind == "llama" and metadata.get("general.architecture") == "phi3"
     library.add_tokens(list(vocabulary.added(stripping)))
     _add_template(library, vocabulary, metadata, with_bos)
@@ -109,10 +109,10 @@ def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabul
 def gguf_chat_template(
     path: Path, metadata: Mapping[str, Any], source: Mapping[str, str] | None = None
 ) -> ChatTemplate | None:
-    """The chat templates of a GGUF file; None where it has none.
+    """Return the chat templates of a GGUF file; None if it has none.
 
     Args:
-        source: templates by name in place of the file's.
+        source: templates by name that replace those of the file.
 
     Raises:
         TemplateError: one is not text, too large, or not valid Jinja.
@@ -135,7 +135,7 @@ def _chat_templates(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Vocabulary:
-    """The tokens, their types by llama.cpp's numbers, and the ids that the metadata names."""
+    """Tokens, their types by llama.cpp's numbers, and the special ids of the metadata."""
 
     path: Path
     tokens: list[str]
@@ -167,25 +167,25 @@ class _Vocabulary:
         return cls(path, tokens, types, named, ends)
 
     def ids(self) -> dict[str, int]:
-        """Ids by token; of a token that stands twice, the first counts."""
+        """Return ids by token; the first one of a duplicated token counts."""
         found: dict[str, int] = {}
         for token_id, token in enumerate(self.tokens):
             found.setdefault(token, token_id)
         return found
 
     def joined(self) -> dict[str, int]:
-        """Ids of the pieces that others can be joined to."""
+        """Return the ids of the tokens that merges may produce."""
         return {token: number for token, number in self.ids().items() if self.types[number] in (_NORMAL, _UNUSED)}
 
     def texts(self) -> dict[str, str]:
-        """Special tokens by name, as templates know them."""
+        """Return special tokens by name, for templates."""
         return {name: self.tokens[token_id] for name, token_id in self.named.items()}
 
     def declared(self) -> Declared:
         return Declared({name: special(text) for name, text in self.texts().items()})
 
     def with_spaces(self) -> _Vocabulary:
-        """Pieces that are found in a text as it stands, with spaces in place of the marks of older files."""
+        """Replace space marks by spaces in user-defined tokens, which match verbatim: older files have marks."""
         known = set(self.tokens)
         plain = [token.replace(_SPACE, " ") for token in self.tokens]
         moved = [
@@ -195,7 +195,7 @@ class _Vocabulary:
         return dataclasses.replace(self, tokens=moved)
 
     def added(self, stripping: bool) -> Iterator[AddedToken]:
-        """Tokens that are found in a text before it is cut; with ``stripping`` with the blanks behind most of them."""
+        """Yield tokens matched before pre-tokenization; with ``stripping`` most of them strip whitespace after them."""
         for token, kind in zip(self.tokens, self.types, strict=True):
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token:
                 strips = stripping and kind != _USER_DEFINED and token not in _NOT_STRIPPING
@@ -206,7 +206,7 @@ class _Vocabulary:
 
 
 def _ends(tokens: list[str], named: Mapping[str, int | None]) -> tuple[int, ...]:
-    """Ids that end a generation: those of keys first."""
+    """Return the ids that end a generation, those of metadata keys first."""
     ids = {token: number for number, token in reversed([*enumerate(tokens)])}
     found = [number for number in named.values() if number is not None]
     found += [ids[text] for text in _ENDS if text in ids]
@@ -222,7 +222,7 @@ def _ends(tokens: list[str], named: Mapping[str, int | None]) -> tuple[int, ...]
 def _list(path: Path, metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     try:
         values = metadata.get(key)
-    except ValueError as cause:  # arrays are read when they are asked for
+    except ValueError as cause:  # arrays are read at access
         raise TokenizerError(str(cause)) from cause
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
         raise TokenizerError(f"{path} has no list of {kind.__name__} as {key}")
@@ -237,7 +237,7 @@ def _model(vocabulary: _Vocabulary, **arguments: Any) -> Library:
 
 
 def _pieces(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Library:
-    """Pieces of SentencePiece: neighbours are joined, the best score first."""
+    """Return a SentencePiece BPE tokenizer: adjacent pieces are merged, best score first."""
     unknown = vocabulary.texts().get("unk_token")
     library = _model(
         vocabulary,
@@ -255,7 +255,7 @@ def _pieces(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Library:
 
 
 def _merged_pieces(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Library:
-    """Pieces of characters, with marks for spaces, that merges put together; others are bytes."""
+    """Return a character BPE tokenizer with space marks and byte fallback."""
     merges = [_pair(vocabulary.path, merge) for merge in _list(vocabulary.path, metadata, "tokenizer.ggml.merges", str)]
     unknown = vocabulary.texts().get("unk_token")
     library = _model(vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -265,7 +265,7 @@ def _merged_pieces(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Libr
 
 
 def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """All ways to make a piece of two, by its score; of one piece, those of the parts that come first."""
+    """Return all pairs that form a piece, by the score of the piece; pairs of one piece by the ids of its parts."""
     if len(scores) != len(vocabulary.tokens):
         raise TokenizerError(f"{vocabulary.path} has {len(vocabulary.tokens)} tokens but {len(scores)} scores")
     ids = vocabulary.ids()
@@ -281,7 +281,7 @@ def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str
 
 
 def _tied(library: Library, vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> dict[str, float] | None:
-    """The scores of pieces, where several have one and the order of merges cannot say so."""
+    """Return the scores of pieces if ties make them inexpressible as a merge order; else None."""
     if metadata.get("tokenizer.ggml.model") != "llama":
         return None
     listed = metadata["tokenizer.ggml.scores"]
@@ -300,7 +300,7 @@ def _pre_tokenizer(path: Path, metadata: Mapping[str, Any]) -> PreTokenizer:
 
 
 def _byte_pairs(vocabulary: _Vocabulary, metadata: Mapping[str, Any], pre: PreTokenizer) -> Library:
-    """Bytes, written as characters, that merges put together."""
+    """Return a byte-level BPE tokenizer."""
     merges = [_pair(vocabulary.path, merge) for merge in _list(vocabulary.path, metadata, "tokenizer.ggml.merges", str)]
     library = _model(vocabulary, merges=merges, ignore_merges=pre.ignore_merges)
     library.pre_tokenizer = pre.rule()
@@ -318,7 +318,7 @@ def _pair(path: Path, merge: str) -> tuple[str, str]:
 
 
 def _add_template(library: Library, vocabulary: _Vocabulary, metadata: Mapping[str, Any], with_bos: bool) -> None:
-    """Add the special tokens before and behind each text."""
+    """Add the special tokens before and after each text."""
     wanted = {
         "bos_token": metadata.get("tokenizer.ggml.add_bos_token", with_bos) is True,
         "eos_token": metadata.get("tokenizer.ggml.add_eos_token", False) is True,
@@ -327,7 +327,7 @@ def _add_template(library: Library, vocabulary: _Vocabulary, metadata: Mapping[s
     used = {name: texts[name] for name, is_wanted in wanted.items() if is_wanted and name in texts}
     if not used:
         return
-    # by names of our own: a token's text could be taken for a place of the template
+    # with our own ids: a token's text could be mistaken for a template placeholder
     parts = [*(["bos"] if "bos_token" in used else []), "$A", *(["eos"] if "eos_token" in used else [])]
     tokens = [
         {"id": name.removesuffix("_token"), "ids": [vocabulary.named[name]], "tokens": [text]}
@@ -337,7 +337,7 @@ def _add_template(library: Library, vocabulary: _Vocabulary, metadata: Mapping[s
 
 
 def gguf_text_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The tokenizer and the chat template of a GGUF file, as the files of a model's folder, by name.
+    """Return the tokenizer and the chat template of a GGUF file as the files of a model folder, by name.
 
     Raises:
         TokenizerError, TemplateError: see `gguf_tokenizer`, `gguf_chat_template`.

@@ -1,7 +1,7 @@
-r"""The rules by which byte-pair tokenizers cut a text beforehand, by the names that llama.cpp has for them.
+r"""Pre-tokenizers of byte-level BPE tokenizers, by the names that llama.cpp has for them.
 
-Each is what the tokenizer.json of the models says: expressions in a row, each of which cuts what the ones before it
-left, and keeps what it matches and what lies between as pieces of their own.
+Each follows the tokenizer.json of its models: a sequence of regular expressions, each of which splits the segments left
+by those before it; matches and the text between them become separate segments.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """One rule, and what goes with it.
+    """A pre-tokenizer with related settings.
 
     Attributes:
-        expressions: in the order in which they cut.
-        ignore_merges: a piece that is a token is that token, whatever the merges make of it.
-        bos: a text begins with the begin-of-sequence token unless the file says otherwise.
-        composed: characters are composed first (NFC).
+        expressions: in the order in which they split.
+        ignore_merges: a word that is a token becomes that token, regardless of merges.
+        bos: a text begins with the BOS token unless the file sets otherwise.
+        composed: text is normalised to NFC first.
     """
 
     expressions: tuple[str, ...]
@@ -90,7 +90,7 @@ class PreTokenizer:
     composed: bool = False
 
     def rule(self) -> pre_tokenizers.PreTokenizer:
-        """Make the rule of the tokenizers library: cut, then write bytes as characters."""
+        """Return the rule for the tokenizers library: split, then byte-level encoding."""
         cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in self.expressions]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 

@@ -1,4 +1,4 @@
-"""Make a validated request of token ids from a prompt and sampling parameters."""
+"""Conversion of prompts and sampling parameters to validated requests of token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.validate import SamplingLimits, check_prompt_length, validate_requ
 
 Prompt = str | Sequence[int]
 
-# What is read of generation_config.json, and how: other tools write 20.0 or "20" for 20.
+# Fields read from generation_config.json, with their converters: other tools write 20.0 or "20" for 20.
 _READ: Mapping[str, Callable[[object], Any]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), json_values.real),
     "top_k": json_values.whole,
@@ -31,23 +31,23 @@ _MUST_BE: Mapping[Callable[[object], Any], str] = {
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """The prompts of what may be one: a text, a list of token ids, or a list of these."""
+    """Return the list of prompts for a text, a list of token ids, or a list of these."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
         reason = f"={reprlib.repr(prompts)} must be a text, a list of token ids, or a list of these"
         raise RequestError("prompts", reason)
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # a lone list of token ids
+        return [prompts]  # a single list of token ids
     return list(prompts)
 
 
 _PROMPT_TOKENS = 16
-"""So many of a prompt's end tell whether it has begun a thought."""
+"""Tokens at the end of a prompt that show whether it has begun reasoning."""
 
 
 class ThoughtFormat(Protocol):
-    """How a model tells a thought: `jaxinfer.parsers.thought.Thought`."""
+    """Protocol of a reasoning format: `jaxinfer.parsers.thought.Thought`."""
 
     @property
     def begin(self) -> str: ...
@@ -58,10 +58,10 @@ class ThoughtFormat(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Intake:
-    """The model as a door needs to know it to accept requests. One validator serves every door.
+    """Request validation for one model, shared by every API.
 
     Attributes:
-        thought: in front of its answers; None: none is known.
+        thought: reasoning format of its answers; None: unknown.
     """
 
     tokenizer: Tokenizer | None
@@ -79,20 +79,20 @@ class Intake:
         *,
         answers: bool = False,
     ) -> Request:
-        """Tokenise and check. ``max_tokens`` None becomes all that the context leaves.
+        """Tokenise and validate. ``max_tokens`` None becomes all that the context leaves.
 
         Args:
-            answers: the prompt is a conversation: what follows may begin with a thought.
+            answers: the prompt is a conversation: the output may begin with reasoning.
 
         Raises:
-            RequestError: what cannot be served, naming field and value.
+            RequestError: the request cannot be served; names field and value.
         """
         if params.stop:
             self._need_tokenizer("stop")
         if isinstance(prompt, str):
             self.check_text("prompt", prompt)
             prompt = self.encode("prompt", prompt, add_special_tokens)
-        check_prompt_length(len(prompt), self.max_model_len)  # before they are copied
+        check_prompt_length(len(prompt), self.max_model_len)  # before copying
         ids = tuple(prompt)
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
         bad_words = self._bad_words(params)
@@ -105,14 +105,14 @@ class Intake:
             bad_words_ids=bad_words,
             limits=self.limits,
         )
-        # Like the field's servers: what does not fit behind the prompt is cut, not refused.
+        # As in other servers: max_tokens beyond the context is clipped, not rejected.
         room = self.max_model_len - len(ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         return Request(request_id, ids, params, stops, bad_words, thinking=self._thinking(ids, params, answers))
 
     def _thinking(self, prompt: tuple[int, ...], params: SamplingParams, answers: bool) -> Thinking | None:
-        """How a thought is told, where it makes a difference."""
+        """Return the delimiters of the reasoning, if a grammar or a budget needs them."""
         asked, budget = params.structured_outputs, params.thinking_token_budget
         held = isinstance(asked, StructuredOutputs) and not asked.enable_in_reasoning
         if budget is None and not held:
@@ -133,21 +133,21 @@ class Intake:
 
     @property
     def ends_thoughts(self) -> bool:
-        """Whether a token is known that ends the model's thought."""
+        """Whether a token is known that ends the model's reasoning."""
         return self._thought_tokens[1] is not None
 
     @property
     def _thought_tokens(self) -> tuple[int | None, int | None]:
-        """The tokens around a thought, where there are such."""
+        """Token ids around the reasoning, None where they are unknown."""
         if self.thought is None or self.tokenizer is None:
             return None, None
         return self.tokenizer.token_to_id(self.thought.begin), self.tokenizer.token_to_id(self.thought.end)
 
     def check_text(self, field: str, text: str) -> None:
-        """Check whether a text can fit into the context, without looking for its tokens.
+        """Check whether a text can fit into the context, without tokenising it.
 
         Raises:
-            RequestError: it cannot, however it is tokenised.
+            RequestError: it cannot fit under any tokenisation.
         """
         most = None if self.tokenizer is None else self.tokenizer.most_bytes
         if most is None or len(text) < self.max_model_len:
@@ -163,7 +163,7 @@ class Intake:
             )
 
     def encode(self, field: str, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of the text in ``field`` of a request.
+        """Return the token ids of the text in ``field`` of a request.
 
         Raises:
             RequestError: the model has no tokenizer, or that has no tokens for the text.
@@ -175,12 +175,12 @@ class Intake:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Ids that end a generation, but for those of tokens that the model does not know."""
+        """Ids that end a generation, except ids outside the model's vocabulary."""
         ids = () if self.tokenizer is None else self.tokenizer.eos_ids
         return frozenset(token_id for token_id in ids if token_id < self.vocab_size)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word as it is spelt inside a text and, where that differs, at the beginning of one."""
+        """Return the token ids of each word as spelt within a text and, where that differs, at the beginning of one."""
         if not params.bad_words:
             return ()
         spelt = (
@@ -197,10 +197,10 @@ class Intake:
 
 
 def recommended_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling fields of generation_config.json; ``do_sample`` false means greedy.
+    """Return the sampling fields of generation_config.json; ``do_sample`` false means greedy.
 
     Raises:
-        RequestError: a value is of another type, and none of its own is meant, or cannot be; field and value are named.
+        RequestError: a value has a type that cannot be converted, or is out of range; names field and value.
     """
     found = {name: generation_config[name] for name in _READ if generation_config.get(name) is not None}
     fields = {name: _READ[name](said) for name, said in found.items()}

@@ -1,7 +1,7 @@
-"""Pieces of SentencePiece whose scores have ties: of joins with equal scores the leftmost comes first.
+"""SentencePiece BPE with tied scores: of merges with equal scores the leftmost is applied first.
 
-The tokenizers library gives each join a rank of its own, so that of two it does one everywhere before the other. Where
-different pieces have the same score, a text is cut here, and the library finds each part in its vocabulary.
+The tokenizers library gives each merge a unique rank, so that of two it applies one everywhere before the other. Where
+different pieces have equal scores, this module splits the text, and the library looks up the pieces.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 
 def is_needed(model: BPE, scores: Mapping[str, float]) -> bool:
-    """Whether two pieces of several characters have one score, so that ``model``, which ranks them, may join others.
+    """Return whether longer pieces have equal scores, so that ``model``, which ranks them, may merge differently.
 
-    Published vocabularies have one score for all runs of spaces, whose order mostly makes no difference: that is tried.
+    Published vocabularies have one score for all runs of spaces, whose order mostly has no effect: that is tested.
     """
     first: dict[float, str] = {}
     joined = ((piece, first.setdefault(score, piece)) for piece, score in scores.items() if len(piece) > 1)
@@ -30,11 +30,11 @@ def is_needed(model: BPE, scores: Mapping[str, float]) -> bool:
 
 
 def pre_tokenizer(scores: Mapping[str, float], known: frozenset[str]) -> PreTokenizer:
-    """What cuts a text into pieces; the library cannot write it into a file.
+    """Return a pre-tokenizer that splits a text into pieces; the library cannot serialise it.
 
     Args:
-        scores: of the pieces that two others can be joined to.
-        known: all pieces. Neighbours that are none stay together.
+        scores: scores of the pieces that merges may produce.
+        known: all pieces. Adjacent unknown pieces stay together.
     """
     return PreTokenizer.custom(_Cutter(scores, known))
 
@@ -54,7 +54,7 @@ class _Cutter:
 
 
 def _ends(pieces: list[str], known: frozenset[str]) -> Iterator[int]:
-    """Where parts of the text end, in characters."""
+    """Yield the ends of the segments of the text, in characters."""
     at = 0
     for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
         at += len(piece)
@@ -63,7 +63,7 @@ def _ends(pieces: list[str], known: frozenset[str]) -> Iterator[int]:
 
 
 def join(text: str, scores: Mapping[str, float]) -> list[str]:
-    """The pieces of a text: of all joins of neighbours that have a score the best, leftmost one, again and again.
+    """Return the pieces of a text: the best, leftmost scored merge of neighbours is applied repeatedly.
 
     Source: sentencepiece's bpe::Model::Encode, llama.cpp's llm_tokenizer_spm.
     """
@@ -82,7 +82,7 @@ def join(text: str, scores: Mapping[str, float]) -> list[str]:
     while queue:
         _, first, second, joined = heapq.heappop(queue)
         if not pieces[first] or not pieces[second] or pieces[first] + pieces[second] != joined:
-            continue  # one of them has been joined to another since
+            continue  # one of them has been merged with another since
         pieces[first], pieces[second] = joined, ""
         behind[first] = behind[second]
         if behind[first] < len(pieces):

@@ -1,4 +1,4 @@
-"""Bound the number of a text's tokens from below, without looking for them."""
+"""Lower bound on the number of a text's tokens, without tokenising it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 _NFC_SHRINKS = 4
-"""Bytes of a text for one of its composed form, rounded up: of U+03B9 U+0308 U+0341 seven become the two of U+0390."""
+"""Factor by which NFC can shorten a text, rounded up: U+03B9 U+0308 U+0341 (7 bytes) become U+0390 (2 bytes)."""
 _SPLITTING = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 _SLICE = 1 << 16
 
 
 def longest(library: Library) -> int | None:
-    """The bytes of a text, in UTF-8, that one token can stand for.
+    """Return the maximum UTF-8 bytes of a text that one token can cover.
 
-    Sound only where every byte of a text is in a token: that holds for byte pairs which know all bytes, and whose
-    normaliser and pre-tokenizer take nothing away. None where that is not certain.
+    Sound only where every byte of a text is in a token: that holds for BPE models that contain all bytes, with a
+    normaliser and a pre-tokenizer that remove nothing. None where that is not certain.
     """
     shrinks = _shrinks(_state(library.normalizer))
     if shrinks is None or not _keeps(_state(library.pre_tokenizer)) or not _knows_bytes(library):
         return None
     added = library.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # these take all spaces around them
+    if any(token.lstrip or token.rstrip for token in added):  # these strip all whitespace around them
         return None
     return shrinks * max(_lengths(library))
 
 
 def utf8_length(text: str) -> int:
-    """The bytes of a text in UTF-8, slice by slice: no second text, and no long hold of the interpreter."""
+    """Return the UTF-8 bytes of a text, slice by slice, to avoid a copy of the text and a long hold of the GIL."""
     if text.isascii():
         return len(text)
     return sum(len(text[at : at + _SLICE].encode(errors="surrogatepass")) for at in range(0, len(text), _SLICE))
@@ -47,7 +47,7 @@ def _state(part: Any) -> dict[str, Any] | None:
 
 
 def flattened(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """The parts of a sequence of the tokenizers library, in order."""
+    """Yield the components of a (nested) sequence of the tokenizers library, in order."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -58,7 +58,7 @@ def flattened(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
-    """The factor by which a text can become shorter; None: any."""
+    """Return the factor by which a text can become shorter; None: unbounded."""
     factor = 1
     for part in flattened(normalizer, "normalizers"):
         match part:
@@ -74,7 +74,7 @@ def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _keeps(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether all of a text is in the words that it is split into."""
+    """Return whether the pre-tokenizer keeps all of a text."""
     return all(
         part["type"] in _SPLITTING or (part["type"] in ("Split", "Punctuation") and part["behavior"] != "Removed")
         for part in flattened(pre_tokenizer, "pretokenizers")
@@ -82,7 +82,7 @@ def _keeps(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 
 def _has_byte_level(library: Library) -> bool:
-    """Whether each byte of a text is one character of a token."""
+    """Return whether each byte of a text is one character of a token."""
     parts = (
         *flattened(_state(library.normalizer), "normalizers"),
         *flattened(_state(library.pre_tokenizer), "pretokenizers"),
@@ -91,7 +91,7 @@ def _has_byte_level(library: Library) -> bool:
 
 
 def _knows_bytes(library: Library) -> bool:
-    """Whether what no token spells becomes bytes: else it may vanish, or all of it may be one token."""
+    """Return whether text outside the vocabulary becomes bytes: otherwise it may vanish, or become a single token."""
     model = library.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False

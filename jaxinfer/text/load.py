@@ -1,4 +1,4 @@
-"""Tokenizer and chat templates of a model, wherever it lies: in a Hugging Face folder, or in a GGUF file."""
+"""Loading of a model's tokenizer and chat templates, from a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxinfer.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """See `Tokenizer.load` for a folder, `gguf_tokenizer` for a file.
+    """Load the tokenizer: see `Tokenizer.load` for a folder, `gguf_tokenizer` for a file.
 
     Raises:
-        TokenizerError: there is none, or it cannot be read or understood.
+        TokenizerError: it is missing, unreadable or invalid.
     """
     if not path.is_file():
         return Tokenizer.load(path)
@@ -25,20 +25,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def find_tokenizer(path: Path) -> Tokenizer | None:
-    """`load_tokenizer`; None: it is a folder without any.
+    """Load the tokenizer as `load_tokenizer`; None: a folder without any.
 
     Raises:
-        TokenizerError: there is one that cannot be read or understood.
+        TokenizerError: it is unreadable or invalid.
     """
     absent = path.is_dir() and not any((path / name).exists() for name in TOKENIZER_FILES)
     return None if absent else load_tokenizer(path)
 
 
 def load_template(path: Path, given: str | None = None) -> ChatTemplate | None:
-    """See `ChatTemplate.load` for a folder, `gguf_chat_template` for a file.
+    """Load the chat templates: see `ChatTemplate.load` for a folder, `gguf_chat_template` for a file.
 
     Args:
-        given: a template in place of the model's own, see `given_source`.
+        given: a template that replaces the model's own, see `given_source`.
 
     Raises:
         TemplateError: a file cannot be read, or its template is not valid.
@@ -53,10 +53,10 @@ def load_template(path: Path, given: str | None = None) -> ChatTemplate | None:
 
 
 def given_template(given: str) -> ChatTemplate:
-    """The template that a user gives in place of a model's own, without special tokens; see `given_source`.
+    """Return the template that a user gives to replace the model's, without special tokens; see `given_source`.
 
     Raises:
-        TemplateError: there is no such file, or it is no template; the message begins with the setting's name.
+        TemplateError: the file does not exist, or is not a template; the message begins with the setting's name.
     """
     try:
         return ChatTemplate(given_source(given))
@@ -65,10 +65,10 @@ def given_template(given: str) -> ChatTemplate:
 
 
 def load_response_template(path: Path) -> Any:
-    """What a folder's tokenizer_config.json has as ``response_template``; None: nothing, or a file.
+    """Return ``response_template`` of a folder's tokenizer_config.json; None: it is absent, or the model is a file.
 
     Raises:
-        TokenizerError: it cannot be read or understood.
+        TokenizerError: the file is unreadable or invalid.
     """
     return (
         None if path.is_file() else read_object(path / "tokenizer_config.json", TokenizerError).get("response_template")
@@ -76,10 +76,10 @@ def load_response_template(path: Path) -> Any:
 
 
 def gguf_files(path: Path) -> dict[str, str]:
-    """The small files of a folder that says what a GGUF file does, by name; see `gguf_text_files`.
+    """Return the small files of a folder equivalent to a GGUF file, by name; see `gguf_text_files`.
 
     Raises:
-        TokenizerError, TemplateError: it cannot be read or understood.
+        TokenizerError, TemplateError: the file is unreadable or invalid.
     """
     return gguf_text_files(path, _metadata(path, TokenizerError))
 

@@ -1,4 +1,4 @@
-"""Turn generated token ids into the text that a user sees, with stop strings taken into account."""
+"""Conversion of generated token ids to user-visible text, with stop strings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights overflow"
-"""What is said of an output that ended so."""
+"""Message for an output that ended with non-finite logits."""
 
 
 class TextDelta(NamedTuple):
-    """New text, the stop string that ended it (None: goes on), and how many of the tokens made it."""
+    """New text, the stop string that ended it (None: it continues), and the number of tokens used for it."""
 
     text: str
     stop: str | None = None
@@ -26,15 +26,15 @@ class TextDelta(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class OutputDelta:
-    """The next part of one output. ``finish_reason`` is set in the last one: a value of `FinishReason`.
+    """Streaming delta of one output. ``finish_reason`` is set in the last one: a value of `FinishReason`.
 
     Attributes:
         index: 0 to n-1.
-        text: whole characters.
-        logprobs: one for each token, if asked for.
-        stop_reason: under "stop", the request's own stop token or stop string that ended it; under "error", why.
-        prompt_logprobs: in the first delta of output 0, if asked for; the first entry is None.
-        acceptance: beside the finish reason: "typical" where drafts were kept by that rule; None: exactly.
+        text: complete characters.
+        logprobs: one for each token, if requested.
+        stop_reason: under "stop", the request's own stop token or stop string that ended it; under "error", the reason.
+        prompt_logprobs: in the first delta of output 0, if requested; the first entry is None.
+        acceptance: with the finish reason: "typical" where drafts were accepted by that rule; None: exact.
     """
 
     index: int
@@ -48,14 +48,14 @@ class OutputDelta:
 
 
 class Output:
-    """One output of a request as a user sees it: the same for every door, however the engine's deltas are merged.
+    """User-visible state of one output: identical for every API, however the engine's deltas are merged.
 
     Args:
-        tokenizer: None: the output has no text, and nothing but tokens ends it.
+        tokenizer: None: the output has no text, and only tokens end it.
         request: accepted by the engine.
 
     Attributes:
-        ended: the last part has come out; there must be no further delta.
+        ended: the last delta has been returned; there must be no further one.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
@@ -65,15 +65,15 @@ class Output:
         self.ended = False
 
     def take(self, delta: SequenceDelta) -> OutputDelta:
-        """Turn the engine's ``delta`` into the next part of the output.
+        """Convert the engine's ``delta`` to the next delta of the output.
 
-        A stop string ends it: then there is a finish reason although ``delta`` may have none (the engine must
-        be told then), and tokens behind the one that completed it are left out.
+        A stop string ends the output: then there is a finish reason although ``delta`` may have none (the caller must
+        then abort the sequence in the engine), and tokens after the one that completed it are dropped.
         """
         reason = delta.finish_reason
         made = OutputDelta(delta.index, "", delta.token_ids, delta.logprobs, prompt_logprobs=delta.prompt_logprobs)
         if self._text is not None:
-            # A grammar that is whole ends an output, too: behind its last token, without another.
+            # A completed grammar also ends an output: after its last token, without a stop token.
             by_token = reason is FinishReason.STOP and delta.stop_reason is not None
             made.text, stop, used = self._text.push(delta.token_ids, ended_by_token=by_token)
             if stop is not None:
@@ -95,11 +95,10 @@ class Output:
 
 
 class OutputText:
-    """The text of one output, delta by delta.
+    """Text of one output, delta by delta.
 
-    A token that ends the sequence (EOS or a stop token) is not part of the text unless
-    ``include_stop_str_in_output``. A stop string ends it if it is completed after ``min_tokens`` tokens, wherever it
-    begins.
+    A token that ends the sequence (EOS or a stop token) is not part of the text unless ``include_stop_str_in_output``.
+    A stop string ends it if it is completed after ``min_tokens`` tokens, wherever it begins.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -110,14 +109,14 @@ class OutputText:
         self._unchecked = params.min_tokens
 
     def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> TextDelta:
-        """Take new tokens; ``ended_by_token`` says that the last of them is a stop token."""
+        """Take new tokens; ``ended_by_token``: the last of them is a stop token."""
         visible = token_ids if self._include_stop_token or not ended_by_token else token_ids[:-1]
         if self._matcher is None:
             return TextDelta(self._detokenizer.push(visible), None, len(token_ids))
         early = visible[: self._unchecked]
         self._unchecked -= len(early)
         text = self._matcher.skip(self._detokenizer.push(early))
-        # One by one, so that it is known which of them completes a stop string.
+        # one by one, to know which token completes a stop string
         for used, token in enumerate(visible[len(early) :], len(early) + 1):
             emitted = self._matcher.push(self._detokenizer.push((token,)))
             text += emitted.text
@@ -126,7 +125,7 @@ class OutputText:
         return TextDelta(text, None, len(token_ids))
 
     def finish(self) -> TextDelta:
-        """The text held back: the rest of a character, or the beginning of a stop string that did not come."""
+        """Return the text held back: the rest of a character, or an incomplete stop string."""
         rest = self._detokenizer.finish()
         if self._matcher is None:
             return TextDelta(rest)

@@ -1,8 +1,8 @@
-"""Decode tokens: what bytes a token stands for, and how a stream of bytes becomes text.
+"""Token decoding: the bytes of a token, and conversion of a byte stream to text.
 
-Every decoder that causal language models use is a concatenation: a token stands for some bytes, which depend on
-nothing but the token and whether it is the first. Knowing those bytes makes incremental detokenising exact at a
-constant cost for each token, where re-decoding a window of tokens is neither.
+Every decoder of causal language models is a concatenation: the bytes of a token depend only on the token and whether it
+is the first. With those bytes incremental detokenising is exact at a constant cost per token, which re-decoding a
+window of tokens is not.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _PROBE = "a"
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be loaded or asked for what it cannot do, said in one sentence."""
+    """A tokenizer that cannot be loaded or cannot serve the call, with a one-sentence message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRule:
-    """The rule by which token strings become text.
+    """Rule that converts token strings to text.
 
     Attributes:
         piece: ``piece(token, first)`` gives the bytes of a token; ``first`` is true for the first token of a text.
-        errors: what ill-formed UTF-8 becomes: "replace" gives U+FFFD for each maximal ill-formed part (byte-level
+        errors: handling of ill-formed UTF-8: "replace" gives U+FFFD for each maximal ill-formed part (byte-level
             vocabularies), "surrogateescape" U+FFFD for each byte (byte-fallback vocabularies).
         strip: characters removed from the start of a text, each at most once and in order, as long as they match.
     """
@@ -45,7 +45,7 @@ class DecodeRule:
 
 
 class TextStream:
-    """Bytes in, text out: incremental UTF-8 under a :class:`DecodeRule`. A character comes out once it is complete."""
+    """Incremental UTF-8 decoder under a :class:`DecodeRule`. A character is emitted once it is complete."""
 
     def __init__(self, rule: DecodeRule, at_start: bool = True) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(rule.errors)
@@ -53,13 +53,13 @@ class TextStream:
         self._strip = rule.strip if at_start else ""
 
     def feed(self, data: bytes, final: bool = False) -> str:
-        """The text that ``data`` completes; with ``final`` an incomplete character becomes U+FFFD."""
+        """Return the text that ``data`` completes; with ``final`` an incomplete character becomes U+FFFD."""
         text = self._replaced(self._decoder.decode(data, final))
         return self._stripped(text) if self._strip and text else text
 
     def pending(self) -> str:
-        """The text that ``feed(b"", final=True)`` would return now, without ending the stream."""
-        # Not one U+FFFD always: half a surrogate (ED A0) is kept back as if more could complete it, and is two.
+        """Return the text that ``feed(b"", final=True)`` would return now, without ending the stream."""
+        # Not always one U+FFFD: half a surrogate (ED A0), which nothing can complete, is kept back, and becomes two.
         return self._replaced(self._decoder.getstate()[0].decode(errors=self._errors))
 
     def _replaced(self, text: str) -> str:
@@ -74,10 +74,10 @@ class TextStream:
 
 
 def library_rule(library: Library) -> DecodeRule:
-    """The rule of a tokenizers-library decoder.
+    """Return the rule of a tokenizers-library decoder.
 
-    ByteLevel is read as the table of GPT-2. For the decoders that work token by token, the library itself is asked
-    what a token becomes after another one; byte tokens (``<0x0A>``) are taken as the byte they name.
+    ByteLevel uses GPT-2's table. For decoders that work token by token, the library decodes each token after another
+    one; byte tokens (``<0x0A>``) are the byte that they name.
 
     Raises:
         TokenizerError: a kind or a combination of decoders that is not a concatenation of tokens (CTC, BPEDecoder).
@@ -100,7 +100,7 @@ def library_rule(library: Library) -> DecodeRule:
 
 
 def byte_of(token: str) -> bytes | None:
-    """The byte that a byte-fallback token such as ``<0x0A>`` names, or None for another token."""
+    """Return the byte that a byte-fallback token such as ``<0x0A>`` names, or None for another token."""
     found = _BYTE_TOKEN.fullmatch(token)
     return bytes([int(found[1], 16)]) if found else None
 
@@ -112,7 +112,7 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _strip_after_fuse(parts: list[dict[str, Any]]) -> str:
-    """Characters that the decoders behind Fuse, which see the text as a whole, remove from its start."""
+    """Return the characters that decoders after Fuse, which see the whole text, remove from its start."""
     kinds = [part["type"] for part in parts]
     whole = parts[kinds.index("Fuse") + 1 :] if "Fuse" in kinds else []
     strip = ""
@@ -125,7 +125,7 @@ def _strip_after_fuse(parts: list[dict[str, Any]]) -> str:
 
 
 def _probed(decode: Callable[[list[str]], str], has_bytes: bool, first_differs: bool) -> Callable[[str, bool], bytes]:
-    """Asks the library; a text in front shows what a token is in the middle, with nothing to strip."""
+    """Return a rule that calls the library; a probe token before the token gives its bytes within a text."""
     offset = len(decode([_PROBE]))
 
     def piece(token: str, first: bool) -> bytes:
@@ -143,7 +143,7 @@ def _spaced(token: str, first: bool) -> bytes:
 
 
 def _byte_level(token: str, first: bool) -> bytes:
-    """GPT-2's bytes; a token with a character outside the table (an added one) stands for its own UTF-8."""
+    """Decode by GPT-2's byte table; a token with a character outside the table (an added one) is its own UTF-8."""
     del first
     try:
         return bytes(map(_BYTE_OF_CHAR.__getitem__, token))
@@ -152,7 +152,7 @@ def _byte_level(token: str, first: bool) -> bytes:
 
 
 def _byte_chars() -> dict[str, int]:
-    """GPT-2's table (``bytes_to_unicode`` of its encoder.py): printable bytes are themselves, others follow U+00FF."""
+    """Return GPT-2's table (``bytes_to_unicode`` in encoder.py): printable bytes unchanged, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}

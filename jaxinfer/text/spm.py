@@ -1,7 +1,7 @@
-"""A sentencepiece model (tokenizer.model) behind the same face as the tokenizers library.
+"""A sentencepiece model (tokenizer.model) behind the interface of the tokenizers library.
 
-The sentencepiece library segments plain text; special tokens, which it does not look for in a text, are cut out
-first, as Hugging Face's tokenizers do. Each stretch of text between them is segmented on its own.
+The sentencepiece library segments plain text and does not recognise special tokens, so these are split off first, as
+Hugging Face's tokenizers do. Each segment between them is encoded separately.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxinfer.text.pieces import DecodeRule, TokenizerError, byte_of
 MAX_MODEL_BYTES = 64 << 20
 _SPACE = "\u2581"
 _NO_PREFIX = bytes([0x1A, 2, 0x18, 0])
-"""``normalizer_spec { add_dummy_prefix: false }`` of sentencepiece's ModelProto."""
+"""Serialised ``normalizer_spec { add_dummy_prefix: false }`` of sentencepiece's ModelProto."""
 
 
 class SentencePieceBackend:
     """Encoding, vocabulary and decoding rule of ``folder/tokenizer.model``.
 
-    Tokens of added_tokens.json and of tokenizer_config.json's ``added_tokens_decoder`` come on top of the model's.
+    Tokens of added_tokens.json and of tokenizer_config.json's ``added_tokens_decoder`` are added to those of the model.
 
     Raises:
         TokenizerError: the model cannot be read, or the sentencepiece package is not installed.
@@ -45,7 +45,7 @@ class SentencePieceBackend:
         self.vocab_size = max([self._model.get_piece_size(), *(token_id + 1 for token_id in self._added.values())])
         longest_first = sorted(self._ids_in_text, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else r"(?!)()")
-        self.most_bytes: int | None = None  # its own normalisation may shorten a text without bound
+        self.most_bytes: int | None = None  # its normalisation may shorten a text without bound
         prefixed = scheme == "first" or self._model.normalize("a").startswith(_SPACE)
         self.rule = DecodeRule(_piece, "surrogateescape", " " if prefixed else "")
 
@@ -59,7 +59,7 @@ class SentencePieceBackend:
         return ids
 
     def forget(self) -> None:
-        """The library keeps nothing of texts."""
+        """No-op: the library caches no texts."""
 
     def id_to_token(self, token_id: int) -> str | None:
         added = self._text_of_added.get(token_id)
@@ -73,13 +73,13 @@ class SentencePieceBackend:
         return None if self._unknown(token) else self._model.piece_to_id(token)
 
     def _own_texts(self) -> dict[str, str]:
-        """The pieces that the model itself names as special, under the names of tokenizer_config.json."""
+        """Return the special pieces of the model itself, under the names of tokenizer_config.json."""
         model = self._model
         ids = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
         return {name: model.id_to_piece(token_id) for name, token_id in ids.items() if token_id >= 0}
 
     def _ids_of(self, declared: Declared) -> tuple[dict[str, int], set[str]]:
-        """Ids by text of the tokens that files add to the model, and the texts of those that are special.
+        """Return ids by text of the tokens that files add to the model, and the texts of those that are special.
 
         A token has the id that a file gives it, else the next one.
         """
@@ -94,7 +94,7 @@ class SentencePieceBackend:
         return self._added[content] if content in self._added else self._model.piece_to_id(content)
 
     def _unknown(self, content: str) -> bool:
-        """The library gives the unknown piece's id for a piece that it does not have."""
+        """Return whether a token is not in the model, for which the library returns the unknown piece's id."""
         return self._model.id_to_piece(self._model.piece_to_id(content)) != content
 
     def _pieces(self) -> list[str]:
@@ -105,7 +105,7 @@ class SentencePieceBackend:
 
 
 def _load(path: Path, changes: bytes) -> Any:
-    """The model with changed fields: one message behind another is their union, in which the later fields count."""
+    """Load the model with changed fields: concatenated protobuf messages merge, and later fields override."""
     data = read_bytes(path, MAX_MODEL_BYTES, TokenizerError) + changes
     try:
         import sentencepiece

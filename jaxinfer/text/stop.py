@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: found wherever the text is split, and never partly shown."""
+"""Stop strings in streamed text: found however the text is split, and never partly emitted."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jaxinfer.sampling_params import RequestError
 
 
 class Emitted(NamedTuple):
-    """Text that may be shown, and the stop string that ended it (None: none has been found)."""
+    """Text that may be emitted, and the stop string that ended it (None: none has been found)."""
 
     text: str
     stop: str | None = None
 
 
 class StopMatcher:
-    """Ends a text at the first stop string.
+    """Streaming matcher that ends a text at the first stop string.
 
-    The stop string that is complete first wins, character by character; of several that are complete at the same
-    character the longest. The answer is therefore the same however the text is split into pushes. (Engines that look
-    through the list of stop strings after each token choose by that list where one token completes several.) The text
-    ends before the stop string or, with ``include_stop_str_in_output``, behind it.
+    The stop string that is completed first wins, character by character; of several completed at the same character the
+    longest. The result therefore does not depend on how the text is split into pushes. (In engines that check the list
+    of stop strings after each token, list order decides when one token completes several.) The text ends before the
+    stop string or, with ``include_stop_str_in_output``, after it.
 
-    Held back is exactly the longest end of the text that could begin a stop string. A push costs O(characters) for
-    each stop string (the automaton of Knuth, Morris and Pratt, 1977), not O(length of the output).
+    The text held back is the longest suffix that could begin a stop string. A push costs O(characters) for each stop
+    string (the automaton of Knuth, Morris and Pratt, 1977), not O(length of the output).
 
     Raises:
         RequestError: a stop string is empty.
@@ -34,14 +34,14 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], include_stop_str_in_output: bool = False) -> None:
         if not all(stops):
             raise RequestError("stop", "must not contain an empty string")
-        # Longest first, so that the first one found at a character is the one that wins.
+        # Longest first, so that the first one found at a character wins.
         self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._include = include_stop_str_in_output
         self._pending = ""
         self._stop: str | None = None
 
     def push(self, text: str) -> Emitted:
-        """Take more text. After a stop string has been found, nothing more comes out."""
+        """Take more text. After a stop string has been found, no more text is emitted."""
         if self._stop is not None:
             return Emitted("", self._stop)
         if not self._automata:
@@ -53,7 +53,7 @@ class StopMatcher:
         return Emitted(self._release(self._pending + text))
 
     def skip(self, text: str) -> str:
-        """Take text in which no stop string ends the output; one that begins in it may be completed by a `push`."""
+        """Take text in which no stop string ends the output; a later `push` may complete one that begins in it."""
         if not self._automata:
             return text
         for character in text:
@@ -62,7 +62,7 @@ class StopMatcher:
         return self._release(self._pending + text)
 
     def finish(self) -> str:
-        """The text held back, at the end of an output in which no stop string was completed."""
+        """Return the text held back, at the end of an output in which no stop string was completed."""
         rest, self._pending = self._pending, ""
         for automaton in self._automata:
             automaton.matched = 0
@@ -81,7 +81,7 @@ class StopMatcher:
 
 @dataclasses.dataclass
 class _Automaton:
-    """Follows one stop string: ``matched`` of its characters are the end of the text so far."""
+    """KMP automaton of one stop string: its first ``matched`` characters are a suffix of the text so far."""
 
     stop: str
     matched: int = 0
@@ -90,7 +90,7 @@ class _Automaton:
         self._borders = _borders(self.stop)
 
     def take(self, character: str) -> bool:
-        """Whether the stop string ends with this character; then ``matched`` is how another one could have begun."""
+        """Return whether the stop string ends here; ``matched`` is then the overlap with a next occurrence."""
         while self.matched and self.stop[self.matched] != character:
             self.matched = self._borders[self.matched - 1]
         self.matched += self.stop[self.matched] == character
@@ -101,7 +101,7 @@ class _Automaton:
 
 
 def _borders(word: str) -> list[int]:
-    """The length, for each beginning of ``word``, of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of ``word``, the length of its longest proper prefix that is also its suffix."""
     borders = [0]
     for character in word[1:]:
         length = borders[-1]

@@ -1,7 +1,7 @@
-"""Files of ranks as the tiktoken library has them: lines of a token's bytes in base64, and its rank.
+"""Rank files of the tiktoken library: lines of a token's bytes in base64, and its rank.
 
-What else a tokenizer is made of stands in code beside such a file, which is not run: how a text is cut, and how many
-special tokens follow the ranks, is known here by the class that tokenizer_config.json names.
+The rest of such a tokenizer is code in the checkpoint, which is not run: the pre-tokenizer, and the number of special
+tokens after the ranks, are defined here by the class that tokenizer_config.json names.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jaxinfer.text.pieces import TokenizerError
 
 FILE = "tiktoken.model"
 MAX_BYTES = 64 << 20
-"""Largest file that is read; those of 160,000 tokens have 3 MiB."""
+"""Maximum file size; files of 160,000 tokens have 3 MiB."""
 MAX_TOKEN = 512
-"""Bytes of a token: each of its cuts is looked up."""
+"""Maximum bytes of a token: each of its splits is looked up."""
 
 _HAN = r"[\p{Han}]+"
 _BEFORE, _ENDING = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -36,11 +36,11 @@ _KIMI = f"{_HAN}|{_BEFORE}{_UPPER}*{_LOWER}+{_ENDING}|{_BEFORE}{_UPPER}+{_LOWER}
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What the code beside a file says.
+    """Rules that a checkpoint's code defines.
 
     Attributes:
-        expression: what it matches, and what lies between, are the words that merges stay within.
-        reserved: special tokens behind the ranks, whether tokenizer_config.json names them or not.
+        expression: matches and the text between them are the words that merges stay within.
+        reserved: number of special tokens after the ranks, whether tokenizer_config.json names them or not.
     """
 
     expression: str
@@ -48,14 +48,14 @@ class Rule:
 
 
 RULES: Mapping[str, Rule] = MappingProxyType({"TikTokenTokenizer": Rule(_KIMI, 256)})
-"""By ``tokenizer_class``: Kimi's models, from Moonlight on."""
+"""Rules by ``tokenizer_class``: Kimi models, from Moonlight on."""
 
 
 def tiktoken_library(folder: Path) -> Library:
-    """A tokenizer of the tokenizers library that does what ``folder/tiktoken.model`` and the code beside it do.
+    """Return a tokenizer of the tokenizers library equivalent to ``folder/tiktoken.model`` and its code.
 
     Raises:
-        TokenizerError: it cannot be read, is none, or belongs to code that is not known.
+        TokenizerError: the file is unreadable or invalid, or belongs to unknown code.
     """
     path = folder / FILE
     name = read_object(folder / "tokenizer_config.json", TokenizerError).get("tokenizer_class")
@@ -77,10 +77,10 @@ def tiktoken_library(folder: Path) -> Library:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """The tokens of a file, whose ranks are all numbers from 0 on.
+    """Read the tokens of a file, whose ranks must be all numbers from 0 on.
 
     Raises:
-        TokenizerError: it cannot be read, or is no such file.
+        TokenizerError: the file is unreadable or invalid.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_bytes(path, MAX_BYTES, TokenizerError).splitlines(), 1):
@@ -108,7 +108,7 @@ def _entry(line: bytes, where: str) -> tuple[bytes, int]:
 
 
 def _characters() -> tuple[str, ...]:
-    """What the library writes for each byte: those that show as they are, the others from U+0100 on."""
+    """Return the library's character for each byte: printable ones are themselves, the rest follow from U+0100 on."""
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return tuple(chr(byte) if byte in shown else chr(0x100 + hidden.index(byte)) for byte in range(256))
@@ -126,7 +126,7 @@ def _vocabulary(ranks: Mapping[bytes, int]) -> dict[str, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[str, str]]:
-    """All ways to make a token of two, by its rank; of one token, those whose parts have the lower ranks first."""
+    """Yield all pairs that form a token, by its rank; pairs of one token with lower ranks first."""
     for token in ranks:
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         known = [(first, second) for first, second in pairs if first in ranks and second in ranks]
@@ -135,7 +135,7 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[str, str]]:
 
 
 def _add_special(library: Library, folder: Path, reserved: int) -> None:
-    """Add the tokens behind the ranks: as tokenizer_config.json names them, or by their numbers."""
+    """Add the special tokens after the ranks: as tokenizer_config.json names them, or by their numbers."""
     listed, first = read_declared(folder, TokenizerError).listed, library.get_vocab_size()
     tokens = {
         index: listed.get(index) or special(f"<|reserved_token_{index}|>") for index in range(first, first + reserved)

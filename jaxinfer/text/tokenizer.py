@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a Hugging Face folder."""
+"""Tokenizer of a Hugging Face folder: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from jaxinfer.text.pieces import DecodeRule, TextStream, TokenizerError, library
 from jaxinfer.text.spm import SentencePieceBackend
 
 MAX_IDS = 1 << 22
-"""Ids are below this one; the largest vocabularies in the wild have 262,144 tokens."""
+"""Upper bound of token ids; the largest vocabularies in the wild have 262,144 tokens."""
 
 _AT_ONCE = 4096  # ids
-_MOST_SAID = 400  # characters of what the library says
+_MOST_SAID = 400  # characters of a library message
 _LARGEST_ID = 2**31 - 1
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """The vocabulary of a tokenizers-library file or a sentencepiece model.
+    """Protocol of a tokenizers-library file or a sentencepiece model.
 
     Attributes:
         texts: special tokens by name (``bos_token`` ...).
@@ -60,13 +60,13 @@ class Backend(Protocol):
     def token_to_id(self, token: str) -> int | None: ...
 
     def forget(self) -> None:
-        """Keep nothing of texts, from now on: one that came before takes as long as one that did not."""
+        """Disable caches of texts from now on, so that timing does not reveal earlier texts."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecialIds:
-    """Ids that the folder's configuration names: begin of sequence, every end of sequence, padding."""
+    """Special ids of the folder's configuration: begin of sequence, every end of sequence, padding."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -77,21 +77,21 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", tiktoken.FILE)
 
 
 class Tokenizer:
-    """A vocabulary with the folder's own rules.
+    """A tokenizer with the rules of its folder.
 
     Encoding is that of the underlying library: special tokens written out in a text become their ids. Decoding gives
-    the characters of the tokens' bytes; bytes that are no valid UTF-8 become U+FFFD.
+    the characters of the tokens' bytes; bytes that are not valid UTF-8 become U+FFFD.
 
     Attributes:
-        rule: how tokens become text.
+        rule: conversion of tokens to text.
         vocab_size: one more than the largest id, added tokens included.
         special_ids: ids that ``skip_special_tokens`` leaves out of a text.
         texts: special tokens by the name that the folder gives them (``bos_token`` ...).
         bos_id: the begin-of-sequence id, if the folder names one.
         eos_ids: ids that end a generation: generation_config.json's, else config.json's, and the tokenizer's.
         pad_id: the padding id, if the folder names one.
-        most_bytes: of a text, in UTF-8, that one token can stand for: so many tokens at least has a text (None: any
-            number, since what it changes before it looks for tokens may leave nothing of a text).
+        most_bytes: maximum UTF-8 bytes of a text that one token can cover, which bounds its number of tokens from below
+            (None: unbounded, because normalisation may remove all of a text).
     """
 
     def __init__(self, backend: Backend, ids: SpecialIds | None = None, prepend_bos: bool = False) -> None:
@@ -110,14 +110,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read the first of `TOKENIZER_FILES`, and what the folder's configurations say about special tokens.
+        """Read the first of `TOKENIZER_FILES`, and the special tokens of the folder's configurations.
 
         Truncation and padding stored in tokenizer.json are switched off. A BOS is added where the post-processor of
-        tokenizer.json adds it; without a tokenizer.json where tokenizer_config.json's ``add_bos_token`` asks for it (a
+        tokenizer.json adds it; without a tokenizer.json if ``add_bos_token`` of tokenizer_config.json is true (a
         tokenizer.model: unless it is false).
 
         Raises:
-            TokenizerError: no tokenizer in the folder, or a file that cannot be read or understood.
+            TokenizerError: no tokenizer in the folder, or a file is unreadable or invalid.
         """
         kind = next((name for name in TOKENIZER_FILES if (folder / name).exists()), None)
         if kind is None:
@@ -128,11 +128,11 @@ class Tokenizer:
         return cls(backend, _special_ids(folder, backend), prepend_bos)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; with ``add_special_tokens`` with the BOS (and what else) the folder asks for.
+        """Return the token ids of ``text``; with ``add_special_tokens`` including BOS and others that the folder adds.
 
         Raises:
             TokenizerError: ``text`` is not Unicode text (it has a lone surrogate), or the vocabulary has no token for a
-                part of it and names none for unknown text.
+                part of it and no unknown token.
         """
         try:
             text.encode("utf-8")
@@ -144,28 +144,28 @@ class Tokenizer:
         return ids
 
     def forget(self) -> None:
-        """Let no time tell which texts or tokens came before, from now on: for servers whose clients must not learn
-        what others have asked. Encoding takes a tenth to a half longer, and all tokens' bytes are made now: half a
-        second for 128,000 of them."""
+        """Remove timing differences that reveal earlier texts or tokens, from now on: for servers with clients that
+        must not learn other clients' requests. Encoding takes a tenth to a half longer, and the bytes of all tokens are
+        computed now: half a second for 128,000 of them."""
         self._backend.forget()
         for token_id in range(self.vocab_size):
             self._cached(token_id)
 
     def showing(self, texts: Iterable[str]) -> Tokenizer:
-        """The same, but for tokens of these texts, which are no special ones: they are part of every text."""
+        """Return a tokenizer for which tokens of these texts are not special, so that decoding keeps them."""
         shown = {self.token_to_id(text) for text in texts} & self.special_ids
         if not shown:
             return self
-        other = copy.copy(self)  # what is remembered of tokens is shared
+        other = copy.copy(self)  # shares the cache of token bytes
         other.special_ids = self.special_ids - shown
         return other
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``. Ids outside the vocabulary stand for nothing."""
+        """Return the text of ``ids``. Ids outside the vocabulary are ignored."""
         return "".join(self.decoded(ids, skip_special_tokens))
 
     def decoded(self, ids: Sequence[int], skip_special_tokens: bool = True) -> Iterator[str]:
-        """The same, piece by piece: what is in work at a time is bounded."""
+        """Yield the text of ``ids`` in chunks of bounded work."""
         stream, at_start = TextStream(self.rule), True
         for first in range(0, len(ids), _AT_ONCE):
             visible = self.visible(ids[first : first + _AT_ONCE], skip_special_tokens)
@@ -174,34 +174,34 @@ class Tokenizer:
         yield stream.feed(b"", final=True)
 
     def visible(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
-        """The ids that are part of a text: known and, with ``skip_special_tokens``, not special."""
+        """Return the ids that are part of a text: known and, with ``skip_special_tokens``, not special."""
         hidden = self.special_ids if skip_special_tokens else frozenset()
         return [token_id for token_id in ids if token_id not in hidden and self._cached(token_id) is not None]
 
     def to_bytes(self, visible_ids: Sequence[int], at_start: bool = False) -> bytes:
-        """The bytes that ids which are all :meth:`visible` stand for, ``at_start`` of a text or within one."""
+        """Return the bytes of ids that are all :meth:`visible`, ``at_start`` of a text or within one."""
         pieces = [self.token_bytes(token_id) for token_id in visible_ids]
         if at_start and pieces:
             pieces[0] = self.rule.piece(self.id_to_token(visible_ids[0]) or "", True)
         return b"".join(pieces)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for within a text; none for an id outside the vocabulary.
+        """Return the bytes of a token within a text; empty for an id outside the vocabulary.
 
         They may be part of a character; a leading space of a word is included.
         """
         return self._cached(token_id) or b""
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it (``Ġthe``, ``▁the``, ``<0x0A>``), or None."""
+        """Return the token as spelt in the vocabulary (``Ġthe``, ``▁the``, ``<0x0A>``), or None."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it, or None."""
+        """Return the id of a token as spelt in the vocabulary, or None."""
         return self._backend.token_to_id(token)
 
     def _cached(self, token_id: int) -> bytes | None:
-        """The bytes of a token, remembered: the decoder is asked once an id, and there are at most ``vocab_size``."""
+        """Return the bytes of a token, cached: the decoder is called once per id, at most ``vocab_size`` times."""
         if token_id not in self._bytes:
             token = self.id_to_token(token_id)
             if token is None:
@@ -211,17 +211,17 @@ class Tokenizer:
 
 
 class LibraryBackend:
-    """A tokenizer of the tokenizers library.
+    """Backend of the tokenizers library.
 
     Args:
         library: loaded, with truncation and padding off. Its added tokens are changed.
-        declared: tokens that the files beside it name; they count more than its own.
+        declared: tokens named by other files of the folder; they override its own.
 
-    Special tokens are found in a text as it stands, before normalisation: templates write them out, and a file that
-    asks otherwise would find only the one at the beginning.
+    Special tokens are matched before normalisation: templates write them out, and a file with normalised ones would
+    match only a token at the beginning.
 
     Raises:
-        TokenizerError: its decoder is of a kind that is not supported, or an id is beyond `MAX_IDS`.
+        TokenizerError: its decoder is of an unsupported kind, or an id exceeds `MAX_IDS`.
     """
 
     def __init__(self, library: Library, declared: Declared | None = None) -> None:
@@ -229,7 +229,7 @@ class LibraryBackend:
         _declare(library, declared)
         added = library.get_added_tokens_decoder()
         self._library = library
-        # The library's own answer for an added token is, in some versions, its normalised text.
+        # In some library versions `id_to_token` returns the normalised text of an added token.
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = _vocab_size(library)
@@ -239,8 +239,7 @@ class LibraryBackend:
 
     @classmethod
     def load(cls, folder: Path) -> LibraryBackend:
-        """Read ``folder/tokenizer.json``, without the truncation and the padding that it may store, else the folder's
-        tiktoken.model."""
+        """Read ``folder/tokenizer.json``, without its truncation and padding, else the folder's tiktoken.model."""
         path = folder / "tokenizer.json"
         library = _read_library(path) if path.exists() else tiktoken.tiktoken_library(folder)
         kind = tokenizer_class(folder, TokenizerError)
@@ -255,14 +254,14 @@ class LibraryBackend:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            # `encode` keeps the interpreter until it is done, and works out places in the text that nobody asks for.
+            # `encode` holds the GIL until it is done, and computes unneeded offsets.
             return self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as cause:  # as in `load`
             raise TokenizerError(f"the tokenizer has no tokens for this text: {cause}") from cause
 
     def forget(self) -> None:
-        """See `Backend.forget`. The library's models keep the last words with their tokens, but for WordLevel and
-        WordPiece, which merge nothing."""
+        """See `Backend.forget`. The library's models cache recent words, except WordLevel and WordPiece, which do not
+        merge."""
         model = self._library.model
         if isinstance(model, BPE | Unigram):
             model._clear_cache()
@@ -276,7 +275,7 @@ class LibraryBackend:
 
 
 def _vocab_size(library: Library) -> int:
-    """One more than the largest id: there may be gaps."""
+    """Return one more than the largest id: there may be gaps."""
     token, largest = max(library.get_vocab().items(), key=operator.itemgetter(1), default=("", -1))
     if largest >= MAX_IDS:
         raise TokenizerError(f"the vocabulary has {token[:80]!r} as token {largest}: ids below {MAX_IDS} are read")
@@ -288,7 +287,7 @@ def _read_library(path: Path) -> Library:
     try:
         library = Library.from_str(text)
     except Exception as cause:  # the library raises Exception itself, nothing narrower
-        said = repr(str(cause)[:_MOST_SAID])[1:-1]  # parts of the file, whatever is in them
+        said = repr(str(cause)[:_MOST_SAID])[1:-1]  # arbitrary text of the file
         raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {said}") from cause
     library.no_truncation()
     library.no_padding()
@@ -297,7 +296,7 @@ def _read_library(path: Path) -> Library:
 
 
 def _require_sound(library: Library, path: Path) -> None:
-    """Refuses what the library reads, and panics on later.
+    """Reject files that the library accepts but later panics on.
 
     Raises:
         TokenizerError: the post-processor adds a token that it does not describe.
@@ -310,7 +309,7 @@ def _require_sound(library: Library, path: Path) -> None:
 
 
 def _declare(library: Library, declared: Declared) -> None:
-    """Adds the tokens that the vocabulary lacks, and changes those that the files describe otherwise."""
+    """Add tokens missing from the vocabulary, and change those that the files describe differently."""
     own = dict(sorted(library.get_added_tokens_decoder().items()))
     before = {token.content: _flags(token) for token in own.values()}
     tokens = declared.merged(own).values()
@@ -322,7 +321,7 @@ def _flags(token: AddedToken) -> list[bool]:
 
 
 def _special_ids(folder: Path, backend: Backend) -> SpecialIds:
-    """Ids by the tokenizer's files first for BOS and padding, by the model's and the tokenizer's for EOS."""
+    """Return the special ids: BOS and padding of the tokenizer's files first, EOS of both the model's and these."""
     named = {name: backend.token_to_id(text) for name, text in backend.texts.items()}
     listed: dict[str, tuple[int, ...]] = {}
     for file in ("generation_config.json", "config.json"):
@@ -340,7 +339,7 @@ def _special_ids(folder: Path, backend: Backend) -> SpecialIds:
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
-    """An id or a list of ids; negative ones are a way of writing that there is none."""
+    """Parse an id or a list of ids; negative ones mean that there is none."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     found = [token_id for one in listed if (token_id := whole(one)) is not None and token_id <= _LARGEST_ID]
     if len(found) < len(listed):

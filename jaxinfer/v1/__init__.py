@@ -1,4 +1,4 @@
-"""The public name of `jaxinfer.protos.v1`, the messages between clients and a server."""
+"""Public alias of `jaxinfer.protos.v1`, the messages between clients and a server."""
 
 import sys
 

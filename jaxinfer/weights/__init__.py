@@ -1,6 +1,6 @@
-"""Checkpoints: finding a folder, reading safetensors that nobody vouches for, filling and saving parameters.
+"""Checkpoints: locating a model folder, reading untrusted safetensors files, loading and saving parameters.
 
-``jaxinfer.weights.source`` (hub ids) and ``jaxinfer.weights.progress`` (the bar) are imported by who needs them.
+``jaxinfer.weights.source`` (hub ids) and ``jaxinfer.weights.progress`` (progress bar) must be imported explicitly.
 """
 
 from jaxinfer.weights.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""The one error of this room."""
+"""Errors of the weights package, and helpers that format names for messages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ _LONGEST = 120
 
 
 class CheckpointError(ValueError):
-    """A model folder that cannot be loaded. The message is one sentence for a person; it needs no traceback."""
+    """Error for a model folder that cannot be loaded. The message is one user-facing sentence."""
 
 
 def quoted(name: str) -> str:
-    """A name out of an untrusted file, fit for a message: control characters escaped, at most ~120 characters."""
+    """Format a name from an untrusted file for a message: control characters escaped, about 120 characters at most."""
     return repr(name if len(name) <= _LONGEST else name[:_LONGEST] + "...")
 
 
 def listed(names: list[str], most: int = 5) -> str:
-    """The first ``most`` names, quoted, and how many more there are."""
+    """Return the first ``most`` names, quoted, and the number of names left out."""
     first = ", ".join(quoted(name) for name in names[:most])
     return first if len(names) <= most else f"{first} and {len(names) - most} more"

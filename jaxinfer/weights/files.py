@@ -1,4 +1,4 @@
-"""Files of a model: its config, its tensors, and the layouts of its weights, whatever the format."""
+"""Model files: config.json, tensors and weight layouts, independent of the checkpoint format."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NOTHING: Mapping[str, StoredWeight] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder.
+    """A model folder.
 
     Attributes:
         path: the folder.
-        config_json: what its config.json says; of a model inside of another, what it says of that alone.
-        wrapped: whether the model is inside of another (`jaxinfer.wrapped`).
-        renamed: tensors that are read in place of others, by the names of those.
-        quantized_by: the file that says how weights are stored.
+        config_json: contents of config.json; of a wrapped model, those of the text model alone.
+        wrapped: whether the model is inside a wrapper model (`jaxinfer.wrapped`).
+        renamed: tensor names to read instead, by the names they replace.
+        quantized_by: the file that describes the weight quantisation.
     """
 
     path: pathlib.Path
@@ -46,7 +46,7 @@ class ModelFiles:
 
     @functools.cached_property
     def tensors(self) -> Tensors:
-        """All tensors of the checkpoint, opened when they are first asked for.
+        """All tensors of the checkpoint, opened on first access.
 
         Raises:
             CheckpointError: see `open_checkpoint`.
@@ -55,14 +55,14 @@ class ModelFiles:
 
     @property
     def state(self) -> dict[str, list[int]]:
-        """Size in bytes and time in nanoseconds of each file of the folder, by name, to see that one was changed."""
+        """Size in bytes and mtime in nanoseconds of each file of the folder, by name; used to detect changes."""
         folder = self.path.parent if self.path.is_file() else self.path
         found = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
         return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
 
     @functools.cached_property
     def _stored(self) -> tuple[Mapping[str, StoredWeight], frozenset[str]]:
-        """The weights that are stored quantised, and the tensors that they are made of."""
+        """The quantised weights by name, and the names of the tensors they are stored in."""
         if not self._described:
             return _NOTHING, frozenset()
         weights, consumed = quantized_weights(self.tensors, self.config_json, self.quantized_by)
@@ -74,21 +74,21 @@ class ModelFiles:
 
     @property
     def quantized(self) -> bool:
-        """Whether the checkpoint says that it holds quantised weights, in config.json, or shows that it does."""
+        """Whether the checkpoint has quantised weights, as config.json declares or as its tensors show."""
         return self._described and (self.quantized_by == CONFIG_FILE or bool(self._stored[0]))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, as they are stored."""
+        """Bytes of all weights as stored."""
         return sum(info.nbytes for info in self.tensors.tensors.values())
 
     @property
     def shows_ties(self) -> bool:
-        """Whether the folder has tensors as a model was saved with them: one to be planned has config.json alone."""
+        """Whether the folder has tensors that show if embeddings are tied (a plan needs only config.json)."""
         return any(self.path.glob("*.safetensors"))
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
-        """The parameters, with the names that this checkpoint gives to its tensors (see `Family.prefix`)."""
+        """Return the specs with this checkpoint's tensor names (see `Family.prefix`)."""
         shapes = self.shapes
         wanted = {source.name for _, spec in walk_specs(specs) for source in spec.sources}
         spell = spelling(shapes, wanted, prefix, self.wrapped)
@@ -102,7 +102,7 @@ class ModelFiles:
         return shapes | {name: weight.shape for name, weight in self._stored[0].items()}
 
     def pieces(self, name: str, rows: int) -> Iterator[np.ndarray]:
-        """What a tensor holds, ``rows`` at a time, or the parts of a stored weight."""
+        """Yield the values of a tensor, ``rows`` at a time, or the parts of a stored weight."""
         if (weight := self._stored[0].get(name)) is not None:
             yield from (weight.read(part) for part in (*weight.parts, *weight.input_parts))
             return
@@ -111,26 +111,26 @@ class ModelFiles:
         self.tensors.release(name)
 
     def replace(self, **changes: Any) -> ModelFiles:
-        """The same files with other fields; they are not opened again."""
+        """Return a copy with other fields that shares the files already opened."""
         changed = dataclasses.replace(self, **changes)
         changed.__dict__.update({name: vars(self)[name] for name in ("tensors", "_stored") if name in vars(self)})
         return changed
 
     def ignored(self, patterns: Iterable[str], prefix: str) -> tuple[str, ...]:
-        """Patterns of tensors that are not read: those given, in every spelling, and what is around the model."""
+        """Return patterns of tensors to ignore: those given, in every spelling, and the tensors of the wrapper."""
         spelled = {spell(pattern): None for pattern in patterns for spell in spellings(prefix, self.wrapped)}
         return (*spelled, *(OTHER_TENSORS if self.wrapped else ()))
 
     @property
     def left_out(self) -> dict[str, int]:
-        """What is around the model: how many tensors by the first words of their names."""
+        """Number of tensors of the wrapper around the model, by the first component of their names."""
         if not self.wrapped:
             return {}
         names = (name.removeprefix("model.") for name in self.tensors.tensors)
         return dict(Counter(first for name in names if (first := name.partition(".")[0]) in OTHERS))
 
     def stored(self, specs: ParamTree, dtype: str) -> ParamTree:
-        """The parameters (`named`) with storages for those weights that are stored quantised.
+        """Return the specs (`named`) with quantised storages for the weights that are stored quantised.
 
         Args:
             dtype: see `storages`.
@@ -141,12 +141,12 @@ class ModelFiles:
         return storages(specs, self._stored[0], dtype) if self.quantized else specs
 
     def checkpoint(self, specs: ParamTree) -> Tensors | ConvertedCheckpoint:
-        """Source of the parameters of `stored`."""
+        """Return the tensor source for the specs that `stored` returned."""
         return StoredCheckpoint(self.tensors, *self._stored, specs) if self.quantized else self.tensors
 
 
 def open_files(path: pathlib.Path) -> ModelFiles:
-    """Reads config.json; weights are opened when they are asked for.
+    """Read config.json; the weights are opened on first access.
 
     Raises:
         CheckpointError: see `read_json_object`.

@@ -17,17 +17,17 @@ _DRAWN_AT_ONCE = 1 << 20
 def init_params(
     specs: ParamTree, seed: int, dtype: str = "float32", place: Place = on_default_device
 ) -> dict[str, Any]:
-    """A parameter tree of random weights.
+    """Return a parameter tree of random weights.
 
-    A parameter depends on the seed, its path and its spec alone: not on the rest of the tree, and on ``dtype`` by
-    rounding only. numpy may change the stream in a new version: write the weights out where they must outlive it.
+    A parameter depends only on the seed, its path and its spec, not on the rest of the tree; ``dtype`` only affects
+    rounding. A new numpy may change the stream: save weights that must outlive it.
 
     Args:
         specs: ``init`` "normal" draws with standard deviation ``scale``; "ones" and "zeros" are constant.
         seed: any integer >= 0.
         dtype: "float32", "bfloat16" or "float16".
-        place: called with the path, the spec and what gives a buffer (see `load_params`); its result becomes the leaf.
-            The whole parameter is drawn, whatever part is asked for.
+        place: called with the path, the spec and a function that fills a buffer (see `load_params`); its result becomes
+            the leaf. The whole parameter is drawn, whichever slice is requested.
 
     Raises:
         ValueError: ``dtype`` or a spec's ``init`` is unknown, or ``seed`` is negative.

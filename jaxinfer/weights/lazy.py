@@ -1,4 +1,4 @@
-"""Parameters that are not read yet: for whoever handles one at a time and keeps none."""
+"""Deferred parameters, for callers that process one parameter at a time and keep none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.weights.tree import Fill, Path, Place, dtype_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Deferred:
-    """An array of a checkpoint that numpy reads whenever it is asked for it, each time anew."""
+    """An array of a checkpoint that is read anew on every conversion to numpy."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -26,7 +26,7 @@ class Deferred:
 
 
 def deferred(dtype: np.dtype[Any]) -> Place:
-    """A ``place`` for `load_params` that leaves every parameter where it is. ``dtype``: the model's."""
+    """Return a ``place`` for `load_params` that leaves every parameter unread. ``dtype``: dtype of the model."""
 
     def place(path: Path, spec: ParamSpec, fill: Fill) -> Deferred:
         del path

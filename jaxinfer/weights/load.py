@@ -35,22 +35,22 @@ from jaxinfer.weights.tree import (
 
 Progress = Callable[[int, int, str], None]
 
-# Tensors that older exporters wrote and that every reader computes for itself.
+# Tensors written by older exporters; all readers compute them instead.
 HARMLESS = ("*rotary_emb.inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_cached")
 
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
 _CONFIG_DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float32"}
-_BLOCK = 128  # rows and columns of a transposing copy: two blocks stay in the second-level cache
+_BLOCK = 128  # rows and columns of a block of a transposing copy; two blocks fit in the L2 cache
 
 
 def on_default_device(path: Path, spec: ParamSpec, fill: Fill) -> jax.Array:
-    """The simplest ``place``: the whole parameter on jax's default device."""
+    """Place the whole parameter on JAX's default device: the simplest ``place``."""
     del path, spec
     return jax.device_put(fill(()))
 
 
 def on_devices(sharding: jax.sharding.Sharding, spec: ParamSpec, fill: Fill) -> jax.Array:
-    """A parameter spread over devices: each part is read once, and dropped when all who need it have it."""
+    """Place a parameter sharded over devices: each shard is read once and dropped when all its devices have a copy."""
     holders: dict[tuple[tuple[int, int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         ends = zip(index or (), spec.shape, strict=True)
@@ -73,29 +73,29 @@ def load_params(
     check_finite: bool = False,
     ignore: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Fills a parameter tree from a folder of safetensors.
+    """Fill a parameter tree from a folder of safetensors.
 
-    ``place`` asks for each parameter, whole or in parts; a host buffer of that form is filled from its sources and
-    dropped when the device has it, so the host holds at most one such part beyond what ``place`` keeps, and reads no
-    other. Headers and shapes are all checked before the first tensor is read.
+    ``place`` requests each parameter, whole or in slices; a host buffer of that shape is filled from the sources and
+    dropped when the device has it. The host therefore holds at most one such slice beyond what ``place`` keeps, and
+    reads no other data. All headers and shapes are checked before the first tensor is read.
 
     Args:
-        folder: holds model.safetensors or its shards with their index; or what was opened already.
+        folder: holds model.safetensors or its shards with their index; or a checkpoint that is already open.
         specs: the parameters and the checkpoint tensors that fill them.
         dtype: "float32", "bfloat16", "float16", or "auto" for ``checkpoint_dtype(folder)``.
-        place: called with the path in the tree, the spec, and what fills a buffer; its result becomes the leaf.
-        progress: called after each tensor, or part of one, with checkpoint bytes done, bytes in all (if every part is
-            asked for once), and the tensor's name.
-        check_finite: refuse NaN and infinities, also those that the conversion to ``dtype`` makes.
-        ignore: patterns (``*``, ``?``) of tensor names that may be in the checkpoint without being used, beside
-            ``HARMLESS``; for example "lm_head.weight" where the embeddings are tied.
+        place: called with the path, the spec, and a function that fills a buffer; its result becomes the leaf.
+        progress: called after each tensor or slice of one with the checkpoint bytes done, the total bytes (if every
+            slice is requested once), and the tensor's name.
+        check_finite: reject NaN and infinities, including those that the conversion to ``dtype`` produces.
+        ignore: patterns (``*``, ``?``) of tensor names that may be in the checkpoint unused, in addition to
+            ``HARMLESS``; for example "lm_head.weight" with tied embeddings.
 
     Returns:
         A nested dict of the form of ``specs``.
 
     Raises:
-        CheckpointError: a file, a shape, a dtype or a value is not as it must be, a tensor is missing or unused.
-        ValueError: ``dtype`` is unknown, or the specs contradict themselves.
+        CheckpointError: a file, shape, dtype or value is invalid, or a tensor is missing or unused.
+        ValueError: ``dtype`` is unknown, or the specs are inconsistent.
     """
     if isinstance(folder, ConvertedCheckpoint):
         wanted = folder.manifest.dtype if dtype == "auto" else dtype
@@ -125,14 +125,14 @@ def _part_bytes(checkpoint: Tensors, source: Source) -> int:
 
 
 def _wait(placed: Any) -> None:
-    """Wait until the device has its copy: transfers in flight would keep several host buffers alive."""
+    """Wait until the transfer to the device is complete: pending transfers would keep several host buffers alive."""
     for leaf in jax.tree.leaves(placed):
         if isinstance(leaf, jax.Array):
             leaf.block_until_ready()
 
 
 def checkpoint_dtype(folder: str | pathlib.Path | Tensors) -> str:
-    """Dtype that "auto" means for a folder: that of config.json, else that of the first floating-point tensor.
+    """Return the dtype that "auto" selects for a folder: from config.json, else from the first floating-point tensor.
 
     float64 is read as "float32".
 
@@ -145,7 +145,7 @@ def checkpoint_dtype(folder: str | pathlib.Path | Tensors) -> str:
 
 
 def auto_dtype(config: Mapping[str, Any], checkpoint: Tensors) -> str:
-    """`checkpoint_dtype` of a config.json and a checkpoint."""
+    """Return `checkpoint_dtype` for an already parsed config.json and an open checkpoint."""
     named = config.get("dtype") or config.get("torch_dtype")
     if isinstance(named, str) and named.removeprefix("torch.") in _CONFIG_DTYPES:
         return _CONFIG_DTYPES[named.removeprefix("torch.")]
@@ -195,7 +195,7 @@ def _form(shape: Sequence[int]) -> str:
 
 @dataclasses.dataclass
 class _Filler:
-    """Fills host buffers from a checkpoint and counts the bytes it has read."""
+    """Fills host buffers from a checkpoint and counts the bytes read."""
 
     checkpoint: Tensors
     target: np.dtype[Any]
@@ -218,7 +218,7 @@ class _Filler:
         tensor: np.ndarray = whole[(*of_source, ...)]
         self.checkpoint.expect(source.name, tensor)
         try:
-            # a finite value too large for the target is an error; NaN and infinity pass as they are
+            # a finite value that overflows the target dtype is an error; NaN and infinity pass through
             with np.errstate(over="raise", invalid="ignore"):
                 _copy(part, tensor)
         except FloatingPointError:
@@ -240,7 +240,7 @@ def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 
 
 def _copy(part: np.ndarray, tensor: np.ndarray) -> None:
-    """Copy a tensor into a part; a transposed one in blocks, which is two to three times as fast."""
+    """Copy a tensor into a buffer; a transposed tensor in blocks, which is two to three times as fast."""
     if tensor.ndim < 2 or tensor.flags.c_contiguous:
         part[...] = tensor
         return

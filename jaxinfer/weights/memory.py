@@ -1,4 +1,4 @@
-"""Tensors in memory that are read as a checkpoint's are."""
+"""In-memory tensors with the interface of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jaxinfer.weights.tree import target_dtype
 
 @dataclasses.dataclass(frozen=True)
 class InMemoryCheckpoint:
-    """A checkpoint of tensors in memory that was never written.
+    """A checkpoint of in-memory tensors that was never written to disk.
 
     Attributes:
-        folder: what messages name.
-        arrays: the tensors by name, of dtypes that safetensors has.
+        folder: the path used in messages.
+        arrays: the tensors by name, of dtypes that safetensors supports.
     """
 
     folder: pathlib.Path
@@ -43,24 +43,24 @@ class InMemoryCheckpoint:
         return self.arrays[name]
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """Do nothing: tensors are in memory."""
+        """Do nothing: tensors are already in memory."""
 
     def release(self, name: str) -> None:
-        """Do nothing: a tensor stays as long as its checkpoint."""
+        """Do nothing: a tensor lives as long as its checkpoint."""
 
 
 def as_loaded(
     checkpoint: InMemoryCheckpoint, specs: ParamTree, config_json: Mapping[str, Any], dtype: str
 ) -> tuple[ParamTree, dict[str, Any]]:
-    """Load tensors as a folder of them and of this config.json would be loaded.
+    """Load tensors as if from a folder that holds them and this config.json.
 
     Args:
-        specs: the parameters that the tensors fill, all of them.
-        config_json: its ``quantization_config`` says how tensors are stored; without one they are plain numbers.
-        dtype: the model's.
+        specs: all parameters that the tensors fill.
+        config_json: its ``quantization_config`` describes how tensors are stored; without it they are unquantized.
+        dtype: dtype of the model.
 
     Returns:
-        the parameters with storages, and their arrays as `jaxinfer.weights.lazy.Deferred`.
+        The specs with quantised storages, and their arrays as `jaxinfer.weights.lazy.Deferred`.
 
     Raises:
         CheckpointError: see `quantized_weights`, `storages` and `load_params`.

@@ -1,4 +1,4 @@
-"""Converted folders and GGUF files among others: `open_model_files` opens whatever there is."""
+"""Opening a model of any checkpoint format: safetensors folders, converted folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from jaxinfer.weights.safetensors.checkpoint import Checkpoint, Tensors
 
 
 def open_model_files(path: pathlib.Path) -> ModelFiles:
-    """`open_files`, but a folder that `jaxinfer.convert` wrote is known by its manifest, and a file is a GGUF file.
+    """Open a GGUF file, a converted folder (recognised by its manifest), or else a folder as `open_files` does.
 
     Raises:
-        CheckpointError: see `open_files`, `read_manifest` and `open_gguf`; or the file to name is in the folder.
+        CheckpointError: see `open_files`, `read_manifest`, `open_gguf`; or a folder's GGUF file must be named instead.
     """
     if path.is_file():
         return GgufFiles.open(path)
@@ -33,13 +33,13 @@ def open_model_files(path: pathlib.Path) -> ModelFiles:
 
 @dataclasses.dataclass(frozen=True)
 class GgufFiles(ModelFiles):
-    """A GGUF file, or several that make one model; ``path`` is the first."""
+    """A GGUF file, or the files of a split model; ``path`` is the first."""
 
     opened: GgufCheckpoint
 
     @classmethod
     def open(cls, path: pathlib.Path) -> GgufFiles:
-        """Checks all headers.
+        """Open the file and check all headers.
 
         Raises:
             CheckpointError: see `open_gguf`.
@@ -49,7 +49,7 @@ class GgufFiles(ModelFiles):
 
     @property
     def tensors(self) -> Tensors:
-        """Tensors of plain numbers: all of them."""
+        """The tensors of the file; those that are not block-quantised are read as arrays."""
         return self.opened
 
     @property
@@ -58,7 +58,7 @@ class GgufFiles(ModelFiles):
 
     @property
     def quantized(self) -> bool:
-        """Whether some weights are in blocks."""
+        """Whether some weights are block-quantised."""
         return bool(self.opened.weights)
 
     @property
@@ -68,16 +68,16 @@ class GgufFiles(ModelFiles):
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedFiles(ModelFiles):
-    """A converted folder. Its parameters lie as the engine has them, and have no other names than the engine's."""
+    """A converted folder. Its parameters have the layout and the names of the engine."""
 
     manifest: Manifest
 
     @classmethod
     def open(cls, path: pathlib.Path) -> ConvertedFiles:
-        """Reads config.json and the manifest, whose dtype is the model's.
+        """Read config.json and the manifest; the manifest gives the model's dtype.
 
         Raises:
-            CheckpointError: one of them is not as it must be, or they are not of one model.
+            CheckpointError: one of them is invalid, or they describe different models.
         """
         config, manifest = open_files(path).config_json, read_manifest(path)
         named = config.get("architectures")
@@ -87,7 +87,7 @@ class ConvertedFiles(ModelFiles):
 
     @functools.cached_property
     def tensors(self) -> Tensors:
-        """Tensors of other forms than the engine's: none."""
+        """An empty checkpoint: a converted folder has no tensors in another layout than the engine's."""
         return Checkpoint(self.path, {})
 
     @property
@@ -100,15 +100,15 @@ class ConvertedFiles(ModelFiles):
         return bool(self.manifest.storages)
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
-        """The parameters as they are."""
+        """Return the specs unchanged."""
         del prefix
         return specs
 
     def stored(self, specs: ParamTree, dtype: str) -> ParamTree:
-        """The parameters with the storages that the manifest describes."""
+        """Return the specs with the quantised storages that the manifest describes."""
         return described(specs, self.manifest.storages, dtype)
 
     def checkpoint(self, specs: ParamTree) -> ConvertedCheckpoint:
-        """Source from which `load_params` restores the parameters."""
+        """Return the source from which `load_params` restores the parameters."""
         del specs
         return ConvertedCheckpoint(self.path, self.manifest)

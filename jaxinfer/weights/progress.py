@@ -1,4 +1,4 @@
-"""A progress bar for loading, for people only."""
+"""Progress bars on stderr for interactive use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxinfer.weights.load import Progress
 
 @contextlib.contextmanager
 def loading_bar(title: str = "loading weights") -> Iterator[Progress | None]:
-    """Gives a ``progress`` for ``load_params`` that draws a bar on stderr, or None where stderr is not a terminal.
+    """Yield a ``progress`` callback for ``load_params`` that draws a bar on stderr; None if stderr is not a terminal.
 
     The bar disappears when the block ends.
     """
@@ -27,7 +27,7 @@ def loading_bar(title: str = "loading weights") -> Iterator[Progress | None]:
 
 @contextlib.contextmanager
 def counting_bar(title: str) -> Iterator[Progress | None]:
-    """The same for what is counted one by one."""
+    """Yield a ``progress`` callback as `loading_bar` does, for items counted one by one instead of bytes."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,8 +1,8 @@
-"""Checkpoints whose weights are stored quantised: what an adapter of a format says of each, and one face for all.
+"""Quantised checkpoints: `StoredWeight`, the common description of a quantised weight, and the specs built from it.
 
-An adapter (jaxinfer/weights/formats) reads the tensors of one format and gives a `StoredWeight` for each quantised
-weight. `storages` then turns a family's parameters, which name plain tensors, into parameters that are made of the
-stored parts; `StoredCheckpoint` has these parts as tensors, so that they are loaded as all others are.
+A format adapter (jaxinfer/weights/formats) reads the tensors of one format and returns a `StoredWeight` for each
+quantised weight. `storages` then turns a family's specs, which name unquantized tensors, into specs made of the stored
+parts; `StoredCheckpoint` exposes these parts as tensors, so that they are loaded like any other tensor.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.safetensors.checkpoint import Tensors
 from jaxinfer.weights.safetensors.reader import TensorInfo
 
-_BETWEEN = "#"  # of a weight's name and a part's
+_BETWEEN = "#"  # separates a weight's name from a part's name
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredWeight:
-    """A weight as a checkpoint stores it, turned to ``[*stack, out, in]`` whatever the format has.
+    """A weight as a checkpoint stores it, with shape ``[*stack, out, in]`` for every format.
 
     Attributes:
-        shape: ``[*stack, out, in]``: a stack of matrices where the format has one tensor for all experts.
-        layout: how its values are to lie in memory.
-        read: the array of a part by its name, ``[*stack, out, *part.shape]`` (an input part: ``[*part.shape]``), in
-            the part's dtype, in a new buffer. It may raise CheckpointError.
-        nbytes: that it takes in the checkpoint.
-        inputs_digest: equal for two weights of one layout whose input parts are equal: they can be fused.
+        shape: ``[*stack, out, in]``: a stack of matrices if the format has one tensor for all experts.
+        layout: layout of the values in memory.
+        read: returns the array of a part by name, ``[*stack, out, *part.shape]`` (an input part: ``[*part.shape]``), in
+            the dtype of the part, in a new buffer. It may raise CheckpointError.
+        nbytes: size in the checkpoint.
+        inputs_digest: equal for two weights of one layout whose input parts are equal, which can then be fused.
     """
 
     shape: tuple[int, ...]
@@ -54,20 +54,20 @@ class StoredWeight:
         return self.layout.input_parts(self.shape[-1])
 
     def dense(self) -> np.ndarray:
-        """The weight in float32."""
+        """Dequantize the weight to float32."""
         arrays = {name: jnp.asarray(self.read(name)) for name in (*self.parts, *self.input_parts)}
         axes = (None,) * len(self.shape)
         return np.asarray(Quantized(arrays, self.layout, axes, "float32", self.shape[-1]).dequantize())
 
 
 class StoredCheckpoint:
-    """A checkpoint's plain tensors, beside its stored weights as parameters ask for them: in parts, or as numbers.
+    """A checkpoint's unquantized tensors, and its stored weights as the specs request them: in parts, or dequantized.
 
     Args:
-        plain: all of the checkpoint's tensors.
-        weights: the stored weights by the names that parameters have for them.
-        consumed: which of the plain tensors they are made of.
-        specs: the parameters, from `storages`.
+        plain: all tensors of the checkpoint.
+        weights: the stored weights by the names that the specs use.
+        consumed: names of the tensors in ``plain`` that make up the stored weights.
+        specs: the specs that `storages` returned.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StoredCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(infos)
 
     def _adds_nothing(self, name: str, weights: Mapping[str, StoredWeight]) -> bool:
-        """A bias of zeros beside a stored weight: some tools write one for layers that have none."""
+        """Return whether a tensor is an all-zero bias of a stored weight: some tools write one for bias-free layers."""
         module, bias, rest = name.rpartition(".bias")
         return bool(bias) and not rest and f"{module}.weight" in weights and not self._plain.read(name).any()
 
@@ -107,7 +107,7 @@ class StoredCheckpoint:
         self._reads[name] = read
 
     def read(self, name: str) -> np.ndarray:
-        """See `Checkpoint.read`; of a stored weight a new buffer."""
+        """Return a tensor as `Checkpoint.read` does; for a stored weight, in a new buffer."""
         return self._reads[name]() if name in self._reads else self._plain.read(name)
 
     def expect(self, name: str, part: np.ndarray) -> None:
@@ -141,30 +141,30 @@ class _Dense:
 
 
 def _required(specs: ParamTree) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """The tensors that parameters are made of, with the shape that each is to have, and whether it is [out, in]."""
+    """Map the tensors that the specs read to the requested shape and whether it is [out, in]."""
     sources = ((spec, source) for _, spec in walk_specs(specs) for source in spec.sources)
     return {source.name: (source.shape, is_upright(spec, source)) for spec, source in sources}
 
 
 def is_upright(spec: ParamSpec, source: Source) -> bool:
-    """The checkpoint's own order is [out, in]: as of all linear layers, but for the few that were convolutions once."""
+    """Return whether the checkpoint stores [out, in]: true of linear layers except former convolutions."""
     return spec.inputs is None or source.transpose == (spec.inputs == 0)
 
 
 # --------------------------------------------------------------------------------------------------------------
-# From parameters of plain tensors to parameters of parts.
+# Specs of stored parts from specs of unquantized tensors.
 
 
 def storages(specs: ParamTree, weights: Mapping[str, StoredWeight], dtype: str) -> ParamTree:
-    """The parameters with storages for those that the checkpoint holds quantised.
+    """Return the specs with quantised storages for the parameters that the checkpoint holds quantised.
 
     Args:
-        weights: by the names of the tensors that the parameters' sources ask for.
-        dtype: of the model: that of values where nothing else says so.
+        weights: stored weights by the tensor names of the specs' sources.
+        dtype: dtype of the model, used for values whose dtype nothing else sets.
 
     Raises:
-        CheckpointError: a weight's shape is not what config.json asks for, or the parts of a fused parameter are stored
-            in ways that do not go together.
+        CheckpointError: a weight's shape does not match config.json, or the sources of a fused parameter are stored in
+            incompatible ways.
     """
 
     def stored(path: tuple[str, ...], spec: ParamSpec) -> Any:
@@ -178,13 +178,13 @@ def storages(specs: ParamTree, weights: Mapping[str, StoredWeight], dtype: str) 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """One source of a fused parameter, seen as ``[*out, in]``.
+    """A source of a fused parameter, seen as ``[*out, in]``.
 
     Attributes:
-        weight: None where the checkpoint holds it as plain numbers.
-        where: its place among the parameter's outputs.
-        out: the form in which it lies there.
-        stack: leading dimensions of the tensor of which one entry is taken, and its part of the outputs.
+        weight: the stored weight; None if the checkpoint holds the tensor unquantized.
+        where: index of the source among the parameter's outputs.
+        out: shape of the outputs at that index.
+        part: index into the tensor: entries of its leading stack dimensions, and the rows taken.
     """
 
     source: Source
@@ -200,7 +200,7 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Fused:
-    """A parameter of which some sources are stored quantised."""
+    """A parameter some of whose sources are stored quantised."""
 
     label: str
     spec: ParamSpec
@@ -209,7 +209,7 @@ class _Fused:
 
     @property
     def _first(self) -> bool:
-        """The inputs are the parameter's first dimension, not its last."""
+        """Whether the inputs are the first dimension of the parameter, not the last."""
         return self.spec.inputs == 0
 
     @property
@@ -275,7 +275,7 @@ class _Fused:
         return ParamSpec(shape, axes, sources=sources, dtype=part.dtype)
 
     def _array(self, pieces: list[_Piece], out: tuple[int, ...]) -> ParamSpec:
-        """Spec of plain numbers beside stored ones: they lie as ``[*out, in]``, too."""
+        """Return the spec of the unquantized slice of a split weight, stored as ``[*out, in]`` as well."""
         sources = tuple(
             Source(
                 piece.source.name,
@@ -295,7 +295,7 @@ class _Fused:
         return (self._axes[-1] if part.along else None, *(None,) * (len(part.shape) - 1))
 
     def _split(self, pieces: list[_Piece]) -> Split:
-        """Split a weight along one dimension of the outputs, neighbours of one kind in one storage."""
+        """Split a weight along one output dimension; adjacent pieces of one kind share a storage."""
         axis = self._axis(pieces)
         runs: list[list[_Piece]] = []
         for piece in sorted(pieces, key=lambda piece: _begin(piece.where[axis])):
@@ -306,7 +306,7 @@ class _Fused:
         return Split(tuple(self._run(run, axis) for run in runs), axis)
 
     def _axis(self, pieces: list[_Piece]) -> int:
-        """A dimension of which each place has one kind."""
+        """Return an output dimension along which each index has a single kind."""
         for axis in range(len(self._out)):
             kinds = {(_at(piece.where, axis), piece.kind) for piece in pieces}
             if len({place for place, _ in kinds}) == len(kinds):

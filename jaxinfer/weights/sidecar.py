@@ -1,4 +1,4 @@
-"""Files that go with a model's weights: tokenizer, templates, settings, licences."""
+"""Companion files of a model's weights: tokenizer, chat templates, settings and licences."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jaxinfer.weights.formats.fields import CONFIG_FILE
 from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED
 from jaxinfer.weights.source import TEMPLATES
 
-# The latter are what whoever passes weights on must pass on with them.
+# Licences (.txt) must be passed on with the weights.
 _COMPANIONS = (".json", ".jinja", ".model", ".txt")
-# What describes the weights themselves: the folder that is made describes its own, in config.json.
+# Files that describe the weights themselves; the new folder describes its own weights in config.json.
 _OF_WEIGHTS = (CONFIG_FILE, *FILES, MANIFEST, UNFINISHED)
 _LEGAL = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
 def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copies what a model's folder holds beside its weights and config.json."""
+    """Copy the companion files of a model folder: all except its weights, their descriptions and config.json."""
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
     for path in sorted(source.iterdir()):

@@ -1,4 +1,4 @@
-"""Resolve what a user typed after ``--model`` to a folder on this disk."""
+"""Resolution of the ``--model`` argument to a local folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxinfer.names import no_model
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.native.manifest import MANIFEST, PARAMS
 
-# No pickles, nothing in subfolders, and not Mistral's second copy of the weights in its own format.
+# Excludes pickles, subfolders, and Mistral's duplicate of the weights in its own format.
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "tiktoken.model", "*.jinja"]
 TEMPLATES = "additional_chat_templates"
-"""Folder of the templates beside chat_template.jinja."""
+"""Folder of the chat templates in addition to chat_template.jinja."""
 _PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl"]
 _UNWANTED = ["*/*", "consolidated*.safetensors", *_PICKLES]
 
-# The library's HTTP client changed over the years; the bases of its error always include that client's own error,
-# which also covers proxies and timeouts.
+# The HTTP client of huggingface_hub changed between versions; the bases of HfHubHTTPError always include the client's
+# own error, which also covers proxies and timeouts.
 _FAILURES: tuple[type[BaseException], ...] = (
     *HfHubHTTPError.__bases__,
     OSError,
@@ -31,14 +31,14 @@ _FAILURES: tuple[type[BaseException], ...] = (
 
 
 def locate(model: str) -> pathlib.Path:
-    """The folder of a model: an existing folder or GGUF file as it is, a hub id ``org/name`` through huggingface_hub.
+    """Return the folder of a model: an existing folder or GGUF file as is, a hub id ``org/name`` through
+    huggingface_hub.
 
-    A download lands in the library's cache, where a later call finds it without a network; the library's own settings
-    (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) apply. Only JSON, safetensors, tokenizer and template files are fetched, and
-    the arrays of a converted folder.
+    Downloads are cached by the library, whose settings (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) apply. Only JSON,
+    safetensors, tokenizer and template files are fetched, and the arrays of a converted folder.
 
     Raises:
-        CheckpointError: there is no such folder, and the hub did not give one; the message says what to do.
+        CheckpointError: there is no such folder, and the download failed; the message gives the remedy.
     """
     if (reason := no_model(model)) is not None:
         raise CheckpointError(reason)
@@ -52,7 +52,7 @@ def _download(model: str) -> pathlib.Path:
             huggingface_hub.snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
         )
         wanted = [f"{TEMPLATES}/*.jinja", *([f"{PARAMS}/*"] if (folder / MANIFEST).exists() else [])]
-        # A snapshot's folder has the commit's name: the arrays are those of this manifest, whatever came since.
+        # A snapshot folder is named after its commit, so the arrays match this manifest even if the repository changes.
         huggingface_hub.snapshot_download(model, revision=folder.name, allow_patterns=wanted, ignore_patterns=_PICKLES)
     except _FAILURES as error:
         raise CheckpointError(
@@ -64,6 +64,6 @@ def _download(model: str) -> pathlib.Path:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the cause, or of the error itself where it has none, without an error number."""
+    """Return the first line of the error's cause, or of the error if it has none, without an error number."""
     text = re.sub(r"\[Errno -?\d+\] ", "", str(error.__cause__ or error)).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".:")

@@ -1,9 +1,9 @@
-"""Experts as a checkpoint has them: one by one, or all in one tensor, whatever a family's parameters name.
+"""Expert weights in checkpoints: per expert or stacked in one tensor, independent of the layout in the family's specs.
 
-- one by one: ``X.experts.0.gate_proj.weight`` [hidden, d], ``up_proj``, ``down_proj`` [d, hidden]; or w1, w3 and w2;
-- of the hub: ``X.experts.gate_up_proj`` [experts, d, 2 hidden], gates first, and ``X.experts.down_proj`` [experts,
-  hidden, d]; of transformers in memory the same with [out, in]. Their shapes tell which: one of them is not square;
-- of MLX: ``X.switch_mlp.gate_proj.weight`` [experts, hidden, d], ``up_proj``, ``down_proj``.
+- per expert: ``X.experts.0.gate_proj.weight`` [hidden, d], ``up_proj``, ``down_proj`` [d, hidden]; or w1, w3 and w2;
+- on the hub: ``X.experts.gate_up_proj`` [experts, d, 2 hidden], gates first, and ``X.experts.down_proj`` [experts,
+  hidden, d]; in transformers' memory [out, in]. The shapes show which: one of the two is not square;
+- MLX: ``X.switch_mlp.gate_proj.weight`` [experts, hidden, d], ``up_proj``, ``down_proj``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _EVERY = slice(None)
 
 
 def with_experts(specs: ParamTree, shapes: Shapes) -> ParamTree:
-    """The parameters with the tensors of their experts as the checkpoint has them; where it has others, as they are.
+    """Return the specs with expert sources in the checkpoint's layout; unchanged if the checkpoint has neither layout.
 
     Args:
-        shapes: of all tensors by name, those of stored weights as ``[*stack, out, in]``.
+        shapes: shapes of all tensors by name; of stored weights as ``[*stack, out, in]``.
     """
     experts = _Experts(shapes)
     changed: ParamTree = map_specs(lambda path, spec: experts.of(spec), specs)
@@ -44,7 +44,7 @@ class _Experts:
         return dataclasses.replace(spec, sources=sources) if sources else spec
 
     def _stacked(self, spec: ParamSpec) -> tuple[Source, ...]:
-        """The tensors of all experts in place of those of each; () where there are none."""
+        """Return the sources for stacked tensors in place of per-expert ones; () if the checkpoint has none."""
         found: dict[str, list[Source]] = {}
         for source in spec.sources:
             match = _ONE.fullmatch(source.name)
@@ -56,7 +56,7 @@ class _Experts:
         return tuple(source for stack in found.values() for source in stack) if all(found.values()) else ()
 
     def _stack(self, at: str, kind: str, one: Source, spec: ParamSpec) -> list[Source]:
-        """The sources of all experts' weights of a kind, of the first expert's."""
+        """Return the sources for all experts' weights of a kind, given the source of the first expert."""
         whole, where = (spec.shape[0], *one.shape), (_EVERY, *one.where[1:])
         if (own := f"{at}.switch_mlp.{kind}.weight") in self.shapes:
             return [Source(own, whole, reshape=whole, where=where)]
@@ -71,14 +71,14 @@ class _Experts:
         return _of_all(both, (spec.shape[0], 2 * hidden, d), half, where, turned)
 
     def _is_turned(self, both: str, down: str, d: int, hidden: int) -> bool:
-        """Whether experts lie as [in, out]; where they fit neither way, as the hub has them, whose shapes are asked."""
+        """Return whether expert weights are stored as [in, out], also assumed if the shapes match neither order."""
         for name, upright in ((both, (2 * hidden, d)), (down, (d, hidden))):
             if upright[0] != upright[1]:
                 return self.shapes[name][1:] != upright
         raise AssertionError("both are square")
 
     def _apart(self, spec: ParamSpec) -> tuple[Source, ...]:
-        """The tensors of each expert in place of those of all; () where there are none."""
+        """Return the sources for per-expert tensors in place of stacked ones; () if the checkpoint has none."""
         return tuple(made for source in spec.sources for made in self._one(source))
 
     def _one(self, source: Source) -> list[Source]:
@@ -98,11 +98,11 @@ class _Experts:
 def _of_all(
     name: str, whole: tuple[int, ...], taken: slice, where: tuple[slice | int, ...], turned: bool
 ) -> list[Source]:
-    """All experts at once, or, of a tensor that lies as [in, out], one by one.
+    """Return the source of all experts at once, or one per expert if the tensor is stored as [in, out].
 
     Args:
         whole: shape of the tensor as ``[experts, out, in]``.
-        taken: its outputs that are meant.
+        taken: the slice of its outputs to read.
     """
     experts, out, inputs = whole
     if not turned:

@@ -1,6 +1,6 @@
-"""Heads that config.json ties to the table of embeddings, and what the checkpoint has of the two.
+"""Tied embeddings: reconciles config.json with the head and the embedding table that the checkpoint holds.
 
-As transformers does it: a head that differs from the table is a head of its own, and one without a table is both.
+As in transformers: a head that differs from the table is untied, and a head without a table is used as both.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from jaxinfer.weights.files import ModelFiles
 
 _log = logging.getLogger("jaxinfer")
 
-_ROWS = 4096  # compared at once
-_FLAGS = ("tie_word_embeddings", "tie_embedding")  # transformers', and LFM2's before that
+_ROWS = 4096  # rows compared at a time
+_FLAGS = ("tie_word_embeddings", "tie_embedding")  # of transformers, and of LFM2 before transformers supported it
 
 
 def with_stored_head(files: ModelFiles, untied: ParamTree, prefix: str) -> ModelFiles:
-    """The files of a tied model as its checkpoint has them.
+    """Return the files of a tied model adjusted to the tensors in its checkpoint.
 
     Args:
-        untied: the parameters of the model with a head of its own.
+        untied: the specs of the model with a separate head.
         prefix: see `ModelFiles.named`.
 
     Returns:
-        The files; those whose config ties nothing where the checkpoint has a head that differs from the table, and
-        those that read the head in place of the table where the checkpoint has no table.
+        The files; with a config that ties nothing if the checkpoint has a head that differs from the table, and with
+            the head read as the table if the checkpoint has no table.
     """
     if not files.shows_ties:
         return files
@@ -52,6 +52,6 @@ def _same(files: ModelFiles, table: str, head: str) -> bool:
     )
 
 
-@functools.cache  # a start describes the model twice
+@functools.cache  # engine startup describes the model twice
 def _warn(message: str) -> None:
     _log.warning(message)

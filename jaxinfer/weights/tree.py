@@ -1,4 +1,4 @@
-"""Walking parameter trees, and where a checkpoint tensor lies in a fused parameter."""
+"""Parameter trees: dtypes, renaming, and the mapping of checkpoint tensors to slices of fused parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs
 
 Path = tuple[str, ...]
 Index = tuple[slice, ...]
-# Gives a new buffer with the part of a parameter at an index; only what the part needs is read.
+# Returns a new buffer with the slice of a parameter at an index; reads only the data that the slice needs.
 Fill = Callable[[Index], np.ndarray]
-# Decides which parts are needed, and where they go.
+# Chooses the slices to read and the devices that receive them; returns the leaf.
 Place = Callable[[Path, ParamSpec, Fill], Any]
 
 TARGETS: Mapping[str, np.dtype[Any]] = {
@@ -26,7 +26,7 @@ TARGETS: Mapping[str, np.dtype[Any]] = {
 }
 
 
-# Of the parts of quantised weights (`jaxinfer.quant.layouts`), which are copied as they are.
+# Dtypes of the parts of quantised weights (`jaxinfer.quant.layouts`), which are copied without conversion.
 PARTS: Mapping[str, np.dtype[Any]] = {
     np.dtype(kind).name: np.dtype(kind)
     for kind in (
@@ -37,7 +37,7 @@ PARTS: Mapping[str, np.dtype[Any]] = {
 
 
 def target_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a parameter dtype's name.
+    """Return the numpy dtype for a parameter dtype name.
 
     Raises:
         ValueError: it is not float32, bfloat16 or float16.
@@ -48,14 +48,14 @@ def target_dtype(name: str) -> np.dtype[Any]:
 
 
 def dtype_of(spec: ParamSpec, model: np.dtype[Any]) -> np.dtype[Any]:
-    """A parameter's own dtype, else the model's."""
+    """Return the parameter's own dtype, or the model's if it has none."""
     if spec.dtype is None:
         return model
     return PARTS[spec.dtype] if spec.dtype in PARTS else target_dtype(spec.dtype)
 
 
 def with_names(specs: ParamTree, rename: Callable[[str], str]) -> ParamTree:
-    """The tree with its checkpoint tensors under other names."""
+    """Return the specs with renamed checkpoint tensors."""
 
     def renamed(path: Path, spec: ParamSpec) -> ParamSpec:
         del path
@@ -66,14 +66,14 @@ def with_names(specs: ParamTree, rename: Callable[[str], str]) -> ParamTree:
 
 
 def as_placed(tensor: np.ndarray, source: Source) -> np.ndarray:
-    """A checkpoint tensor turned to the form in which it lies in the parameter: a view, no data moves."""
-    part = tensor[(*source.part, ...)]  # an array also where it is a single value
+    """Return a view of a checkpoint tensor in the shape that it has in the parameter."""
+    part = tensor[(*source.part, ...)]  # the ellipsis keeps a single value an array
     turned = part.T if source.transpose else part
     return turned if source.reshape is None else turned.reshape(source.reshape)
 
 
 def as_stored(part: np.ndarray, source: Source) -> np.ndarray:
-    """The inverse of ``as_placed``: what a source filled, in its checkpoint form (a copy where it must be)."""
+    """Return a source's values in their checkpoint shape, copied if needed: the inverse of ``as_placed``."""
     shape = _shape_only(source.shape)[(*source.part, ...)].shape
     if not source.transpose:
         return part.reshape(shape)
@@ -83,10 +83,10 @@ def as_stored(part: np.ndarray, source: Source) -> np.ndarray:
 def overlap(
     shape: tuple[int, ...], index: Index, where: tuple[slice | int, ...]
 ) -> tuple[tuple[slice | int, ...], Index] | None:
-    """Intersect the part of a parameter at ``index`` with the place ``where`` of a source; None: they are disjoint.
+    """Intersect the slice of a parameter at ``index`` with the index ``where`` of a source; None if they are disjoint.
 
     Returns:
-        the intersection in the part, and the same in what the source brings (`as_placed`).
+        The intersection as an index into the slice, and as an index into the source's values (`as_placed`).
     """
     in_part: list[slice | int] = []
     in_source: list[slice] = []
@@ -109,12 +109,12 @@ def overlap(
 
 
 def placed_size(source: Source) -> int:
-    """Number of values that a source brings."""
+    """Return the number of values that a source contributes."""
     return _shape_only(source.shape)[(*source.part, ...)].size
 
 
 def check_spec(path: Path, spec: ParamSpec) -> None:
-    """Raises ValueError where a spec's sources do not fit their places or do not fill the parameter."""
+    """Raise ValueError if the sources of a spec do not match their index or do not fill the parameter."""
     label = "/".join(path)
     for source in spec.sources:
         have = as_placed(_shape_only(source.shape), source).shape

@@ -1,1 +1,1 @@
-"""Engines of several devices or processes that look like one."""
+"""Engines over several devices or processes with the interface of one."""

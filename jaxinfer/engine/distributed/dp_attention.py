@@ -1,8 +1,8 @@
-"""Data-parallel attention: devices that serve sequences of their own and share the experts of a mixture.
+"""Data-parallel attention: each rank serves its own sequences, and all ranks share the experts of an MoE.
 
-Each rank is an engine with a scheduler, slots, pages and a prefix cache of its own, on one device that has all
-parameters but routed experts whole. These are dealt out among the ranks, so that all ranks must run each program
-together: every step is planned by each rank, and launched once (`jaxinfer.engine.distributed.lockstep`).
+Each rank is an engine with its own scheduler, slots, pages and prefix cache, on one device that holds all parameters
+except routed experts in full. Experts are sharded over the ranks, so that all ranks must run each program together:
+every step is planned by each rank, and launched once (`jaxinfer.engine.distributed.lockstep`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jaxinfer.parallel.mesh import mesh_for
 class DpAttentionEngine(Replicas):
     """An `EngineCore` of ranks. A request is served by one rank from its first to its last token.
 
-    Settings hold for each of the ranks, as for each of `Replicas`. A request's bits do not depend on its rank.
+    Settings apply to each rank, as in `Replicas`. A request's results are bitwise independent of its rank.
 
-    Args, Raises: as `Replicas`.
+    Args, Raises: see `Replicas`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One executor in each process of a group: process 0 broadcasts each command, and all run it."""
+"""Multi-process execution: process 0 broadcasts each command, and the executor of each process runs it."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from jaxinfer.sampling import Sampled, SamplingLimits
 
 
 class Answers:
-    """Results that another process has, in the order of the calls that give them."""
+    """Pending results of another process, in the order of the calls."""
 
     def __init__(self, group: Group, process: int) -> None:
         self._group, self.process = group, process
         self._due: collections.deque[list[Answer]] = collections.deque()
 
     def of(self, results: Any) -> Any:
-        """Put an `Answer`, which numpy can read, in place of each of a tree's leaves, which are None."""
+        """Replace each leaf of a tree, which are None, by an `Answer`, which numpy can read."""
         leaves, form = jax.tree.flatten(results, is_leaf=lambda leaf: leaf is None)
         due = [Answer(self) for _ in leaves]
         self._due.append(due)
         return jax.tree.unflatten(form, due)
 
     def take(self) -> None:
-        """Receive the oldest answers that are due. Waits."""
+        """Receive the oldest pending answers. Blocks."""
         for answer, array in zip(self._due.popleft(), self._group.answer(self.process), strict=True):
             answer.array = array
 
 
 class Answer:
-    """An array that another process sends. Who reads it waits."""
+    """An array sent by another process. Reading it blocks until it arrives."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
         self.array: np.ndarray | None = None
 
     def copy_to_host_async(self) -> None:
-        """Do nothing: the array is on its way."""
+        """Do nothing: the array is already being sent."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         while self.array is None:
@@ -62,26 +62,26 @@ class Answer:
 
 
 class HostInputTokens:
-    """The tokens that a microbatch sampled last, for a first stage whose devices cannot have them from the last's."""
+    """Last sampled tokens of a microbatch on the host, for a first stage that the last stage's devices cannot reach."""
 
     def __init__(self, rows: int) -> None:
         self._tokens = np.zeros(rows, np.int32)
         self._newest: collections.deque[tuple[np.ndarray, Any]] = collections.deque()
 
     def with_tokens(self, batch: DecodeBatch) -> DecodeBatch:
-        """Fill in a token for each row. Waits for the microbatch's last step where one was sampled there."""
+        """Fill in a token for each row. Blocks on the microbatch's last step where a needed token was sampled there."""
         missing = batch.tokens < 0
         if (missing & (batch.positions >= 0)).any():
             self._settle(0)
         return batch._replace(tokens=np.where(missing, self._tokens, batch.tokens))
 
     def sampled(self, batch: DecodeBatch, tokens: Any) -> None:
-        """Note ``tokens``, which the rows of a batch will sample: a slot's own row counts (see `DecodeBatch`)."""
+        """Record ``tokens`` that the rows of a batch will sample: only a slot's own row counts (see `DecodeBatch`)."""
         slot_rows = batch.positions >= 0
         if batch.owners is not None:
             slot_rows &= batch.owners == np.arange(len(slot_rows))
         self._newest.append((slot_rows, tokens))
-        self._settle(2)  # those before were read
+        self._settle(2)  # earlier ones were read
 
     def _settle(self, left: int) -> None:
         while len(self._newest) > left:
@@ -90,18 +90,18 @@ class HostInputTokens:
 
 
 class LeaderExecutor:
-    """The `Executor` of process 0: runs each command here, and has the others that take part run it, too.
+    """The `Executor` of process 0: runs each command locally, and broadcasts it to the other participating processes.
 
-    Results lie whole on its own devices, or are another process's `Answer`; of `ReadPages` it gives what is here. A
-    command costs a message to each other process, and waits for none of them: `wait` is for this process's devices.
+    Results are whole on its own devices, or an `Answer` of another process; `ReadPages` returns the local heads. A
+    command costs a message to each other process, and does not block on any: `wait` waits for the local devices only.
 
     Args:
-        group: of which this is process 0.
-        replica: the number of the mesh, among those of the group.
-        processes: those that take part: that have devices of it. Others as those of `LocalExecutor`.
+        group: the group in which this is process 0.
+        replica: the number of the mesh among the replicas of the group.
+        processes: participating processes, which have devices of the mesh. Other arguments: see `LocalExecutor`.
 
     Attributes:
-        local: this process's part.
+        local: the executor of this process.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class LeaderExecutor:
         return sampled
 
     def _read_pages(self, command: ReadPages) -> UInt8[np.ndarray, "pages slots bytes"]:
-        """Read pages of this process's heads, for comparing the bits of two programs: other processes' heads have the
-        same programs. Other stages have programs of their own: a digest of each slot is added for them."""
+        """Read pages of this process's heads, for comparing two programs bitwise: other processes run the same programs
+        on their heads. Other stages run different programs: for these a digest of each slot is appended."""
         others = [number for number in self._processes if number != 0] if self._staged else []
         found = self._run(command, others)
         digests = [self._group.answer(number)[0].view(np.uint8) for number in others]
@@ -167,16 +167,16 @@ class LeaderExecutor:
         return self.local.temporaries()
 
     def digest(self) -> str | None:
-        return None  # those of other processes nobody sees here
+        return None  # the executables of other processes are not visible here
 
 
 def follow(executors: Mapping[int, LocalExecutor], group: Group) -> None:
-    """Run what process 0 runs, on this process's executors. Does not return while the group lives.
+    """Run the commands of process 0 on this process's executors. Does not return while the group lives.
 
-    Raises GroupError where process 0 calls what there is not: it runs another version.
+    Raises GroupError for an unknown command of process 0: it runs another version.
 
     Args:
-        executors: by the numbers of replicas of which this process has devices.
+        executors: executors by replica number, for replicas of which this process has devices.
     """
     group.ready()
     for frame in group.calls():
@@ -199,6 +199,6 @@ def _command(frame: Frame) -> Command[Any]:
 
 
 def _digests(pages: UInt8[np.ndarray, "pages slots bytes"]) -> Int32[np.ndarray, "pages slots 4"]:
-    """Digests of 16 bytes for each slot, which differ where the slots' bytes do."""
+    """Return a 16-byte digest of each slot's bytes."""
     digests = [hashlib.blake2b(slot.tobytes(), digest_size=16).digest() for page in pages for slot in page]
     return np.frombuffer(b"".join(digests), np.int32).reshape(*pages.shape[:2], 4)

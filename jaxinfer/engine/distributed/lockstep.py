@@ -1,8 +1,8 @@
-"""All device memory of an engine's ranks, and the commands that change it: each is run once for all ranks.
+"""Lockstep execution of data-parallel attention ranks: one set of device arrays, each command run once for all ranks.
 
-What a rank's engine asks of its executor (`RankExecutor`) is written down. When all ranks have planned their step,
-`Lockstep.run` joins their commands: those of one type are one call, in which ranks that ask for nothing do nothing. The
-order of a rank's own commands is kept, so that its step means what it means to an engine with a device of its own.
+The executor of a rank's engine (`RankExecutor`) queues commands. When all ranks have planned their step, `Lockstep.run`
+merges their commands: those of one type become one call, in which ranks without a command do nothing. The order of a
+rank's own commands is kept, so that its step is the same as on an engine with its own device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, Slot
 
 
 class Awaited:
-    """One rank's part of an array that is there when the ranks have run."""
+    """A rank's slice of an array that is available once the ranks have run."""
 
     def __init__(self) -> None:
         self.array: Array
@@ -42,7 +42,7 @@ class Awaited:
         self._to_host = False
 
     def arrive(self, array: Array, part: slice = slice(None)) -> None:
-        """Take the rank's ``part`` of the array's rows."""
+        """Set the array, of which ``part`` selects the rank's rows."""
         self.array, self._part = array, part
         if self._to_host:
             array.copy_to_host_async()
@@ -62,11 +62,11 @@ def _awaited(kind: Any) -> Any:
 class RankExecutor:
     """The `Executor` of one rank's engine. Results are `Awaited`; `wait` is for all ranks.
 
-    Before READY, when one rank tries programs out, a command that must see what the device has done runs what was asked
-    for so far. There is nothing for several steps in one call: settings refuse them beside ranks.
+    Before READY, when one rank probes programs, a command that must see device results runs all queued commands first.
+    Multi-step decoding is not supported: settings reject it with ranks.
 
     Attributes:
-        pending: the commands of each type, in order, with what awaits their results.
+        pending: the commands of each type, in order, with the objects that await their results.
     """
 
     def __init__(self, lockstep: Lockstep, host: HostPages) -> None:
@@ -106,7 +106,7 @@ class RankExecutor:
         return awaiting
 
     def _read_pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
-        self._all.run()  # what is to be seen
+        self._all.run()  # the commands to be observed
         pages = range(source.shape[1])
         found = HostPages(len(pages))
         self._ask(commands.ExportPages(source, pages), found)
@@ -120,11 +120,11 @@ class RankExecutor:
         return self._all.programs.temporaries()
 
     def digest(self) -> str | None:
-        return None  # ranks try theirs out together
+        return None  # ranks probe their programs together
 
 
 class _IdleOperands(NamedTuple):
-    """Operands of a call for a rank that did not ask for it."""
+    """Operands of a call for a rank without a command."""
 
     pages: np.ndarray
     hosted: list[Array]
@@ -133,18 +133,18 @@ class _IdleOperands(NamedTuple):
 
 
 class Lockstep:
-    """Every rank's parameters, pools and slots, and the programs of them all. Nothing waits, `wait` aside.
+    """Parameters, pools and slots of all ranks, and their programs. Only `wait` blocks.
 
     Args:
         model: in the form of `spread_model`.
-        engine: of each rank.
-        mesh: of the ranks.
-        progress: of the compilations.
+        engine: settings of each rank.
+        mesh: mesh of the ranks.
+        progress: progress of the compilations.
 
     Attributes:
-        ranks: what their engines call.
-        programs: take and give arrays of all ranks (`jaxinfer.parallel.dp_attention`).
-        size_classes: see `Calibration`: chunks of sizes that are equal in it may run in one program.
+        ranks: executors for the engines of the ranks.
+        programs: compiled programs over arrays of all ranks (`jaxinfer.parallel.dp_attention`).
+        size_classes: see `Calibration`: chunks of sizes with equal numbers may run in one program.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Lockstep:
         return _IdleOperands(pages, hosted, rows, np.int32(engine.rows))
 
     def run(self) -> None:
-        """Make the calls that the ranks have asked for, in the order in which a step asks for them."""
+        """Run the queued commands of the ranks, in the order of a step."""
         calls: dict[type[Command[Any]], Callable[[list[Any]], None]] = {
             commands.ExportPages: self._export,
             commands.CopyPages: self._copy,
@@ -214,7 +214,7 @@ class Lockstep:
                 call(self._together() if kind is commands.Prefill else self._next(kind))
 
     def _next(self, kind: type[Command[Any]]) -> list[Any]:
-        """The next command of each rank, with what awaits its result; None where it has none."""
+        """Pop the next command of each rank, with the object that awaits its result; None where it has none."""
         return [rank.pending[kind].popleft() if rank.pending[kind] else None for rank in self.ranks]
 
     def wait(self) -> None:
@@ -249,18 +249,18 @@ class Lockstep:
         self.pools = self.programs.restore[count](self.pools, tuple(pages), target)
 
     def _of_all(self, ids: Sequence[Int32[np.ndarray, "groups _"] | None]) -> Int32[np.ndarray, "rows _"]:
-        """Ids of the ranks' pages, as many as the most that one of them moves; the others' are beyond their pools."""
+        """Join page ids of the ranks, padded to the largest count; padding and idle ranks use ids beyond the pool."""
         count = max(own.shape[1] for own in ids if own is not None)
         none = self._idle.pages[:, :count]
         return joined([none if own is None else np.append(own, none[:, own.shape[1] :], 1) for own in ids])
 
     def _from_parts(self, parts: Sequence[Array], sharding: NamedSharding) -> Array:
-        """One array of what the ranks have in turn, each on its device."""
+        """Assemble one array from the shards of the ranks, each on its device."""
         shape = len(parts), *parts[0].shape[1:]
         return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
     def _parts(self, array: Array) -> list[Array]:
-        """Shards of the ranks, each on its device."""
+        """Return the shards of the ranks, each on its device."""
         where = {shard.device: shard.data for shard in array.addressable_shards}
         return [where[device] for device in self.mesh.devices.flat]
 
@@ -290,7 +290,7 @@ class Lockstep:
                     cast(Awaited, one[1][field]).arrive(part)
 
     def _restore(self, pending: list[tuple[commands.RestoreSlot, SlotState] | None]) -> None:
-        """Restore each row on the device that it never left; the other ranks rewrite their present rows."""
+        """Restore each row on the device where it was saved; the other ranks rewrite their present rows."""
         slots, spare = self._slot_numbers(pending), self.programs.save_slot(self.sampler, self._slot_numbers(pending))
         rows = []
         for field, array in enumerate(spare):
@@ -300,7 +300,7 @@ class Lockstep:
         self.sampler = self.programs.restore_slot(self.sampler, slots, SlotState(*rows))
 
     def _load(self, pending: list[tuple[commands.LoadLora, None] | None]) -> None:
-        """Write what each rank loads, one rank's after another's: they need not load the same part."""
+        """Write the adapter weights of each rank, one rank after another: ranks may load different layers."""
         assert self.banks is not None
         for rank, one in enumerate(pending):
             if one is not None:
@@ -313,14 +313,14 @@ class Lockstep:
     # ---- steps
 
     def _programs(self, batches: Sequence[DecodeBatch] | Sequence[PrefillBatch]) -> tuple[Any, Any, Any]:
-        """The programs for the ranks' batches, and what they take as parameters and as batches: those without adapters
-        where no row of any rank has one."""
+        """Return the programs for the ranks' batches, their parameters and their packed batches: programs without
+        adapters where no row of any rank has one."""
         if self.banks is not None and any(batch.loras is not None and (batch.loras >= 0).any() for batch in batches):
             return self.programs.adapted, Banked(self.params, self.banks), [pack(batch) for batch in batches]
         return self.programs, self.params, [pack(batch._replace(loras=None)) for batch in batches]
 
     def _together(self) -> list[tuple[commands.Prefill, None] | None]:
-        """The next chunks of each rank that can run beside those of the largest size."""
+        """Pop the next chunks of each rank that may run in one program with those of the largest size."""
         waiting = [rank.pending[commands.Prefill] for rank in self.ranks]
         sizes = [queue[0][0].batch.tokens.shape[1] if queue else 0 for queue in waiting]
         largest, classes = max(sizes), self.size_classes
@@ -328,7 +328,7 @@ class Lockstep:
         return [queue.popleft() if fit else None for queue, fit in zip(waiting, fits, strict=True)]
 
     def _prefill(self, pending: list[tuple[commands.Prefill, None] | None]) -> None:
-        """Run the ranks' chunks in the widest program that one of them needs: the probe has found it equal."""
+        """Run the chunks in the widest program that a rank needs: the probe has found it bitwise equivalent."""
         batches = [one[0].batch if one else None for one in pending]
         shapes = [batch.tokens.shape for batch in batches if batch is not None]
         side, size = max(count for count, _ in shapes), max(size for _, size in shapes)
@@ -336,7 +336,7 @@ class Lockstep:
         self.pools = programs.prefill[size, side](params, self.pools, joined(packed), None)
 
     def _chunks(self, batch: PrefillBatch | None, side: int, size: int) -> PrefillBatch:
-        """Pad a batch to ``side`` chunks of this size; those that it lacks are empty."""
+        """Pad a batch to ``side`` chunks of this size; the missing chunks are empty."""
         starts = np.zeros(side, np.int32)
         tables = np.zeros((self._idle.pages.shape[0], side, self._engine.table_width), np.int32)
         loras = np.full(side, -1, np.int32) if self.banks else None
@@ -358,7 +358,7 @@ class Lockstep:
         self._deal(logprobs, pending, size)
 
     def _decode(self, pending: list[tuple[commands.Decode, Sampled] | None]) -> None:
-        """Run as many rows of each rank as the one with the most asks for."""
+        """Run as many rows per rank as the rank with the most rows needs."""
         rows = max(one[0].batch.positions.shape[0] for one in pending if one is not None)
         idle = idle_batch(self._engine, self._idle.pages.shape[0], rows)
         batches = [idle if one is None else with_rows(one[0].batch, like=idle) for one in pending]
@@ -369,7 +369,7 @@ class Lockstep:
         self._deal(sampled, pending, rows)
 
     def _deal(self, results: Any, pending: Sequence[Any], rows: int) -> None:
-        """Hand each rank that awaits results its rows of them."""
+        """Hand each waiting rank its rows of the results."""
         for number, one in enumerate(pending):
             if one is not None:
                 part = slice(number * rows, (number + 1) * rows)

@@ -1,4 +1,4 @@
-"""The engine that settings ask for."""
+"""Factory of the engine for given settings."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def make_engine(
     group: Group | None = None,
     loras: LoRAStore | None = None,
 ) -> EngineCore:
-    """An engine for a model, with a store of adapters where its settings ask for one and none is given, and on a GPU a
-    pool of what memory leaves where they do not say how large it is; see `Replicas` for arguments and errors."""
+    """Make the engine for a model; opens an adapter store if LoRA is enabled and none is given, and on an accelerator
+    sizes the KV pool to the free memory if the settings do not. See `Replicas` for arguments and errors."""
     mesh = mesh or mesh_for(config)
     if platform == "gpu":
         require_host_memory(config.swap_space_gib)
@@ -50,9 +50,9 @@ def make_engine(
 def make_followers(
     model: Model, config: EngineConfig, platform: str, mesh: Mesh, progress: CompileProgress | None = None
 ) -> tuple[ResolvedEngine, dict[int, LocalExecutor]]:
-    """Make the executors of a process that does not lead: one for each replica of which it has devices, by number.
+    """Make the executors of a follower process: one for each replica of which it has devices, by replica number.
 
-    Arguments and errors are those of `Replicas`.
+    See `Replicas` for arguments and errors.
     """
     places = replicas(mesh)
     numbers = [number for number, place in enumerate(places) if own_devices(place)]

@@ -1,4 +1,4 @@
-"""Data parallelism: copies of an engine on devices of their own, which look like one."""
+"""Data parallelism: several engines on separate devices, with the interface of one engine."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from jaxinfer.types import FinishReason, Request, SequenceDelta
 class Replicas:
     """An `EngineCore` of several engines. A request is served by one replica from its first to its last token.
 
-    Every setting holds for each of the replicas, but two: the limits of the queue and ``swap_space_gib`` are for all.
-    One thread drives all: steps of all replicas are launched before the first result is read. Methods are documented
-    there.
+    Every setting applies to each replica, with two exceptions: the queue limits and ``swap_space_gib`` are totals. One
+    thread drives all replicas: all steps are launched before the first result is read. `EngineCore` documents the
+    methods.
 
     Args:
         progress: see `Engine`.
-        mesh: the devices of all; None: the first ones.
-        group: of whose processes the replicas have the devices.
-        loras: the adapters that requests may name, of all replicas; None: requests have none.
+        mesh: devices of all replicas; None: the first ones.
+        group: process group whose processes have the devices of the replicas.
+        loras: adapters that requests may name, shared by all replicas; None: requests have none.
 
     Raises:
         EngineConfigError: a setting cannot be served.
@@ -61,16 +61,16 @@ class Replicas:
     ) -> None:
         places, engines = replicas(mesh or mesh_for(config)), list[Engine]()
         one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
-        prepared = prepare(model, one, platform, places[0])  # for all: they differ in nothing but their devices
+        prepared = prepare(model, one, platform, places[0])  # shared: replicas differ only in their devices
         local = sum(bool(own_devices(place)) for place in places)  # the first ones
         for number, place in enumerate(places):
             on_progress, make = share(progress, number, local), make_for(group, number, place)
-            found = None if own_devices(place) else engines[0].calibration  # of the same programs, on such devices
+            found = None if own_devices(place) else engines[0].calibration  # of the same programs on identical devices
             engines.append(Engine(prepared, place, on_progress, make, found, loras))
         self._begin(engines, config, len(places))
 
     def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
-        """Begin to serve; ``config`` is that of all engines together."""
+        """Start serving; ``config`` is that of all engines together."""
         self._engines, self.loras = engines, engines[0].loras
         self.config: ResolvedEngine = dataclasses.replace(
             engines[0].config,
@@ -79,7 +79,7 @@ class Replicas:
             max_waiting_sequences=config.max_waiting_sequences,
             max_waiting_tokens=config.max_waiting_tokens,
         )
-        self._owners: dict[str, tuple[Engine, set[int]]] = {}  # who serves a request, and which samples have not ended
+        self._owners: dict[str, tuple[Engine, set[int]]] = {}  # engine and unfinished samples of each request
         self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
         ready = contextlib.ExitStack()
         self._compiled = ready.enter_context(count_compilations())
@@ -106,7 +106,7 @@ class Replicas:
         return request
 
     def _choose(self, request: Request) -> Engine:
-        """The replica that knows most of the prompt already, among those that have hardly more to do than others."""
+        """Return the replica with the most cached prompt tokens, among those with hardly more load than others."""
         alive = [engine.alive for engine in self._engines]
         most = min(alive) + self.config.max_num_seqs // 2
         rank = {
@@ -139,10 +139,10 @@ class Replicas:
         return deltas
 
     def _launched(self) -> None:
-        """Hook for when every engine has launched its step, and none has read one yet."""
+        """Hook after every engine has launched its step, and before the first read."""
 
     def stats(self) -> EngineStats:
-        """The sums of all replicas."""
+        """Sum the statistics of all replicas."""
         return merged([engine.stats() for engine in self._engines], self._compiled.count)
 
     def temporaries(self) -> int:
@@ -160,12 +160,12 @@ class Replicas:
 
 
 def make_for(group: Group | None, number: int, mesh: Mesh) -> MakeExecutor:
-    """Factory of a replica's executor, where ``number`` counts the replicas of a group."""
+    """Return the executor factory of a replica, where ``number`` counts the replicas of a group."""
     return LocalExecutor if group is None else functools.partial(LeaderExecutor, group, number, processes_of(mesh))
 
 
 def config_of_each(config: EngineConfig, count: int) -> EngineConfig:
-    """The settings of one of several engines: what is there for all together is shared or theirs to watch."""
+    """Return the settings of one of several engines: swap space is divided, the group enforces queue limits."""
     share = config.swap_space_gib / count
     unbounded = dataclasses.replace(
         config, max_waiting_requests=None, max_waiting_sequences=None, max_waiting_tokens=None

@@ -1,1 +1,1 @@
-"""The devices of one process: their memory, the compiled programs, and what plans mean to them."""
+"""Execution on the devices of one process: device memory, compiled programs, and the runner of plans."""

@@ -1,4 +1,4 @@
-"""Calibration of an executor's programs before READY, on the devices themselves."""
+"""Calibration of an executor's programs before READY, on the actual devices."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from jaxinfer.engine.execution.probe import AdaptedExecutor, Probe, joint
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.quant.banks import lora_targets
 
-# Operations that a CPU may spend on finding out which prefill sizes agree: a second or two.
+# Operations that a CPU may spend on comparing prefill sizes: a second or two.
 _CPU_OPERATIONS = 300_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Equivalences of programs, so that one may stand in for another, and their costs.
+    """Bitwise equivalences of programs, which may be substituted for each other, and their costs.
 
     Attributes:
-        prefill_batches: chunks of the wide program of each prefill size that has the narrow one's bits.
-        size_classes: a number for each prefill size; equal numbers: programs with equal bits.
-        exact_resume: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken
-            for granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
-        decode_agrees: whether decode rows leave the bits that chunks of all sizes leave: what was generated may be
-            found by a prompt, and be computed again in chunks.
-        decode_sizes: rows of the decode programs that may stand in for one another, ascending.
-        multi_step: most decode steps of one plan.
-        costs: of swapping and of computing again, measured.
+        prefill_batches: chunks of the wide program of each prefill size that is bitwise equivalent to the narrow one.
+        size_classes: a number for each prefill size; equal numbers: bitwise equivalent programs.
+        exact_resume: whether a chunk that begins within a chunk, after a cache hit, is bitwise identical to a full run.
+        Assumed untested without a cache, in relaxed mode, and where the test would take a CPU long.
+        decode_agrees: whether decode rows and chunks of all sizes write bitwise identical keys and values: prompts may
+        reuse generated tokens, and generated tokens may be recomputed in chunks.
+        decode_sizes: rows of the bitwise equivalent decode programs, ascending.
+        multi_step: maximum decode steps of one plan.
+        costs: measured costs of swapping and of recomputing.
     """
 
     prefill_batches: Mapping[int, int]
@@ -51,14 +51,14 @@ _PER_SIZE = ("prefill_batches", "size_classes")
 
 
 def calibrate(executor: Executor, prepared: Prepared, platform: str) -> Calibration:
-    """Try an executor's programs out, unless an earlier start did. Its pools hold nothing yet, and mean nothing
+    """Probe an executor's programs, unless an earlier start did. Its pools must be empty, and are invalid
     afterwards."""
     settings = f"{prepared.config!r} {platform} {jax.devices()[0].device_kind}"
     find_out = functools.partial(_try_out, executor, prepared, platform)
     with timed("programs tried out, or what is known of them read"):
         found = found_out(executor.digest(), settings, find_out, _is_proof)
     by_size = {name: {int(size): number for size, number in found[name].items()} for name in _PER_SIZE}
-    # Measured at each start: it is also the first call of programs, and what that costs a request need not pay.
+    # Measured at each start: also the first call of the programs, whose cost no request then pays.
     with timed("costs measured"):
         costs = measure_costs(executor, prepared.config, len(prepared.model.cache_spec.windows))
     return Calibration(**found | by_size, costs=costs)
@@ -70,13 +70,13 @@ def _is_proof(found: Any) -> bool:
 
 
 def _try_out(executor: Executor, prepared: Prepared, platform: str) -> dict[str, Any]:
-    """The fields of a `Calibration` but its costs, which are kept as JSON."""
+    """Return the fields of a `Calibration` except its costs, which are kept as JSON."""
     model, engine, limits = prepared
     exact, probes = engine.exactness == "exact", _probes(executor, prepared)
     found = [probe.prefill_batches() for probe in probes]
     batches = {size: count for size, count in found[0].items() if all(size in each for each in found)}
     classes, resume, agrees = {size: number for number, size in enumerate(engine.prefill_sizes)}, True, False
-    operations = 2 * len(probes) * sum(leaf.size for leaf in jax.tree.leaves(model.params))  # a token's
+    operations = 2 * len(probes) * sum(leaf.size for leaf in jax.tree.leaves(model.params))  # operations of one token
     most = _CPU_OPERATIONS // operations if platform == "cpu" else math.inf
     if exact and engine.enable_prefix_caching and (tokens := probes[0].size_class_tokens()) <= most:
         classes = joint([probe.size_classes() for probe in probes])
@@ -99,7 +99,7 @@ def _try_out(executor: Executor, prepared: Prepared, platform: str) -> dict[str,
 
 
 def _probes(executor: Executor, prepared: Prepared) -> list[Probe]:
-    """A probe of the programs, and one of those with adapters, where there are any: what holds must hold of both."""
+    """Return a probe of the programs, and one of those with adapters, if any: a property must hold for both."""
     model, engine, _ = prepared
     executors, spec = [executor], model.cache_spec
     if engine.lora_slots:

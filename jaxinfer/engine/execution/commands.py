@@ -1,7 +1,7 @@
-"""Commands of an executor as data: numbers and arrays of the host, which may cross to another process as they are.
+"""Commands of an executor as data: host numbers and arrays, which can be sent to another process unchanged.
 
-A new operation is one dataclass here and one case in `LocalExecutor.run`. What a command may hold is what
-`jaxinfer.parallel.messages` takes: integers, tuples of them, arrays, records and mappings of arrays.
+A new operation is one dataclass here and one case in `LocalExecutor.run`. Fields of a command must be supported by
+`jaxinfer.parallel.messages`: integers, tuples of them, arrays, records and mappings of arrays.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jaxinfer.sampling import Logprobs, Sampled
 
 
 class DecodeBatch(NamedTuple):
-    """One token per row, from the host.
+    """Decode rows of one token each, from the host.
 
-    ``positions`` -1 marks an idle row; ``tokens`` -1 takes what the slot sampled last, -2 the first token that a draft
-    model drafted for it (`Draft`), -3 the second, and so on. ``generated``: tokens that the sequence has generated
-    before the one that this row samples.
+    ``positions`` -1 marks an idle row; ``tokens`` -1 takes the token that the slot sampled last, -2 the first token
+    that a draft model drafted for it (`Draft`), -3 the second, and so on. ``generated``: tokens that the sequence has
+    generated before the one that this row samples.
 
-    ``owners`` names the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other
-    one is fed a draft, see `jaxinfer.sampling.drafts`. None: all rows are their slots' own. ``branches`` tells apart
-    the paths of a slot's drafts (0: the one of its own row); None: there is one.
+    ``owners``: the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other row
+    is fed a draft, see `jaxinfer.sampling.drafts`. None: all rows are their slots' own. ``branches``: path of each row
+    among a slot's drafts (0: that of its own row); None: there is one.
 
-    ``loras``: the bank slot of each row's adapter; -1: it has none. None: the engine has no adapters.
+    ``loras``: bank slot of each row's adapter; -1: no adapter. None: the engine has no adapters.
     """
 
     tokens: Int[Any, " rows"]
@@ -44,10 +44,10 @@ class DecodeBatch(NamedTuple):
 
 
 class DraftBatch(NamedTuple):
-    """Where a draft model goes on, one row for each slot of a microbatch; its pages are the slot's.
+    """Inputs of a draft model, one row for each slot of a microbatch, with the pages of the slot.
 
-    ``tokens`` are fed at ``positions`` (-1: the row is idle), ``limits`` more are drafted behind each. ``generated``:
-    as in `DecodeBatch`, of the first token that is drafted.
+    ``tokens`` are fed at ``positions`` (-1: the row is idle), ``limits`` more are drafted after each. ``generated``: as
+    in `DecodeBatch`, for the first drafted token.
     """
 
     tokens: Int[Any, " rows"]
@@ -58,12 +58,12 @@ class DraftBatch(NamedTuple):
 
 
 class HeadBatch(NamedTuple):
-    """Pairs of a draft head that it has not seen, and the slots of a microbatch that it drafts for.
+    """Pairs that a draft head has not seen, and the slots of a microbatch that it drafts for.
 
     A pair is the kept feature of a position (-1: the row is idle) of the slot ``owners``, and the token that follows.
-    Each slot goes on behind the pair in row ``last`` with ``limits`` tokens of each path (0: none), before which
-    ``generated`` were. ``tables`` of paths begin with the page of position ``bases``: what lies before was never
-    computed.
+    Each slot continues after the pair in row ``last`` with ``limits`` tokens of each path (0: none), before which
+    ``generated`` tokens were generated. ``tables`` of paths begin with the page of position ``bases``: earlier
+    positions were never computed.
     """
 
     owners: Int[Any, " rows"]
@@ -79,8 +79,8 @@ class HeadBatch(NamedTuple):
 class PrefillBatch(NamedTuple):
     """Prompt chunks: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
 
-    A chunk of length 0 is idle. ``following``: the tokens behind the chunks, for a draft head; None: it sees none of
-    them. ``loras``: of each chunk, as of a row of `DecodeBatch`.
+    A chunk of length 0 is idle. ``following``: the token after each chunk, for a draft head; None: the head does not
+    run on the chunks. ``loras``: adapter of each chunk, as of a row of `DecodeBatch`.
     """
 
     tokens: Int[Any, "batch chunk"]
@@ -92,7 +92,7 @@ class PrefillBatch(NamedTuple):
 
 
 def idle_batch(engine: ResolvedEngine, groups: int, rows: int | None = None) -> DecodeBatch:
-    """So many rows (None: all of a microbatch), of which none decodes. ``groups`` of the cache."""
+    """Make a batch of ``rows`` idle rows (None: all of a microbatch). ``groups``: number of cache groups."""
     rows = rows or engine.decode_sizes[-1]
     none, tables = np.full(rows, -1, np.int32), np.zeros((groups, rows, engine.table_width), np.int32)
     owners = None if engine.speculative is None else np.arange(rows, dtype=np.int32)
@@ -101,7 +101,7 @@ def idle_batch(engine: ResolvedEngine, groups: int, rows: int | None = None) -> 
 
 
 def with_rows(batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
-    """The batch with as many rows as ``like``, whose own fill it up."""
+    """Resize the batch to the rows of ``like``, which also provides additional rows."""
     count, rows = batch.positions.shape[0], like.positions.shape[0]
     tables = np.concatenate([batch.tables[:, :rows], like.tables[:, count:]], axis=1)
     pairs = {name: (getattr(batch, name), getattr(like, name)) for name in batch._fields if name != "tables"}
@@ -114,10 +114,10 @@ def with_rows(batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 class Command[Result]:
-    """Something that an executor does: a frozen dataclass. ``Result`` is what `Executor.run` returns for it.
+    """Operation of an executor: a frozen dataclass. ``Result`` is the return type of `Executor.run` for it.
 
     Attributes:
-        by_last_stage: only a process that has the last pipeline stage has results; others have None in their place.
+        by_last_stage: only processes with the last pipeline stage have results; the others return None instead.
     """
 
     by_last_stage: ClassVar[bool] = False
@@ -130,8 +130,8 @@ class Command[Result]:
 
 
 class Decode(Command[Sampled]):
-    """Sample one token for each row of a microbatch. ``masks``: what rows with a grammar may say, see
-    `jaxinfer.sampling.sample`; None: there is none."""
+    """Sample one token for each row of a microbatch. ``masks``: allowed tokens of rows with a grammar, see
+    `jaxinfer.sampling.sample`; None: there is no grammar."""
 
     microbatch: int
     batch: DecodeBatch
@@ -140,7 +140,7 @@ class Decode(Command[Sampled]):
 
 
 class DecodeMany(Command[tuple[Sampled, Array]]):
-    """Run several decode steps in one call, where there is one stage. Also gives how many ran."""
+    """Run several decode steps in one call, with one pipeline stage only. Also returns the number of steps that ran."""
 
     batch: DecodeBatch
     steps: int
@@ -149,7 +149,7 @@ class DecodeMany(Command[tuple[Sampled, Array]]):
 
 class Draft(Command[Array]):
     """Draft tokens for the slots of a microbatch, by the draft model: ``[rows, drafts + 1]``, of which the last is no
-    draft. Those of the next `Decode` that ask for them are fed them on the device."""
+    draft. Rows of the next `Decode` with placeholder tokens read them on the device."""
 
     microbatch: int
     batch: DraftBatch
@@ -157,7 +157,7 @@ class Draft(Command[Array]):
 
 
 class HeadDraft(Command[Array]):
-    """Draft as by `Draft`, by a head that reads what the model's steps have kept: ``[rows, drafts]``."""
+    """Draft like `Draft`, by a head that reads the features kept by the model's steps: ``[rows, drafts]``."""
 
     microbatch: int
     batch: HeadBatch
@@ -177,7 +177,7 @@ class Prefill(Command[None]):
 
 
 class PrefillLogprobs(Command[Logprobs]):
-    """Compute one chunk of the largest size, and how probable each token ``following`` in the prompt was."""
+    """Compute one chunk of the largest size, and the log probability of each token ``following`` in the prompt."""
 
     batch: PrefillBatch
     following: Int32[np.ndarray, " chunk"]
@@ -188,14 +188,14 @@ class PrefillLogprobs(Command[Logprobs]):
 
 
 class LoadLora(Command[None]):
-    """Write one part of an adapter (`jaxinfer.lora.parts`) into a slot of the banks, for programs that follow."""
+    """Write the weights of one adapted module (`jaxinfer.lora.parts`) into a bank slot, for programs that follow."""
 
     slot: int
     part: int
     arrays: Mapping[str, Float32[np.ndarray, "..."]]
 
 
-# ---- pages, in all layers. Ids stand by group of the cache; a target beyond the pool is dropped.
+# ---- pages, in all layers. Ids are by group of the cache; a target beyond the pool is dropped.
 
 
 class CopyPages(Command[None]):
@@ -206,7 +206,7 @@ class CopyPages(Command[None]):
 
 
 class ExportPages(Command[None]):
-    """Copy pages to pages of the host, as many as one call takes (`jaxinfer.kv.transfer.TRANSFERS`)."""
+    """Copy pages to host pages, as many as one call takes (`jaxinfer.kv.transfer.TRANSFERS`)."""
 
     source: Int32[np.ndarray, "groups pages"]
     hosts: Sequence[int]
@@ -220,13 +220,13 @@ class ImportPages(Command[None]):
 
 
 class ReadPages(Command[UInt8[np.ndarray, "pages slots bytes"]]):
-    """Read the bytes of each slot of pages, as many as one call exports, as far as the process has them. Waits."""
+    """Read the bytes of each slot of pages, as many as one call exports, as far as the process has them. Blocks."""
 
     source: Int32[np.ndarray, "groups pages"]
 
 
 class ReadStates(Command[UInt8[np.ndarray, " bytes"]]):
-    """Read the bytes of states in all layers, as far as the process has them. Waits."""
+    """Read the bytes of states in all layers, as far as the process has them. Blocks."""
 
     states: Sequence[int]
 
@@ -242,7 +242,7 @@ class SetSlots(Command[None]):
 
 
 class AdmitSlot(Command[None]):
-    """Begin the sampler state of a slot anew."""
+    """Reset the sampler state of a slot for a new request."""
 
     slot: int
     prompt: Bool[np.ndarray, " vocab"]
@@ -250,80 +250,80 @@ class AdmitSlot(Command[None]):
 
 
 class SaveSlot(Command[None]):
-    """Copy the sampler state of a slot; the executor keeps it by the number ``snapshot``."""
+    """Copy the sampler state of a slot; the executor stores it under the number ``snapshot``."""
 
     slot: int
     snapshot: int
 
 
 class RestoreSlot(Command[None]):
-    """Give a slot the sampler state of a snapshot."""
+    """Restore a slot's sampler state from a snapshot."""
 
     slot: int
     snapshot: int
 
 
 class SaveSampler(Command[None]):
-    """Copy the sampler state of all slots of a microbatch. Waits."""
+    """Copy the sampler state of all slots of a microbatch. Blocks."""
 
     microbatch: int
     snapshot: int
 
 
 class RestoreSampler(Command[None]):
-    """Give all slots of a microbatch the sampler state of a snapshot."""
+    """Restore the sampler state of all slots of a microbatch from a snapshot."""
 
     microbatch: int
     snapshot: int
 
 
 class DropSnapshots(Command[None]):
-    """Forget snapshots."""
+    """Drop snapshots."""
 
     snapshots: Sequence[int]
 
 
 class ReadLastTokens(Command[Int32[np.ndarray, " rows"]]):
-    """Read what the slots of a microbatch sampled last. Waits."""
+    """Read the tokens that the slots of a microbatch sampled last. Blocks."""
 
     microbatch: int
     by_last_stage = True
 
 
 COMMANDS: Mapping[str, type[Command[Any]]] = {kind.__name__: kind for kind in Command.__subclasses__()}
-"""Commands by name: nothing else is run for another process."""
+"""Commands by name: no other code runs on behalf of another process."""
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Owns all device memory of an engine and runs commands in the order of the calls."""
+    """Owner of all device memory of an engine; runs commands in the order of the calls."""
 
     def run[Result](self, command: Command[Result]) -> Result:
-        """Send a command on its way. Waits for nothing where the command does not say so."""
+        """Launch a command. Does not block unless the command documents it."""
         ...
 
     def wait(self) -> None:
-        """Wait until all that was sent has run."""
+        """Wait until all launched commands have run."""
         ...
 
     def temporaries(self) -> int:
-        """Bytes that the hungriest program uses on a device while it runs."""
+        """Return the bytes that the program with the largest working set uses on a device while it runs."""
         ...
 
     def digest(self) -> str | None:
-        """Of all its executables; None: nobody knows those of all."""
+        """Return a digest of all executables; None: it is not known for all of them."""
         ...
 
 
 class SamplerSnapshot:
-    """The number of a snapshot that executors keep, as long as somebody refers to this."""
+    """Number of a snapshot that executors keep as long as this object is referenced."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class SnapshotNumbers:
-    """Gives out numbers of snapshots and notes those that nobody refers to any more."""
+    """Allocator of snapshot numbers that records those without references."""
 
     def __init__(self) -> None:
         self._numbers, self._dropped = itertools.count(), collections.deque[int]()
@@ -334,5 +334,5 @@ class SnapshotNumbers:
         return snapshot
 
     def take_dropped(self) -> tuple[int, ...]:
-        """The snapshots to forget, once."""
+        """Return the snapshots to drop, each once."""
         return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))

@@ -36,23 +36,23 @@ from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.adapted import rows_of
 from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writing_over_ranks
 
-# Called with the programs that are compiled, and with how many there will be.
+# Called with the number of compiled programs, and with the total.
 CompileProgress = Callable[[int, int], None]
-ADAPTED = "_adapted"  # ends the names of programs with adapters
+ADAPTED = "_adapted"  # suffix of the names of programs with adapters
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStage:
     """Executables of a pipeline stage, named as in `engine.step`; ``decode`` and ``decode_many`` by rows (none where
-    the stage does not), ``prefill`` by chunk size and how many chunks, ``export`` and ``restore`` by how many pages.
+    the stage has none), ``prefill`` by chunk size and number of chunks, ``export`` and ``restore`` by number of pages.
     They take a batch as `pack` makes it.
 
-    Where other stages follow, ``decode`` and ``prefill`` are those of `PassPrograms`, and what needs the head or the
-    sampler is None, as is ``decode_many`` where one step is the most. A draft model or head has ``draft`` in place of
-    ``decode``; one without a cache has nothing else.
+    On all stages but the last, ``decode`` and ``prefill`` are those of `PassPrograms`, and the programs that need the
+    head or the sampler are None. ``decode_many`` is empty where one step is the most. A draft model or head has
+    ``draft`` instead of ``decode``; a head without a cache has no other program.
 
-    Where the engine has adapters, ``adapted`` has those programs again that compute, which take a `Banked` in place of
-    parameters, and ``load`` by the name of a part writes it into a slot of the banks.
+    If the engine has adapters, ``adapted`` has the computing programs again, which take a `Banked` instead of
+    parameters, and ``load`` by module name writes adapter weights into a slot of the banks.
     """
 
     prefill: Mapping[tuple[int, int], Callable[..., Any]]
@@ -75,7 +75,7 @@ class CompiledStage:
         return self.decode[max(self.decode)]
 
     def temporaries(self) -> int:
-        """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
+        """Return the bytes that the program with the largest working set uses while it runs, see `temporary_bytes`."""
         widest = self.prefill[max(self.prefill, key=math.prod)] if self.prefill else None
         programs = (*self.decode.values(), self.draft, widest, self.prefill_logprobs)
         own = max(temporary_bytes(program) for program in programs if program is not None)
@@ -83,7 +83,7 @@ class CompiledStage:
 
 
 class _Job(NamedTuple):
-    """A function, its arguments, which of them is donated, where results lie; ``loops``: it may have some;
+    """A function, its arguments, the donated one, the shardings of its results; ``loops``: it may contain loops;
     ``batch``: the argument that the host makes for each call, packed into one array."""
 
     function: Callable[..., Any]
@@ -100,12 +100,12 @@ def compile_stages(
     engine: ResolvedEngine,
     progress: CompileProgress | None = None,
 ) -> list[CompiledStage]:
-    """Every program that the engine can run, of each pipeline stage.
+    """Compile every program that the engine can run, of each pipeline stage.
 
     Args:
-        arrays: of each stage; with a draft model's are the slots of its model. They may be abstract: they are asked for
-            shape, dtype and sharding alone. Where the mesh has ranks of data-parallel attention, one rank's; the
-            programs take and give those of all (`jaxinfer.parallel.dp_attention`).
+        arrays: arrays of each stage; for a draft model with the slots of its model. They may be abstract: only shape,
+        dtype and sharding are read. Where the mesh has data-parallel attention ranks, those of one rank; the programs
+        take and give those of all (`jaxinfer.parallel.dp_attention`).
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
     works = [_work(stage, stage_arrays, engine) for stage, stage_arrays in zip(stages, arrays, strict=True)]
@@ -116,8 +116,8 @@ def compile_stages(
 def compile_largest(
     stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *, several: bool = False, every_size: bool = False
 ) -> list[Any]:
-    """The executables that use most memory while they run: the widest decode and prefill programs of a stage, and the
-    one that drafts.
+    """Compile the programs that use most memory while they run: the widest decode and prefill programs of a stage, and
+    the drafting program.
 
     All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one;
     ``every_size``: also the decode programs of fewer rows.
@@ -132,7 +132,7 @@ def compile_largest(
 
 
 def compile_moving(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> dict[str, Any]:
-    """The executables that move pages and compute nothing, by name. All arguments may be abstract."""
+    """Compile the programs that only move pages, by name. All arguments may be abstract."""
     work = _work(stage, arrays, engine)
     return _compile(_tried([(work.mesh, work.moving())], engine))[0]
 
@@ -144,7 +144,7 @@ def _work(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> _Work:
 
 
 def temporary_bytes(executable: Any) -> int:
-    """Device memory that a compiled program uses beside its arguments, as XLA has planned it."""
+    """Return the device memory that a compiled program uses besides its arguments, as XLA has planned it."""
     plan = executable.memory_analysis()
     return plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
 
@@ -174,7 +174,7 @@ class _Work:
         return self.engine.decode_sizes
 
     def sized(self, name: str, rows: int) -> str:
-        """The name of a decode program of so many rows; the largest has none of its own."""
+        """Return the name of a decode program of ``rows`` rows; the largest has no suffix."""
         return name if rows == self.decode_sizes[-1] else f"{name}_{rows}"
 
     def named(self, done: dict[str, Any]) -> CompiledStage:
@@ -256,7 +256,7 @@ class _Work:
         return jobs | self._prefill_jobs(programs.prefill, pages)
 
     def _with_adapters(self, job: _Job) -> _Job:
-        """The job whose first argument is `Banked`, and whose batch says which adapter each row has."""
+        """Return the job with `Banked` as first argument, and with the adapter slot of each row in its batch."""
         place, slots, targets = job.batch, self.engine.lora_slots, targets_of(self.stage, self.engine)
         assert place is not None
         batch = job.arguments[place]
@@ -276,7 +276,7 @@ class _Work:
         return job._replace(function=function, arguments=tuple(arguments))
 
     def _filled(self, pools: Any) -> Any:
-        """Where the pools lie that a prefill program gives, and the features beside them."""
+        """Return the shardings of the pools that a prefill program gives, and of the features returned with them."""
         return (_shardings(pools), self.replicated) if self.stage.prompts else _shardings(pools)
 
     def _prefill_jobs(self, function: Callable[..., Any], results: Any) -> dict[str, _Job]:
@@ -288,13 +288,13 @@ class _Work:
         return jobs
 
     def _like_parts(self) -> dict[str, str]:
-        """For each part of the banks the first one with the same shapes: most layers are alike."""
+        """Map each module of the banks to the first one with the same shapes: most layers are identical."""
         firsts, all_banks = dict[Any, str](), self.arrays.banks or {}
         forms = {part: tuple((name, x.shape, x.sharding) for name, x in own.items()) for part, own in all_banks.items()}
         return {part: firsts.setdefault(form, part) for part, form in forms.items()}
 
     def _loading(self) -> dict[str, _Job]:
-        """Programs that write a part of an adapter into a slot."""
+        """Return programs that write the weights of one adapted module into a slot."""
         jobs = {}
         for part in set(self._like_parts().values()):
             banks = self.arrays.banks[part]
@@ -304,7 +304,7 @@ class _Work:
         return jobs
 
     def moving(self) -> dict[str, _Job]:
-        """Programs that move pages and compute nothing."""
+        """Return programs that only move pages."""
         spec, pools, engine = self.stage.model.cache_spec, self.arrays.pools, self.engine
         programs, copies = make_move_programs(spec, engine.attention_backend), self._ints(self.groups, COPIES)
         page = moved_pages(spec, 1, engine.page_size, self.stage.model.dtype)
@@ -313,12 +313,12 @@ class _Work:
         for size in TRANSFERS if engine.host_pages else TRANSFERS[:1]:
             ids = self._ints(self.groups, size)
             jobs[f"export_{size}"] = _Job(programs.export, (pools, ids), None, page.sharding)
-            if engine.host_pages:  # else pages are exported to be read alone
+            if engine.host_pages:  # else pages are only exported to be read
                 jobs[f"restore_{size}"] = _Job(programs.restore, (pools, (page,) * size, ids), 0, carried)
         return jobs
 
     def keeping(self) -> dict[str, _Job]:
-        """Programs on the sampler's state of a slot."""
+        """Return programs on the sampler state of a slot."""
         programs, sampler, slot = make_programs(self.stage, self.engine.max_logprobs), self.arrays.sampler, self._ints()
         vocab, carried = sampler.counts.shape[1], _shardings(sampler)
         rows = self._array((vocab,), jnp.bool_), self._array((vocab,), jnp.float32)
@@ -360,7 +360,7 @@ class _Work:
 
 
 class _DraftWork(_Work):
-    """A draft model's programs."""
+    """Programs of a draft model."""
 
     def jobs(self) -> dict[str, _Job]:
         return {**self.computing(), **self.moving()}
@@ -384,7 +384,7 @@ class _DraftWork(_Work):
 
 
 class _HeadWork(_Work):
-    """A draft head's programs."""
+    """Programs of a draft head."""
 
     @property
     def prefills(self) -> list[tuple[int, int]]:
@@ -415,7 +415,7 @@ class _HeadWork(_Work):
 
 
 def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function under another name, by which its program is known in profiles and dumps."""
+    """Rename a function; profiles and dumps show its program under this name."""
 
     @functools.wraps(function)
     def renamed(*operands: Any) -> Any:
@@ -426,7 +426,7 @@ def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
-    """Turn one rank's job into that of all ranks, who have the first ``shared`` arguments together."""
+    """Turn one rank's job into that of all ranks, with the first ``shared`` arguments shared by all."""
     if mesh.shape["dp_attn"] == 1:
         return job
     function, results = over_ranks(job.function, job.arguments, shared), jax.tree.map(over_ranks_sharding, job.results)
@@ -434,15 +434,15 @@ def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
 
 
 def _packed(job: _Job, replicated: NamedSharding) -> _Job:
-    """The job whose batch is one array. Each array of the host costs a transfer, and moves from call to call: what
-    reads it is a node of a command buffer to be updated."""
+    """Return the job with its batch packed into one array. Each host array costs a transfer, and changes its address
+    per call: every node of a command buffer that reads it must be updated."""
     place = job.batch
     assert place is not None
     batch = job.arguments[place]
 
     @functools.wraps(job.function)
     def function(*operands: Any) -> Any:
-        # Cut once: without a barrier each layer's kernel would be given a cut of its own.
+        # Sliced once: without a barrier each layer's kernel would get its own slice.
         unpacked = lax.optimization_barrier(unpack(operands[place], batch))
         return job.function(*operands[:place], unpacked, *operands[place + 1 :])
 
@@ -454,7 +454,7 @@ def _packed(job: _Job, replicated: NamedSharding) -> _Job:
 def _compile(
     work: Sequence[tuple[Mesh, Mapping[str, _Job]]], progress: CompileProgress | None = None
 ) -> list[dict[str, Any]]:
-    """Lower one after the other (tracing holds the interpreter lock); threads compile, or read, what is lowered."""
+    """Lower one program after another (tracing holds the interpreter lock); threads compile or load them."""
     on_progress = progress or (lambda done, total: None)
     fingerprints = Fingerprints()
     jobs = {(place, name): (mesh, job) for place, (mesh, named) in enumerate(work) for name, job in named.items()}
@@ -468,7 +468,7 @@ def _compile(
                 )
                 running = {key: threads.submit(run, compiler_options=options) for key, run, options in lowered}
         except BaseException:
-            threads.shutdown(cancel_futures=True)  # a program that cannot be: nobody waits for all others
+            threads.shutdown(cancel_futures=True)  # on a failed program: do not wait for the rest
             raise
         with timed(f"{total} programs compiled, or read, behind that"):
             for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
@@ -479,7 +479,7 @@ def _compile(
 def _tried(
     work: Sequence[tuple[Mesh, Mapping[str, _Job]]], engine: ResolvedEngine
 ) -> Sequence[tuple[Mesh, Mapping[str, _Job]]]:
-    """The same work, whose kernels were tried on the GPU at hand."""
+    """Return the same work after trying its kernels on the local GPU."""
     try_kernels([(mesh, job.function, job.arguments) for mesh, named in work for job in named.values()], engine)
     return work
 

@@ -1,4 +1,4 @@
-"""Programs that draft on the device: of a draft model, and of heads that read the model's own states."""
+"""Drafting programs on the device: for a draft model, and for heads that read the model's own states."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pallas_kernels.choice import Wish
 def make_draft_program(
     stage: Stage, most: int, backend: Wish = "auto"
 ) -> Callable[[Any, SlotParams, SlotState, list[LayerPool], DraftBatch], tuple[list[LayerPool], jax.Array]]:
-    """The program of a draft model: up to ``most`` tokens behind each row's, one after the other.
+    """Make the program of a draft model: up to ``most`` tokens after each row's, one after the other.
 
-    It goes as far as the row that wants most, and once more: then the last token's keys are there, too, and the next
-    draft begins with one token, however many are accepted.
+    It runs as far as the row with the most drafts, and once more: then the keys of the last token exist too, and the
+    next draft begins with one token, however many are accepted.
     """
     spec, known = stage.model.cache_spec, stage.model.config.vocab_size
 
@@ -53,7 +53,7 @@ def make_draft_program(
 
 
 def fitted(logits: Float[Array, "rows known"], vocab: int) -> Float[Array, "rows vocab"]:
-    """Logits of a vocabulary that is padded otherwise: nobody says the rest."""
+    """Fit logits to a vocabulary with other padding: missing tokens get -inf."""
     known = logits.shape[1]
     if known >= vocab:
         return logits[:, :vocab]
@@ -66,18 +66,18 @@ def keep_features(
     sampled: Int[Array, " rows"],
     features: Float[Array, "rows width"],
 ) -> Float[Array, "slots window width"]:
-    """The features of each slot's last positions, with those of a step's rows that were accepted."""
+    """Update the features of each slot's last positions with those of a step's accepted rows."""
     slots, window, _ = kept.shape
     owners = jnp.where(accepted(rows, sampled), rows.owners, slots)
     return kept.at[owners, rows.positions % window].set(features.astype(kept.dtype), mode="drop")
 
 
 class HeadPrograms:
-    """The programs of a draft head.
+    """Programs of a draft head.
 
     Args:
-        stage: the head.
-        most: draft tokens at most, of each of as many ``paths``.
+        stage: stage of the head.
+        most: maximum draft tokens of each of the ``paths``.
     """
 
     def __init__(self, stage: Stage, most: int, paths: int = 1, backend: Wish = "auto") -> None:
@@ -85,7 +85,7 @@ class HeadPrograms:
         self._module = cast(DraftHead, stage.model.module)
 
     def prefill(self, params: Any, pools: list[LayerPool], batch: PrefillBatch, features: jax.Array) -> list[LayerPool]:
-        """Compute keys and values of prompt chunks' pairs, of what the model's program gave of each token."""
+        """Compute keys and values of prompt chunks' pairs, from the features that the model's program returned."""
         attend = PrefillAttend(self._model.cache_spec, batch.tables, batch.starts, batch.lengths, self._backend)
         index, ends = jnp.arange(batch.tokens.shape[1]), batch.lengths[:, None] - 1
         tokens = jnp.where(index == ends, cast(jax.Array, batch.following)[:, None], jnp.roll(batch.tokens, -1, axis=1))
@@ -103,7 +103,7 @@ class HeadPrograms:
         batch: HeadBatch,
         features: Float[Array, "slots window width"],
     ) -> tuple[list[LayerPool], Int[Array, "slots drafts"]]:
-        """Compute the batch's pairs, then draft behind the newest of each slot: path by path."""
+        """Compute the batch's pairs, then draft after the newest pair of each slot: path by path."""
         kept = features[batch.owners, batch.positions % features.shape[1]]
         limits, vocab = batch.limits[:, 0], sampler.counts.shape[1]
 
@@ -128,7 +128,7 @@ class HeadPrograms:
         return deviations(logits, tokens, self._paths) if self._paths > 1 else tokens[:, None]
 
     def _told(self, drafted: Int[Array, "slots paths depth"]) -> Int[Array, "slots drafts"]:
-        """The drafts of a slot side by side, each in as many places as it may have tokens."""
+        """Flatten the paths of each slot, each padded to the maximum draft length."""
         short = self._most - drafted.shape[2]
         return jnp.pad(drafted, ((0, 0), (0, 0), (0, short))).reshape(drafted.shape[0], -1)
 
@@ -142,7 +142,7 @@ class HeadPrograms:
         tables: jax.Array,
         bases: jax.Array,
     ) -> tuple[jax.Array, list[LayerPool]]:
-        """Compute one pair a row. ``bases``: positions at which a row's tables begin."""
+        """Compute one pair per row. ``bases``: positions at which a row's tables begin."""
         places = jnp.where(positions >= 0, positions - bases, -1)
         attend = spread(DecodeAttend(self._model.cache_spec, tables, places, self._backend))
         known = jnp.minimum(tokens, self._model.config.vocab_size - 1)
@@ -158,10 +158,10 @@ class HeadPrograms:
 
 @dataclasses.dataclass(frozen=True)
 class _Chain:
-    """Drafts of a head that is fed its own states, behind the newest pair of each slot.
+    """Drafting of a head that is fed its own states, after the newest pair of each slot.
 
     Attributes:
-        own: the token that a slot's sampler draws of logits, so many steps behind that pair.
+        own: draws a slot's token from logits, given the number of steps after that pair.
     """
 
     programs: HeadPrograms
@@ -171,7 +171,7 @@ class _Chain:
     vocab: int
 
     def one(self, pools: list[LayerPool], state: jax.Array) -> tuple[list[LayerPool], jax.Array]:
-        """One path: as far as the slot that wants most."""
+        """Draft one path: as far as the slot with the most drafts."""
         batch, heads, limits = self.batch, self.programs, self.batch.limits[:, 0]
         tokens = self.own(heads._logits(self.params, state, self.vocab), 0)
         drafted = jnp.zeros((tokens.shape[0], heads._most), jnp.int32).at[:, 0].set(tokens)
@@ -189,8 +189,8 @@ class _Chain:
         return pools, drafted[:, None]
 
     def paths(self, pools: list[LayerPool], state: jax.Array) -> tuple[list[LayerPool], jax.Array]:
-        """Several paths. Each has pages of its own, and is computed there whole at each step: paths change places. Of
-        the pairs that are new in this batch those pages have what was guessed (measured: no path is shorter for it)."""
+        """Draft several paths. Each has its own pages, and is recomputed there in full at each step, since paths change
+        places. For new pairs of this batch these pages hold guesses (measured: no path is shorter for it)."""
         count, most = self.programs._paths, self.programs._most
         logits = self.programs._logits(self.params, state, self.vocab)
         slots = jnp.arange(state.shape[0])[:, None]
@@ -204,7 +204,7 @@ class _Chain:
             newest = jnp.take_along_axis(states, (step - 1)[None, None, None, None], axis=2)[:, :, 0]
             logits = self.programs._logits(self.params, newest.reshape(-1, newest.shape[-1]), self.vocab)
             logits = logits.reshape(*newest.shape[:2], -1)
-            known = jnp.where(step < self.batch.limits, scores, -jnp.inf)  # others have no pages, or are long enough
+            known = jnp.where(step < self.batch.limits, scores, -jnp.inf)  # the rest has no pages, or is long enough
             parents, tokens, scores = expand(logits, known, self.own(logits[:, 0], step), count)
             entering = lax.dynamic_update_index_in_dim(entering, newest, step, 2)[slots, parents]
             drafted = lax.dynamic_update_index_in_dim(drafted[slots, parents], tokens, step, 2)
@@ -216,7 +216,7 @@ class _Chain:
     def _whole(
         self, pools: list[LayerPool], drafted: jax.Array, entering: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, list[LayerPool]]:
-        """The states of all pairs of the paths, of which each has ``step`` tokens."""
+        """Compute the states of all pairs of the paths, each of ``step`` tokens."""
         batch, shape = self.batch, drafted.shape
         depth = jnp.arange(shape[2])
         live = (depth < step) & (step < batch.limits[..., None])

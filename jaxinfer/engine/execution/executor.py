@@ -1,6 +1,6 @@
-"""All device memory of an engine, and what each command does with it.
+"""Local executor: all device memory of an engine, and the implementation of each command.
 
-Of several processes each has those stages of which it has devices, and takes part in their programs alone.
+With several processes, each has the stages of which it has devices, and runs only their programs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ELSEWHERE = Sampled(_NONE, Logprobs(_NONE, _NONE, _NONE, _NONE))  # results tha
 
 
 class StageRuntime:
-    """A pipeline stage on its devices: parameters, banks of adapters, pools (donated to each call), pages of the host,
+    """A pipeline stage on its devices: parameters, banks of adapters, pools (donated to each call), host pages,
     executables."""
 
     def __init__(self, stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> None:
@@ -60,11 +60,11 @@ class StageRuntime:
         self.run: CompiledStage
 
     def arrive(self, tokens: Array) -> Array:
-        """Copy sampled tokens to this stage's devices, from device to device. Does not wait."""
+        """Copy sampled tokens to this stage's devices, from device to device. Does not block."""
         return jax.device_put(tokens, self.replicated)
 
     def programs(self, batch: DecodeBatch | PrefillBatch) -> tuple[CompiledStage, Any, Int32[np.ndarray, " numbers"]]:
-        """The programs for a batch, and what they take as parameters and as the batch: those without adapters where no
+        """Return the programs for a batch, their parameters and the packed batch: programs without adapters where no
         row has one."""
         if batch.loras is None or (batch.loras < 0).all():
             return self.run, self.params, pack(batch._replace(loras=None))
@@ -73,13 +73,13 @@ class StageRuntime:
         return self.run.adapted, Banked(self.params, self.banks), pack(batch)
 
     def load(self, slot: int, part: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write a part of an adapter into the banks, if it is this stage's."""
+        """Write adapter weights of a module into the banks, if this stage has it."""
         if self.banks is not None and part in self.banks:
             placed = put_part(part, arrays, self._of_parts[part], self.mesh)
             self.banks[part] = self.run.load[part](self.banks[part], np.int32(slot), placed)
 
     def tokens(self, rows: int) -> Array:
-        """Dummy last tokens for the first stage where all tokens come from the host."""
+        """Make dummy last tokens for the first stage where all tokens come from the host."""
         return put_whole(np.zeros(rows, np.int32), self.replicated)
 
     def pass_decode(self, batch: DecodeBatch, arriving: Array | None, drafted: Array | None = None) -> Array:
@@ -105,11 +105,11 @@ class StageRuntime:
         return self.run.export[source.shape[1]](self.pools, source)
 
     def page_bytes(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
-        """The bytes of each slot of these pages, of what the process has of them."""
+        """Return the bytes of each slot of these pages, as far as the process has them."""
         return slot_bytes(np.concatenate([own_part(page) for page in self._exported(source)]))
 
     def state_bytes(self, states: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
-        """The bytes of these states in all layers, of what the process has of them."""
+        """Return the bytes of these states in all layers, as far as the process has them."""
         arrays = [array for pool in self.pools if isinstance(pool, StatePool) for array in pool.states]
         found = [np.ascontiguousarray(own_part(array[np.array(states)])) for array in arrays]
         return np.concatenate([np.zeros(0, np.uint8), *(each.reshape(-1).view(np.uint8) for each in found)])
@@ -120,10 +120,9 @@ class StageRuntime:
 
 @dataclasses.dataclass
 class MicrobatchState:
-    """Slots that decode together, as the last stage has them. ``input_tokens`` is ``last_tokens`` on its way to the
-    first stage; None where that is the last one, too, or where the host feeds it. ``drafted``: what a draft
-    model or head drafted for the slots last, ``input_drafted``: the same on its way to the first stage. ``features``:
-    see `StepState`."""
+    """Slots that decode together, on the last stage. ``input_tokens`` is the copy of ``last_tokens`` for the first
+    stage; None where that is the last one, too, or where the host feeds it. ``drafted``: latest tokens for the slots by
+    a draft model or head, ``input_drafted``: their copy for the first stage. ``features``: see `StepState`."""
 
     slots: SlotParams
     last_tokens: Array
@@ -137,19 +136,19 @@ class MicrobatchState:
 class LocalExecutor:
     """Runs the programs of an engine on one or more pipeline stages: an `Executor`.
 
-    With several stages each has programs of its own, and what it gives is copied to the devices of the next. A step
-    returns when all are on their way: so a stage works on one step while the stage before works on the next one.
+    With several stages each has its own programs, and its output is copied to the devices of the next. A step returns
+    when all are launched: so a stage works on one step while the stage before works on the next one.
 
     Args:
         model: in the form of `spread_model`.
-        mesh: one replica's.
-        progress: of the compilations.
+        mesh: mesh of one replica.
+        progress: progress of the compilations.
 
     Attributes:
         runtimes: one for each stage of which this process has devices.
-        drafting: the draft model's or head's, where the model has one: it lies where the last stage does.
-        microbatches: see `ResolvedEngine.microbatches`; none where the last stage is not here: results are None there.
-        handed: what the last step gave to the stages of other processes: it is there when the step has run here.
+        drafting: runtime of the draft model or head, if the model has one: on the devices of the last stage.
+        microbatches: see `ResolvedEngine.microbatches`; empty without the last stage: results are None there.
+        handed: last output for a stage of another process: available when the step has run here.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class LocalExecutor:
         rows = engine.rows // engine.microbatches
         self._passing = list(zip(places[:-1], _links(cuts, meshes, engine), strict=True))
         self._first = places[0] if self._passing else None
-        # Where all stages are one process's, tokens go back to the first one from device to device.
+        # If one process has all stages, tokens go back to the first one from device to device.
         self._loops = self._first is not None and len(processes_of(mesh)) == 1
         self._no_tokens = None if self._first is None else self._first.tokens(rows)
         self.handed: Array | None = None
@@ -190,7 +189,7 @@ class LocalExecutor:
     def _drafting(self, model: Model, mesh: Mesh) -> list[StageRuntime]:
         if not own_devices(mesh):
             return []
-        own = self.runtimes[-1].params  # what a head shares lies there already, but for an embedding of the first stage
+        own = self.runtimes[-1].params  # shared parameters are there, except an embedding of the first stage
         return [StageRuntime(sharing(stage, own), self._engine, mesh) for stage in draft_stages(model)]
 
     def _microbatches(self, last: StageRuntime, rows: int, limits: SamplingLimits) -> list[MicrobatchState]:
@@ -211,13 +210,13 @@ class LocalExecutor:
         ]
 
     def _at_first(self, tokens: Array | None) -> Array | None:
-        """Tokens on their way to the first stage; None where that is the last one, or another process's."""
+        """Copy tokens to the first stage; None where that is the last stage, or another process's."""
         if tokens is None or self._first is None or not self._loops:
             return None
         return self._first.arrive(tokens)
 
     def _masks_of_nobody(self, last: StageRuntime) -> dict[int, Array]:
-        """All tokens for all rows, on the device, by rows: the masks of steps without a grammar."""
+        """Make device masks that allow all tokens for all rows, by number of rows: for steps without a grammar."""
         if not self._engine.grammars:
             return {}
         words = mask_words(self.microbatches[0].sampler)
@@ -232,7 +231,7 @@ class LocalExecutor:
         return StageArrays(runtime.params, runtime.pools, *kept, runtime.banks)
 
     def run[Result](self, command: Command[Result]) -> Result:
-        """Run a command: the one place that knows what each does."""
+        """Run a command: the single dispatch over command types."""
         return cast(Result, self._run(command))
 
     def _run(self, command: Command[Any]) -> Any:
@@ -264,7 +263,7 @@ class LocalExecutor:
         return self._run_with_state(command) if self.microbatches else _NONE
 
     def _run_with_state(self, command: Command[Any]) -> Any:
-        """Run a command on the state that the last stage alone has."""
+        """Run a command on state that only the last stage has."""
         last, snapshots = self.runtimes[-1], self._snapshots
         match command:
             case commands.Draft(number, batch):
@@ -287,7 +286,7 @@ class LocalExecutor:
             case commands.SaveSampler(number, snapshot):
                 snapshots[snapshot] = jax.tree.map(np.array, self.microbatches[number].sampler)
             case commands.RestoreSampler(number, snapshot):
-                copies = jax.tree.map(np.copy, snapshots[snapshot])  # what is donated is not the snapshot's
+                copies = jax.tree.map(np.copy, snapshots[snapshot])  # donated arrays must not be the snapshot's
                 self.microbatches[number].sampler = put_whole(copies, last.replicated)
             case commands.ReadLastTokens(number):
                 return np.array(self.microbatches[number].last_tokens)
@@ -347,7 +346,7 @@ class LocalExecutor:
                 runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(plain), None)
 
     def _head_prefill(self, batch: PrefillBatch, filled: Any) -> list[Pool]:
-        """Show the draft head, if there is one, the features of prompt chunks; the pools that were filled with them."""
+        """Run the draft head, if any, on the features of prompt chunks; return the pools that the chunks filled."""
         if not self.runtimes[-1].stage.prompts:
             return cast(list[Pool], filled)
         (runtime,), (pools, features) = self.drafting, filled
@@ -378,13 +377,13 @@ class LocalExecutor:
         return logprobs
 
     def _chunks_through(self, batch: PrefillBatch) -> Array | None:
-        seen = batch._replace(following=None)  # a draft head's
+        seen = batch._replace(following=None)  # `following` is for a draft head only
         return self._through(batch.tokens.size, lambda runtime, x: runtime.pass_prefill(seen, x))
 
     def _through(
         self, rows: int, run: Callable[[StageRuntime, Array | None], Array], x: Array | None = None
     ) -> Array | None:
-        """Pass rows through all stages but the last; return what arrives there, None in other processes."""
+        """Pass rows through all stages but the last; return the input of the last one, None in other processes."""
         for runtime, link in self._passing:
             if runtime is not None:
                 x = run(runtime, x)
@@ -404,7 +403,7 @@ class LocalExecutor:
             if runtime.pools:  # not a head without a cache
                 call(runtime)
 
-    # ---- what is asked before READY
+    # ---- calls before READY
 
     def wait(self) -> None:
         pools = [runtime.pools for runtime in (*self.runtimes, *self.drafting)]
@@ -418,7 +417,7 @@ class LocalExecutor:
 
 
 def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine) -> list[Link]:
-    """Links from each stage but the last to the next one, for all numbers of rows that a step may have."""
+    """Make links from each stage but the last to the next one, for all numbers of rows that a step may have."""
     chunks = [*engine.prefill_sizes, *(size * count for size, count in engine.wide_prefills)]
     return [
         Link(source, target, stage.given, stage.model.dtype, (*engine.decode_sizes, *chunks))

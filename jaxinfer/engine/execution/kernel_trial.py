@@ -1,9 +1,9 @@
-"""A trial of every kernel that an engine's programs launch, on the GPU at hand, before any of them runs.
+"""Trial of every kernel that an engine's programs launch, on the local GPU, before any program runs.
 
-What a kernel rests on, no compiler and no interpreter can tell: registers that a block is handed out, copies that
-overlap with products. So each launch runs once beside its XLA path, in a process of its own with a watchdog
-(`pallas_kernels.trial`). What came of it is kept beside the executables: a later start of the same programs tries
-nothing, and traces nothing to know that.
+Some properties that a kernel relies on cannot be checked by a compiler or an interpreter: the registers assigned to a
+block, copies that overlap with products. So each launch runs once next to its XLA path, in a separate process with a
+watchdog (`pallas_kernels.trial`). The result is stored with the executables: a later start of the same programs tries
+no kernels, and traces no programs to look it up.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pallas_kernels.launches import exclude, recording
 from pallas_kernels.trial.run import faults_of
 
 _log = logging.getLogger("jaxinfer.start")
-_OF_ATTENTION = ("paged_attention", "mla_attention", "kv_write", "kv_copy")  # that `attention_backend` is about
+_OF_ATTENTION = ("paged_attention", "mla_attention", "kv_write", "kv_copy")  # ops that `attention_backend` is about
 
 # A function and its arguments, traced for a mesh.
 Program = tuple[Mesh, Callable[..., Any], tuple[Any, ...]]
 
 
 def try_kernels(programs: Sequence[Program], engine: ResolvedEngine) -> bool:
-    """Exclude the ops whose kernels fail on this process's GPU; False: there is none, or all are well.
+    """Exclude the ops with failing kernels on this process's GPU; False: there is no GPU, or all kernels pass.
 
     Raises:
-        EngineConfigError: a kernel fails and ``kernel_trial`` is "error", or ``attention_backend`` asks for it by name.
+        EngineConfigError: a kernel fails and ``kernel_trial`` is "error", or ``attention_backend`` requires it.
     """
     device = own_devices(programs[0][0])[0] if programs else None
     if device is None or engine.kernel_trial == "off" or device.platform not in ("gpu", "cuda"):
         return False
-    if device not in jax.local_devices():  # it is only described: programs are compiled for one that is elsewhere
+    if device not in jax.local_devices():  # a topology description only: programs are compiled for a device elsewhere
         return False
     faults = _faults(programs, device)
     for op, why in faults.items():
@@ -54,7 +54,7 @@ def try_kernels(programs: Sequence[Program], engine: ResolvedEngine) -> bool:
 
 
 def _faults(programs: Sequence[Program], device: Any) -> Mapping[str, str]:
-    """What is wrong with the kernels of these programs, by op; kept between starts."""
+    """Return the faults of these programs' kernels, by op; cached between starts."""
     fingerprints, keys = Fingerprints(), list[str | None]()
     for mesh, function, arguments in programs:
         with traced_for(mesh):

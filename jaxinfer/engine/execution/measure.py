@@ -1,4 +1,4 @@
-"""Costs of moving and computing on this device, measured before READY."""
+"""Measurement of swap, prefill and decode costs on this device, before READY."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from jaxinfer.kv.transfer import transfers
 
 def measure_costs(executor: Executor, engine: ResolvedEngine, groups: int) -> Costs:
     """Time one call of each program, after one that is not timed: roughly, enough to choose between swapping and
-    computing again. No page that holds a sequence's tokens may exist yet. ``groups`` of the cache.
-    """
+    recomputing. No page may hold a sequence's tokens yet. ``groups``: number of cache groups."""
     size, hosts = engine.prefill_sizes[-1], next(transfers(range(engine.host_pages)), range(0))
     chunk = PrefillBatch(
         np.zeros((1, size), np.int32),
@@ -41,7 +40,7 @@ def measure_costs(executor: Executor, engine: ResolvedEngine, groups: int) -> Co
 
 
 def _timed(executor: Executor, call: Callable[[], object]) -> float:
-    """The seconds of a second call."""
+    """Return the seconds of a second call."""
     call()
     executor.wait()
     start = time.perf_counter()

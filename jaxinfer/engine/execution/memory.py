@@ -1,4 +1,4 @@
-"""Plan device memory: does it fit, and how large is the pool. Needs config.json, not the weights."""
+"""Device memory planning: whether an engine fits, and the size of its KV pool. Needs config.json, not the weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jaxinfer.parallel.processes import own_devices
 
 _log = logging.getLogger("jaxinfer.start")
 _MORE_DEVICES = (2, 4, 8)
-_MOST_PERCENT = 95  # of a device's memory: the rest is for what nobody counts
+_MOST_PERCENT = 95  # of a device's memory: the rest is for uncounted allocations
 
 # A layer's pool stays below this many elements, so that no offset into it needs more than 32 bits.
 _INDEXABLE = 2**31 - 1
@@ -43,7 +43,7 @@ _INDEXABLE = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The share of a device's memory that an engine may take, in bytes; ``used``: by others already."""
+    """The share of a device's memory that an engine may take, in bytes; ``used``: memory in use by other programs."""
 
     total: int
     utilization: float
@@ -60,8 +60,8 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Bytes that an engine needs: those of its weights, of the sampler's state, of one page of the KV pool over all
-    layers, of what programs use while they run (None: not known yet), of the banks of adapters, and of states."""
+    """Bytes that an engine needs: weights, sampler state, one page of the KV pool over all layers, temporaries of
+    running programs (None: not known yet), banks of adapters, and states."""
 
     weights: int
     sampler: int
@@ -77,12 +77,12 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Ways:
-    """Other settings under which an engine may fit that does not.
+    """Other settings under which an engine that does not fit may fit.
 
     Attributes:
         page_size: tokens of a page.
-        small_page: bytes of a page whose elements have 8 bits; None where they have already.
-        devices: numbers of devices over which the model could be spread.
+        small_page: bytes of a page with 8-bit elements; None where they have 8 bits already.
+        devices: numbers of devices over which the model could be sharded.
     """
 
     page_size: int
@@ -90,7 +90,7 @@ class Ways:
     devices: tuple[int, ...] = ()
 
     def out(self, needs: Needs, budget: Budget, width: int, asked: int | None) -> str:
-        """Name those that do fit, as far as is known."""
+        """Describe the settings that do fit, as far as is known."""
         found = list(self._fitting(needs, budget, width, asked))
         if not found:
             return "no setting makes it fit: take a smaller model, or quantise it (jaxinfer convert --quantize int8)"
@@ -128,8 +128,8 @@ class MemoryPlan:
         return self.budget.bytes - self.needs.fixed - self.pages * self.needs.page
 
     def require(self, temporaries: Callable[[], int]) -> None:
-        """Raise EngineConfigError, with the sum, if the plan's pool does not fit beside what the compiled programs use:
-        unless the plan knew it, ``temporaries`` finds out."""
+        """Raise EngineConfigError, with the sum, if the plan's pool does not fit with the temporaries of the compiled
+        programs: unless the plan includes them, ``temporaries`` returns them."""
         if self.needs.temporaries is None:
             needs = dataclasses.replace(self.needs, temporaries=temporaries())
             out = functools.partial(self.ways.out, needs, self.budget, self.width, self.pages)
@@ -139,15 +139,15 @@ class MemoryPlan:
 def plan_memory(
     needs: Needs, budget: Budget, *, length: int, width: int, asked: int | None, most: int, ways: Ways
 ) -> MemoryPlan:
-    """The size of the pool. Arithmetic only.
+    """Compute the size of the pool. Arithmetic only.
 
     Args:
-        length, width: tokens of the longest sequence and its pages: the least that a pool must hold.
+        length, width: tokens of the longest sequence and its pages: the minimum that a pool must hold.
         asked: pages that the user wants; None: as many as fit, but not more than ``most``.
-        ways: what the message offers.
+        ways: alternatives for the error message.
 
     Raises:
-        EngineConfigError: it does not fit; the message holds the sum, and what to change.
+        EngineConfigError: it does not fit; the message has the sum, and what to change.
     """
     purpose = f"1 sequence of {length} tokens ({width} pages)" if asked is None else f"num_pages = {asked}"
     out = functools.partial(ways.out, needs, budget, width, asked)
@@ -173,17 +173,17 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 20 else f"{count / 2**20:.1f} MiB"
 
 
-# ---- what jax knows
+# ---- planning with jax
 
 
 def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None = None) -> MemoryPlan:
-    """Size the pool of an engine, for a model whose parameters may be abstract (`jax.ShapeDtypeStruct`).
+    """Size the pool of an engine, for a model with possibly abstract parameters (`jax.ShapeDtypeStruct`).
 
-    All bytes are those of one device of the mesh (None: one is made): of the pipeline stage that has least room.
+    All bytes are those of one device of the mesh (None: one is made): of the pipeline stage with the least capacity.
 
-    On an accelerator all memory that is left goes to the pool (within ``kv_cache_bytes``, if that is given), and XLA
-    says what the largest programs need: they are compiled for that, nothing is allocated. On a CPU the default pool is
-    bounded (`jaxinfer.config.resolve`); where all that leaves half of the memory, the programs are asked when they are
+    On an accelerator all remaining memory goes to the pool (within ``kv_cache_bytes``, if given), and XLA reports the
+    needs of the largest programs: they are compiled for that, without allocating. On a CPU the default pool is bounded
+    (`jaxinfer.config.resolve`); if that leaves half of the memory, the temporaries are checked once the programs are
     compiled anyway, through `MemoryPlan.require`.
 
     Raises:
@@ -218,7 +218,7 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
 def _plan_stage(
     prepared: Prepared, part: Stage, config: EngineConfig, platform: str, mesh: Mesh, budget: Budget
 ) -> MemoryPlan:
-    """The pool of one pipeline stage; `plan_engine` takes the smallest."""
+    """Size the pool of one pipeline stage; `plan_engine` takes the smallest."""
     model, engine, limits = prepared
     arrays = abstract_arrays(part, engine, limits, mesh)
     needs = stage_needs(part, engine, arrays)
@@ -235,7 +235,7 @@ def _plan_stage(
     least = engine.table_width if config.num_pages is None else config.num_pages
     fits = needs.fixed + least * needs.page <= budget.bytes
     if not fits and (config.num_pages is not None or needs.fixed + needs.page > budget.bytes):
-        return decide(needs)  # which refuses: the programs' own memory would change nothing
+        return decide(needs)  # raises: the programs' own memory would change nothing
     if fits and platform == "cpu":
         plan = decide(needs)
         if 2 * (needs.fixed + plan.pages * needs.page) <= budget.bytes:
@@ -247,7 +247,7 @@ def _plan_stage(
 
 
 def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
-    """Settings that could help. More devices do on accelerators alone: those of a CPU share its memory."""
+    """Return settings that could help. More devices only help on accelerators: those of a CPU share its memory."""
     cache, itemsize = part.model.cache_spec, part.model.dtype.itemsize
     small = None
     if cache.dtype is None:
@@ -259,8 +259,8 @@ def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
 
 
 def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Needs:
-    """Bytes of a stage of a `Prepared` model on each of its devices, its programs aside; ``arrays``: its
-    `abstract_arrays`. A draft model lies where its model's last stage does, and has as many pages."""
+    """Return the bytes of a stage of a `Prepared` model on each of its devices, without its programs; ``arrays``: its
+    `abstract_arrays`. A draft model is on the devices of its model's last stage, and has as many pages."""
     weights, page = device_bytes(arrays.params), _page_bytes(part.model, engine)
     for draft in draft_stages(part.model):
         mesh = jax.tree.leaves(arrays.params)[0].sharding.mesh
@@ -285,10 +285,10 @@ def _temporaries(part: Stage, arrays: StageArrays, engine: ResolvedEngine) -> in
 
 
 def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Device]:
-    """Bytes of parameters that lie where the model's will stay, by device."""
+    """Return the bytes of parameters that are already on the model's devices, by device."""
     found: collections.Counter[jax.Device] = collections.Counter()
     wanted = {name: node for name, node in abstract_params(model, mesh).items() if name in params}
-    own = {name: params[name] for name in wanted}  # a head's may be its model's, and lie elsewhere
+    own = {name: params[name] for name in wanted}  # a head may share its model's, which are elsewhere
     for leaf, place in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
         if isinstance(leaf, jax.Array) and leaf.shape == place.shape:
             found.update(
@@ -298,10 +298,10 @@ def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Devi
 
 
 def device_budget(device: Any, utilization: float, held: int, devices: int = 1) -> Budget:
-    """Budget that a device offers. ``held`` bytes of what is in use are the engine's weights, and counted there.
+    """Return the budget of a device. ``held``: bytes in use that are the engine's weights, which `Needs` counts.
 
-    A GPU's limit is what JAX may allocate on it; a CPU's is the memory that the machine has available now, of which
-    each of as many ``devices`` has the same share.
+    A GPU's limit is what JAX may allocate on it; a CPU's is the memory that the machine has available now, shared
+    equally by its ``devices``.
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -310,7 +310,7 @@ def device_budget(device: Any, utilization: float, held: int, devices: int = 1) 
 
 
 def available_memory(proc: pathlib.Path = pathlib.Path("/proc"), groups: pathlib.Path = pathlib.Path("/sys")) -> int:
-    """Bytes of main memory that can be had without swapping; in a container not more than its limit."""
+    """Return the bytes of main memory available without swapping; in a container not more than its limit."""
     limit = groups / "fs/cgroup/memory.max"
     bounds = [int(text) for text in [_read(limit).strip()] if text.isdigit()]
     fields = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line)
@@ -320,7 +320,7 @@ def available_memory(proc: pathlib.Path = pathlib.Path("/proc"), groups: pathlib
 
 
 def _read(path: pathlib.Path) -> str:
-    """The text of a system's file; empty where the system has none."""
+    """Return the text of a system file; empty if it does not exist."""
     return path.read_text() if path.is_file() else ""
 
 

@@ -1,6 +1,6 @@
-"""Placement of an engine's arrays on its mesh: parameters, KV pools, and the sampler's state of each slot.
+"""Placement of an engine's arrays on its mesh: parameters, KV pools, and the sampler state of each slot.
 
-Pools and parameters are made where they will stay: no device ever holds more than its own part.
+Pools and parameters are created in place: no device ever holds more than its own shards.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from jaxinfer.types import EMBEDDING, HEAD, CacheSpec, LoRATarget, ParamSpec, St
 
 
 def spread_model(model: Model, mesh: Mesh) -> Model:
-    """The same function in a form that can be spread over the mesh: with copies of KV heads where they are too few.
+    """Return the same function in a form to shard over the mesh: with replicated KV heads where they are too few.
 
     Parameters may be abstract; they stay where they are.
 
     Raises:
-        EngineConfigError: heads, or another dimension that must be, cannot be dealt out evenly.
+        EngineConfigError: heads, or another dimension that must be sharded, cannot be divided evenly.
     """
     cache, copies = model.cache_spec, kv_copies(model.cache_spec, mesh.shape)
     specs = with_copies(model.specs, copies)
@@ -49,7 +49,7 @@ def spread_model(model: Model, mesh: Mesh) -> Model:
 
 
 def _require_even_states(cache: CacheSpec, devices: int) -> None:
-    """Raise EngineConfigError unless the heads of all states can be dealt out evenly."""
+    """Raise EngineConfigError unless the heads of all states can be divided evenly."""
     for state in {state for layer in cache.layers for state in layer.states if not state.whole}:
         if state.shape[0] % devices:
             raise EngineConfigError(
@@ -59,12 +59,12 @@ def _require_even_states(cache: CacheSpec, devices: int) -> None:
 
 
 def place_params(model: Model, mesh: Mesh) -> Any:
-    """The parameters of a spread model on their devices; those that lie there already are not moved."""
+    """Place the parameters of a spread model on their devices; those already there are not moved."""
     return jax.tree.map(lambda spec, value: put(value, param_sharding(mesh, spec)), model.specs, model.params)
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
-    """``value`` where it belongs. What lies there already, perhaps on other devices too, is taken as it is."""
+    """Place ``value`` with a sharding. Data already in place, perhaps also on other devices, is not copied."""
     shards = there(value, sharding) if isinstance(value, jax.Array) else None
     if shards is not None:
         return jax.make_array_from_single_device_arrays(value.shape, sharding, [shard.data for shard in shards])
@@ -74,7 +74,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _moved(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array of which this process has what ``sharding`` wants, on other devices, part by part."""
+    """Move an array shard by shard, for which this process has the shards of ``sharding`` on other devices."""
     found = {shard.index: shard.data for shard in value.addressable_shards}
     wanted = sharding.addressable_devices_indices_map(value.shape)
     parts = [jax.device_put(found[index or ()], device) for device, index in wanted.items()]
@@ -82,7 +82,7 @@ def _moved(value: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:
-    """The parts of an array that lie where ``sharding`` wants them; None unless all do."""
+    """Return the shards of an array that are where ``sharding`` needs them; None unless all are."""
     wanted = sharding.addressable_devices_indices_map(value.shape)
     found = {shard.device: shard for shard in value.addressable_shards}
     if any(device not in found or found[device].index != index for device, index in wanted.items()):
@@ -91,7 +91,7 @@ def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Any:
-    """Parameters as `place_params` gives them, as `jax.ShapeDtypeStruct`."""
+    """Return parameters like those of `place_params`, as `jax.ShapeDtypeStruct`."""
 
     def placed(spec: ParamSpec, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, spec))
@@ -100,7 +100,7 @@ def abstract_params(model: Model, mesh: Mesh) -> Any:
 
 
 class StageArrays(NamedTuple):
-    """Arrays that a pipeline stage keeps on its devices. The sampler's part is with the last stage alone, else None;
+    """Arrays that a pipeline stage keeps on its devices. Sampler arrays are on the last stage only, else None;
     ``features`` where a draft head reads them, ``banks`` where the engine has adapters."""
 
     params: Any
@@ -113,8 +113,8 @@ class StageArrays(NamedTuple):
 
 
 def targets_of(stage: Stage, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
-    """What adapters of a stage may change (`jaxinfer.lora.parts`); nothing where the engine has no adapters. Of a tied
-    table the first stage has the lookups, and the last one the products."""
+    """Return the weights of a stage that adapters may change (`jaxinfer.lora.parts`); empty without adapters. Of a tied
+    embedding the first stage has the lookup, and the last one the product."""
     if not engine.lora_slots:
         return {}
     model = stage.model
@@ -125,19 +125,19 @@ def targets_of(stage: Stage, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
 
 
 def new_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> dict[str, dict[str, jax.Array]] | None:
-    """Banks of a stage that hold no adapter yet; None: it has none."""
+    """Make the banks of a stage without adapters; None: it has none."""
     made = abstract_banks(stage, engine, mesh)
     return None if made is None else jax.tree.map(_zeros, made)
 
 
 def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros, each part made for its device alone."""
+    """Make zeros, each shard created on its device only."""
     part = np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
     return jax.make_array_from_callback(array.shape, array.sharding, lambda _: part)
 
 
 def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
-    """Banks as `new_banks` gives them, as `jax.ShapeDtypeStruct`."""
+    """Return banks like those of `new_banks`, as `jax.ShapeDtypeStruct`."""
     if stage.drafts or not engine.lora_slots:
         return None
 
@@ -149,20 +149,20 @@ def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
 
 
 def of_slot(bank: Any) -> jax.ShapeDtypeStruct:
-    """What one slot of a bank takes from the host: float32, spread as the bank is."""
+    """Return the host input for one slot of a bank: float32, sharded as the bank is."""
     sharding = NamedSharding(bank.sharding.mesh, PartitionSpec(*tuple(bank.sharding.spec)[1:]))
     return jax.ShapeDtypeStruct(bank.shape[1:], np.dtype(np.float32), sharding=sharding)
 
 
 def put_part(part: str, arrays: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh: Mesh) -> dict[str, jax.Array]:
-    """A part of an adapter (`jaxinfer.lora.parts`) on its way into a bank: each device is given its shards alone, of
-    heads that a mesh has copies of as many."""
+    """Send adapter weights of a module (`jaxinfer.lora.parts`) towards a bank: each device gets its shards only, with
+    heads replicated as on the mesh."""
     whole = {name: as_copied(arrays[f"{part}/{name}"], spec) for name, spec in specs.items()}
     return {name: put_whole(whole[name], param_sharding(mesh, spec)) for name, spec in specs.items()}
 
 
 def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Pool]:
-    """Empty pools: pages and their scales lie as `pool_sharding` says, states as `state_sharding`."""
+    """Make empty pools: pages and their scales sharded by `pool_sharding`, states by `state_sharding`."""
     spec = model.cache_spec
     pages = _pages(model, engine, mesh, pool_sharding(mesh, spec))
 
@@ -184,19 +184,19 @@ def _pages(model: Model, engine: ResolvedEngine, mesh: Mesh, sharding: NamedShar
 
 
 def _abstract_pools(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Pool]:
-    """Pools as `new_pools_on` makes them."""
+    """Return abstract pools like those of `new_pools_on`."""
     spec = model.cache_spec
     pages = abstract(jax.eval_shape(lambda: _pages(model, engine, mesh)), pool_sharding(mesh, spec))
     return with_states(spec, pages, lambda state: _states(state, model, engine, mesh))
 
 
 def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
-    """Last tokens and sampler state of slots that have sampled nothing. On every device of the mesh."""
+    """Make last tokens and sampler state of slots without samples. Replicated on every device of the mesh."""
     return put_whole(_slots(model, rows, limits), replicated(mesh))
 
 
 def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StageArrays:
-    """Arrays that a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one microbatch."""
+    """Return the arrays of a stage as `jax.ShapeDtypeStruct`; slot arrays are those of one microbatch."""
     model, rows = stage.model, engine.rows // engine.microbatches
     placed = _abstract_pools(model, engine, mesh)
     params, banks = abstract_params(model, mesh), abstract_banks(stage, engine, mesh)
@@ -209,12 +209,12 @@ def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits
 
 
 def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
-    """Shapes and dtypes of a tree, all of one sharding, or of none."""
+    """Return shapes and dtypes of a tree, all with one sharding, or with none."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def device_memory(device: Any) -> int:
-    """Bytes that JAX may allocate on a device; 0 where it does not say, or the device is one that is only described
+    """Return the bytes that JAX may allocate on a device; 0 where it is not reported, or for a topology description
     (`jax.experimental.topologies`)."""
     try:
         stats = device.memory_stats() or {}
@@ -224,23 +224,23 @@ def device_memory(device: Any) -> int:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of one device that a tree of arrays takes, which may be abstract. All must have a sharding."""
+    """Return the bytes per device of a tree of arrays, which may be abstract. All must have a sharding."""
     leaves = jax.tree.leaves(tree)
     return sum(array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array on a device, where numbers of 4 bits lie two to a byte."""
+    """Return the bytes of an array on a device, where two 4-bit numbers share a byte."""
     return math.ceil(math.prod(shape) * itemsize_bits(dtype) / 8)
 
 
 def mask_words(sampler: Any) -> int:
-    """32-bit words of a row's mask, one bit for each token of the vocabulary of a sampler's state."""
+    """Return the 32-bit words of a row's mask, one bit for each token of the vocabulary of a sampler state."""
     return -(-int(sampler.counts.shape[-1]) // 32)
 
 
 def new_features(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> jax.Array | None:
-    """Features of a microbatch's slots, of which there are none yet. None: no draft head reads any."""
+    """Make empty features of a microbatch's slots. None: no draft head reads any."""
     made = _features(stage, engine)
     return None if made is None else put_whole(made, replicated(mesh))
 

@@ -1,4 +1,4 @@
-"""The model and the settings as an engine on a platform has them."""
+"""Preparation of the model and the settings for an engine on a platform."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _log = logging.getLogger("jaxinfer.start")
 
 
 class Prepared(NamedTuple):
-    """What an `Executor` is made of.
+    """Inputs of an `Executor`.
 
     Attributes:
-        model: spread, with weights as the platform's kernels read them and the cache as it is stored, as far as it is
-            served. Its parameters are abstract where those of the model that was given are.
-        config: the settings, with nothing left open.
-        limits: of the sampler.
+        model: spread, with weights in the format of the platform's kernels and the cache as stored, limited to the
+        served length. Its parameters are abstract where those of the given model are.
+        config: resolved settings.
+        limits: limits of the sampler.
     """
 
     model: Model
@@ -42,8 +42,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None = None) -> Prepared:
-    """Prepare what an `Executor` is made of, for an engine on a platform. Of a mesh (None: one is made) its shape
-    counts alone: replicas share what is prepared.
+    """Prepare the inputs of an `Executor`, for an engine on a platform. Only the shape of the mesh matters (None: one
+    is made): replicas share the result.
 
     Raises:
         EngineConfigError: a setting cannot be served; see also `with_activations` and `spread_model`.
@@ -71,7 +71,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
 
 
 def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
-    """The draft model or head that the settings ask for, spread as the model is.
+    """Return the draft model or head that the settings request, spread like the model.
 
     Raises:
         EngineConfigError: there is none, or it cannot draft for this model.
@@ -100,10 +100,10 @@ def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
 
 
 def _prepared_draft(draft: Model, model: Model, engine: ResolvedEngine, platform: str) -> Model:
-    """The draft model as it is served: its layers read the pages of the model's with the same window.
+    """Return the draft model as it is served: its layers use the page tables of the model's group with the same window.
 
     Raises:
-        EngineConfigError: it knows a shorter context, or has a window that the model has not.
+        EngineConfigError: its context is shorter, or it has a window that the model does not have.
     """
     name, longest = _named(draft, engine), draft.config.max_position
     if longest < engine.max_model_len:
@@ -124,7 +124,7 @@ def _prepared_draft(draft: Model, model: Model, engine: ResolvedEngine, platform
 
 
 def _prepared_head(head: Model, model: Model, engine: ResolvedEngine, platform: str) -> Model:
-    """The head as it is served, with those parameters that are the model's in the form in which they are served."""
+    """Return the head as it is served, with the shared parameters in the form in which the model serves them."""
     if head.cache_spec.layers:
         _require_backend(head, engine, platform)
     head = head.for_kernels(engine.gemm_backend) if platform == "gpu" else head
@@ -137,7 +137,7 @@ def _prepared_head(head: Model, model: Model, engine: ResolvedEngine, platform: 
 
 
 def _most_drafts(draft: Model, engine: ResolvedEngine) -> int:
-    """Tokens of a draft: Medusa has a head for each."""
+    """Return the maximum tokens of a draft: Medusa has one head for each."""
     asked = engine.num_speculative_tokens
     return min(asked, getattr(draft.config, "guesses", asked))
 
@@ -147,7 +147,7 @@ def _named(draft: Model, config: EngineConfig) -> str:
 
 
 def with_activations(model: Model, config: EngineConfig) -> Model:
-    """The model with products as ``activation_dtype`` asks for; EngineConfigError if no weight goes with it."""
+    """Return the model with products in ``activation_dtype``; EngineConfigError if no weight supports it."""
     changed = model.with_activations(config.activation_dtype)
     if config.activation_dtype not in ("auto", "none") and not rounds_activations(changed.params):
         raise EngineConfigError(
@@ -158,11 +158,11 @@ def with_activations(model: Model, config: EngineConfig) -> Model:
 
 
 def resolve_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None = None) -> ResolvedEngine:
-    """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a mesh of a platform's devices (None:
-    nothing is known of them)."""
+    """Run `jaxinfer.config.resolve` for a model, with possibly abstract parameters, on a mesh of a platform's devices
+    (None: their properties are not known)."""
     _require_backend(model, config, platform)
     _require_gemm(model, config, platform)
-    make_drafter(config)  # refuses a name that nobody has registered
+    make_drafter(config)  # rejects a name that is not registered
     return resolve(
         config,
         model.cache_spec,
@@ -174,7 +174,7 @@ def resolve_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
 
 
 def _defaults_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None) -> Defaults:
-    """The platform's defaults, as the model and the devices' memory make them."""
+    """Return the platform's defaults, adjusted to the model and to the memory of the devices."""
     if platform != "cpu":
         own = [] if mesh is None else own_devices(mesh)
         return of_platform(platform, min(map(device_memory, own), default=0))
@@ -184,8 +184,8 @@ def _defaults_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh 
 
 
 def _one_row_is_fast(model: Model, config: EngineConfig, mesh: Mesh | None) -> bool:
-    """XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than those of two, but for those
-    of arrays on one device, see `pallas_kernels.one_row`."""
+    """Whether one row runs fast. XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than
+    those of two, except for unsharded arrays, see `pallas_kernels.one_row`."""
     if model.dtype.itemsize > 2:
         return not rounds_activations(model.params)
     weights = jax.tree.leaves(model.params, is_leaf=is_stored)
@@ -210,11 +210,11 @@ def _require_gemm(model: Model, config: EngineConfig, platform: str) -> None:
 
 
 def _with_gemm(engine: ResolvedEngine, model: Model, platform: str, mesh: Mesh) -> ResolvedEngine:
-    """In exact mode "auto" is the kernel where it can be and the GPU passes its trial. A GPU that is only described (to
-    be compiled for) is taken to pass. Processes that share a model do not try: each might find out something else.
+    """Resolve "auto" in exact mode to the kernel if it is supported and passes its trial. A GPU that is only described
+    (to compile for) is assumed to pass. Processes sharing a model skip the trial: results might differ.
 
     Raises:
-        EngineConfigError: the device did not come back from the trial.
+        EngineConfigError: the device did not recover from the trial.
     """
     wants = (engine.gemm_backend, engine.exactness) == ("auto", "exact") and len(processes_of(mesh)) == 1
     if not wants or gemm_refusal(model.dtype, platform) is not None:
@@ -247,7 +247,7 @@ def _gemm_fault(engine: ResolvedEngine, model: Model, mesh: Mesh) -> str | None:
 
 
 def _prefill_rows(model: Model, most: int) -> int:
-    """Rows that fill a CPU. Products of few rows spend half their time packing weights; beyond some 2e11 operations a
-    program would gain nothing and its proof at start-up cost seconds."""
+    """Return the prefill rows that fill a CPU. Products of few rows spend half their time packing weights; beyond some
+    2e11 operations a program would gain nothing and its probe at start-up would cost seconds."""
     operations = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
     return max(1, min(most, 200_000_000_000 // operations))

@@ -1,8 +1,8 @@
-"""Proof, before READY, of which programs give equal bits: then one may stand in for another.
+"""Probe at startup of which compiled programs are bitwise equivalent and may be substituted for each other.
 
-Whether sums are taken in the same order in two programs is a property of the programs, not of the data: random tokens
-would show a difference in a good part of the elements. Nothing is assumed of a platform: where bits differ, the other
-program is not used.
+Whether two programs sum in the same order is a property of the programs, not of the data: random tokens would show a
+difference in a good part of the elements. No property of a platform is assumed: where results differ, the other program
+is not used.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import NO_STATE, STATE, LoRATarget, Request
 
-# Rounding to 16 bits hides all but some 2**-16 of the differences of a last bit in float32. So more must be seen: these
-# elements of keys and values are what ten times as many roundings left behind. A model for which this takes too many
-# rounds is too small to be worth a proof.
+# Rounding to 16 bits hides all but some 2**-16 of the differences in a last bit of float32. So more elements of keys
+# and values must be compared: these are the result of ten times as many roundings. A model that needs too many rounds
+# for this is too small to be worth a probe.
 _ELEMENTS = {4: 1, 2: 600_000}
 _ROUNDS = 32
 
-# Probes cut a piece at a third of a size: in general not where a page begins.
+# Probes cut a chunk at a third of its size: in general not at a page boundary.
 _FIRST = 3
-# Where the contexts end before which rows of the decode program are compared with chunks: attention adds what is longer
-# up in further blocks and splits.
+# Ends of the context ranges in which decode rows are compared with chunks: attention sums longer contexts in further
+# blocks and splits.
 _CONTEXTS = (64, 512, 1024, 2048)
-_SNAPSHOT = -1  # the probe's own number of a snapshot
-# Of a decode step: it is cheaper than a chunk, and has fewer tokens. As many rows of one are looked at.
+_SNAPSHOT = -1  # snapshot number reserved for the probe
+# Limits for decode steps: a step is cheaper than a chunk, with fewer tokens. Up to this many rows are compared.
 _DECODE_ROUNDS, _SEEN_ROWS = 400, 16
-_ADAPTERS = 2  # that are probed with
+_ADAPTERS = 2  # adapters used by the probe
 
 
 class Probe:
-    """Runs probes on the engine's own programs. What is in the pools means nothing afterwards.
+    """Runs probes on the engine's own programs. The contents of the pools are invalid afterwards.
 
     Args:
-        windows: of the groups of the cache.
-        element: bytes of an element of the pools, of which a token has so many in all layers (``per_token``).
+        windows: windows of the cache groups.
+        element: bytes of an element of the pools, of which a token has ``per_token`` in all layers.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Probe:
     # ---- chunks that share a program
 
     def prefill_batches(self) -> dict[int, int]:
-        """Chunks per wide program, by size, of those programs that give the bits of the narrow one.
+        """Return the chunks per wide program, by size, for programs that are bitwise equivalent to the narrow one.
 
         The first and the last chunk are compared, in all layers, for a first chunk and for one with context.
         """
@@ -91,7 +91,7 @@ class Probe:
         return rounds <= _ROUNDS
 
     def _wide_probes(self, size: int, count: int) -> list[PrefillBatch]:
-        """Batches of random tokens, each chunk of another length and with pages of its own."""
+        """Make batches of random tokens, each chunk with another length and its own pages."""
         width = self._engine.table_width
         tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
         lengths = (min(size, self._room) - np.arange(count) % size).clip(1).astype(np.int32)
@@ -113,9 +113,9 @@ class Probe:
     # ---- prefill sizes
 
     def size_classes(self) -> dict[int, int]:
-        """A number for each prefill size: equal numbers for programs with equal bits.
+        """Return a number for each prefill size: equal numbers for bitwise equivalent programs.
 
-        A piece of a prompt is run whole in the larger program, in parts in the smaller one, and its end once more in
+        A piece of a prompt is run whole in the larger program, in chunks in the smaller one, and its end once more in
         the larger one, as after a cache hit; at the start of a prompt, and with context.
         """
         sizes, numbers = self._engine.prefill_sizes, dict[int, int]()
@@ -126,12 +126,12 @@ class Probe:
         return numbers
 
     def exact_resume(self, classes: dict[int, int]) -> bool:
-        """Whether a chunk of a size that has a class of its own may begin anywhere, as after a cache hit."""
+        """Whether a chunk of a size with its own class may begin anywhere, as after a cache hit."""
         numbers = list(classes.values())
         return all(self._sizes_agree(size, size) for size, number in classes.items() if numbers.count(number) == 1)
 
     def size_class_tokens(self) -> int:
-        """Prompt tokens that `size_classes` and `exact_resume` run at most: what they cost."""
+        """Return the maximum prompt tokens that `size_classes` and `exact_resume` run: their cost."""
         sizes = self._engine.prefill_sizes
         pairs = [(small, large) for at, large in enumerate(sizes) for small in sizes[: at + 1]]
         return sum(2 * (3 * large + 2 * small) * self._piece_rounds(large) for small, large in pairs)
@@ -140,12 +140,12 @@ class Probe:
         return min(_ROUNDS, self._rounds(self._piece_tokens(size)))
 
     def _piece_tokens(self, size: int) -> int:
-        """Tokens that a round of probes sees."""
+        """Return the tokens that a round of probes compares."""
         return sum(min(size, self._room - start) for start in self._starts(size))
 
     def _sizes_agree(self, small: int, large: int) -> bool:
         if self._state is not None and (small % self._engine.page_size or self._cut(large) >= large):
-            return small == large  # no piece of a prompt is cut within a page
+            return small == large  # no prompt chunk is cut within a page
         return all(
             self._pieces_agree(start, small, large)
             for _ in range(self._piece_rounds(large))
@@ -157,7 +157,7 @@ class Probe:
         tokens = self._tokens(min(large, self._room - start))
         ends = [*range(self._cut(small), len(tokens), small), len(tokens)]
         third = self._cut(len(tokens))
-        # What a chunk begins with lies in the pages of the run before, or is the state of the run's own first part.
+        # The input of a chunk is in the pages of the run before, or is the state of the run's own first chunk.
         first = [] if self._state is None else [(0, third, large)]
         runs = [
             [(0, len(tokens), large)],
@@ -172,7 +172,7 @@ class Probe:
         return all(_equal(bits[0], other) for other in bits[1:])
 
     def _cut(self, size: int) -> int:
-        """Where a piece of this size is cut: with states where a page begins, as everywhere else."""
+        """Return the cut position in a chunk of this size: with states a page boundary, as in all prefills."""
         page = 1 if self._state is None else self._engine.page_size
         return max(page, size // _FIRST // page * page)
 
@@ -187,7 +187,7 @@ class Probe:
     def _batch(
         self, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, untouched: bool = False
     ) -> PrefillBatch:
-        """Chunks of sequences of which each has one state; ``untouched``: what it begins with is that of nobody."""
+        """Make chunks of sequences with one state each; ``untouched``: the initial state is in an unused page."""
         whole = self._for_groups(tables)
         if self._state is not None:
             whole[self._state], page = NO_STATE, self._engine.page_size
@@ -204,16 +204,16 @@ class Probe:
     def _state_bits(self, states: tuple[int, ...]) -> np.ndarray:
         return self._executor.run(commands.ReadStates(states))
 
-    # ---- decode rows in the place of chunks
+    # ---- decode rows instead of chunks
 
     def decode_agrees(self, classes: dict[int, int]) -> bool:
-        """Whether decode rows leave the bits of prefill chunks, whose sizes must be of one class: then tokens may be
-        computed by either.
+        """Whether decode rows and prefill chunks, which must have sizes of one class, write bitwise identical keys and
+        values: then tokens may be computed by either.
 
-        Tokens of a sequence are fed once more to its own pages, a row each, behind contexts of several lengths. All
-        rows write what they attend to, so where bits are equal nothing changes, and one step tries as many tokens as
-        there are rows. Not asked where layers have states, which hold no more than one place of a sequence, nor where
-        drafts come from programs: of generated tokens these have not seen all that they see of a prompt.
+        Tokens of a sequence are fed once more to its own pages, one row each, after contexts of several lengths. All
+        rows overwrite the keys that they attend to, so nothing changes if results are identical, and one step tries as
+        many tokens as there are rows. Not tried where layers have states, which only hold one position of a sequence,
+        nor where programs draft: they have not seen all features of generated tokens that they see of a prompt.
         """
         if len(set(classes.values())) > 1 or self._state is not None or self._engine.drafts_on_device:
             return False
@@ -221,7 +221,7 @@ class Probe:
         return rounds <= _ROUNDS and all(self._rows_agree() for _ in range(rounds))
 
     def decode_tokens(self) -> int:
-        """Tokens that `decode_agrees` runs at most."""
+        """Return the maximum tokens that `decode_agrees` runs."""
         each = min(_CONTEXTS[-1], self._room) + self._seen_rows()
         return each * min(_ROUNDS, self._rounds(self._seen_rows()))
 
@@ -240,7 +240,7 @@ class Probe:
         return _equal([want], [self._bits(table, 0, len(tokens))])
 
     def _row_positions(self) -> list[Int32[np.ndarray, " fed"]]:
-        """Positions of rows by step, at random between the ends of contexts."""
+        """Return the positions of rows by step, at random between the ends of contexts."""
         ranges = [np.arange(begin, end, dtype=np.int32) for begin, end in self._contexts()]
         return [self._rng.permutation(each)[: self._most_rows] for each in ranges]
 
@@ -258,8 +258,8 @@ class Probe:
     # ---- decode programs of fewer rows
 
     def decode_sizes(self, limits: SamplingLimits) -> list[int]:
-        """Rows of those decode programs that give what the largest gives, and of that one: tokens, log probabilities,
-        and all bits of keys and values, at the first and the last rows and behind contexts of several lengths."""
+        """Return the rows of decode programs equivalent to the largest, and of that one: tokens, log probabilities, and
+        bitwise keys and values agree, at the first and the last rows and after contexts of several lengths."""
         *smaller, largest = self._engine.decode_sizes
         if not smaller:
             return [largest]
@@ -274,12 +274,12 @@ class Probe:
         return rounds <= _DECODE_ROUNDS and all(self._steps_agree(rows, size, number) for number in range(rounds))
 
     def _most_seen(self) -> int:
-        """Rows that may be looked at: each has a page, and a state, of its own beside those that it reads."""
+        """Return the maximum rows to compare: each has its own page, and state, besides those that it reads."""
         places = self._engine.num_pages if self._state is None else min(self._engine.num_pages, self._engine.num_states)
         return max(1, min(_SEEN_ROWS, places // 2))
 
     def _steps_agree(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> bool:
-        """One step by both programs; between them another one changes what was written."""
+        """Run one step in both programs; between them another step overwrites the results."""
         batch, own = self._step_probe(rows, size, number)
         whole = idle_batch(self._engine, self._groups)
         for row in rows:
@@ -301,8 +301,8 @@ class Probe:
         return int(row) * self._engine.microbatches
 
     def _step_probe(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> tuple[DecodeBatch, np.ndarray]:
-        """A step of these rows, each at a place of its own page behind pages that all read; and their own pages. Where
-        layers have states, each reads a state of its own."""
+        """Make a step of these rows, each at a position of its own page after pages that all read; and the own pages.
+        With states, each row reads its own state."""
         page, count = self._engine.page_size, len(rows)
         batch, own = idle_batch(self._engine, self._groups, size), np.arange(count, dtype=np.int32)
         free = min(self._engine.num_pages - count, self._engine.table_width - 1)
@@ -318,8 +318,8 @@ class Probe:
     # ---- several decode steps at once
 
     def multi_step(self, limits: SamplingLimits, sizes: Sequence[int]) -> bool:
-        """Whether ``decode_many`` of all these ``sizes`` gives what as many calls of the largest ``decode`` give:
-        tokens, log probabilities, and all bits of keys and values. Rows use every feature of the sampler."""
+        """Whether ``decode_many`` of all these ``sizes`` gives the results of as many calls of the largest ``decode``:
+        tokens, log probabilities, and bitwise keys and values. Rows use every feature of the sampler."""
         if self._engine.multi_step == 1 or self._engine.speculative is not None:
             return False
         self._executor.run(commands.SetSlots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict()))
@@ -358,11 +358,11 @@ class Probe:
         return [*sampled, np.asarray(steps, np.int32), self._last_tokens()]
 
     def _last_tokens(self) -> np.ndarray:
-        """Tokens that slots sampled last, as one step of them."""
+        """Return the tokens that slots sampled last, with a step axis of 1."""
         return self._executor.run(commands.ReadLastTokens(0))[None]
 
     def _decode_probe(self, rows: int) -> DecodeBatch:
-        """So many rows with pages of their own, as many as there are pages for, that cross the border of a page."""
+        """Make ``rows`` rows with their own pages, as many as there are pages for, that cross a page boundary."""
         engine = self._engine
         start = max(0, min(engine.page_size, self._room - engine.multi_step) - engine.multi_step // 2)
         need = -(-(start + engine.multi_step) // engine.page_size)
@@ -377,14 +377,14 @@ class Probe:
         end = int(batch.positions.max()) + self._engine.multi_step
         return [self._bits(batch.tables[0, row], 0, end) for row in np.flatnonzero(batch.positions >= 0)]
 
-    # ---- what all probes need
+    # ---- shared by all probes
 
     def _rounds(self, tokens: int) -> int:
-        """Number of rounds of ``tokens`` that must be probed."""
+        """Return the number of rounds of ``tokens`` that must be probed."""
         return -(-self._enough // (tokens * self._per_token))
 
     def _starts(self, size: int) -> list[int]:
-        """Positions at which chunks of this size are tried: the start, and a later one where the context has room."""
+        """Return the start positions to probe for chunks of this size: 0, and a later one if it fits the context."""
         later = self._engine.prefill_sizes[-1]
         return [0, later] if later + size <= self._room else [0]
 
@@ -395,14 +395,14 @@ class Probe:
         return np.broadcast_to(tables, (self._groups, *tables.shape)).copy()
 
     def _bits(self, table: np.ndarray, start: int, length: int) -> UInt8[np.ndarray, "tokens bytes"]:
-        """The bytes of keys and values of ``length`` tokens from ``start``, in all layers."""
+        """Return the bytes of keys and values of ``length`` tokens from ``start``, in all layers."""
         page = self._engine.page_size
         ids = table[start // page : -(-(start + length) // page)]
         whole = self._page_bytes(ids)
         return whole[start % page :][:length]
 
     def _page_bytes(self, ids: np.ndarray) -> np.ndarray:
-        """Slots of pages one after another, each with its bytes in all layers."""
+        """Return the slots of pages one after another, each with its bytes in all layers."""
         parts, most = [], TRANSFERS[0]
         for at in range(0, len(ids), most):
             some = np.zeros((self._groups, most), np.int32)
@@ -412,12 +412,12 @@ class Probe:
 
 
 class AdaptedExecutor:
-    """An executor all of whose chunks and rows have adapters, random ones: a `Probe` on it tries the programs that run
-    with them.
+    """Executor wrapper that gives all chunks and rows random adapters: a `Probe` on it tries the programs with
+    adapters.
 
     Args:
-        targets: of the model, without copies of heads.
-        slots: of the banks; the first ones have other contents afterwards.
+        targets: adapter targets of the model, without replicated heads.
+        slots: slots of the banks; the first ones are overwritten.
     """
 
     def __init__(self, executor: Executor, targets: Mapping[tuple[str, ...], LoRATarget], slots: int) -> None:
@@ -436,7 +436,7 @@ class AdaptedExecutor:
         return cast(Command[Any], command)
 
     def _loras(self, batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " rows"]:
-        """By what belongs to a chunk or row alone: it has the same adapter wherever it stands."""
+        """Return adapters chosen by a chunk's or row's own data: it has the same adapter at any position."""
         return (batch.tables[0, :, 0] % self._slots).astype(np.int32)
 
     def wait(self) -> None:
@@ -450,7 +450,7 @@ class AdaptedExecutor:
 
 
 def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """A number for each size: equal where those of all ``classes`` are."""
+    """Return a number for each size: equal where the numbers in all ``classes`` are."""
     firsts = dict[tuple[int, ...], int]()
     return {
         size: firsts.setdefault(tuple(each[size] for each in classes), number) for number, size in enumerate(classes[0])
@@ -458,7 +458,7 @@ def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:
 
 
 def _of_rows(steps: list[np.ndarray], rows: int) -> list[np.ndarray]:
-    """The first rows of what steps gave, ``[steps, rows, ...]``; numbers stay."""
+    """Return the first rows of step results ``[steps, rows, ...]``; scalars are unchanged."""
     return [array if array.ndim == 0 else array[:, :rows] for array in steps]
 
 
@@ -473,7 +473,7 @@ def _equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 
 def _every_feature(rows: int, limits: SamplingLimits, vocab: int) -> SlotParams:
-    """Parameters of rows that between them use all of the sampler."""
+    """Return parameters of rows that together use all features of the sampler."""
     mixtures: list[dict[str, Any]] = [
         {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 1},
         {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3},

@@ -1,4 +1,4 @@
-"""Records on the host of what the device sampled: a few array conversions a step, Python only for what was wanted."""
+"""Host records of sampled results: a few array conversions per step, Python only for requested values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.types import PositionLogprobs, TokenLogprob
 
 
 def with_drafted(plan: StepPlan, drafted: Int32[np.ndarray, "rows drafts"]) -> StepPlan:
-    """The plan with the tokens that a draft model drafted, by the row of each slot, in the places of their names."""
+    """Replace the placeholders in a plan by the tokens that a draft model drafted, given by the row of each slot."""
     own = {draft.sequence for draft in plan.drafts or ()}
     rows = {row.sequence: row.row for row in reversed(plan.decodes) if row.sequence in own}
     found = {sequence: drafted[row].tolist() for sequence, row in rows.items()}
@@ -38,7 +38,7 @@ def wants_logprobs(rows: Sequence[DecodePlan]) -> bool:
 
 
 def row_tokens(rows: Sequence[DecodePlan], sampled: Sampled, steps: int | None) -> list[list[int]]:
-    """The tokens of each planned row, one for each of ``steps``; None: there was one, without an axis for it."""
+    """Return the tokens of each planned row, one for each of ``steps``; None: a single step without a step axis."""
     tokens = np.asarray(sampled.tokens)
     places = [row.row for row in rows]
     chosen = tokens[None, places] if steps is None else tokens[:steps, places]
@@ -48,7 +48,7 @@ def row_tokens(rows: Sequence[DecodePlan], sampled: Sampled, steps: int | None) 
 def row_logprobs(
     rows: Sequence[DecodePlan], sampled: Sampled, tokens: list[list[int]], steps: int | None
 ) -> list[Sequence[PositionLogprobs]]:
-    """Log probabilities of `row_tokens`: none for a row whose request wants none."""
+    """Return log probabilities of `row_tokens`: none for a row whose request wants none."""
     each: list[Sequence[PositionLogprobs]] = [()] * len(rows)
     asking = [index for index, row in enumerate(rows) if row.sequence.request.params.logprobs is not None]
     if asking:
@@ -64,7 +64,7 @@ def row_logprobs(
 
 
 def prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprobs]:
-    """Log probabilities of each prompt token that follows a token of the chunk."""
+    """Return log probabilities of each prompt token that follows a token of the chunk."""
     start, length, _ = plan.chunk
     following, top = plan.sequence.prompt[start + 1 : start + length + 1], plan.sequence.params.prompt_logprobs
     assert top is not None
@@ -73,7 +73,7 @@ def prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprob
 
 
 def _positions(fields: list[np.ndarray], top: int) -> Iterator[list[tuple[float, int, list[int], list[float]]]]:
-    """The fields of `Logprobs` [rows, steps, ...] as rows of steps of their values, with the ``top`` best tokens."""
+    """Convert the fields of `Logprobs` [rows, steps, ...] to rows of steps of values, with the ``top`` best tokens."""
     logprob, rank, ids, logprobs = fields
     lists = (x.tolist() for x in (logprob, rank, ids[..., :top], logprobs[..., :top]))
     return (list(zip(*row, strict=True)) for row in zip(*lists, strict=True))

@@ -1,4 +1,4 @@
-"""The device's side of the loop: launches plans, reads results."""
+"""Runner: launches plans on the device and reads their results."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _Column = Integer[np.ndarray, " planned"]
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A step on its way: its plan, arrays that will hold its results, steps that ``ran`` (None: decode, once), and what
-    a draft model ``drafted``."""
+    """A launched step: its plan, arrays that will hold its results, the number of steps that ``ran`` (None: one decode
+    step), and the tokens ``drafted`` by a draft model."""
 
     plan: StepPlan
     sampled: Sampled | None
@@ -47,15 +47,15 @@ class Launched:
 
 
 class WrongTokenError(RuntimeError):
-    """A row would be fed what its slot sampled for another sequence or position: a fault of the plan, never served."""
+    """Planning fault, never served: a row would be fed its slot's token of another sequence or position."""
 
 
 class Runner:
-    """Run plans on the device, and read its results.
+    """Runs plans on the device, and reads their results.
 
     Args:
         executor: owns all device memory.
-        tables: the KV manager's, read at each launch.
+        tables: page tables of the KV manager, read at each launch.
         vocab: size of the vocabulary.
         prefill_batches: chunks that run together, by prefill size (`Calibration`).
         decode_sizes: rows of the decode programs, ascending (`Calibration`).
@@ -75,10 +75,10 @@ class Runner:
         self._groups, self._rows = tables.shape[0], engine.rows // engine.microbatches
         self._prefill_batches, self._decode_sizes = prefill_batches, decode_sizes
         self._slots = [HostSlots(self._rows, limits) for _ in range(engine.microbatches)]
-        self._device_slots = [slots.snapshot() for slots in self._slots]  # what is on the device
+        self._device_slots = [slots.snapshot() for slots in self._slots]  # current values on the device
         self._snapshots = SnapshotNumbers()
-        self._catch_up = False  # there was a sequence whose state is restored by `_restore_caught_up`
-        # Of what is on the device as `StepState.last_tokens`: by microbatch and row, whose token (`arrival`), which
+        self._catch_up = False  # whether `_restore_caught_up` has had states to restore
+        # Content of `StepState.last_tokens`, by microbatch and row: the sequence of the token (`arrival`), and the
         # position.
         self._sampled = np.full((engine.microbatches, 2, self._rows), -1, np.int64)
         # Owners and branches of a step's rows where each is its slot's own.
@@ -106,7 +106,7 @@ class Runner:
         return Launched(plan, sampled, ran, prompt, drafted)
 
     def read(self, launched: Launched | None) -> StepResult | None:
-        """Wait for a step and bring its results to the host."""
+        """Wait for a step and copy its results to the host."""
         if launched is None:
             return None
         plan, sampled = launched.plan, launched.sampled
@@ -138,7 +138,7 @@ class Runner:
             self._executor.run(commands.ImportPages([one.host for one in some], target))
 
     def _ids(self, pages: Iterable[Pages], room: int) -> Int32[np.ndarray, "groups room"]:
-        """Page ids by group. Where there is no page the id is beyond the pool: nothing is written there."""
+        """Return page ids by group. A missing page gets an id beyond the pool: nothing is written there."""
         ids = np.full((self._groups, room), self._engine.num_pages, np.int32)
         for index, each in enumerate(pages):
             ids[:, index] = each
@@ -147,8 +147,8 @@ class Runner:
     # ---- slots
 
     def _save_preempted(self, preempted: list[Preempted]) -> None:
-        """Save the sampler state of swapped-out sequences; recomputed ones start fresh, but for those whose tokens need
-        not be drawn again."""
+        """Save the sampler state of swapped sequences; recomputed ones start fresh, except where recomputed tokens may
+        be drawn differently."""
         for sequence, slot in preempted:
             kept = sequence.swapped is not None or sequence.redrawn
             if sequence.stateful and kept and sequence.sampler_state is None:
@@ -174,7 +174,8 @@ class Runner:
         sequence.sampler_state = None
 
     def _restore_caught_up(self, rows: list[DecodePlan]) -> None:
-        """Restore what `_admit` did not, once all known tokens are computed again: the sampler has counted others."""
+        """Restore states that `_admit` skipped, once all known tokens are recomputed: the sampler has counted
+        others."""
         for row in rows:
             sequence = row.sequence
             if sequence.sampler_state is not None and row.position + 1 == len(sequence.tokens):
@@ -207,7 +208,7 @@ class Runner:
         return results
 
     def _together(self, plans: list[PrefillPlan]) -> list[list[PrefillPlan]]:
-        """Chunks that one program may take, in turn: of a sequence with a state one, which the next goes on from."""
+        """Group chunks for one program: with states, one chunk per sequence, from which the next one continues."""
         if not self._engine.num_states:
             return [plans]
         turns: dict[int, list[PrefillPlan]] = {}
@@ -242,7 +243,7 @@ class Runner:
     # ---- decode rows
 
     def _draft(self, plan: StepPlan) -> jax.Array:
-        """Launch the draft model behind the rows whose sequences have drafts; first what it has not seen of them."""
+        """Launch the draft model after the rows of sequences with drafts; first on the tokens that it has not seen."""
         if self._engine.drafts_by_head:
             return self._draft_by_head(plan)
         for prefill in plan.draft_prefills:
@@ -273,7 +274,7 @@ class Runner:
         return drafted
 
     def _head_batch(self, plan: StepPlan, drafts: Iterable[Draft], pairs: Sequence[tuple[Sample, int]]) -> HeadBatch:
-        """The pairs at these positions, one a row, of which the first are the newest of these drafts' sequences."""
+        """Make a batch of the pairs at these positions, one per row; first the newest of the drafts' sequences."""
         engine, rows = self._engine, self._rows
         owners, tokens, last, generated, bases = np.zeros((5, rows), np.int32)
         positions, limits = np.full(rows, -1, np.int32), np.zeros((rows, engine.speculative_tree), np.int32)
@@ -308,12 +309,12 @@ class Runner:
         return sampled, ran
 
     def _fewest_rows(self, plan: StepPlan) -> int:
-        """Rows of the smallest decode program that has all rows of the plan, and the slots of their sequences."""
+        """Return the smallest decode program size that covers all rows of the plan and their sequences' slots."""
         last = max(max(row.row, row.sequence.slot // self._engine.microbatches) for row in plan.decodes)
         return next(size for size in self._decode_sizes if size > last)
 
     def _masks(self, plan: StepPlan, count: int) -> Int32[np.ndarray, "rows words"] | None:
-        """Masks of all rows; all tokens where there is none. None where none has one: nothing goes to the device."""
+        """Return masks of all rows; all tokens where a row has none. None if no row has one: no transfer is needed."""
         if not plan.masks:
             return None
         masks = np.full((count, -(-self._vocab // 32)), -1, np.int32)
@@ -323,7 +324,7 @@ class Runner:
         return masks
 
     def _decode_batch(self, microbatch: int, plans: Sequence[DecodePlan], count: int) -> DecodeBatch:
-        """The first ``count`` rows of a microbatch; those without a plan are idle."""
+        """Make the first ``count`` rows of a microbatch; rows without a plan are idle."""
         batch = self._rows_batch(microbatch, plans, count)
         if not self._engine.lora_slots:
             return batch
@@ -341,7 +342,7 @@ class Runner:
         arrivals = np.array([sequence.arrival for sequence in sequences], np.int64)
         tables = self._tables[:, microbatch::microbatches]
         slots = [sequence.slot // microbatches for sequence in sequences]
-        if slots == list(columns[0]):  # nobody drafts
+        if slots == list(columns[0]):  # no row has a draft
             self._note(microbatch, rows, arrivals, fed, inputs)
             own = (each[:count] for each in self._own_rows)
             return DecodeBatch(tokens, positions, generated, tables[:, :count].copy(), *own)
@@ -357,10 +358,10 @@ class Runner:
         return DecodeBatch(tokens, positions, generated, tables, owners, branches)
 
     def _note(self, microbatch: int, rows: _Column, arrivals: _Column, positions: _Column, inputs: _Column) -> None:
-        """Note whose tokens these rows, each its slot's own, will sample.
+        """Record the sequences and positions of the tokens that these rows, each its slot's own, will sample.
 
         Raises:
-            WrongTokenError: a row without a token asks for one that its slot did not sample (`Sequence.sampled`).
+            WrongTokenError: a row without a token needs one that its slot did not sample (`Sequence.sampled`).
         """
         whose, where = self._sampled[microbatch]
         wrong = (inputs < 0) & ((whose[rows] != arrivals) | (where[rows] != positions - 1))

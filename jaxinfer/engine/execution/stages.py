@@ -1,4 +1,4 @@
-"""A model cut into pipeline stages: each has some of the layers, and runs on devices of its own."""
+"""Pipeline stages of a model: each has a range of layers, and runs on its own devices."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jaxinfer.types import ParamTree
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Some layers of a model.
+    """A range of layers of a model.
 
     Attributes:
-        model: its parameters and its cache are those of this stage; the module is the whole one.
-        layers: of the whole model; None: all of them, and the module need not be a `Decoder`.
-        first, last: whether it is given tokens, and whether it gives what the head is applied to.
-        width: of hidden states.
-        drafts: it is a draft model or a draft head, which is whole and drafts for the slots of another one.
-        features: numbers of each position that a draft head reads of this model; 0: there is none.
-        prompts: whether it reads those of prompts, too, because it has a cache.
+        model: has the parameters and the cache of this stage; the module is the whole one.
+        layers: layer indices in the whole model; None: all of them, and the module need not be a `Decoder`.
+        first, last: whether its input are tokens, and whether its output is the input of the head.
+        width: width of hidden states.
+        drafts: whether it is a draft model or a draft head, which is whole and drafts for the slots of another model.
+        features: numbers per position that a draft head reads of this model; 0: there is no head.
+        prompts: whether the head also reads those of prompts, because it has a cache.
     """
 
     model: Model
@@ -43,13 +43,13 @@ class Stage:
 
     @property
     def taken(self) -> int:
-        """Numbers of each position that the stage before hands on: hidden states, and the features so far."""
+        """Numbers per position received from the stage before: hidden states, and the features so far."""
         assert self.layers is not None
         return self.width * (1 + self._tapped_before(self.layers.start))
 
     @property
     def given(self) -> int:
-        """The same of what this stage hands on."""
+        """Numbers per position passed to the next stage."""
         assert self.layers is not None
         return self.width * (1 + self._tapped_before(self.layers.stop))
 
@@ -58,27 +58,27 @@ class Stage:
 
     @property
     def loops(self) -> bool:
-        """Whether programs may go through weights in loops: stored ones that no kernel multiplies are made plain so."""
+        """Whether programs may loop over weights: quantized weights without a kernel are dequantized in loops."""
         weights = jax.tree.leaves(self.model.specs, is_leaf=is_stored)
         return any(is_stored(weight) and not isinstance(weight, Plain) for weight in weights)
 
     def described_by(self, params: Any) -> Stage:
-        """The stage as its programs know it: of abstract parameters, for they are given the others, and without what a
-        checkpoint has for text."""
+        """Return the stage for its programs: with abstract parameters, since programs take the real ones as arguments,
+        and without the text components of the checkpoint."""
         of = self.model
         model = Model(of.module, params, of.config, of.family, specs=of.specs, cache_spec=of.cache_spec)
         return dataclasses.replace(self, model=model)
 
     @property
     def is_head(self) -> bool:
-        """Whether it reads another model's states."""
+        """Whether the stage is a head that reads another model's states."""
         return isinstance(self.model.module, DraftHead)
 
     def tapped(
         self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
     ) -> tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any]:
-        """Compute as `backbone`; also features of each position: inputs of tapped layers, else the hidden states.
-        Those of earlier stages' layers arrive behind the hidden states."""
+        """Compute as `backbone`; also the features of each position: inputs of tapped layers, else the hidden states.
+        Features of earlier stages arrive after the hidden states."""
         if not getattr(self.model.module, "taps", ()):
             hidden, pools = self.backbone(params, x, positions, attend, pools)
             return hidden, hidden, pools
@@ -88,7 +88,7 @@ class Stage:
         return hidden, jnp.concatenate([*earlier, *own], axis=-1) if earlier or own else hidden[..., :0], pools
 
     def handed(self, hidden: Float[Array, "*batch d"], features: Float[Array, "*batch some"]) -> Array:
-        """What the next stage is given of that."""
+        """Return the input of the next stage."""
         return jnp.concatenate([hidden, features], axis=-1) if getattr(self.model.module, "taps", ()) else hidden
 
     def backbone(
@@ -109,11 +109,11 @@ class Stage:
 
 
 def cut(model: Model, count: int) -> list[Stage]:
-    """The stages of a model, whose parameters may be abstract: layers evenly, the first stages have one more. Its draft
-    model or head is the last one's.
+    """Cut a model, with possibly abstract parameters, into stages with equal numbers of layers; the first stages have
+    one more. The last stage has its draft model or head.
 
     Raises:
-        EngineConfigError: there are fewer layers, or nobody knows how to cut this module.
+        EngineConfigError: there are fewer layers, or this module cannot be cut.
     """
     model, head = _tap(model)
     if count == 1:
@@ -135,12 +135,12 @@ def cut(model: Model, count: int) -> list[Stage]:
 
 
 def draft_stages(model: Model) -> list[Stage]:
-    """The stage of a model's draft model or head, where it has one."""
+    """Return the stage of a model's draft model or head, if it has one."""
     return [] if model.draft is None else [Stage(model.draft, drafts=True)]
 
 
 def sharing(stage: Stage, params: Any) -> Stage:
-    """The stage of a draft head with those of its model's parameters that lie where it does, of which these are all."""
+    """Return the stage of a draft head with the model parameters that it shares; ``params``: those on its devices."""
     if not stage.is_head:
         return stage
     here = {own: params[theirs] for own, theirs in stage.model.config.shares if theirs in params}
@@ -148,18 +148,18 @@ def sharing(stage: Stage, params: Any) -> Stage:
 
 
 def unshared(draft: Model, model: Model) -> Model:
-    """A draft model or head without those parameters that are the model's (a stage's: where it drafts)."""
+    """Return a draft model or head without the parameters that it shares with the model (or its drafting stage)."""
     theirs = dict(getattr(draft.config, "shares", ()))
     return draft.map_weights(lambda tree: {name: tree[name] for name in tree if theirs.get(name) not in model.params})
 
 
 def drafted_width(engine: ResolvedEngine) -> int:
-    """Tokens of each slot that a program on the device drafts, all paths together: a draft model's last is no draft."""
+    """Return the draft tokens per slot of a program on the device, over all paths: a draft model's last is no draft."""
     return engine.num_speculative_tokens * engine.speculative_tree + (not engine.drafts_by_head)
 
 
 def _tap(model: Model) -> tuple[Model, HeadConfig | None]:
-    """The model with the taps that its draft head reads, and the head's config; None: it has none."""
+    """Return the model with the taps that its draft head reads, and the head's config; None: it has no head."""
     head = None if model.draft is None else model.draft.config
     if not isinstance(head, HeadConfig):
         return model, None
@@ -173,7 +173,7 @@ def _tap(model: Model) -> tuple[Model, HeadConfig | None]:
 
 
 def _read(last: Stage, head: HeadConfig | None) -> Stage:
-    """The last stage, of which a draft head reads features."""
+    """Return the last stage with the sizes of the features that a draft head reads."""
     if head is None:
         return last
     assert last.model.draft is not None

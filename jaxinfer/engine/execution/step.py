@@ -1,4 +1,4 @@
-"""The jitted program family: everything that ever runs on the device while serving."""
+"""Jitted program family: all programs that run on the device while serving."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from pallas_kernels.choice import Wish
 
 
 class StepState(NamedTuple):
-    """State that lives on the device and is donated to each step. ``last_tokens[slot]`` is what the slot sampled last:
-    the next step reads it there, so that the host never waits. ``features``: what a draft head reads of each slot's
-    last positions, position p at ``p % window``; None: there is no head."""
+    """State on the device, donated to each step. ``last_tokens[slot]`` is the token that the slot sampled last: the
+    next step reads it there, so that the host never waits. ``features``: input of a draft head for each slot's last
+    positions, position p at ``p % window``; None: there is no head."""
 
     pools: list[Pool]
     last_tokens: Int[Array, " rows"]
@@ -50,17 +50,17 @@ class StepState(NamedTuple):
 
 
 for _result in (StepState, LayerPool, StatePool, SlotParams, SlotState, Sampled, Logprobs):
-    # A program of an earlier start gives them under these names.
+    # A program loaded from an earlier start returns these types under these names.
     register_namedtuple_serialization(_result, serialized_name=f"{_result.__module__}.{_result.__name__}")
 
 
 def pack(batch: DecodeBatch | DraftBatch | HeadBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
-    """All of a batch in one array."""
+    """Pack all arrays of a batch into one."""
     return np.concatenate([np.asarray(leaf, np.int32).reshape(-1) for leaf in batch if leaf is not None])
 
 
 def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
-    """The batch that `pack` was given, in the shapes of ``like``."""
+    """Unpack the batch that `pack` was given, in the shapes of ``like``."""
     leaves, tree = jax.tree.flatten(like)
     ends = itertools.accumulate(leaf.size for leaf in leaves)
     parts = [packed[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
@@ -68,15 +68,15 @@ def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
 
 
 class Programs(NamedTuple):
-    """The functions to compile, of a whole model or of its last pipeline stage. All are pure; what changes is donated.
+    """Functions to compile, of a whole model or of its last pipeline stage. All are pure; changed arguments are
+    donated.
 
-    A decode step may have fewer rows than there are slots: they are the first slots' (and their drafts'), and the state
-    of all others stays as it is.
+    A decode step may have fewer rows than there are slots: they are those of the first slots (and their drafts), and
+    the state of the remaining slots is unchanged.
 
-    ``arriving`` are the hidden states that the stage before gave; None where there is none. Behind them ``decode`` is
-    given what was drafted on the device for the slots, if anything is, and the masks of grammars, if there may be any.
-    The pools that the prefill programs give have
-    the features of all tokens beside them where a draft head reads those.
+    ``arriving`` are the hidden states of the stage before; None where there is none. After them ``decode`` takes the
+    tokens drafted on the device for the slots, if any, and the grammar masks, if there may be any. The prefill programs
+    return the pools, with the features of all tokens where a draft head reads them.
     """
 
     decode: Callable[..., tuple[StepState, Sampled]]
@@ -89,15 +89,15 @@ class Programs(NamedTuple):
 
 
 class PassPrograms(NamedTuple):
-    """Programs of a stage that others follow: each also returns the hidden states for the next one. The first stage of
-    a decode step receives the tokens that the slots sampled last, and what was drafted on the device for them."""
+    """Programs of a stage before the last: each also returns the hidden states for the next one. The first stage of a
+    decode step receives the last sampled tokens of the slots, and the tokens drafted on the device for them."""
 
     decode: Callable[..., tuple[list[Pool], jax.Array]]
     prefill: Callable[[Any, list[Pool], PrefillBatch, Any], tuple[list[Pool], jax.Array]]
 
 
 class MovePrograms(NamedTuple):
-    """Pages to other pages, out of the pools, and back into them: the same for every stage."""
+    """Programs that copy pages within the pools, out of the pools, and back into them: the same for every stage."""
 
     copy: Callable[[list[Pool], jax.Array, jax.Array], list[Pool]]
     export: Callable[[list[Pool], jax.Array], tuple[jax.Array, ...]]
@@ -113,13 +113,13 @@ def make_programs(
     *,
     spread_tokens: bool = False,
 ) -> Programs:
-    """The programs of a whole model, or of its last stage.
+    """Make the programs of a whole model, or of its last stage.
 
     Args:
-        multi_step: the most steps of one ``decode_many``.
-        drafts: the most drafts behind one another.
-        backend: attention's.
-        spread_tokens: of the prefill programs, see `jaxinfer.parallel.tokens`.
+        multi_step: maximum steps of one ``decode_many``.
+        drafts: maximum draft depth.
+        backend: attention backend.
+        spread_tokens: for the prefill programs, see `jaxinfer.parallel.tokens`.
     """
     decode = _decode(stage, max_logprobs, drafts, backend)
     prefill, prefill_logprobs = _prefill(stage, max_logprobs, _chunks(stage, backend, spread_tokens))
@@ -127,7 +127,7 @@ def make_programs(
 
 
 def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: bool = False) -> PassPrograms:
-    """The programs of a stage that others follow."""
+    """Make the programs of a stage before the last."""
     spec, chunks = stage.model.cache_spec, _chunks(stage, backend, spread_tokens)
 
     def decode(
@@ -151,7 +151,7 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
 
 
 def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
-    """The programs that move pages of some layers."""
+    """Make the programs that move pages of some layers."""
 
     def copy(pools: list[Pool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> Any:
         return with_pages(pools, copy_own_pages(spec, pages_of(pools), source, target, backend))
@@ -205,7 +205,7 @@ def _decode(
 
 
 def _with_drafted(batch: DecodeBatch, drafted: Int[Array, "rows drafts"]) -> Int[Array, " rows"]:
-    """The rows' tokens, with those that a draft model drafted in their places."""
+    """Replace draft placeholders in the rows' tokens by the tokens that a draft model drafted."""
     return jnp.where(batch.tokens < -1, drafted[batch.owners, -2 - batch.tokens], batch.tokens)
 
 
@@ -215,9 +215,9 @@ def _decode_many(
     def decode_many(
         params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch, steps: Int[Array, ""]
     ) -> tuple[StepState, Sampled, jax.Array]:
-        """Up to ``steps`` steps, each on what the one before sampled, until one samples an end.
+        """Run up to ``steps`` steps, each on the samples of the one before, until a row samples a stop token.
 
-        Also returns how many steps ran; what was sampled has a leading axis of ``most`` steps, zeros behind those.
+        Also returns the number of steps that ran; the samples have a leading axis of ``most`` steps, zero-padded.
         """
         active = batch.positions >= 0
         shapes = jax.eval_shape(decode, params, slots, state, batch)[1]
@@ -245,7 +245,7 @@ def _decode_many(
 
 
 def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]) -> Bool[Array, ""]:
-    """Whether a row sampled a token that ends its sequence (those that a length ends are the scheduler's business)."""
+    """Whether a row sampled a token that ends its sequence (the scheduler handles the length limit)."""
     active, rows = batch.positions >= 0, tokens.shape[0]
     stops = jnp.any(tokens[:, None] == slots.stop_ids[:rows], axis=1)
     return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens[:rows]))
@@ -258,7 +258,7 @@ def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., t
         attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
         index = jnp.arange(batch.tokens.shape[1])
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
-        # Chunks end to end: the products see one matrix.
+        # Chunks end to end: the matrix products see one matrix.
         x = batch.tokens.reshape(-1) if stage.first else arriving
         with tokens_spread(spread_tokens):
             hidden, features, pools = stage.tapped(params, x, positions.reshape(-1), attend, pools)

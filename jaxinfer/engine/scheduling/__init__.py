@@ -1,1 +1,1 @@
-"""Scheduling of what runs next, and what its results mean: sequences, queues, pages, plans. No jax."""
+"""Scheduling of steps and processing of their results: sequences, queues, pages, plans. No jax."""

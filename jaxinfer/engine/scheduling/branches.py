@@ -1,8 +1,8 @@
-"""Further paths of a draft: where they are worth rows, and which path the model took. No jax.
+"""Tree drafts: selection of further paths for idle rows, and of the path that the model accepted. No jax.
 
-A branch has pages of its own: those of the sequence up to the last known token, the last of them a copy. Its rows are
-ordinary ones, the last known token's first, so a path has the bits that it would have alone. When it wins, the sequence
-goes on with its pages.
+A branch has its own pages: those of the sequence up to the last known token, the last of them a copy. Its rows are
+ordinary ones, the last known token's first, so a path is bitwise the same as it would be alone. When it wins, the
+sequence continues with its pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RowResult = tuple[DecodePlan, list[int], Row[PositionLogprobs]]
 
 
 class Tree(NamedTuple):
-    """A draft that is fed, its further paths that could be, and the share of its tokens that is accepted."""
+    """A draft to feed, its further paths, and the acceptance rate of its tokens."""
 
     draft: Draft
     others: Row[list[int]]
@@ -31,8 +31,8 @@ class Tree(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A further path of a draft. ``shared``: its tokens that earlier paths begin with, too; ``chance``: that the next
-    one is accepted."""
+    """A further path of a draft. ``shared``: length of its longest common prefix with an earlier path; ``chance``:
+    probability that the next token is accepted."""
 
     place: int
     path: list[int]
@@ -42,7 +42,7 @@ class _Candidate(NamedTuple):
 
 
 class BranchPlanner:
-    """Plans the rows of branches behind those of chains, in what is left of the idle ones."""
+    """Plans rows of branches in the idle rows that are left after the main paths."""
 
     def __init__(self, engine: ResolvedEngine, pages: SequencePages) -> None:
         self._pages, self._worth = pages, WORTH if engine.speculative_adaptive else 0.0
@@ -50,12 +50,12 @@ class BranchPlanner:
     def add(
         self, planned: list[DecodePlan], trees: list[Tree], idle: list[int], spare: int
     ) -> tuple[list[DecodePlan], list[Draft]]:
-        """The rows with those of branches, which follow their sequence's others, and the drafts with the branches.
+        """Return the rows with those of branches, after the other rows of their sequence, and the drafts with branches.
 
         Args:
-            planned: rows of chains.
+            planned: rows of main paths.
             idle: rows that are left.
-            spare: pages to leave for others.
+            spare: pages to leave free for other sequences.
         """
         branches: list[list[Branch]] = [[] for _ in trees]
         rows: dict[Sequence, list[DecodePlan]] = {}
@@ -73,8 +73,8 @@ class BranchPlanner:
         return [row for sequence, own in groups for row in (*own, *rows.get(sequence, ()))], drafts
 
     def settle(self, plan: StepPlan, results: Iterable[RowResult]) -> Iterable[RowResult]:
-        """The results of a plan's rows without those of paths that lost; sequences go on with the pages of those that
-        won. Where paths are equally long the main one wins, else the first."""
+        """Return the results of a plan's rows without those of rejected paths; sequences continue with the pages of the
+        winning paths. On equal length the main path wins, else the first."""
         drafts = {draft.sequence: draft for draft in plan.drafts or () if draft.branches}
         if not drafts:
             return results
@@ -84,12 +84,12 @@ class BranchPlanner:
             if row.sequence in drafts:
                 sampled.setdefault((row.sequence, row.branch), []).append(tokens[0])
         won = {sequence: self._settle(draft, sampled) for sequence, draft in drafts.items()}
-        for sequence, start, _ in plan.pairs:  # a draft head has seen these in the main path's pages alone
+        for sequence, start, _ in plan.pairs:  # a draft head has seen these in the main path's pages only
             sequence.drafted = start if won.get(sequence) else sequence.drafted
         return _counting(rows, drafts, won)
 
     def _settle(self, draft: Draft, sampled: dict[tuple[Sequence, int], list[int]]) -> int:
-        """The branch that won; 0: the main path."""
+        """Return the branch that won; 0: the main path."""
         sequence, paths = draft.sequence, {0: draft.tokens, **dict(draft.branches)}
         accepted = {slot: _agree(path, sampled[sequence, slot]) for slot, path in paths.items()}
         won = max(paths, key=lambda slot: accepted[slot])
@@ -100,8 +100,8 @@ class BranchPlanner:
 
 
 def _candidates(trees: list[Tree], worth: float) -> Iterator[_Candidate]:
-    """The further paths whose first own token is accepted with a probability of ``worth`` at least. The others of a
-    node's children are tried where those before them fail."""
+    """Yield the further paths whose first own token is accepted with a probability of at least ``worth``. Later
+    children of a node are tried where the earlier ones fail."""
     for place, (draft, others, rate) in enumerate(trees):
         if draft.start - 1 <= draft.sequence.prefill_end:
             continue  # its chunks may be computed in this very step, after pages are copied
@@ -117,7 +117,7 @@ def _candidates(trees: list[Tree], worth: float) -> Iterator[_Candidate]:
 
 
 def _rows(draft: Draft, slot: int, path: list[int], idle: list[int]) -> list[DecodePlan]:
-    """The rows of a branch: the last known token, so that its keys are in the branch's page, and the path."""
+    """Plan the rows of a branch: the last known token, so that its keys are in the branch's page, and the path."""
     sequence, first = draft.sequence, draft.start - 1
     fed = [sequence.tokens[first], *path]
     sequence.in_flight += len(fed)
@@ -125,8 +125,8 @@ def _rows(draft: Draft, slot: int, path: list[int], idle: list[int]) -> list[Dec
 
 
 def _counting(rows: list[RowResult], drafts: dict[Sequence, Draft], won: dict[Sequence, int]) -> Iterator[RowResult]:
-    """The rows of sequences themselves and those of the paths that won, behind them. The last known token's row of a
-    branch only repeats the sequence's own."""
+    """Yield the rows of sequences themselves, and after them those of the winning paths. The row of a branch for the
+    last known token only repeats the sequence's own row."""
     for result in rows:
         row = result[0]
         own = row.branch == 0 and (row.sequence not in drafts or row.position < drafts[row.sequence].start)
@@ -138,5 +138,5 @@ def _counting(rows: list[RowResult], drafts: dict[Sequence, Draft], won: dict[Se
 
 
 def _agree(path: Iterable[int], other: Iterable[int]) -> int:
-    """How many tokens two texts have in common at their beginnings."""
+    """Return the length of the common prefix of two texts."""
     return sum(itertools.takewhile(bool, (one == another for one, another in zip(path, other, strict=False))))

@@ -1,4 +1,4 @@
-"""Buckets: the compiled size that a piece of prompt runs in, and which pieces share a program. No jax."""
+"""Buckets: the compiled size for each prompt chunk, and chunks that share a program. No jax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """``length`` prompt tokens from position ``start``, run in the program of ``size`` rows."""
+    """A chunk of ``length`` prompt tokens from position ``start``, run in the program of ``size`` rows."""
 
     start: int
     length: int
@@ -16,10 +16,10 @@ class Chunk(NamedTuple):
 
 
 def rule_size(start: int, end: int, sizes: Sequence[int]) -> int:
-    """The size in which the token at ``start`` of a prompt whose prefill ends before ``end`` is due.
+    """Return the size that the rule assigns to the token at ``start`` of a prompt whose prefill ends before ``end``.
 
     The prompt is cut at multiples of the largest size, and a tail runs in the smallest size that holds it. So the rule
-    looks at this prompt alone, never at what else is in the step or in the cache.
+    depends on this prompt only, never on the rest of the step or on the cache.
     """
     cut = start - start % sizes[-1]
     return sizes[bisect.bisect_left(sizes, min(end - cut, sizes[-1]))]
@@ -28,11 +28,11 @@ def rule_size(start: int, end: int, sizes: Sequence[int]) -> int:
 def next_chunk(
     start: int, end: int, sizes: Sequence[int], classes: Mapping[int, int], *, largest_only: bool = False
 ) -> Chunk:
-    """The chunk that begins at ``start``: up to the next cut, in the smallest program with the bits of the due one.
+    """Return the chunk from ``start`` to the next cut, in the smallest program bitwise equivalent to `rule_size`'s.
 
     Args:
-        start: tokens that are computed or cached already; within a piece only after a cache hit.
-        classes: sizes with equal numbers are programs with equal bits (see `jaxinfer.engine.execution.probe`).
+        start: tokens that are computed or cached already; within a chunk of the rule only after a cache hit.
+        classes: sizes with equal numbers are bitwise equivalent programs (see `jaxinfer.engine.execution.probe`).
         largest_only: the request wants log probabilities of its prompt, for which there is one program.
     """
     length = min(end - start, sizes[-1] - start % sizes[-1])
@@ -43,18 +43,18 @@ def next_chunk(
 
 
 def page_code(page: int, page_size: int, end: int, sizes: Sequence[int], classes: Mapping[int, int]) -> int:
-    """Code of the programs that compute the tokens of a page: equal codes, equal bits. ``split`` of them run in prefill
-    programs of one class, the others as decode rows."""
+    """Return the code of the programs that compute the tokens of a page: equal codes give bitwise identical pages.
+    ``split`` of the tokens run in prefill programs of one class, the others as decode rows."""
     first = page * page_size
     split = min(max(end - first, 0), page_size)
     return classes[rule_size(first, end, sizes)] * (page_size + 1) + split if split else 0
 
 
 def group_chunks(sizes: Sequence[int], widths: Mapping[int, int]) -> Iterator[list[int]]:
-    """Chunks (by index) that run together, in the order of their launch.
+    """Yield groups of chunks (by index) that run together, in the order of their launch.
 
     Args:
-        sizes: of all chunks of a step; those of one prompt in order, so none is larger than the one before.
+        sizes: sizes of all chunks of a step; those of one prompt in order, so none is larger than the one before.
         widths: chunks that a wide program of a size takes. It is used where more than half of it is filled.
     """
     for size in sorted(set(sizes), reverse=True):

@@ -1,4 +1,4 @@
-"""The rows of the decode program: one for each sequence that can decode, and drafts in those that are idle. No jax."""
+"""Planning of decode rows: one for each sequence that can decode, and drafts in idle rows. No jax."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxinfer.structured.matcher import LEAD
 from jaxinfer.structured.thinking import Thought
 
 _PATIENCE, _PATIENCE_ALONE = 0.002, 0.02
-"""Seconds that a plan waits for masks that were asked for just now: while the device runs the step before, and where
-all sequences have grammars, so that nobody else could go on. Who is not ready then is not waited for again, nor is who
-has no mask yet beside others."""
+"""Seconds that a plan waits for masks just requested: while the device runs the step before; and where all sequences
+have grammars, so that no other could proceed. Later plans do not wait again for a sequence that is late, nor for a
+first mask while other sequences can proceed."""
 _NAP = 0.002  # seconds, where there is nothing else to do
 
 
@@ -41,7 +41,7 @@ class DecodePlanner:
     # ---- microbatches
 
     def advance(self, running: Mapping[int, Sequence]) -> None:
-        """Go on to the next microbatch: one decodes in each plan, in turn, of those that can; ``running`` by slot."""
+        """Advance to the next microbatch: one decodes in each plan, in turn, of those that can; ``running`` by slot."""
         count = self._engine.microbatches
         after = [(self.microbatch + 1 + more) % count for more in range(count)]
         if count > 1:
@@ -50,7 +50,7 @@ class DecodePlanner:
         self.microbatch = after[0]
 
     def members(self, running: Mapping[int, Sequence]) -> Mapping[int, Sequence]:
-        """The running sequences whose slots decode in this plan."""
+        """Return the running sequences whose slots decode in this plan."""
         count = self._engine.microbatches
         if count == 1:
             return running
@@ -61,11 +61,11 @@ class DecodePlanner:
     def plan(
         self, running: Mapping[int, Sequence], *, alone: bool, spare: int | None = None
     ) -> tuple[list[DecodePlan], int, list[Draft] | None]:
-        """The rows of a step, how many steps the device may run without the host, and the drafts among the rows.
+        """Plan the rows of a step, the number of steps that the device may run without the host, and the drafts.
 
         Args:
-            alone: nobody waits, and no prompt is computed in this step.
-            spare: pages that drafts with several paths leave for others; None: they get none.
+            alone: no sequence waits, and no prompt is computed in this step.
+            spare: pages that tree drafts leave free; None: no tree drafts.
         """
         rows: list[DecodePlan] = []
         count, members = self._engine.microbatches, self.members(running)
@@ -96,7 +96,7 @@ class DecodePlanner:
         return rows, steps, drafts
 
     def _steps(self, rows: list[DecodePlan], alone: bool) -> int:
-        """Number of steps that the device may run alone: nobody waits, nothing ends by length, and pages are there."""
+        """Return the steps the device may run alone: none waits, none ends by length, and there are enough pages."""
         steps = 1
         if rows and alone and not any(row.sequence.held or row.sequence.thought for row in rows):
             steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
@@ -104,19 +104,19 @@ class DecodePlanner:
         if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
             steps = 1
         for row in rows:
-            row.sequence.scheduled += steps - 1  # not `sampled`: a run may stop early, so the host feeds the next one
+            row.sequence.scheduled += steps - 1  # not `sampled`: a run may stop early, so the host feeds the next token
         return steps
 
 
 class Constraints:
-    """Sequences that grammars hold: when each may decode, under which mask, and when its output is whole.
+    """Grammar-constrained sequences: when each may decode, with which mask, and when its output is complete.
 
-    The tokens that such a sequence may say next depend on the one that it says now, so it waits until that has been
-    read, and its mask is there. All of them wait for those in flight: else half of them would run in each step. Whose
-    mask is late leaves out the step alone; everybody else goes on.
+    The allowed next tokens of such a sequence depend on its current token, so it waits until that has been read, and
+    its mask is available. All of them wait for those in flight: else half of them would run in each step. A sequence
+    with a late mask skips the step; all other sequences proceed.
 
-    A thought in front of the answer is free, up to its budget, and waits for nobody. When its end is read, rows behind
-    it may be on their way: what they sample is dropped (`outdated`), since no grammar held them.
+    Thinking before the answer is unconstrained, up to its budget, and waits for no mask. When its end is read, rows
+    after it may be in flight: their samples are dropped (`outdated`), since no grammar constrained them.
 
     Args:
         stateful: layers have states (`CacheSpec.stateful`).
@@ -133,7 +133,7 @@ class Constraints:
         return self._masks.helpers > 0
 
     def admit(self, admitted: Iterable[Sequence]) -> None:
-        """Open the grammars of those that have their first slot: they compile while the prompts are computed."""
+        """Open the grammars of sequences that have their first slot: they compile while the prompts are computed."""
         for sequence in admitted:
             params, thinking = sequence.params, sequence.request.thinking
             if sequence in self._open or (params.grammar is None and thinking is None):
@@ -145,7 +145,7 @@ class Constraints:
                 sequence.held = self._masks.open(*params.grammar, sequence.request.cache_scope)
 
     def said(self, sequence: Sequence, tokens: list[int]) -> None:
-        """Note tokens that a sequence has been given, and goes on behind."""
+        """Record the tokens that a sequence has been given."""
         answer: Row[int] = tokens
         if (thought := sequence.thought) is not None and not thought.over:
             was_open, answer = thought.open, thought.say(tokens)
@@ -154,24 +154,24 @@ class Constraints:
             self._masks.advance(sequence.held, answer)
 
     def end(self, sequence: Sequence) -> None:
-        """Note that a sequence has ended."""
+        """Record that a sequence has ended."""
         if sequence in self._open:
             self._open.remove(sequence)
             if sequence.held is not None:
                 self._masks.close(sequence.held)
 
     def send(self) -> None:
-        """Ask for what was noted."""
+        """Send the recorded tokens to the grammar helpers."""
         self._masks.send()
 
     def over(self) -> list[tuple[Sequence, str | None]]:
-        """Sequences whose output is whole (None), or whose grammar failed, and why."""
+        """Return sequences with a complete output (None) or a failed grammar, with its error."""
         found = [(each, each.held) for each in self._open if each.held is not None and each.held.ready]
         return [(each, held.error) for each, held in found if held.stopped or held.error is not None]
 
     def outdated(self, row: DecodePlan, masks: Container[int]) -> bool:
-        """Whether a row of a plan with these masks was planned within a thought that has ended: its sequence goes on
-        from there once more."""
+        """Whether a row of a plan with these masks was planned within thinking that has ended: its sequence is rolled
+        back to the row."""
         sequence, thought = row.sequence, row.sequence.thought
         if sequence.held is None or thought is None or not thought.over:
             return False
@@ -183,9 +183,9 @@ class Constraints:
     # ---- a plan
 
     def begin(self, members: Collection[Sequence]) -> bool:
-        """Begin a plan of these sequences: choose whether those with grammars are in it, and wait a moment for them.
+        """Begin a plan of these sequences: choose whether those with grammars are in it, and wait briefly for them.
 
-        Returns whether anybody may be held up, and `may` is to be asked.
+        Returns whether any may be blocked, so that `may` is to be called.
         """
         self._blocked = False
         if not self._open:
@@ -194,26 +194,26 @@ class Constraints:
         alone = len(held) == len(members)
         self._blocked = any(each.in_flight and each.scheduled >= len(each.tokens) for each in held)
         missing = [each.held for each in held if each.held is not None and not (each.held.ready or each.held.late)]
-        # To learn a grammar may take a second, and masks of some take so long that each would hold up everybody.
+        # Compiling a grammar may take a second, and some masks take so long that each would delay all sequences.
         expected = [each for each in missing if (alone or each.said) and not each.slow]
         if expected and not self._blocked:
             self._masks.wait(expected, _PATIENCE_ALONE if alone else _PATIENCE)
         return True
 
     def may(self, sequence: Sequence, position: int) -> bool:
-        """Whether a row at ``position`` may be planned. What is computed again needs no mask: what it samples is known,
-        and dropped."""
+        """Whether a row at ``position`` may be planned. Recomputed tokens need no mask: the sampled token is known, and
+        dropped."""
         ahead = position + 1 - len(sequence.tokens)
         if ahead < 0 or sequence not in self._open:
             return True
         if sequence.is_held:
             return ahead == 0 and not self._blocked and sequence.held is not None and sequence.held.mask is not None
-        # What the sampler counted of a row that is dropped it would count twice; and a state cannot be taken back.
+        # The sampler would count the token of a dropped row twice; and a state cannot be rolled back.
         counted = self._stateful or sequence.stateful
         return ahead == 0 or (_is_free(sequence, ahead) and not (counted and sequence.held is not None))
 
     def masks(self, rows: Iterable[DecodePlan]) -> dict[int, np.ndarray]:
-        """The masks of a plan's rows, by row."""
+        """Return the masks of a plan's rows, by row."""
         if not self._open:
             return {}
         ahead = ((row, row.position + 1 - len(row.sequence.tokens)) for row in rows if row.sequence in self._open)
@@ -221,20 +221,20 @@ class Constraints:
         return {row: mask for row, mask in found if mask is not None}
 
     def rest(self) -> None:
-        """Wait a while for any mask, when there is nothing else to do."""
+        """Wait briefly for any mask, when there is nothing else to do."""
         expected = [each.held for each in self._open if each.held is not None and not each.held.ready]
         if expected:
             self._masks.wait_any(expected, _NAP)
 
 
 def _is_free(sequence: Sequence, ahead: int) -> bool:
-    """Whether the token of no grammar that comes behind so many unknown ones may be any."""
+    """Whether the token after ``ahead`` unknown ones is unconstrained by the thinking budget."""
     thought = sequence.thought
     return thought is None or thought.over or thought.room is None or ahead < thought.room
 
 
 def _mask(sequence: Sequence, ahead: int) -> np.ndarray | None:
-    """The tokens that may come behind so many unknown ones; None: all."""
+    """Return the mask of the token after ``ahead`` unknown ones; None: all tokens are allowed."""
     held, thought = sequence.held, sequence.thought
     if held is not None and sequence.is_held:
         return held.masks[ahead] if thought is None or thought.over else thought.beginning(held.masks[0])

@@ -1,4 +1,4 @@
-"""Drafts in the rows of a step that would be idle: for whom, how many, and whether they pay. No jax."""
+"""Planning of drafts in the otherwise idle rows of a step: for which sequences, and how many tokens. No jax."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from jaxinfer.spec import WORTH, WORTH_OF_A_PASS, Drafted, Drafter, Tempo
 from jaxinfer.types import SequenceDelta
 
 _ANEW = 16
-"""Positions of which a draft head that has missed more than is kept sees at least, where so many are kept."""
+"""Minimum number of positions that a restarted draft head sees, if that many are kept."""
 
 
 class DraftPlanner:
-    """Plans draft rows behind the rows of sequences, and learns from what became of them.
+    """Plans draft rows after the rows of sequences, and learns from their outcome.
 
-    Drafts need the last token on the host, so sequences that are to be drafted for wait until the step before is read.
-    All wait or none: else steps would take turns between those that do and those that do not.
+    Drafts need the last token on the host, so sequences that draft wait until the step before is read. All wait or
+    none: otherwise steps would alternate between the sequences that wait and those that do not.
 
     Args:
-        clock: seconds.
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class DraftPlanner:
         self._paths, self._states = engine.speculative_tree, engine.num_states > 0
         self.branches = BranchPlanner(engine, pages)
         self.forced = list[Draft]()
-        """Of the plan that was made last: what grammars leave no choice about, which nobody waits for."""
+        """Drafts of grammar-forced tokens in the latest plan; no step waits for them."""
         self._watched: Draft | None = None  # a guess that was not fed
         self.waits = False
-        """Whether the plan that is being made drafts: its sequences wait for the host."""
+        """Whether the current plan drafts: its sequences wait for the host."""
 
     def begin(self, sequences: Iterable[Sequence], count: int) -> None:
         """Begin a plan of ``count`` sequences: choose whether it drafts."""
@@ -68,14 +68,14 @@ class DraftPlanner:
         self.waits = idle > 0 and pays and any(map(self._most_for, sequences))
 
     def _watch(self, sequences: Iterable[Sequence], count: int) -> None:
-        """Look whether drafts would come true again, of one sequence after the other: nobody waits for a guess that is
-        not fed. Two tokens in a row end the rest."""
+        """Test whether drafts would be accepted again, one sequence after the other: a guess that is not fed delays no
+        step. Two accepted tokens in a row end the pause."""
         if self._watched is not None:
             accepted, failed = self._watched.outcome()
             if accepted > 1:
                 self._tempo.wake(count)
             elif not failed and not self._watched.sequence.finished:
-                return  # the next tokens will tell
+                return  # the next tokens will show
         self._watched = None
         sequence = next(itertools.islice(sequences, self._plans % max(1, count), None), None)
         if sequence is not None and not sequence.prefilling:
@@ -84,7 +84,7 @@ class DraftPlanner:
             self._watched = Draft(sequence, len(sequence.tokens), tokens) if len(tokens) > 1 else None
 
     def _most_for(self, sequence: Sequence) -> int:
-        """Draft tokens that are worth a row, were they proposed."""
+        """Return the maximum draft tokens that are worth a row."""
         most, acceptance = self._allowed(sequence), sequence.acceptance
         if not self._adaptive:
             return most
@@ -92,15 +92,15 @@ class DraftPlanner:
 
     def _allowed(self, sequence: Sequence) -> int:
         if sequence.is_held or (sequence.held is not None and sequence.stateful):
-            return 0  # what may follow a guess is known when it has been said
+            return 0  # the mask after a draft token is only known once it is sampled
         room = None if sequence.thought is None or sequence.thought.over else sequence.thought.room
         return _asked(sequence, self._most if room is None else min(self._most, max(0, room - 1)))
 
     # ---- a plan
 
     def add(self, rows: list[DecodePlan], spare: int | None = None) -> tuple[list[DecodePlan], list[Draft] | None]:
-        """The rows with those of drafts, which follow their sequence's own in order of position, path by path, and the
-        drafts. ``spare``: see `DecodePlanner.plan`."""
+        """Return the rows with draft rows, which follow their sequence's own rows in order of position, path by path,
+        and the drafts. ``spare``: see `DecodePlanner.plan`."""
         self.forced = []
         if not self.waits and not any(map(_is_certain, rows)):
             return rows, None
@@ -124,12 +124,12 @@ class DraftPlanner:
         return planned, drafts if self.waits else None
 
     def _wanted(self, row: DecodePlan, idle: int) -> _Wanted:
-        """What to feed behind a row: known tokens after a preemption, else the drafter's."""
+        """Return the tokens to feed after a row: known tokens after a preemption, else the drafter's."""
         sequence = row.sequence
         room = min(idle, sequence.final_length - sequence.scheduled)
         known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
-        # What is computed again, the sampler counts token by token; and behind it a grammar has a mask for one row. A
-        # state goes on behind what the device has drawn.
+        # The sampler counts recomputed tokens one by one, and a grammar has a mask for one row only. A recurrent state
+        # continues from the token that the device has drawn.
         if row.token < 0 or (known and (self._states or sequence.stateful or sequence.held is not None)):
             return _Wanted([], 0.0)
         if known:
@@ -139,13 +139,13 @@ class DraftPlanner:
         limit = min(room, self._most_for(sequence)) if self.waits else 0
         if limit <= 0 or (self._by_head and self._unseen(sequence) is None):
             return _Wanted([], 0.0)
-        # Paths that are accepted by other rules than the draw's may contradict one another.
+        # Paths accepted by rules other than the draw may contradict one another.
         most = 1 if sequence.params.typical else self._paths
         paths = self._drafter.propose(self._drafted(sequence), limit).paths(most) or [[]]
         return _Wanted(paths[0], sequence.acceptance.rate, others=paths[1:])
 
     def _feed(self, row: DecodePlan, tokens: list[int], idle: list[int], planned: list[DecodePlan]) -> list[int]:
-        """Plan rows for draft tokens as far as there are pages; which ones."""
+        """Plan rows for draft tokens as far as there are pages; return the planned tokens."""
         sequence = row.sequence
         newest = sequence.prefill_end < row.position == len(sequence.tokens) - 1
         for count, token in enumerate(tokens):
@@ -157,13 +157,13 @@ class DraftPlanner:
         return tokens
 
     def catch_up(self, drafts: Iterable[Draft]) -> tuple[list[PrefillPlan], list[Pairs]]:
-        """What a draft model or head has not seen of sequences that it is to draft for: chunks, or pairs."""
+        """Return the chunks or pairs that a draft model or head has not seen, of sequences that it is to draft for."""
         if not self._on_device:
             return [], []
         return ([], self._pairs(drafts)) if self._by_head else (self._chunks(drafts), [])
 
     def _chunks(self, drafts: Iterable[Draft]) -> list[PrefillPlan]:
-        """Chunks that were generated while nothing was drafted."""
+        """Return chunks of the tokens generated while nothing was drafted."""
         chunks = list[PrefillPlan]()
         for sequence, start, *_ in drafts:
             at, end = max(sequence.drafted, sequence.prompt_end), start - 1
@@ -185,11 +185,11 @@ class DraftPlanner:
         return found
 
     def _unseen(self, sequence: Sequence) -> tuple[int, int] | None:
-        """The positions from which a draft head is to go on, and from which it has seen all; None: it cannot yet.
+        """Return the positions from which a draft head continues, and from which it has seen all; None: it cannot yet.
 
-        Where features in between were not kept, it begins anew at the start of a page, the last one that leaves it some
-        positions: all that are kept would take it longer than they bring. A few may be missing: there it has what it
-        guessed.
+        Where features in between were not kept, it restarts at the start of a page, the last one that leaves it some
+        positions: computing all kept ones would cost more than it gains. A few may be missing: for these it has the
+        pairs that it guessed.
         """
         newest = len(sequence.tokens) - 2
         if newest < sequence.kept:
@@ -206,10 +206,10 @@ class DraftPlanner:
         keys = self._pages.keys(sequence)
         return Drafted(sequence.arrival, keys.namespace, sequence.prompt_end + 1, keys.tokens)
 
-    # ---- what became of it
+    # ---- outcome of a plan
 
     def committed(self, plan: StepPlan, deltas: Collection[SequenceDelta]) -> None:
-        """Learn from a plan whose results are known, and say in its ``deltas`` what became of drafts."""
+        """Learn from a plan whose results are known, and report draft counts in its ``deltas``."""
         drafted = plan.drafts or plan.forced
         by_sequence = {(delta.request_id, delta.index): delta for delta in deltas} if drafted else {}
         for draft in plan.drafts or ():
@@ -228,16 +228,16 @@ class DraftPlanner:
         self._tempo.note(rows, plan.drafts is not None, tokens / rows if rows and not plan.prefills else None)
 
     def end(self, sequence: Sequence) -> None:
-        """Note that a sequence has ended."""
+        """Record that a sequence has ended."""
         self._drafter.end(self._drafted(sequence))
 
     def reset(self) -> None:
-        """Forget what drafters learnt from sequences that have ended: it is kept by the prefix cache's namespaces."""
+        """Drop what drafters learnt from finished sequences: it is kept by prefix cache namespace."""
         self._drafter.reset()
 
 
 class _Wanted(NamedTuple):
-    """Tokens to feed behind a row, the share of them that is accepted, and further paths."""
+    """Tokens to feed after a row, their acceptance rate, and further paths."""
 
     tokens: list[int]
     rate: float
@@ -246,24 +246,24 @@ class _Wanted(NamedTuple):
 
 
 def _asked(sequence: Sequence, most: int) -> int:
-    """Draft tokens that its request allows, of so many."""
+    """Return the draft tokens that the request allows, at most ``most``."""
     asked = sequence.params.speculation
     return asked.most(most) if isinstance(asked, Speculation) else most
 
 
 def _is_certain(row: DecodePlan) -> bool:
-    """Whether tokens behind a row are known, or left no choice about."""
+    """Whether tokens after a row are known or forced by a grammar."""
     return row.position + 1 < len(row.sequence.tokens) or bool(_forced(row.sequence))
 
 
 def _forced(sequence: Sequence) -> list[int]:
-    """Tokens that must follow, and of whose successors the masks are known."""
+    """Return grammar-forced tokens whose successors have known masks."""
     certain = sequence.held is not None and (sequence.thought is None or sequence.thought.over)
     return sequence.held.forced if sequence.held is not None and certain else []
 
 
 def _deal(wanted: list[_Wanted], idle: int) -> list[int]:
-    """Tokens that each gets of ``idle`` rows: one after the other to whom the next token is the likeliest to help."""
+    """Return the number of tokens fed per row: each of the ``idle`` rows goes to the likeliest next token."""
     if sum(len(want.tokens) for want in wanted) <= idle:
         return [len(want.tokens) for want in wanted]
     counts = [0] * len(wanted)
@@ -278,7 +278,7 @@ def _deal(wanted: list[_Wanted], idle: int) -> list[int]:
 
 
 def _tell(deltas: Mapping[tuple[str, int], SequenceDelta], draft: Draft, accepted: int) -> None:
-    """Add a draft's tokens to the delta of its sequence, unless that has ended meanwhile."""
+    """Add draft counts to the delta of the sequence, unless it has ended meanwhile."""
     if (delta := deltas.get((draft.sequence.request.request_id, draft.sequence.index))) is not None:
         delta.draft_tokens += draft.size
         delta.draft_accepted += accepted

@@ -1,4 +1,4 @@
-"""Fair shares of a device between tenants, by what they use. No jax."""
+"""Fair queueing between tenants by the tokens that they use. No jax."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxinfer.engine.scheduling.heap import Heap
 from jaxinfer.engine.scheduling.sequence import Sequence, Status
 
 OUTPUT_TOKEN = 2
-"""Cost of a generated token in prompt tokens: it takes a step of its own."""
+"""Cost of a generated token in prompt tokens: it takes its own step."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Tenant:
-    """Tenant that has sequences here; ``used``: tokens computed for it, by weight; ``fresh``: none since it came."""
+    """Tenant with sequences here; ``used``: tokens computed for it, by weight; ``fresh``: none since it came."""
 
     name: str
     place: int
@@ -41,14 +41,14 @@ class _Account:
 
 
 class _Line:
-    """A tenant's sequences that wait: of the adapter that has used least the earliest arrival. So many requests of one
-    adapter do not keep those of another waiting. An adapter that comes begins where the one stands that was served
-    last, or at its own count of before where that is more."""
+    """Waiting sequences of a tenant: the earliest arrival of the adapter that has used least is first. So many requests
+    of one adapter do not delay those of another. A new adapter starts at the count of the adapter that was served last,
+    or at its own former count where that is more."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-        self._waiting: Heap[str, _Account] = Heap()  # those of which somebody waits
-        self._charged: set[_Account] = set()  # whose place there is of before
+        self._waiting: Heap[str, _Account] = Heap()  # accounts with waiting sequences
+        self._charged: set[_Account] = set()  # accounts with an outdated position
         self._floor = 0.0
         self._length = 0
 
@@ -64,7 +64,7 @@ class _Line:
 
     @property
     def first(self) -> Sequence:
-        """Whose turn it is. Somebody must wait."""
+        """Next sequence to serve. At least one must wait."""
         for account in self._charged:
             if self._accounts.get(account.name) is account:  # else it was forgotten meanwhile
                 self._place(account)
@@ -88,7 +88,7 @@ class _Line:
         self._place(account)
 
     def start(self, sequence: Sequence) -> None:
-        """Note that a sequence runs from now on; it still waits, until `discard`."""
+        """Record that a sequence runs from now on; it still waits, until `discard`."""
         account = self._accounts[_adapter(sequence)]
         account.running += 1
         self._floor = max(self._floor, account.used)
@@ -119,7 +119,7 @@ class _Line:
             self._forget()
 
     def _forget(self) -> None:
-        """Forget adapters that have nothing here, but for those that are ahead of the others."""
+        """Forget adapters without sequences, except those whose count exceeds the floor."""
         kept = {name: each for name, each in self._accounts.items() if each.is_here or each.used > self._floor}
         self._accounts = kept
 
@@ -136,13 +136,13 @@ def _begins(sequence: Sequence) -> bool:
 
 
 class FairQueue:
-    """Serves the tenant that has used least, by virtual token counters (Sheng et al., "Fairness in Serving Large
-    Language Models", OSDI 2024), and takes slots back for it.
+    """Queue that serves the tenant that has used least, by virtual token counters (Sheng et al., "Fairness in Serving
+    Large Language Models", OSDI 2024), and preempts running sequences for it.
 
-    A counter grows by what is computed, when it is computed, divided by the tenant's weight: a prompt token counts 1, a
-    generated one `OUTPUT_TOKEN`; what is found in the cache, fed again after a preemption, or computed for a draft that
-    does not come true, nothing. A tenant that comes begins at the least counter of those that are here, so nobody saves
-    up, or at its own of before where that is more, so nobody gets rid of a debt by leaving for a moment.
+    A counter grows by the tokens computed, when they are computed, divided by the tenant's weight: a prompt token
+    counts 1, a generated one `OUTPUT_TOKEN`; cached tokens, tokens fed again after a preemption, and rejected draft
+    tokens count nothing. A tenant that comes starts at the least counter of the present ones, so that idle time is not
+    saved up, or at its own former counter where that is more, so that leaving for a moment clears no debt.
 
     When all slots are taken, the tenant with the least counter takes one from a tenant whose counter is more, the
     latest sequence of the one that has used most:
@@ -154,12 +154,12 @@ class FairQueue:
 
     A slot is of no use in a step that is full of other tenants' prompts, so steps are short where tenants share an
     engine (`prompt_limit`): they compute one chunk of prompts, and only that of a tenant that has just come until its
-    first token is on its way.
+    first token is in flight.
 
-    A tenant's own adapters share alike what it gets (`_Line`).
+    A tenant's own adapters share its tokens equally (`_Line`).
 
-    What gives way goes on later with the same bits. All is O(log tenants), but `gives_way`, which is asked when
-    somebody waits and looks at the tenants that run.
+    A preempted sequence resumes later with bitwise identical results. All is O(log tenants), except `gives_way`, which
+    is called when a sequence waits and looks at the tenants that run.
     """
 
     def __init__(self, slots: int, quantum: int = 512, chunk: int | None = None) -> None:
@@ -167,13 +167,13 @@ class FairQueue:
             raise ValueError(f"quantum = {quantum} must be at least 1")
         self._slots, self._quantum, self._chunk = slots, quantum, chunk
         self._tenants: dict[str, _Tenant] = {}
-        self._waiting: Heap[str, _Tenant] = Heap()  # those of whom somebody waits, by what they used
-        self._present: Heap[str, _Tenant] = Heap()  # all, likewise
-        self._charged: set[_Tenant] = set()  # whose place in both is of before
-        self._opening: dict[_Tenant, Sequence] = {}  # those that were admitted fresh, and what for
-        self._debts: dict[str, float] = {}  # of tenants that left with more than the least counter
-        self._floor = 0.0  # no counter of those that are here was ever less
-        self._weights = 0.0  # the sum of those of all that are here
+        self._waiting: Heap[str, _Tenant] = Heap()  # tenants with waiting sequences, by tokens used
+        self._present: Heap[str, _Tenant] = Heap()  # all present tenants, by tokens used
+        self._charged: set[_Tenant] = set()  # tenants with an outdated position in both heaps
+        self._opening: dict[_Tenant, Sequence] = {}  # first sequences of tenants that were admitted fresh
+        self._debts: dict[str, float] = {}  # counters of tenants that left above the least counter
+        self._floor = 0.0  # lower bound of the counters of present tenants
+        self._weights = 0.0  # the sum over all present tenants
         self._places = 0
         self._length = self._tokens = 0
 
@@ -187,7 +187,7 @@ class FairQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for tenant in self._tenants.values() for sequence in tenant.waiting)
 
-    # ---- who waits, who runs
+    # ---- waiting and running
 
     def push(self, sequence: Sequence) -> None:
         tenant = self._tenants.get(sequence.request.tenant) or self._enter(sequence)
@@ -239,11 +239,11 @@ class FairQueue:
         tenant.fresh = False
         self._charged.add(tenant)
 
-    # ---- whose turn it is
+    # ---- order
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
-        """Rank by when a sequence first got a slot: counters change, and who gives its pages away must not get them
-        back from the one that took them before that has got on."""
+        """Rank by the time of a sequence's first slot: counters change, and a preempted sequence must not take its
+        pages back before the one that took them has advanced."""
         first = sequence.times.first_scheduled
         return (math.inf if first is None else first, sequence.arrival)
 
@@ -252,9 +252,9 @@ class FairQueue:
         return tenant is not None and self._counter(tenant) < self._tenants[started.request.tenant].used
 
     def prompt_limit(self, sequence: Sequence) -> int | None:
-        """Return the prompt tokens of a step up to which this prompt may be computed: none while a tenant that has
-        just come, and has not got a quantum ahead since, waits for its first token; a chunk where there has been
-        another tenant since the queue was last empty; else None, for all that fit."""
+        """Return the prompt tokens of a step up to which this prompt may be computed: none while a tenant that has just
+        come, and has not got a quantum ahead since, waits for its first token; a chunk where there has been another
+        tenant since the queue was last empty; else None, for all that fit."""
         self._opening = {each: first for each, first in self._opening.items() if _begins(first)}
         tenant = self._tenants[sequence.request.tenant]
         if tenant not in self._opening and any(each.used - self._quantum < tenant.used for each in self._opening):
@@ -265,7 +265,7 @@ class FairQueue:
         first = self._first()
         if first is None:
             return None
-        # Not of one whose own first tokens are still to come: two that have just come would take turns for ever.
+        # Not from a tenant still waiting for first tokens: two new tenants would preempt each other forever.
         ahead = [each for each in self._tenants.values() if each.running and each is not first and not each.fresh]
         ahead = [each for each in ahead if each.used > self._counter(first)]  # else they would get it back at once
         most = max(ahead, key=lambda each: each.used, default=None)
@@ -282,7 +282,7 @@ class FairQueue:
         return self._slots * tenant.weight / self._weights
 
     def _settle(self) -> None:
-        """Put the tenants that were charged where they belong: once a step, not once a token."""
+        """Reorder the tenants that were charged: once per step, not once per token."""
         for tenant in self._charged:
             if self._tenants.get(tenant.name) is tenant:  # else it has left meanwhile
                 self._place(tenant)
@@ -293,12 +293,12 @@ class FairQueue:
         first = self._waiting.first()
         return None if first is None else first[1]
 
-    # ---- who is here
+    # ---- present tenants
 
     def _enter(self, sequence: Sequence) -> _Tenant:
         name = sequence.request.tenant
         if not self._tenants:
-            self._debts.clear()  # whoever is alone owes nobody
+            self._debts.clear()  # a tenant that is alone has no debts
         self._settle()
         self._raise_floor()
         self._places += 1
@@ -308,7 +308,7 @@ class FairQueue:
         return tenant
 
     def _place(self, tenant: _Tenant) -> None:
-        """Put a tenant where it belongs now; one that has nothing here is forgotten but for what it owes."""
+        """Put a tenant at its current position; a tenant without sequences is removed, and only its debt is kept."""
         order = (self._counter(tenant), len(tenant.running) / tenant.weight, tenant.place)
         if len(tenant.waiting):
             self._waiting.put(tenant.name, order, tenant)
@@ -333,7 +333,7 @@ class FairQueue:
             self._floor = max(self._floor, least[0])
 
     def _weigh(self, tenant: _Tenant, weight: float) -> None:
-        """A key's weight may change while its requests are here."""
+        """Update a tenant's weight, which may change while its requests are present."""
         self._weights += weight - tenant.weight
         tenant.weight = weight
 

@@ -1,4 +1,4 @@
-"""A heap from which anything can be taken, and in which anything can be moved. No jax."""
+"""A heap with removal and reordering of arbitrary entries. No jax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SLACK = 64  # dead entries that a heap may always keep
 
 
 class Heap[K: Hashable, V]:
-    """Values under distinct keys, least order first. Removal is lazy: O(1) now, the entry goes when it surfaces."""
+    """Values under distinct keys, least order first. Removal is lazy: O(1), entries are dropped when they surface."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, int, K]] = []  # order, version, key
@@ -27,7 +27,7 @@ class Heap[K: Hashable, V]:
         return (value for _, value in self._live.values())
 
     def put(self, key: K, order: Any, value: V) -> None:
-        """Insert, or move what ``key`` stands for to another place."""
+        """Insert a value, or replace the value and order of ``key``."""
         self._versions += 1
         self._live[key] = (self._versions, value)
         heapq.heappush(self._entries, (order, self._versions, key))
@@ -38,7 +38,7 @@ class Heap[K: Hashable, V]:
         self._compact()
 
     def first(self) -> tuple[Any, V] | None:
-        """The least order and its value."""
+        """Return the least order and its value."""
         while self._entries:
             order, version, key = self._entries[0]
             if (live := self._live.get(key)) is not None and live[0] == version:
@@ -47,7 +47,7 @@ class Heap[K: Hashable, V]:
         return None
 
     def _compact(self) -> None:
-        """Drop dead entries, so that they never outnumber the living by much: constant cost per removal on average."""
+        """Drop dead entries, so that they never outnumber live ones by much: amortised constant cost per removal."""
         if len(self._entries) > 2 * len(self._live) + _SLACK:
             live = {version for version, _ in self._live.values()}
             self._entries = [entry for entry in self._entries if entry[1] in live]

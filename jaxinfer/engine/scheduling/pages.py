@@ -1,4 +1,4 @@
-"""The pages of sequences: the scheduler's words for what the KV manager does. No jax."""
+"""Pages of sequences: the adapter between the scheduler and the KV manager. No jax."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxinfer.kv.radix import PageKeys
 
 
 class SequencePages:
-    """Keeps ``scheduled``, ``capacity`` and ``swapped`` of sequences in step with the pages that they hold.
+    """Keeps ``scheduled``, ``capacity`` and ``swapped`` of sequences consistent with the pages that they hold.
 
     Args:
-        classes: prefill sizes with equal bits, see `buckets.next_chunk`.
-        decode_agrees: decode rows leave the same bits, too: all tokens' pages are alike.
+        classes: prefill sizes with bitwise identical results, see `buckets.next_chunk`.
+        decode_agrees: decode rows give bitwise identical pages too: the pages of all tokens are equivalent.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class SequencePages:
         self._classes = dict.fromkeys(engine.prefill_sizes, 0) if relaxed else dict(classes)
 
     def chunks_end(self, sequence: Sequence) -> int:
-        """The first token that is a decode row when a sequence is computed again: the last known one, where a chunk's
-        pages are as good as those of rows.
+        """Return the first token that runs as a decode row when a sequence is recomputed: the last known one, if pages
+        from chunks are equivalent to pages from rows.
 
-        Not where the sampler counts generated tokens as their rows come, nor behind a prompt that ran in the program
-        of its log probabilities.
+        Otherwise the last prompt token: also where the sampler counts generated tokens as their rows run, and after a
+        prompt that ran in the program for prompt log probabilities.
         """
         rows = sequence.stateful or sequence.params.prompt_logprobs is not None
         return len(sequence.tokens) - 1 if self._alike and not rows else sequence.prompt_end
@@ -44,12 +44,12 @@ class SequencePages:
         return next_chunk(start, sequence.prefill_end, self._sizes, self._classes, largest_only=wants)
 
     def extend(self, sequence: Sequence, length: int, *, slide: bool = False, spare: int = 0) -> bool:
-        """Pages for the first ``length`` tokens, never more than the sequence can need. False: there is no room, or
-        ``spare`` pages would not be left.
+        """Take pages for the first ``length`` tokens, never more than the sequence can need. False: too few pages, or
+        less than ``spare`` pages would be left.
 
-        ``slide`` lets go of what no window shows any more. Not in a step that computes several prompt chunks or known
-        tokens of the sequence already: their queries are still to be launched. A row that is launched and not read may
-        have to be taken back, so the last known token keeps what it sees.
+        ``slide`` releases pages that slid out of every window. Not in a step that already computes several prompt
+        chunks or known tokens of the sequence: their queries are still to be launched. A row that is launched and not
+        read may have to be rolled back, so the last known token keeps the pages that it sees.
         """
         length = min(length, sequence.final_length)
         if length <= sequence.capacity:
@@ -63,15 +63,15 @@ class SequencePages:
         return True
 
     def place(self, sequence: Sequence, slot: int, budget: int, spare: int) -> int | None:
-        """Give a waiting sequence what it needs to go on in ``slot``, if that leaves ``spare`` pages. Returns the
-        tokens that it need not compute for the first time; None: no room, or its next chunk is above ``budget``."""
+        """Give a waiting sequence the pages to continue in ``slot``, if that leaves ``spare`` pages. Returns its
+        already computed tokens; None: too few pages, or its next chunk exceeds ``budget``."""
         leader = sequence.leader
         if sequence.swapped is not None:
             return self._swap_in(sequence, slot, spare)
         if leader is not None and leader.status is Status.RUNNING and not (sequence.generated or leader.prefilling):
             forked = self._fork(sequence, slot, leader, spare)
             if forked is not None:
-                return forked  # else perhaps the leader has let go of what slid out of its window
+                return forked  # else perhaps the leader has released pages that slid out of its window
         return self._admit(sequence, slot, budget, spare)
 
     def _swap_in(self, sequence: Sequence, slot: int, spare: int) -> int | None:
@@ -101,7 +101,7 @@ class SequencePages:
         fresh = self._kv.pages_for(length) - start // self._page
         if self._kv.available < fresh + spare or not self._kv.admit(slot, match, length):
             return None
-        seen = start <= sequence.prompt_end  # of generated tokens that are found, drafters may have seen nothing
+        seen = start <= sequence.prompt_end  # drafters may not have seen generated tokens found in the cache
         sequence.base, sequence.drafted = 0, sequence.prefill_end if seen else sequence.prompt_end
         return self._placed(sequence, start, length)
 
@@ -112,22 +112,22 @@ class SequencePages:
         return computed
 
     def cached(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that would be found in the prefix cache now."""
+        """Return how many tokens of a waiting sequence would hit the prefix cache now."""
         return self._match(sequence).tokens
 
     def _match(self, sequence: Sequence) -> Match:
         limit = len(sequence.tokens) - 1
         if sequence.params.prompt_logprobs is not None:
-            limit = 0  # they are wanted of every prompt token
+            limit = 0  # log probabilities are wanted of every prompt token
         elif sequence.stateful:
             limit = sequence.prompt_end  # the sampler counts the generated tokens as they come
         return self._kv.match(self.keys(sequence), self._codes(sequence), limit)
 
     def preempt(self, sequence: Sequence, costs: Costs) -> bool:
-        """Take the pages of a sequence that gives way; whether its bytes are kept on the host. Otherwise its pages may
-        still be found in the tree when it comes back."""
+        """Take the pages of a preempted sequence; return whether they are swapped to the host. Otherwise its pages may
+        still be found in the radix tree when it resumes."""
         swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), costs, self.chunks_end(sequence))
-        # The sampler's state is that of the path that wins, whose pages may be a branch's: those swapped might not fit.
+        # The sampler state is that of the winning path, which may use a branch's pages: swapped ones might not match.
         if swap and not sequence.branches:
             sequence.swapped = self._kv.swap_out(sequence.slot, sequence.scheduled)
         if sequence.swapped is None:
@@ -138,8 +138,8 @@ class SequencePages:
         return sequence.swapped is not None
 
     def publish(self, sequence: Sequence) -> None:
-        """Publish pages that launched steps have filled; those of generated tokens only where they are as good as a
-        prompt's."""
+        """Publish pages that launched steps have filled; those of generated tokens only where they are equivalent to
+        prompt pages."""
         known = len(sequence.tokens) if self._alike else sequence.prompt_end
         self._publish(sequence, min(sequence.scheduled, known))
 
@@ -148,8 +148,8 @@ class SequencePages:
             self._kv.publish(sequence.slot, self.keys(sequence), self._codes(sequence), length)
 
     def release(self, sequence: Sequence) -> None:
-        """Let go of what a running sequence holds; where pages are alike, what it generated is there for a follow-up
-        turn."""
+        """Release the pages of a running sequence; where decode pages are equivalent, its output is cached for a
+        follow-up turn."""
         if self._alike:
             self.publish(sequence)
         self.drop_branches(sequence)
@@ -158,8 +158,8 @@ class SequencePages:
     # ---- further paths of a draft
 
     def branch(self, sequence: Sequence, tokens: int, spare: int) -> int | None:
-        """A slot with the pages of a sequence before its last known token, and fresh ones for that and ``tokens`` more.
-        None: there is none, or ``spare`` pages would not be left."""
+        """Return a KV slot with a sequence's pages before its last known token, and fresh ones for that and ``tokens``
+        more. None: no slot is free, or less than ``spare`` pages would be left."""
         last = len(sequence.tokens) - 1
         length = last + 1 + tokens
         fresh = self._kv.pages_for(length) - last // self._page
@@ -173,39 +173,39 @@ class SequencePages:
         return slot
 
     def adopt(self, sequence: Sequence, slot: int, length: int) -> None:
-        """Go on with the pages of a branch, whose first ``length`` tokens are scheduled."""
+        """Continue with the pages of a branch, whose first ``length`` tokens are scheduled."""
         self._kv.adopt(sequence.slot, slot)
         sequence.scheduled = length
         sequence.capacity = self._kv.pages_for(length) * self._page
 
     def drop_branches(self, sequence: Sequence) -> None:
-        """Let go of a sequence's branches. Their pages are free at once, as those of an end."""
+        """Release a sequence's branches. Their pages are free at once, as those of a finished sequence."""
         for slot in sequence.branches:
             self._kv.release(slot)
         self._free_branches += sequence.branches
         sequence.branches.clear()
 
     def check(self, running: Iterable[Sequence], branches: int) -> None:
-        """Check that all ``branches`` are free or a running sequence's."""
+        """Check that all ``branches`` are free or held by a running sequence."""
         held = sum(len(sequence.branches) for sequence in running)
         if held + len(self._free_branches) != branches:
             raise AssertionError(f"{held} branches are held and {len(self._free_branches)} free, of {branches}")
 
-    # ---- swapping, and the prefix cache
+    # ---- swapping and prefix cache
 
     def drop(self, sequence: Sequence) -> None:
-        """Let go of what a waiting sequence has on the host."""
+        """Drop the swapped pages of a waiting sequence."""
         if sequence.swapped is not None:
             self._kv.drop(sequence.swapped)
             sequence.swapped = None
 
     def keys(self, sequence: Sequence) -> PageKeys:
-        """The sequence's keys up to the last token that is known."""
+        """Return the sequence's keys up to the last known token."""
         sequence.keys.extend(sequence.tokens[len(sequence.keys.tokens) :])
         return sequence.keys
 
     def _codes(self, sequence: Sequence) -> list[int]:
-        """Codes of the programs that compute each page of the known tokens."""
+        """Return the code of the programs that compute each page of the known tokens."""
         pages = self._kv.pages_for(len(sequence.tokens))
         if self._alike:
             return [0] * pages

@@ -17,7 +17,7 @@ from jaxinfer.types import PositionLogprobs
 
 
 class PrefillPlan(NamedTuple):
-    """``chunk`` of a sequence's prompt; ``logprobs``: the caller wants the log probabilities of its tokens."""
+    """``chunk`` of a sequence's prompt; ``logprobs``: the request wants the log probabilities of its tokens."""
 
     sequence: Sequence
     chunk: Chunk
@@ -27,10 +27,10 @@ class PrefillPlan(NamedTuple):
 class DecodePlan(NamedTuple):
     """One row of the decode program.
 
-    ``position`` is the fed token's; ``token`` is -1 where the device sampled it last, and below where a draft model
-    drafts it in this very step (`jaxinfer.spec.DeviceDrafter`). ``row`` is that of the sequence's slot in its
-    microbatch, or for a draft token any row that is idle otherwise. ``branch`` is the slot of the KV cache whose pages
-    it has, where it is of a further path (`Branch`); 0: it has the pages of the sequence.
+    ``position`` is that of the fed token; ``token`` is -1 where the device sampled it last, and less where a draft
+    model drafts it in this very step (`jaxinfer.spec.DeviceDrafter`). ``row`` is that of the sequence's slot in its
+    microbatch, or for a draft token any otherwise idle row. ``branch`` is the KV slot whose pages the row uses, where
+    it is of a further path (`Branch`); 0: the pages of the sequence.
     """
 
     sequence: Sequence
@@ -41,7 +41,7 @@ class DecodePlan(NamedTuple):
 
 
 class LoraLoad(NamedTuple):
-    """One part of an adapter (`jaxinfer.lora.parts`) that goes into a slot of the banks."""
+    """Weights of one adapted module (`jaxinfer.lora.parts`) to write into a slot of the banks."""
 
     slot: int
     part: int
@@ -49,15 +49,15 @@ class LoraLoad(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A further path of a draft, in pages of its own: those of a ``slot`` of the KV cache behind all that have rows."""
+    """A further path of a draft, with its own pages: those of a KV ``slot`` after all slots that have rows."""
 
     slot: int
     tokens: list[int]
 
 
 class Draft(NamedTuple):
-    """Draft tokens that rows of a step are fed, from position ``start`` on; see `DecodePlan` for those below 0. Further
-    paths from there on are ``branches``."""
+    """Draft tokens that rows of a step are fed, from position ``start`` on; see `DecodePlan` for those below 0.
+    ``branches`` are further paths from there on."""
 
     sequence: Sequence
     start: int
@@ -70,19 +70,19 @@ class Draft(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows that it takes: one for each token of each path, and the last known token's of each branch."""
+        """Number of rows: one for each token of each path, and one for the last known token of each branch."""
         return sum(map(len, self.paths)) + len(self.branches)
 
     @property
     def size(self) -> int:
-        """Tokens that are proposed: what paths begin with alike counts once."""
+        """Number of proposed tokens: common prefixes of paths count once."""
         if not self.branches:
             return len(self.tokens)
         return len({tuple(path[:end]) for path in self.paths for end in range(1, len(path) + 1)})
 
     def outcome(self) -> tuple[int, int]:
-        """How many behind each other were accepted, and whether what was proposed next failed (1), or nothing was or
-        the sequence ended before it (0). To be asked when the step's results are known."""
+        """Return the number of accepted tokens along the best path, and whether the next proposed token was rejected
+        (1), or there was none or the sequence ended before it (0). To be called once the step's results are known."""
         paths = self.paths
         known = self.sequence.tokens[self.start : self.start + max(map(len, paths))].tolist()
         agree = ((one == other for one, other in zip(known, path, strict=False)) for path in paths)
@@ -92,7 +92,7 @@ class Draft(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Positions of a sequence, from ``start`` up to ``end``, of which a draft head is to compute the pairs."""
+    """Positions of a sequence, from ``start`` up to ``end``, for which a draft head is to compute the pairs."""
 
     sequence: Sequence
     start: int
@@ -100,7 +100,7 @@ class Pairs(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """A sequence that leaves ``slot`` and will be back: its sampler state must be kept."""
+    """A sequence that is preempted from ``slot`` and will resume: its sampler state must be kept."""
 
     sequence: Sequence
     slot: int
@@ -111,19 +111,19 @@ class StepPlan:
     """One step, in the order in which the device runs it.
 
     Attributes:
-        exports, copies, imports: pages that go to the host, to other pages, and back from the host.
+        exports, copies, imports: pages to copy to the host, to other pages, and back from the host.
         preempted: sequences that are preempted; their slots may be taken again in this step.
-        admitted: sequences that take a slot, new or back from the host.
+        admitted: sequences that take a slot, new or swapped in.
         prefills: prompt chunks; those of one prompt in order.
         decodes: one token each; a sequence's rows in order of position.
-        steps: how often the decode rows run, each time on what they sampled before (at most: until one stops).
-        microbatch: the part of the slots that the decode rows belong to, see `ResolvedEngine.microbatches`.
-        drafts: those among the decode rows; None: sequences did not wait for any.
+        steps: how often the decode rows run, each time on their last samples (at most: until one stops).
+        microbatch: microbatch of slots that the decode rows belong to, see `ResolvedEngine.microbatches`.
+        drafts: drafts among the decode rows; None: the step did not wait for drafts.
         draft_prefills: chunks of known tokens that the draft model has not seen, before it drafts.
-        pairs: what a draft head has not seen of the sequences that it drafts for.
-        masks: of decode rows, by row, that a grammar holds: the tokens that they may say, as int32 words.
-        forced: drafts among the decode rows, besides ``drafts``, of what a grammar leaves no choice about.
-        loads: parts of adapters, to be written before any program runs.
+        pairs: pairs that a draft head has not seen, of the sequences that it drafts for.
+        masks: allowed tokens of grammar-constrained decode rows, by row, as int32 words.
+        forced: drafts among the decode rows, besides ``drafts``, of tokens forced by a grammar.
+        loads: adapter weights, to be written before any program runs.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -151,9 +151,8 @@ class StepPlan:
 class StepResult:
     """Results of a plan from the device.
 
-    ``tokens[i]`` and ``logprobs[i]`` are those of decode row i, one entry for each of the steps that ran
-    (``logprobs[i]`` is empty where the request asked for none); ``prompt_logprobs[i]`` belongs to prefill i.
-    Whoever reads the result owns its lists.
+    ``tokens[i]`` and ``logprobs[i]`` are those of decode row i, one entry per executed step (``logprobs[i]`` is empty
+    where the request wants none); ``prompt_logprobs[i]`` belongs to prefill i. The caller owns the lists.
     """
 
     plan: StepPlan

@@ -1,4 +1,4 @@
-"""Preemption: who gives way when pages run out, and how. No jax."""
+"""Preemption costs: the choice between swapping and recomputing. No jax."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Costs:
 
 
 def prefer_swap(sequence: Sequence, pages: int, costs: Costs, chunks_end: int) -> bool:
-    """Whether moving the pages to the host and back is cheaper than computing them again.
+    """Whether swapping the pages to the host and back is cheaper than recomputing them.
 
-    Tokens before ``chunks_end`` are computed again in chunks, generated ones behind it one decode step each.
+    Tokens before ``chunks_end`` are recomputed in chunks, generated ones after it one decode step each.
     """
     steps = len(sequence.tokens) - 1 - chunks_end
     again = chunks_end * costs.prefill_token + steps * costs.decode_step

@@ -1,4 +1,4 @@
-"""The chunks of prompts that a step computes, under its token budget. No jax."""
+"""Planning of the prompt chunks of a step under its token budget. No jax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PrefillPlanner:
         charge: called with each sequence that has got chunks.
 
     Attributes:
-        plans: of the step that is being planned.
+        plans: chunks of the step that is being planned.
         filled: sequences with chunks in it: their pages may be shared from the next step on.
     """
 
@@ -36,7 +36,7 @@ class PrefillPlanner:
         self.filled: list[Sequence] = []
 
     def begin(self) -> None:
-        """Begin a step. What the one before filled was launched: later steps may read it."""
+        """Begin a step. Pages filled by the step before are launched: later steps may read them."""
         for sequence in self.filled:
             if sequence.status is Status.RUNNING:
                 self._pages.publish(sequence)
@@ -44,11 +44,11 @@ class PrefillPlanner:
         self.plans, self.filled = [], []
 
     def place(self, sequence: Sequence, slot: int, spare: int) -> int | None:
-        """Give pages to a sequence that is admitted, and leave ``spare``; its cached tokens, or None for no room."""
+        """Give pages to an admitted sequence, and leave ``spare``; its cached tokens, or None without enough pages."""
         return self._pages.place(sequence, slot, self._budget, spare)
 
     def extend(self, sequence: Sequence, spare: int = 0) -> None:
-        """Plan chunks of one prompt as far as the budget and pages, less ``spare``, reach."""
+        """Plan chunks of one prompt as far as the budget and pages, less ``spare``, allow."""
         if not sequence.prefilling:
             return
         before, limit = len(self.plans), self._limit(sequence)

@@ -1,7 +1,7 @@
-"""Queues: who is served next, who has waited too long, and who may not wait at all. No jax.
+"""Waiting queues by scheduling policy, request deadlines, and queue limits. No jax.
 
-A queue hands out one sequence at a time: `peek` until it fits, then `pop`. Looking costs nothing however many wait;
-coming, going and giving up are O(log n).
+A queue returns one sequence at a time: `peek` until it fits, then `pop`. `peek` costs nothing however many wait; push,
+pop and remove are O(log n).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jaxinfer.types import Request
 class Queue(Protocol):
     """Sequences that wait for a slot, in the order of a policy.
 
-    A sequence that was preempted is pushed again and returns to its old place: its arrival number decides.
+    A preempted sequence is pushed again and returns to its old position: its arrival number decides.
     """
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of all that wait."""
+        """Prompt tokens of all waiting sequences."""
         ...
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that wait, in no particular order."""
+        """Iterate over all waiting sequences, in no particular order."""
         ...
 
     def push(self, sequence: Sequence) -> None:
@@ -40,15 +40,15 @@ class Queue(Protocol):
         ...
 
     def peek(self) -> Sequence | None:
-        """The one to be served next. It stays the same until another is pushed, popped or removed."""
+        """Return the sequence to be served next. It stays the same until another is pushed, popped or removed."""
         ...
 
     def pop(self) -> Sequence:
-        """Take out the one that `peek` shows: it runs from now on. Raises IndexError if nobody waits."""
+        """Take out the sequence that `peek` returns: it runs from now on. Raises IndexError if none waits."""
         ...
 
     def left(self, sequence: Sequence) -> None:
-        """Note that a sequence that ran has given up its slot."""
+        """Record that a running sequence has given up its slot."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
@@ -56,32 +56,32 @@ class Queue(Protocol):
         ...
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
-        """Sorts sequences that run: the greatest is the first to give way when pages run out."""
+        """Return the rank of a running sequence: the greatest is preempted first when pages run out."""
         ...
 
     def gives_way(self) -> Sequence | None:
-        """The sequence that runs and should leave its slot to the one that `peek` shows, if there is one."""
+        """Return the running sequence to preempt for the one that `peek` returns, if there is one."""
         ...
 
     def precedes(self, started: Sequence) -> bool:
-        """Whether the one that `peek` shows comes before a prompt that is being computed."""
+        """Whether the sequence that `peek` returns precedes a prompt that is being computed."""
         ...
 
     def prompt_limit(self, sequence: Sequence) -> int | None:
-        """The prompt tokens of a step up to which chunks of this prompt may be added; None: as many as fit."""
+        """Return the prompt tokens per step up to which chunks of this prompt may be added; None: as many as fit."""
         ...
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        """Note that tokens were computed for a sequence that runs."""
+        """Record that tokens were computed for a running sequence."""
         ...
 
 
 def make_queue(policy: str, slots: int, *, quantum: int = 512, chunk: int | None = None) -> Queue:
-    """The queue of a scheduling policy.
+    """Make the queue of a scheduling policy.
 
     Args:
         policy: "fcfs": in order of arrival. "priority": by ``Request.priority``, lower first, then by arrival. "fair":
-            see `FairQueue`.
+        see `FairQueue`.
         slots: sequences that can run at once.
         quantum: tokens that a tenant may be ahead of another that waits, under "fair".
         chunk: prompt tokens of a step where tenants share the engine, under "fair"; None: as many as fit.
@@ -97,7 +97,7 @@ def make_queue(policy: str, slots: int, *, quantum: int = 512, chunk: int | None
 
 
 class Queued(NamedTuple):
-    """Counts of what waits: requests whose prompt does, their and others' samples, tokens of prompts."""
+    """Counts of the waiting queue: requests with a waiting prompt, all waiting samples, and prompt tokens."""
 
     requests: int
     sequences: int
@@ -105,8 +105,8 @@ class Queued(NamedTuple):
 
 
 def require_room(engine: ResolvedEngine, queued: Queued, request: Request, ahead: int = 0) -> None:
-    """Raise QueueFullError for a request that may not wait behind those that do, and behind ``ahead`` more. One that is
-    alone always may: no time would ever come at which a greater one is taken."""
+    """Raise QueueFullError for a request over the queue limits, given the waiting ones and ``ahead`` more. Limits do
+    not apply to a request in an empty queue: a larger one could otherwise never be accepted."""
     would = {"requests": queued.requests + ahead + 1}
     if queued.sequences:
         tokens = queued.tokens + len(request.prompt_token_ids)
@@ -125,7 +125,7 @@ _RANKS: dict[str, Callable[[Sequence], tuple[float, ...]]] = {
 
 
 class RankQueue:
-    """Serves by a rank that never changes; ``urgent``: who runs gives its slot to one of a lower ``priority``."""
+    """Serves by a constant rank; ``urgent``: running sequences are preempted for those of a lower ``priority``."""
 
     def __init__(self, rank: Callable[[Sequence], tuple[float, ...]], *, urgent: bool = False) -> None:
         self._rank, self._urgent = rank, urgent
@@ -186,7 +186,7 @@ class RankQueue:
         return None
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        """Do nothing: ranks do not depend on what was used."""
+        """Do nothing: ranks do not depend on usage."""
 
 
 class Deadlines:
@@ -199,15 +199,15 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, deadline: float, request_id: str) -> None:
-        """Set a deadline, in seconds of the clock that `pop_expired` is given. An id that is known gets a new one."""
+        """Set a deadline, in seconds of the clock of `pop_expired`. A known id gets a new deadline."""
         self._heap.put(request_id, deadline, request_id)
 
     def discard(self, request_id: str) -> None:
-        """Forget a request that is done, or never had a deadline."""
+        """Drop the deadline of a request, if it has one."""
         self._heap.discard(request_id)
 
     def pop_expired(self, clock: Callable[[], float]) -> list[str]:
-        """Requests whose deadline has come, earliest first. The clock is read only if there are deadlines."""
+        """Return requests past their deadline, earliest first. The clock is read only if there are deadlines."""
         expired: list[str] = []
         now = clock() if len(self._heap) else 0.0
         while (first := self._heap.first()) is not None and first[0] <= now:

@@ -1,8 +1,8 @@
-"""Schedule the next step, and take its results. No jax.
+"""Scheduler: plans the next step and commits its results. No jax.
 
-Iteration-level scheduling (Orca, Yu et al. 2022): sequences enter and leave at every step, and there are no phases.
-The computed tokens of a sequence chase the known ones: each step every sequence that can decode does, then prompts
-advance by chunks under the token budget, then waiting sequences are admitted.
+Iteration-level scheduling (Orca, Yu et al. 2022): sequences enter and leave at every step, and there are no phases. The
+computed tokens of a sequence catch up with the known ones: in each step every sequence that can decode does, then
+prompts advance by chunks under the token budget, then waiting sequences are admitted.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelt
 
 
 class Scheduler:
-    """Owns every sequence from `add` until it finishes, its slot and its pages.
+    """Owner of every sequence from `add` until it finishes, with its slot and its pages.
 
     Args:
-        classes, decode_agrees: programs with equal bits, see `buckets.next_chunk` and `SequencePages`.
+        classes, decode_agrees: bitwise equivalent programs, see `buckets.next_chunk` and `SequencePages`.
         drafter: proposes tokens to verify in idle rows; None: no speculation.
-        masks: of what grammars allow; None: requests have none.
-        loras: where adapters come from; None: requests have none, and `lora_usage` returns None.
-        costs: what decides between swapping and recomputing a preempted sequence.
+        masks: source of grammar masks; None: requests have no grammars.
+        loras: source of adapters; None: requests have none, and `lora_usage` returns None.
+        costs: costs for the choice between swapping and recomputing a preempted sequence.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._free_slots = list(range(engine.max_num_seqs))  # a heap: the lowest free slot is taken first
         self._requests: dict[str, list[Sequence]] = {}
-        self._ended: list[SequenceDelta] = []  # ends that no row brought, for the next commit
-        self._preempted: set[Sequence] = set()  # of those that wait
+        self._ended: list[SequenceDelta] = []  # finished without a row, for the next commit
+        self._preempted: set[Sequence] = set()  # waiting sequences that were preempted
         self._arrivals = itertools.count(1)
-        self._gave_way: Sequence | None = None  # in the plan that is being made, to the next one of the queue
-        self._batch_runs = False  # static batching: nobody is admitted until all have ended
+        self._gave_way: Sequence | None = None  # preempted in the current plan for the next queued sequence
+        self._batch_runs = False  # static batching: no admission until all have ended
 
     # ---- requests
 
@@ -93,8 +93,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Sequences without a slot: new ones, ones that gave theirs up, those of either kind whose adapter is not on
-        the device, and samples whose prompt is being computed."""
+        """Sequences without a slot by reason: new, preempted, those of either kind whose adapter is not resident, and
+        samples waiting for the prompt of their request."""
         adapter, preempted = len(self._loras.held), len(self._preempted - self._loras.held)
         counts = {"capacity": len(self._queue) - adapter - preempted, "preempted": preempted, "adapter": adapter}
         return counts | {"sibling": self._siblings.waiting}
@@ -105,11 +105,11 @@ class Scheduler:
 
     @property
     def queued(self) -> Queued:
-        """Counts of what waits. From any thread."""
+        """Counts of the waiting queue. From any thread."""
         return Queued(len(self._queue), len(self._queue) + self._siblings.waiting, self._queue.tokens)
 
     def cached(self, request: Request) -> int:
-        """Tokens of a prompt that would be found in the prefix cache now."""
+        """Return how many prompt tokens would hit the prefix cache now."""
         return self._pages.cached(self._sequence(request, 0))
 
     def add(self, request: Request) -> None:
@@ -117,7 +117,7 @@ class Scheduler:
 
         Raises:
             RequestError: the id is in use, or the request can never fit, with the numbers.
-            QueueFullError: too much is waiting.
+            QueueFullError: the waiting queue is full.
         """
         if request.request_id in self._requests:
             raise RequestError("request_id", f"={request.request_id!r} is in use")
@@ -135,14 +135,14 @@ class Scheduler:
             self._deadlines.add(request.deadline, request.request_id)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached page, and what drafters learnt; how many pages those were. See `KVManager`."""
+        """Drop every cached page and what drafters learnt; return the number of pages. See `KVManager`."""
         if self._drafts is not None:
             self._drafts.reset()
         return self._kv.reset_prefix_cache()
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request, or one of its samples, wherever it is. Its pages are free at once: launched steps run
-        before any later one that could be given them."""
+        """End a request or one of its samples, in any state. Its pages are free at once: launched steps run before any
+        later step that could be given them."""
         for sequence in list(self._requests.get(request_id, ())):
             if index in (None, sequence.index):
                 self._end(sequence, reason)
@@ -170,8 +170,8 @@ class Scheduler:
         self.check_room(samples[0].request)
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
-        """Raise QueueFullError for a request that may not wait, ``ahead`` being on their way here before it. From any
-        thread: it only reads, what is true at some moment of the call."""
+        """Raise QueueFullError for a request over the queue limits, with ``ahead`` more requests on their way before
+        it. From any thread: it only reads, and sees the state at some moment of the call."""
         require_room(self._engine, self.queued, request, ahead)
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -190,7 +190,7 @@ class Scheduler:
         self._decode.advance(self._running)
         preempted, admitted = self._grow(), list[Sequence]()
         outranked = [] if preempted or self._batch_runs else self._outrank()
-        # Whose prompts are being computed, in the order in which they get on.
+        # Prompts being computed, in the order in which they proceed.
         started = sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
         if started:
             self._admit(preempted, admitted, started)
@@ -211,7 +211,7 @@ class Scheduler:
         return made
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
-        """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
+        """Commit a step's results. Rows of sequences that have finished meanwhile are dropped."""
         deltas, self._ended = self._ended, []
         if result is None:
             return deltas
@@ -234,7 +234,7 @@ class Scheduler:
             if sequence.thought is not None and self._constraints.outdated(row, result.plan.masks):
                 continue
             before = delta if sequence is last else None
-            if several:  # one may have stopped early
+            if several:  # a sequence may have stopped early
                 sequence.scheduled = min(sequence.scheduled, row.position + len(tokens))
             last, delta = sequence, self._commit_row(row, tokens, logprobs, before)
             if delta is not None and before is None:
@@ -255,31 +255,31 @@ class Scheduler:
                     self._end_between(sequence, FinishReason.DEADLINE)
 
     def _end_constrained(self) -> None:
-        """End the outputs that are whole, and those whose grammars failed."""
+        """End the outputs that their grammars complete, and those whose grammars failed."""
         for sequence, error in self._constraints.over():
             failed = FinishReason.UNAVAILABLE if error == UNAVAILABLE else FinishReason.ERROR
             self._end_between(sequence, FinishReason.STOP if error is None else failed, error)
 
     def _load_adapters(self) -> list[LoraLoad]:
-        """What is loaded before the step; those whose adapters cannot be had end."""
+        """Return the adapters to load before the step; end sequences with unavailable adapters."""
         loads, failed = self._loras.begin()
         for sequence, error in failed:
             self._end_between(sequence, FinishReason.UNAVAILABLE, error)
         return [LoraLoad(*load) for load in loads]
 
     def _end_between(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """End a sequence between its rows."""
+        """End a sequence outside the commit of a row."""
         self._end(sequence, reason)
         request_id = sequence.request.request_id
         self._ended.append(SequenceDelta(request_id, sequence.index, [], (), reason, stop_reason))
 
     def rest(self) -> None:
-        """Wait a while for a mask or an adapter, where nothing runs."""
+        """Wait briefly for a mask or an adapter, where nothing runs."""
         self._constraints.rest()
         self._loras.rest()
 
     def _grow(self) -> list[Preempted]:
-        """Give a page to each decoding sequence that needs one; where there is none, another sequence gives way."""
+        """Give a page to each decoding sequence that needs one; without a free page, preempt another sequence."""
         preempted: list[Preempted] = []
         short = [
             s for s in self._decode.members(self._running).values() if s.capacity <= s.scheduled and not s.prefilling
@@ -292,34 +292,34 @@ class Scheduler:
         return preempted
 
     def _preempt(self, sequence: Sequence | None = None) -> Preempted:
-        """Take the slot and the pages of a running sequence (None: of the one that is served last)."""
+        """Take the slot and the pages of a running sequence (None: the one of lowest rank)."""
         sequence = sequence or max(self._running.values(), key=self._queue.rank)
         preempted = Preempted(sequence, sequence.slot)
         swapped = self._pages.preempt(sequence, self._costs)
         self.stats.preempted("swap" if swapped else "recompute")
         self._preempted.add(sequence)
-        self._enqueue(sequence)  # before it leaves: its tenant is here all the time
+        self._enqueue(sequence)  # before `_vacate`: so its tenant stays present all the time
         self._vacate(sequence)
         return preempted
 
     def _continue(self, started: list[Sequence], preempted: list[Preempted]) -> None:
-        """Plan chunks of the prompts that run."""
+        """Plan chunks of the running prompts."""
         for sequence in started:
             self._prefill.extend(sequence)
         if started and not self._prefill.plans and 1 < len(started) == len(self._running):
-            preempted.append(self._preempt())  # prompts hold all pages and none can go on
+            preempted.append(self._preempt())  # prompts hold all pages and none can proceed
 
     def _limit_prompt(self, sequence: Sequence) -> int | None:
         return self._queue.prompt_limit(sequence)
 
     def _charge_prompt(self, sequence: Sequence) -> None:
-        """Charge each token once: what is computed again after a preemption was paid for."""
+        """Charge each token once: tokens recomputed after a preemption were charged before."""
         computed = min(sequence.scheduled, sequence.prompt_end)
         self._queue.charge(sequence, prompt=max(0, computed - sequence.charged))
         sequence.charged = max(sequence.charged, computed)
 
     def _outrank(self) -> list[Preempted]:
-        """Preempt a running sequence that the policy puts behind the first one that waits, where no slot is free."""
+        """Preempt a running sequence that the policy ranks after the first waiting one, where no slot is free."""
         first, self._gave_way = self._queue.peek(), None
         if first is None or self._free_slots:
             return []
@@ -327,18 +327,18 @@ class Scheduler:
         return [] if self._gave_way is None else [self._preempt(self._gave_way)]
 
     def _admit(self, preempted: list[Preempted], admitted: list[Sequence], started: Row[Sequence] = ()) -> None:
-        """Give slots and first chunks to those whose turn it is, before the prompts that are ``started``."""
-        # Not in a step that throws somebody out: what was freed is for those that run.
+        """Give slots and first chunks to the next waiting sequences, those that precede the ``started`` prompts."""
+        # Not in a step that preempts: the freed pages are for the running sequences.
         if preempted or self._batch_runs or not self._free_slots or not len(self._queue):
             return
-        # A page is left for each that may still need one, so that nobody is thrown out for a newcomer.
+        # Leave a page for each sequence that may still need one, so that none is preempted for a newcomer.
         spare = sum(other.capacity < other.final_length for other in self._running.values())
-        # And what lets the prompts end that were begun: else they would take turns for ever.
+        # And the pages that started prompts need to finish: else they would preempt each other forever.
         ends = (self._kv.pages_for(other.prefill_end) - other.capacity // self._engine.page_size for other in started)
         theirs = sum(max(0, pages) for pages in ends)
         while self._free_slots and (sequence := self._queue.peek()) is not None:
             if sequence.leader in self._prefill.filled:
-                break  # what it will share is computed in this very step
+                break  # the prefix to share is computed in this very step
             if sequence is self._gave_way or not all(map(self._queue.precedes, started)):
                 break
             slot, swapped = self._free_slots[0], sequence.swapped is not None
@@ -360,7 +360,7 @@ class Scheduler:
             spare += sequence.capacity < sequence.final_length
 
     def _decodes(self, admitted: list[Sequence]) -> tuple[list[DecodePlan], int, list[Draft] | None]:
-        """Rows, steps and drafts; none in static batching before the batch is full and its prompts are computed."""
+        """Return rows, steps and drafts; none in static batching until the batch is full and prompts are computed."""
         if self._engine.batching == "static":
             self._batch_runs = self._batch_runs or not (self._prefill.plans or admitted)
             if not self._batch_runs:
@@ -369,7 +369,7 @@ class Scheduler:
         return self._decode.plan(self._running, alone=alone, spare=self._spare() if self._engine.drafts_trees else None)
 
     def _spare(self) -> int | None:
-        """Pages that drafts with several paths leave for others; None: somebody waits for pages."""
+        """Return the pages that tree drafts must leave free; None: a sequence waits for pages."""
         if self._free_slots and len(self._queue):
             return None
         return sum(other.capacity < other.final_length for other in self._running.values())
@@ -379,12 +379,12 @@ class Scheduler:
     def _commit_row(
         self, row: DecodePlan, tokens: list[int], logprobs: Row[PositionLogprobs], delta: SequenceDelta | None
     ) -> SequenceDelta | None:
-        """Add one row's tokens to its sequence and to ``delta``, that of earlier rows; None if there are none."""
+        """Add a row's tokens to its sequence and to ``delta``, that of earlier rows; None if there are none."""
         sequence, _, at, fed, _ = row
         known = sequence.tokens
         again = len(known) - 1 - at
         if fed >= 0 and (again < 0 or known[at] != fed):
-            sequence.scheduled = min(sequence.scheduled, at)  # a draft that did not come true
+            sequence.scheduled = min(sequence.scheduled, at)  # a draft that was rejected
             return delta
         if again < 0:
             raise AssertionError(f"a row of position {at} was read when {len(known)} tokens are known")
@@ -412,7 +412,7 @@ class Scheduler:
             self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
-        """Take a finished sequence out of wherever it is."""
+        """Remove a finished sequence from its queue or slot."""
         if sequence.status is Status.RUNNING:
             self._pages.release(sequence)
             self._vacate(sequence)

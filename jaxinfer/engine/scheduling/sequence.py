@@ -1,4 +1,4 @@
-"""One sample of one request on its way through the engine. No jax."""
+"""State of one sample of one request in the engine. No jax."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
-    """A prompt and what was generated after it.
+    """A prompt and its generated tokens.
 
-    ``tokens`` are those that the host knows: the prompt and what it has read (an array, which costs the garbage
+    ``tokens`` are the tokens known to the host: the prompt and the tokens read (an array, which costs the garbage
     collector nothing however many requests wait). ``scheduled`` counts the tokens whose keys and values are computed,
-    or will be by steps already launched; after a preemption by recomputing it falls behind ``tokens``, which are fed
+    or will be by steps already launched; after a preemption with recompute it is less than ``tokens``, which are fed
     again. Tokens before ``prefill_end`` run in prefill chunks, the others as decode rows: from ``prompt_end``, the last
-    prompt token, on, unless what was generated is computed again in chunks (`SequencePages.chunks_end`). ``in_flight``
+    prompt token, on, unless generated tokens are recomputed in chunks (`SequencePages.chunks_end`). ``in_flight``
     counts rows that were launched and not read.
 
-    The device keeps, for each slot, the token that the slot's row sampled last. ``sampled`` is the position which that
-    row of this sequence had since it took its slot; -1: none yet. So the token at ``position`` is the host's to feed
-    (`token_at`) unless ``sampled == position - 1``: a slot has nothing of what its sequence sampled in another one.
+    The device keeps, for each slot, the token that the slot's row sampled last. ``sampled`` is the position of that row
+    for this sequence since it took its slot; -1: none yet. So the host feeds the token at ``position`` (`token_at`)
+    unless ``sampled == position - 1``: a slot has no token that its sequence sampled in another slot.
     """
 
     request: Request
@@ -52,14 +52,14 @@ class Sequence:
     final_length: int  # most tokens that can ever have keys: the last generated one is never fed
     status: Status = Status.WAITING
     slot: int = -1
-    lora_slot: int = -1  # its adapter's in the banks; -1: it has none
+    lora_slot: int = -1  # bank slot of its adapter; -1: no adapter
     scheduled: int = 0
     in_flight: int = 0
     sampled: int = -1
-    branches: list[int] = dataclasses.field(default_factory=list)  # KV slots of further paths that are on their way
-    drafted: int = 0  # tokens, behind the prompt, up to which the draft model or head has keys and values
-    base: int = 0  # position from which a draft head has them: the start of a page
-    kept: int = 0  # position from which its slot has kept features, as far as they reach
+    branches: list[int] = dataclasses.field(default_factory=list)  # KV slots of further draft paths in flight
+    drafted: int = 0  # position, after the prompt, up to which the draft model or head has keys and values
+    base: int = 0  # first position with draft head keys: the start of a page
+    kept: int = 0  # first position with kept features in its slot, within the window
     charged: int = 0  # prompt tokens that its tenant was charged for
     capacity: int = 0  # tokens that its pages hold
     cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
@@ -71,9 +71,9 @@ class Sequence:
     stateful: bool = False  # the sampler keeps counts or a bias for it
     followers: list[Sequence] = dataclasses.field(default_factory=list)  # samples that share this one's prompt
     leader: Sequence | None = None  # the sample whose prompt this one shares
-    sampler_state: object = None  # the runner's, while the sequence is swapped out
-    held: Held | None = None  # its place in its grammar, since it had its first slot
-    thought: Thought | None = None  # in front of what the grammar holds, since then, if there may be one
+    sampler_state: object = None  # snapshot of the runner, while the sequence is swapped out
+    held: Held | None = None  # its grammar state, from its first slot on
+    thought: Thought | None = None  # its thinking state before the constrained output, from its first slot on, if any
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     times: Times = dataclasses.field(default_factory=Times)
     prompt_end: int = dataclasses.field(init=False)  # the position of the last prompt token
@@ -98,22 +98,22 @@ class Sequence:
         return self.scheduled < self.prefill_end
 
     def token_at(self, position: int) -> int | None:
-        """Input token of a row at ``position``; -1: the one that its slot sampled last; None: neither is at hand, and
-        the host will know it when the row before has been read."""
+        """Return the input token of a row at ``position``; -1: the token that its slot sampled last; None: not
+        available until the row before has been read."""
         if position < len(self.tokens):
             return self.tokens[position]
         return -1 if self.sampled == position - 1 else None
 
     @property
     def redrawn(self) -> bool:
-        """Whether tokens that are computed again need not be drawn again: drafts were taken for likely enough, or
-        nothing holds what is known already."""
+        """Whether recomputed tokens may be drawn differently: drafts were accepted as typical, or no constraint applies
+        to known tokens."""
         held = self.params.grammar is not None or self.params.thinking_token_budget is not None
         return self.params.typical or held
 
     @property
     def is_held(self) -> bool:
-        """Whether its grammar holds the next token, as far as is known."""
+        """Whether the grammar constrains the next token, as far as is known."""
         return self.held is not None and (self.thought is None or not self.thought.open)
 
     @property
@@ -121,8 +121,8 @@ class Sequence:
         return self.finish_reason is not None
 
     def take(self, tokens: list[int]) -> int:
-        """Append generated tokens up to one that ends the sequence; how many were appended. A negative one stands for
-        logits that were not finite."""
+        """Append generated tokens up to one that ends the sequence; return their number. A negative token is the marker
+        of non-finite logits."""
         known, stops = self.tokens, self.request.stop_token_ids
         for count, token in enumerate(tokens, 1):
             if token < 0 or not (self.generated or self._scored):
@@ -139,11 +139,11 @@ class Sequence:
 
     @property
     def _scored(self) -> bool:
-        """Whether what was asked of the prompt are numbers."""
+        """Whether the requested prompt log probabilities are finite."""
         return all(position is None or math.isfinite(position.chosen.logprob) for position in self.prompt_logprobs)
 
     def added(self, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]) -> SequenceDelta:
-        """The delta of earlier rows of a step, or a new one, with what the sequence has just taken."""
+        """Add the tokens just taken to the delta of earlier rows of a step, or to a new one."""
         if delta is not None:
             delta.token_ids += tokens
             delta.logprobs = [*delta.logprobs, *logprobs]
@@ -157,7 +157,7 @@ class Sequence:
 
 
 def needs_sampler_state(request: Request) -> bool:
-    """Whether the sampler keeps something of this request between tokens: counts, a bias, the last tokens."""
+    """Whether the sampler keeps state of this request between tokens: counts, a bias, the last tokens."""
     params = request.params
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
     long_words = any(len(ids) > 1 for ids in request.bad_words_ids)

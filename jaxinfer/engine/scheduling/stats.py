@@ -1,7 +1,7 @@
 """Counters and timers of the engine. No jax.
 
-The scheduler and the engine tell a `StatsRecorder` what happens; a `snapshot` of it is what benchmarks print and what
-`jaxinfer.serve.metrics` shows to Prometheus.
+The scheduler and the engine report events to a `StatsRecorder`; benchmarks print its `snapshot`, and
+`jaxinfer.serve.metrics` exports it to Prometheus.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREEMPTIONS = ("recompute", "swap")
 
 @dataclasses.dataclass(slots=True)
 class Times:
-    """Times of one sequence's events, in seconds of the recorder's clock; ``tokens``: those timed so far."""
+    """Event times of one sequence, in seconds of the recorder's clock; ``tokens``: number of tokens timed so far."""
 
     arrival: float | None = None
     first_scheduled: float | None = None
@@ -38,7 +38,7 @@ class Times:
 
 @runtime_checkable
 class Timed(Protocol):
-    """Protocol of a sequence, as far as the recorder looks at it."""
+    """Protocol of a sequence, as far as the recorder needs it."""
 
     @property
     def request(self) -> Request: ...
@@ -55,7 +55,7 @@ class Timed(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Histogram:
     """Observations by size. ``counts[i]`` are those of at most ``bounds[i]`` and more than the bound before; the last
-    count is of those beyond all bounds. ``sum`` is that of the observations themselves."""
+    count is of observations beyond all bounds. ``sum`` is the sum of the observations."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -72,7 +72,7 @@ class Histogram:
 
 
 class HistogramRecorder:
-    """A histogram that grows. ``bounds`` ascend."""
+    """Mutable histogram. ``bounds`` ascend."""
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
         self._bounds = bounds
@@ -96,25 +96,25 @@ class HistogramRecorder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The engine's figures at one moment. Counters count since it started, tokens where nothing else is said.
+    """Snapshot of the engine's figures. Counters count since the start, in tokens unless stated otherwise.
 
     Attributes:
         running: sequences in slots.
-        waiting: sequences without one, by reason.
-        kv: pages in use, None where the caller gave none.
+        waiting: sequences without a slot, by reason.
+        kv: page usage, None where the caller gave none.
         loras: adapters, None where none are served.
         compilations: programs compiled since the engine was ready; anything but 0 is a bug.
-        prompt_tokens: of the prompts that were given a slot, each request's once.
-        generated_tokens: all tokens handed out.
+        prompt_tokens: tokens of the prompts that were given a slot, once per request.
+        generated_tokens: all returned tokens.
         finished: sequences, by reason.
         preemptions: by kind, see `PREEMPTIONS`.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
-        drafts, draft_tokens, draft_accepted: verified, tokens of them, and those that the model confirmed.
-        draft_accepted_at: those confirmed by their place in the draft, the first ones first.
-        replayed_tokens, replay_mismatches: tokens computed again after a preemption, and those that came out different.
-        steps: plans that were run.
+        drafts, draft_tokens, draft_accepted: verified drafts, their tokens, and the accepted tokens.
+        draft_accepted_at: accepted tokens by position in the draft, the first position first.
+        replayed_tokens, replay_mismatches: tokens recomputed after a preemption, and those that came out different.
+        steps: executed plans.
         time_to_first_token, inter_token_latency, e2e_latency, queue_time, step_time, lora_load_time: in seconds, see
-            `StatsRecorder`.
+        `StatsRecorder`.
     """
 
     running: int = 0
@@ -144,7 +144,7 @@ class EngineStats:
 
 
 def merged(stats: Sequence[EngineStats], compilations: int) -> EngineStats:
-    """The figures of several engines as those of one."""
+    """Merge the statistics of several engines."""
     found = {field.name: [getattr(each, field.name) for each in stats] for field in dataclasses.fields(EngineStats)}
     return EngineStats(**{**{name: _merged(values) for name, values in found.items()}, "compilations": compilations})
 
@@ -170,7 +170,7 @@ def _merged(values: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass
 class _Counters:
-    """The counters of `EngineStats`."""
+    """Counters of `EngineStats`."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -185,11 +185,11 @@ class _Counters:
 
 
 class StatsRecorder:
-    """Counts and times for one engine. One thread records; any may take a snapshot, which may then hold a part of
-    what is being recorded.
+    """Counts and times for one engine. One thread records; any thread may take a snapshot, which may then be partial
+    with respect to a concurrent event.
 
     Args:
-        clock: seconds, as `Request.deadline` is meant.
+        clock: clock in seconds, the one of `Request.deadline`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -202,12 +202,12 @@ class StatsRecorder:
         self._queued, self._steps, self._loads = HistogramRecorder(), HistogramRecorder(), HistogramRecorder()
 
     def queued(self, sequence: Timed) -> None:
-        """Note that a sequence arrived. Times are taken from the first call."""
+        """Record that a sequence arrived. Times are taken from the first call."""
         if sequence.times.arrival is None:
             sequence.times.arrival = self._clock()
 
     def scheduled(self, sequence: Timed) -> None:
-        """Note that a sequence got a slot. The time it queued is that before the first one."""
+        """Record that a sequence got a slot. Its queue time is that before the first slot."""
         times = sequence.times
         if times.first_scheduled is not None:
             return
@@ -219,11 +219,11 @@ class StatsRecorder:
             self._counters.prompt_tokens += len(sequence.request.prompt_token_ids)
 
     def emitted(self, sequences: Iterable[Timed]) -> None:
-        """Note the tokens that sequences have got since the last call.
+        """Record the tokens that sequences have got since the last call.
 
-        Several tokens of one sequence count as evenly spread over the time since its last one, and those beside its
-        first token as 0 seconds after it: so the latencies of a sequence add up to the time from its first to its
-        last token, however they were produced.
+        Several tokens of one sequence are treated as evenly spaced over the time since its last one, and those that
+        come with its first token as 0 seconds after it: so the latencies of a sequence add up to the time from its
+        first to its last token, however they were produced.
         """
         now, generated = self._clock(), 0
         gaps: list[float] = []
@@ -247,7 +247,7 @@ class StatsRecorder:
             self._gaps.observe_many(np.array(gaps) / np.maximum(times_each, 1), times_each)
 
     def finished(self, sequence: Timed) -> None:
-        """Note that a sequence ended, with its ``finish_reason``, wherever it was."""
+        """Record that a sequence ended, with its ``finish_reason``, in any state."""
         assert sequence.finish_reason is not None
         self._finished[sequence.finish_reason] += 1
         self.queued(sequence)
@@ -259,13 +259,13 @@ class StatsRecorder:
         self._preemptions[kind] += 1
 
     def prefix(self, queries: int, hits: int) -> None:
-        """Count tokens that a sequence could have found in the prefix cache, and those it found."""
+        """Count tokens that a sequence looked up in the prefix cache, and those it found."""
         self._counters.prefix_queries += queries
         self._counters.prefix_hits += hits
 
     def drafted(self, tokens: int, accepted: int, depth: int | None = None) -> None:
-        """Count a draft that was verified, and of its tokens those that turned out to be what the model says. At most
-        ``depth`` of them stand behind each other; None: all."""
+        """Count a verified draft, its tokens and its accepted tokens. ``depth``: maximum depth of the draft; None: it
+        is a single path of all its tokens."""
         self._counters.drafts += 1
         self._counters.draft_tokens += tokens
         self._counters.draft_accepted += accepted
@@ -275,21 +275,21 @@ class StatsRecorder:
             positions[place] += 1
 
     def replayed(self, same: bool) -> None:
-        """Count a known token that was computed again."""
+        """Count a known token that was recomputed."""
         self._counters.replayed_tokens += 1
         self._counters.replay_mismatches += not same
 
     def lora_wanted(self) -> float:
-        """The time at which an adapter is missing, for `lora_loaded`."""
+        """Return the time at which an adapter is missing, for `lora_loaded`."""
         return self._clock()
 
     def lora_loaded(self, wanted: float) -> None:
-        """Note that an adapter is on the device that sequences have waited for since ``wanted``: it was read, got a
-        slot, and was written there."""
+        """Record that an adapter is resident for which sequences have waited since ``wanted``: it was read, got a slot,
+        and was written to the device."""
         self._loads.observe(self._clock() - wanted)
 
     def step(self, seconds: float) -> None:
-        """Note that a plan's results were taken, ``seconds`` after those of the plan before."""
+        """Record that a plan's results were read, ``seconds`` after those of the plan before."""
         self._counters.steps += 1
         self._steps.observe(seconds)
 
@@ -302,7 +302,7 @@ class StatsRecorder:
         loras: LoRAUsage | None = None,
         compilations: int = 0,
     ) -> EngineStats:
-        """The figures so far; what only the engine knows is handed in, see `EngineStats`."""
+        """Return the current figures; the caller passes those that only the engine knows, see `EngineStats`."""
         return EngineStats(
             running=running,
             waiting=MappingProxyType(dict(waiting or {})),

@@ -1,1 +1,1 @@
-"""What a replica under somebody else's orchestrator needs, whichever that is: nothing here imports one. No jax."""
+"""Orchestrator-independent support for replicas; imports no orchestrator. No jax."""

@@ -1,4 +1,4 @@
-"""Calls of somebody else's gRPC server, answered by the handlers of ours: the same keys, bounds and errors. No jax."""
+"""Adapter of another gRPC server's calls to jaxinfer's handlers: same keys, limits and errors. No jax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class CallContext(Protocol):
-    """The part of Ray's ``RayServegRPCContext`` that is of interest here."""
+    """The subset of Ray's ``RayServegRPCContext`` that is used here."""
 
     def invocation_metadata(self) -> Metadata: ...
     def peer(self) -> str: ...
@@ -28,11 +28,11 @@ class CallContext(Protocol):
 
 
 class CallError(Exception):
-    """A call that ends by an error. Its code and its message are in the context."""
+    """A call that ends with an error; code and message are set in the context."""
 
 
 class Encoded:
-    """A message that is written already."""
+    """A message that is already serialized."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
@@ -42,22 +42,22 @@ class Encoded:
 
 
 class Calls:
-    """The RPCs of one service.
+    """RPCs of one service.
 
     Args:
         handlers: by name, see `jaxinfer.serve.grpc.server.GrpcServers.handlers`.
-        message_bytes: of one request at most.
-        guarded: callers beyond this machine are let in, for they show keys, or the network is trusted.
+        message_bytes: maximum bytes of one request.
+        guarded: whether callers from other machines are accepted, because they need keys or the network is trusted.
     """
 
     def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler], message_bytes: int, *, guarded: bool) -> None:
         self._handlers, self._most, self._guarded = handlers, message_bytes, guarded
 
     async def single(self, name: str, request: Message, context: CallContext) -> Encoded:
-        """Answer by one message.
+        """Answer with one message.
 
         Raises:
-            CallError: the call ends by an error.
+            CallError: the call ends with an error.
         """
         handle = self._handlers[name].stream_unary
         return Encoded(await handle(None, _Context(context, _one(request), self._most, self._guarded)))
@@ -65,10 +65,10 @@ class Calls:
     async def streamed(
         self, name: str, requests: Message | AsyncIterator[Message], context: CallContext
     ) -> AsyncGenerator[Encoded]:
-        """Answer by messages, as they come. Leaving it ends the call.
+        """Yield the response messages as they arrive. Closing the generator ends the call.
 
         Raises:
-            CallError: the call ends by an error.
+            CallError: the call ends with an error.
         """
         sent = _one(requests) if isinstance(requests, Message) else requests
         adapted = _Context(context, sent, self._most, self._guarded)
@@ -85,10 +85,10 @@ class Calls:
 
 
 class _Context:
-    """What `jaxinfer.serve.grpc.rpc.Rpc` needs of ``grpc.aio.ServicerContext``.
+    """Subset of ``grpc.aio.ServicerContext`` that `jaxinfer.serve.grpc.rpc.Rpc` needs.
 
     Attributes:
-        written: what was answered. Whoever serves the client takes it at once, and keeps what the client does not read.
+        written: response messages. The other server takes them at once and buffers what the client does not read.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class _Context:
         return self._context.invocation_metadata()
 
     def time_remaining(self) -> float | None:
-        """None: the proxy keeps the deadline, and ends the call."""
+        """Return None: the proxy enforces the deadline and ends the call."""
         return None
 
     def peer(self) -> str:
-        """The client's address, without a port: connections are the proxy's, and nobody here hears of their end."""
+        """Return the client's address without a port: the end of the proxy's connections is not reported here."""
         return f"{self._context.peer().rpartition(':')[0]}:0"
 
     def auth_context(self) -> Mapping[str, Any]:
@@ -114,13 +114,13 @@ class _Context:
         return {}
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        """Send nothing: the proxy does, with the first message."""
+        """Do nothing: the proxy sends it with the first message."""
 
     async def read(self) -> bytes | object:
         """Return the next request, or `grpc.aio.EOF`.
 
         Raises:
-            ServeError: it is too large, or its sender may not call.
+            ServeError: the request is too large, or the sender is on another machine and not allowed.
         """
         if not (self._guarded or is_near(self._context.peer())):
             raise ServeError(Kind.FORBIDDEN, STRANGER)
@@ -136,18 +136,18 @@ class _Context:
         self.written.put_nowait(raw)
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailers: Metadata = ()) -> NoReturn:
-        """Tell code and message; there is no way for trailing metadata."""
+        """Set code and message of the status; trailing metadata cannot be sent."""
         self._context.set_code(code)
         self._context.set_details(details)
         raise CallError(details)
 
 
 STRANGER = "calls from other machines need api_keys, or insecure where the network is trusted"
-"""What those are told who are not near."""
+"""Error message for callers on other machines."""
 
 
 def is_near(peer: str) -> bool:
-    """Whether a client, in gRPC's words, is on this machine."""
+    """Return whether a client, in gRPC's format, is on this machine."""
     if not peer.startswith(("ipv4:", "ipv6:")):
         return peer.startswith("unix:")
     return is_loopback(plain(peer).partition(" ")[0])

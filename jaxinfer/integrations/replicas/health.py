@@ -1,4 +1,4 @@
-"""Whether a replica should be given up: not while its supervisor may bring the engine back. No jax."""
+"""Replica health: a replica counts as healthy while its supervisor may restart the engine. No jax."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jaxinfer.serve.core.supervisor import READY
 
 
 class UnhealthyError(RuntimeError):
-    """The replica does not serve, and nothing in it will mend that."""
+    """The replica does not serve and cannot recover."""
 
 
 class Patience:
-    """Gives an engine time to come back.
+    """Health check that gives an engine time to restart.
 
     Args:
-        seconds: that it may be away; starts that hang are ended by its supervisor before.
+        seconds: maximum time without a ready engine; the supervisor ends hanging starts earlier.
         clock: in seconds.
     """
 
@@ -25,14 +25,14 @@ class Patience:
         self._since: float | None = None
 
     def look(self, state: str, failure: str | None) -> None:
-        """Note how the engine is.
+        """Record the engine's state.
 
         Args:
-            state: of the supervisor.
-            failure: the sentence of what no restart mends.
+            state: engine state of the supervisor.
+            failure: message of a failure that no restart fixes.
 
         Raises:
-            UnhealthyError: it has failed for good, or was away for too long.
+            UnhealthyError: the engine has failed permanently, or was not ready for too long.
         """
         if failure is not None:
             raise UnhealthyError(failure)

@@ -1,4 +1,4 @@
-"""Settings of an application of replicas: those of `jaxinfer serve`, and what its orchestrator asks besides. No jax."""
+"""Settings of an application of replicas: those of `jaxinfer serve` and of its orchestrator. No jax."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxinfer.serve.kv_events.settings import KvEventsConfig
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
 
 POLICY = "jaxinfer.integrations.replicas.scaling.QueueLength"
-"""Import path of the class that says how many replicas there should be."""
+"""Import path of the autoscaling policy class."""
 
 _LIMIT, _FILE = "limit_", "config"
 _STOPPING_SECONDS = 10.0
-"""For an engine to end when nothing runs any more."""
+"""Seconds for an engine to stop when no requests run."""
 _LOOK_SECONDS = 2.0
-"""Between two looks at what still runs, where no `drain_delay` is set."""
+"""Seconds between two checks for running requests, if `drain_delay` is not set."""
 
 _CONNECTIONS = "connections are the proxy's: set it there"
 _ROUTED = "which replica has a request is the proxy's to say: no router of others is there to listen"
@@ -44,33 +44,33 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("vllm_grpc", *(field.name for field in dataclasses.fields(KvEventsConfig))), _ROUTED),
     **dict.fromkeys(("process_id", "coordinator_address"), _MEMBERS),
 }
-"""Settings of `jaxinfer serve` that mean nothing here, and why."""
+"""Settings of `jaxinfer serve` that do not apply here, and the reasons."""
 
 _TOLD_LATER: Mapping[str, Any] = {"coordinator_address": "nowhere:1", "group_key_file": "nowhere"}
-"""In place of what a group needs and each replica makes for its own."""
+"""Placeholders for group settings that each replica creates itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """How many replicas there are, and what each takes.
+    """Number of replicas and their resources.
 
     Attributes:
-        deployment_name: what Ray calls the deployment.
-        num_replicas: replicas, where their number does not follow the load.
-        max_replicas: the most, where it does; None: it does not.
-        min_replicas: the least, where it does.
-        target_ongoing_requests: sequences that run or wait for which there should be one replica.
-        target_waiting_requests: sequences that wait in an engine's queue for which there should be one.
+        deployment_name: Ray's name of the deployment.
+        num_replicas: number of replicas without autoscaling.
+        max_replicas: maximum number of replicas with autoscaling; None: no autoscaling.
+        min_replicas: minimum number of replicas with autoscaling.
+        target_ongoing_requests: target of running and waiting sequences per replica.
+        target_waiting_requests: target of sequences in the engine's queue per replica.
         upscale_delay_s: seconds for which there must be too few replicas before one is added.
-        downscale_delay_s: the same of too many.
+        downscale_delay_s: seconds for which there must be too many replicas before one is removed.
         look_back_period_s: seconds over which the load is averaged.
-        max_ongoing_requests: that a proxy sends to one replica at once; more wait in the proxy.
+        max_ongoing_requests: requests that a proxy sends to one replica at once; more wait in the proxy.
         num_cpus: processors of each process of a replica, as Ray counts them.
         num_gpus: GPUs of each process of a replica.
-        placement_group_strategy: where the processes of a replica may lie: "PACK", "SPREAD", "STRICT_PACK" or
-            "STRICT_SPREAD" (each on a host of its own).
-        health_check_period_s: seconds between two questions for a replica's health.
-        health_check_timeout_s: for the answer.
+        placement_group_strategy: placement of a replica's processes: "PACK", "SPREAD", "STRICT_PACK" or
+            "STRICT_SPREAD" (each on a different host).
+        health_check_period_s: seconds between two health checks of a replica.
+        health_check_timeout_s: timeout of a health check in seconds.
     """
 
     deployment_name: str = "jaxinfer"
@@ -104,16 +104,16 @@ _FROM_ZERO = ("upscale_delay_s", "downscale_delay_s", "num_cpus", "num_gpus")
 
 
 def parse(arguments: Mapping[str, Any]) -> tuple[ServeConfig, ReplicaConfig]:
-    """Settings from an application's arguments.
+    """Parse the settings from an application's arguments.
 
     Args:
-        arguments: fields of `ReplicaConfig`; settings of `jaxinfer serve` by their flags' names (``max_num_seqs``,
-            ``limit_n``) or as in its files (``engine: {max_num_seqs: 16}``); ``config``: such a file, which they go
-            before. Values may be texts, as a command line has them: lists and mappings as YAML in brackets.
+        arguments: fields of `ReplicaConfig`; settings of `jaxinfer serve` by flag name (``max_num_seqs``, ``limit_n``)
+            or as in its files (``engine: {max_num_seqs: 16}``); ``config``: path of such a file, which they override.
+            Values may be strings, as on a command line: lists and mappings as YAML in brackets.
 
     Raises:
-        ServeConfigError: an unknown name, a value of the wrong type, one that cannot be served, or a setting that
-            means nothing here. It names the setting and the value.
+        ServeConfigError: an unknown name, a value of the wrong type or one that cannot be served, or a setting that
+            does not apply here. The message names the setting and the value.
     """
     given = {name: _read(name, value) for name, value in arguments.items()}
     path = given.pop(_FILE, None)
@@ -129,10 +129,10 @@ def parse(arguments: Mapping[str, Any]) -> tuple[ServeConfig, ReplicaConfig]:
 
 
 def deployment_options(config: ServeConfig, replicas: ReplicaConfig) -> dict[str, Any]:
-    """Return what Ray Serve's deployment is told.
+    """Return the options of the Ray Serve deployment.
 
-    A replica of several processes has a bundle for each, and is itself in the first. What runs has `drain_delay` and
-    `drain_seconds` to end.
+    A replica of several processes has a placement group bundle for each and runs in the first. Running requests have
+    `drain_delay` plus `drain_seconds` to finish.
     """
     options: dict[str, Any] = {
         "name": replicas.deployment_name,
@@ -173,7 +173,7 @@ def _autoscaling(replicas: ReplicaConfig, most: int) -> dict[str, Any]:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Read a list or a mapping that came as a text."""
+    """Parse a list or mapping that is given as text."""
     if not isinstance(value, str) or not value.startswith(("[", "{")):
         return value
     try:
@@ -183,7 +183,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Put settings by their flags' names where `ServeConfig` has them."""
+    """Nest settings that are given by flag name as in `ServeConfig`."""
     flags = dict[str, Any]()
     for name, value in given.items():
         if name in _SERVE:

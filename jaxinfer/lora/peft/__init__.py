@@ -1,1 +1,1 @@
-"""Reading of what PEFT writes."""
+"""PEFT adapter folders: reader and writer."""

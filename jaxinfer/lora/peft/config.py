@@ -1,8 +1,8 @@
-"""An adapter_config.json of PEFT: what it may say, and which of a model's modules it means.
+"""PEFT's adapter_config.json: validation, and the model modules that it targets.
 
 The keys are those of PEFT's ``LoraConfig`` (https://github.com/huggingface/peft, src/peft/tuners/lora/config.py, as of
-0.21). A key that changes results and is not served is refused by its name. One that is not known here, of a trainer or
-of a release to come, is passed over with a warning, as PEFT does: whatever it adds to the file is refused there.
+0.21). A key that affects results and is not supported is rejected by name. An unknown key, of a trainer or a later
+release, is ignored with a warning, as in PEFT; tensors that it adds to the file are rejected separately.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from jaxinfer.lora.peft.patterns import Budget, Pattern, Suffix, first_match
 _log = logging.getLogger("jaxinfer")
 
 ALL_LINEAR = "all-linear"
-MOST_NAMES = 20_000  # of a list or a table
+MOST_NAMES = 20_000  # in a list or a table
 LARGEST = 1_000_000.0  # alpha
 
-# They say where the adapter came from, how it was trained or started, or repeat what the base's own shapes say.
+# Provenance, training and initialisation settings, or facts that the shapes of the base already give.
 _WITHOUT_EFFECT = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = frozenset(
         *("merge_weights", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr", "model_key_mapping"),  # the last: ms-swift's
     )
 )
-# They change results, and are not served; the last two are of PEFT before 0.3 and of ms-swift.
+# Affect results and are not supported; the last two are of PEFT before 0.3 and of ms-swift.
 _REFUSED = frozenset(
     (
         *("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
@@ -41,7 +41,8 @@ _REFUSED = frozenset(
         *("enable_lora", "use_merged_linear"),
     )
 )
-# Starts that leave the base as it is. PiSSA, OLoRA, LoftQ, CorDA and LoRA-GA change it, so the file alone says nothing.
+# Initialisations that leave the base unchanged. PiSSA, OLoRA, LoftQ, CorDA and LoRA-GA change it, so the file alone is
+# not enough.
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _BIASES = ("none", "all", "lora_only")
 _WORD = re.compile(r"\w{1,100}")
@@ -52,14 +53,14 @@ Rules = tuple[tuple[Suffix, float], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """What an adapter_config.json says of results; the names are PEFT's.
+    """Fields of an adapter_config.json that affect results, with PEFT's names.
 
     Attributes:
-        target_modules: names (of ends of paths, or whole paths), or a regular expression.
-        all_linear: in their place, all products but the head's. Which these are follows from the writer's classes.
-        modules_to_save: names of modules that the file has whole.
-        trainable_token_indices: rows that are replaced: by the table's name, or of the table of embeddings ("").
-        canonical: everything of it that changes a result, as JSON can hold it.
+        target_modules: names (path suffixes or whole paths), or a regular expression.
+        all_linear: target all linear layers except the head instead; the set depends on the writer's module classes.
+        modules_to_save: names of modules that the file contains whole.
+        trainable_token_indices: replaced rows, by the table's name, or "" for the embedding table.
+        canonical: all fields that affect results, JSON-serialisable.
     """
 
     r: int
@@ -82,18 +83,18 @@ class PeftConfig:
     budget: Budget = dataclasses.field(default_factory=Budget)
 
     def rank(self, module: str) -> int:
-        """The rank that PEFT gives to a module."""
+        """Return the rank of a module as PEFT computes it."""
         found = first_match(self.rank_pattern, module, self.budget)
         return self.r if found is None else int(found)
 
     def scale(self, module: str) -> float:
-        """What a module's product is multiplied by."""
+        """Return the scale of a module's low-rank product."""
         found, rank = first_match(self.alpha_pattern, module, self.budget), self.rank(module)
         alpha = self.lora_alpha if found is None else found
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
-        """Whether the module is among those that the adapter changes."""
+        """Return whether the adapter targets a module."""
         if self.exclude_modules is not None and self._named(module, self.exclude_modules):
             return False
         if self.all_linear:
@@ -115,15 +116,15 @@ class PeftConfig:
 
 
 def ends_with(path: str, name: str) -> bool:
-    """Whether ``name`` is the path, or its end behind a dot."""
+    """Return whether ``name`` is the path or its suffix after a dot."""
     return path == name or path.endswith(f".{name}")
 
 
 def parse_config(value: Mapping[str, Any]) -> PeftConfig:
-    """Checks what an adapter_config.json holds.
+    """Validate the contents of an adapter_config.json.
 
     Raises:
-        AdapterError: a key is missing, of a wrong type, or asks for what cannot be served.
+        AdapterError: a key is missing, has a wrong type, or requests an unsupported feature.
     """
     read = _Reader(value)
     if value.get("peft_type") != "LORA":
@@ -173,7 +174,7 @@ class _Reader:
         return said | {key: value for key, value in parsed.items() if key in said}
 
     def pass_over_others(self) -> None:
-        """Refuses what is known and not served; warns of what is not known."""
+        """Reject known unsupported keys; warn about unknown ones."""
         others = {key: said for key, said in self.value.items() if key not in _EFFECTIVE and not _is_empty(said)}
         for key in others:
             if key in _REFUSED:
@@ -265,14 +266,14 @@ _EFFECTIVE = frozenset(field.name for field in dataclasses.fields(PeftConfig)) -
 
 
 def _wholes(values: Sequence[object]) -> list[int] | None:
-    """Integers; None where one of the values is none."""
+    """Return integers; None if one of the values is not an integer."""
     found = [json_values.whole(value) for value in values[:MOST_NAMES]]
     numbers = [number for number in found if number is not None]
     return numbers if len(numbers) == len(values) else None
 
 
 def _in_order(value: Any) -> Any:
-    """A list in an order of its own: PEFT writes sets. A table keeps its own, in which its first match counts."""
+    """Sort a list, as PEFT writes sets. A table keeps its order, in which the first match counts."""
     return sorted(value, key=str) if isinstance(value, list) else value
 
 

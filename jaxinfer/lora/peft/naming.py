@@ -1,7 +1,7 @@
-"""Names of modules in an adapter's file: those of the model that it was trained on, which need not be the model's here.
+"""Module names in an adapter file, which follow the model it was trained on and can differ from those of this model.
 
-It may have been trained on a text model or on a wrapper around it (`jaxinfer.wrapped`), by transformers of before or
-after 4.52, and with or without a head; a rule of its configuration is about the names that its writer saw.
+The adapter may have been trained on a text model or on a wrapper around it (`jaxinfer.wrapped`), with transformers
+before or after 4.52, with or without a head; rules of its configuration use the names that its writer saw.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ Prefixes = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Naming:
-    """One spelling: the beginnings of names that differ, the model's own first.
+    """A spelling of module names: pairs of prefixes that differ, the model's prefix first.
 
     Attributes:
-        prefixes: (own, the file's).
+        prefixes: pairs of (model's prefix, file's prefix).
     """
 
     prefixes: Prefixes = ()
 
     def own(self, name: str) -> str:
-        """The model's own name of a module that the file calls so."""
+        """Return the model's name of a module named in the file."""
         return _changed(name, tuple((theirs, own) for own, theirs in self.prefixes))
 
     def theirs(self, name: str) -> str:
-        """The file's name of a module of the model."""
+        """Return the file's name of a module of the model."""
         return _changed(name, self.prefixes)
 
 
 def find_naming(found: Iterable[str], known: Collection[str]) -> Naming:
-    """The spelling by which most names of a file are a model's.
+    """Return the spelling under which most names of a file match the model.
 
     Args:
-        found: modules, as the file calls them.
-        known: those of the model.
+        found: module names in the file.
+        known: module names of the model.
     """
     names, kept = list(found), {part for name in known for part in (name, name.rpartition(".")[0])}
     ((first, _),) = Counter(f"{name.partition('.')[0]}." for name in known).most_common(1) or [("", 0)]
@@ -48,7 +48,7 @@ def find_naming(found: Iterable[str], known: Collection[str]) -> Naming:
 
 
 def is_of_others(name: str) -> bool:
-    """Whether a module belongs to what a wrapper has besides its text model: a tower, or what leads from one."""
+    """Return whether a module belongs to a wrapper outside of its text model: a tower or its projector."""
     return name.removeprefix("model.").partition(".")[0] in OTHERS
 
 

@@ -1,8 +1,8 @@
-"""Regular expressions out of files that nobody vouches for, matched with a bounded number of steps.
+"""Untrusted regular expressions, matched with a bounded number of steps.
 
-Python's ``re`` tries one way after another and may need time exponential in the pattern; here all ways are tried at
-once: a part of a pattern maps a set of positions to the set of positions where it may end. That is enough for a yes or
-a no, which is all that PEFT asks of its patterns. Steps are counted, and a budget of them serves a whole adapter.
+Python's ``re`` backtracks and may take time exponential in the pattern; here all alternatives advance together: each
+sub-pattern maps a set of positions to the set of positions where it may end. That decides whether a name matches, which
+is all that PEFT needs. Steps are counted, and one budget covers a whole adapter.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterable, Sequence
 from jaxinfer.lora.errors import AdapterError
 
 LONGEST = 2000  # characters of a pattern
-DEEPEST = 20  # groups within groups
+DEEPEST = 20  # nested groups
 MOST_STEPS = 2_000_000
 
 _PLAIN = re.compile(r"[\w.-]*")
 _ESCAPED = re.compile(r"\\[dDwWsS]|\\[^\w]", re.ASCII)
-_ODD_IN_CLASS = ("[", "--", "&&", "||", "~~")  # `re` warns that they may mean something else one day
+_ODD_IN_CLASS = ("[", "--", "&&", "||", "~~")  # `re` warns that their meaning may change
 _COUNT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}", re.ASCII)
 _WORD = re.compile(r"\w")
 
 Ends = int
-"""A set of positions in a text: bit ``n`` stands for the one in front of character ``n``."""
+"""A set of positions in a text: bit ``n`` is the position before character ``n``."""
 
 
 class _Run:
@@ -36,7 +36,7 @@ class _Run:
         self._places: dict[str, int] = {}
 
     def places(self, one: re.Pattern[str]) -> Ends:
-        """The positions of the characters that match."""
+        """Return the positions of the characters that match."""
         self.budget.spend(1)
         if one.pattern not in self._places:
             self.budget.spend(len(self.text))
@@ -49,10 +49,10 @@ _Node = Callable[[_Run, Ends], Ends]
 
 
 class Budget:
-    """Steps that are left to all patterns of an adapter.
+    """Remaining steps for all patterns of an adapter.
 
     Raises:
-        AdapterError: of `spend`, when there are none left.
+        AdapterError: from `spend`, when none are left.
     """
 
     def __init__(self, steps: int = MOST_STEPS) -> None:
@@ -68,7 +68,7 @@ class Pattern:
     """A regular expression of PEFT: literals, ``.``, classes, groups, alternatives, repetition, lookahead, ``^ $ \\b``.
 
     Raises:
-        AdapterError: it is longer than `LONGEST`, malformed, or has what is not in that list; ``key`` names it.
+        AdapterError: it is longer than `LONGEST`, malformed, or uses other syntax; ``key`` names it in the message.
     """
 
     def __init__(self, text: str, key: str) -> None:
@@ -77,7 +77,7 @@ class Pattern:
         self._whole = _Parser(text, key).parse()
 
     def fullmatch(self, name: str, budget: Budget) -> bool:
-        """Whether all of ``name`` matches."""
+        """Return whether all of ``name`` matches."""
         return bool(self._whole(_Run(name, budget), 1) >> len(name))
 
 
@@ -86,7 +86,7 @@ class Suffix:
 
     def __init__(self, text: str, key: str) -> None:
         plain = len(text) <= LONGEST and _PLAIN.fullmatch(text)
-        # no repetition within the key: `re` needs at most the square of its length
+        # no repetition within the key: `re` takes at most quadratic time
         self._plain = re.compile(rf"(?s:.*\.)?{text}") if plain else None
         self._pattern = None if plain else Pattern(rf"(.*\.)?({text})", key)
 
@@ -99,7 +99,7 @@ class Suffix:
 
 
 class _Parser:
-    """Recursive descent; each method reads on from ``at`` and gives what it has read as a function of positions."""
+    """Recursive-descent parser; each method parses from ``at`` and returns a function of positions."""
 
     def __init__(self, text: str, key: str) -> None:
         self._text, self._key, self._at, self._depth = text, key, 0, 0
@@ -138,7 +138,7 @@ class _Parser:
     def _repeated(self, node: _Node) -> _Node:
         for sign, least, most in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
             if self._next(sign):
-                self._next("?")  # lazy: the same set of ends
+                self._next("?")  # lazy quantifier: the same set of ends
                 return _repeat(node, least, most)
         if (found := _COUNT.match(self._text, self._at)) is None:
             return node
@@ -214,7 +214,7 @@ def _repeat(node: _Node, least: int, most: int | None) -> _Node:
         for _ in range(least):
             run.budget.spend(1)
             before, starts = starts, node(run, starts)
-            if starts == before:  # also none: more rounds change nothing
+            if starts == before:  # also the empty set: more rounds change nothing
                 break
         reached = new = starts
         left = len(run.text) + 1 if most is None else most - least
@@ -250,5 +250,5 @@ def _border(run: _Run, starts: Ends) -> Ends:
 
 
 def first_match(patterns: Iterable[tuple[Suffix, int | float]], name: str, budget: Budget) -> int | float | None:
-    """The value of the first pattern that matches; None: none does."""
+    """Return the value of the first pattern that matches; None if none does."""
     return next((value for pattern, value in patterns if pattern.matches(name, budget)), None)

@@ -1,4 +1,4 @@
-"""Where the modules that PEFT names lie in a model's parameters. No value of the model is read."""
+"""Mapping of PEFT module names to a model's parameters, from specs alone."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jaxinfer.types import EMBEDDING, HEAD, ParamSpec, ParamTree, Source, walk_s
 from jaxinfer.weights.tree import as_placed
 
 Path = tuple[str, ...]
-_TIED_HEAD = "lm_head"  # the module that transformers has beside a table of embeddings that is the head, too
+_TIED_HEAD = "lm_head"  # module name in transformers of a head that is tied to the embedding table
 
 _EXPERT = re.compile(r"(?P<layer>.*)\.(?:block_sparse_moe|mlp)\.experts(?:\.\d+\.\w+\.weight|\.(?:gate_up|down)_proj)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A part of a module's outputs, and where it lies in a parameter.
+    """A slice of a module's outputs, and its location in a parameter.
 
     Attributes:
-        path: of the parameter.
-        source: how the module's matrix comes there.
-        expert: which of the parameter's experts it is; None: it has none.
+        path: path of the parameter.
+        source: mapping of the module's matrix into the parameter.
+        expert: index of the expert; None: the parameter has no experts.
     """
 
     path: Path
@@ -36,36 +36,36 @@ class Place:
 
     @property
     def of_rows(self) -> bool:
-        """Whether a row of the parameter is looked up for a token: then inputs are the rows."""
+        """Whether rows of the parameter are looked up by token: then the inputs are the rows."""
         return self.path == EMBEDDING
 
     @property
     def inputs_first(self) -> bool:
-        """Whether inputs are the first dimension of the parameter (of an expert's part of it), and not the last."""
+        """Whether inputs are the first dimension of the parameter (of one expert), not the last."""
         return input_axis(self.path, self.spec) != -1
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs of the module."""
+        """Numbers of inputs and outputs of the module."""
         first, last = self.source.shape
         return (last, first) if self._out_in else (first, last)
 
     @property
     def _out_in(self) -> bool:
-        """Whether the module's own matrix is [out, in]: most are; GPT-2's, and tables of embeddings, are [in, out]."""
+        """Whether the module's own matrix is [out, in], as most are; GPT-2's and embedding tables are [in, out]."""
         return self.inputs_first == self.source.transpose
 
     @property
     def form(self) -> tuple[int, ...]:
-        """Shape of the parameter, or of one of its experts: inputs left out."""
+        """Output shape of the parameter, or of one of its experts."""
         whole = self.spec.shape if self.expert is None else self.spec.shape[1:]
         return whole[1:] if self.inputs_first else whole[:-1]
 
     def put(self, outputs: Float32[np.ndarray, "out n"], buffer: Float32[np.ndarray, "*form n"]) -> None:
-        """Writes ``n`` values of each of the module's outputs where the parameter has these outputs.
+        """Write ``n`` values of each of the module's outputs to the parameter's positions of these outputs.
 
         Args:
-            buffer: has the outputs of the parameter, or of one of its experts, in their form.
+            buffer: has the output shape of the parameter, or of one of its experts.
         """
         count = outputs.shape[-1]
         matrix = outputs if self._out_in else outputs.T
@@ -79,7 +79,7 @@ class Place:
 
 
 def input_axis(path: Path, spec: ParamSpec) -> int:
-    """The dimension of a parameter that an adapter's A has, too; of the embeddings it is that of the tokens."""
+    """Return the dimension of a parameter that an adapter's A shares; for the embeddings, that of the tokens."""
     if path == EMBEDDING:
         return 0
     return -1 if spec.inputs == -1 else int(bool(spec.axes) and spec.axes[0] == "expert")
@@ -87,17 +87,17 @@ def input_axis(path: Path, spec: ParamSpec) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """All that a model has for adapters.
+    """Adaptable modules and parameters of a model.
 
     Attributes:
-        modules: by a module's name, the parts of its outputs.
-        experts: by the name of one tensor for all experts, such as "model.layers.0.mlp.experts.gate_up_proj", the
-            places of each expert.
-        biases: by a module's name: the bias's path and its sources.
+        modules: by module name, the slices of its outputs.
+        experts: by the name of a stacked expert tensor, such as "model.layers.0.mlp.experts.gate_up_proj", the places
+            of each expert.
+        biases: by module name: the path and source of the bias.
         of_paths: any place in each parameter.
-        specs: of all parameters by their paths; a tied head has one of its own.
-        tied: the head is the table of embeddings.
-        sources: by a tensor's name in the checkpoint, where it lies.
+        specs: all specs by path; a tied head has a separate entry.
+        tied: the head is the embedding table.
+        sources: by checkpoint tensor name, its locations.
     """
 
     modules: Mapping[str, tuple[Place, ...]]
@@ -110,7 +110,7 @@ class Places:
 
 
 def find_places(specs: ParamTree) -> Places:
-    """Reads them out of a model's specs, as its family declares them (`Model.family.param_specs`)."""
+    """Build the mapping from a model's specs, as its family declares them (`Model.family.param_specs`)."""
     modules: dict[str, list[Place]] = {}
     fused: dict[str, dict[int, list[Place]]] = {}
     sources: dict[str, list[tuple[Path, Source]]] = {}
@@ -143,7 +143,7 @@ def find_places(specs: ParamTree) -> Places:
 
 
 def with_tied_head(specs: ParamTree) -> dict[Path, ParamSpec]:
-    """All specs by their paths; where the table of embeddings is the head, too, also as that."""
+    """Return all specs by path, with a tied head as a separate entry."""
     found = dict(walk_specs(specs))
     if HEAD in found or EMBEDDING not in found or found[EMBEDDING].inputs is None:
         return found
@@ -163,7 +163,7 @@ def _places(path: Path, spec: ParamSpec) -> Iterator[Place]:
 
 
 def _of_fused(place: Place) -> Iterator[tuple[str, Place]]:
-    """The place as a part of one tensor for all experts, as transformers has them in memory whatever is stored."""
+    """Yield the place as a slice of a stacked expert tensor, as transformers has in memory for any checkpoint."""
     found = _EXPERT.fullmatch(place.source.name)
     if found is None or place.expert is None:
         return
@@ -185,10 +185,10 @@ def _matrix_of_expert(place: Place, kind: str) -> Source:
 
 
 def values_at(source: Source, values: Float32[np.ndarray, "*stored"]) -> Float32[np.ndarray, "*placed"]:
-    """A module's bias as it lies in a parameter, behind ``source.where``."""
+    """Return a module's bias in the shape of the parameter at ``source.where``."""
     return as_placed(values, source)
 
 
 def room_for(place: Place, rank: int) -> Float32[np.ndarray, "*form rank"]:
-    """Zeros for one ``rank`` values of each output of the parameter, or of one of its experts."""
+    """Return zeros for ``rank`` values of each output of the parameter, or of one of its experts."""
     return np.zeros((*place.form, rank), np.float32)

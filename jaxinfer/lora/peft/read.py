@@ -1,4 +1,4 @@
-"""Folders that PEFT has written become adapters in the shapes of a model's parameters."""
+"""Reader of PEFT folders: builds adapters in the shapes of a model's parameters."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from jaxinfer.weights.safetensors.reader import TensorInfo
 
 Base = Callable[[Path], np.ndarray]
 COPY_TOLERANCE = 2.0**-7
-"""What a copy of the base's embeddings may be off, of the largest of them: the base may lie in bfloat16."""
+"""Tolerance for copies of the base's embeddings, relative to the largest value: the base may be bfloat16."""
 
 
 def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base: Base | None = None) -> Adapter:
-    """Reads a folder that PEFT has written.
+    """Read a PEFT folder.
 
     Args:
-        specs: the model's, as its family declares them (`Model.family.param_specs`).
+        specs: specs of the model, as its family declares them (`Model.family.param_specs`).
         max_rank: the largest rank of a module.
-        base: gives the model's own parameter at a path, dequantised, in its shape and in float32. It is asked for what
-            DoRA scales, for biases that replace the model's, and for modules that PEFT has saved beside an adapter.
+        base: returns the model's own parameter at a path, dequantized, in its shape and in float32. Called for weights
+            that DoRA scales, for biases that replace the model's, and for modules that PEFT saved with an adapter.
 
     Raises:
-        AdapterError: the folder is damaged, asks for what is not served, or does not fit the model. Every tensor of
-            it is used, and every name in its configuration means something, or the sentence names it.
+        AdapterError: the folder is damaged, unsupported, or does not fit the model. Every tensor must be used, and
+            every name in its configuration must match, or the message names it.
     """
     files = open_adapter(folder)
     config = parse_config(files.config)
@@ -55,7 +55,7 @@ def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base:
 
 
 def identity(files: AdapterFiles, config: PeftConfig) -> str:
-    """SHA-256 of what changes a result: the configuration's canonical form, and each tensor. No name is in it."""
+    """Return the SHA-256 of all that affects results: canonical configuration and tensors, not the adapter's name."""
     state = hashlib.sha256(json.dumps(config.canonical).encode())
     for name, info in sorted(files.tensors.items()):
         state.update(json.dumps([name, info.dtype, info.shape]).encode())
@@ -103,12 +103,12 @@ class _Deltas:
         return (a, b) if place.expert is not None else (a[0], b[0])
 
     def _of(self, path: Path) -> tuple[Place, list[int | None]]:
-        """Any place of a parameter, and its experts; without experts they are one, None."""
+        """Return any place of a parameter, and its experts; [None] without experts."""
         place = self.places.of_paths[path]
         return place, [None] if place.expert is None else list(range(self.specs[path].shape[0]))
 
     def _outputs(self, path: Path, units: Sequence[Unit], name: str, start: float) -> np.ndarray | None:
-        """One value for each output of a parameter, by the ``name`` that a unit has it under."""
+        """Return one value for each output of a parameter, from the attribute ``name`` of its units."""
         if all(getattr(unit, name) is None for unit in units):
             return None
         place, experts = self._of(path)
@@ -122,7 +122,7 @@ class _Deltas:
         return self._outputs(path, units, "bias", 0.0)
 
     def _magnitude(self, path: Path, units: Sequence[Unit], a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-        """DoRA's magnitude over the norm of what it scales; outputs of modules without one stay."""
+        """Return DoRA's magnitude over the norm of the weight it scales; 1 for outputs of modules without one."""
         magnitudes = self._outputs(path, units, "magnitude", np.nan)
         if magnitudes is None:
             return None
@@ -135,15 +135,15 @@ class _Deltas:
             return np.where(np.isnan(magnitudes), 1.0, magnitudes / norms).astype(np.float32)
 
     def base_of(self, path: Path, why: str) -> np.ndarray:
-        """The model's own parameter; AdapterError where it is not at hand."""
+        """Return the model's own parameter; raise AdapterError if there is no access to it."""
         if self.base is None:
             raise AdapterError(f"{why}: the adapter needs the model's own {'/'.join(path)}, which is not at hand")
         return self.base(path)
 
     def _trained_biases(self) -> dict[Path, Float32[np.ndarray, "*out"]]:
-        """What is added to each parameter's outputs, where the file has biases that replace the model's.
+        """Return the bias changes of each parameter, for biases in the file that replace the model's.
 
-        It is also seen that embeddings, and a head's bias, which PEFT has saved beside an adapter are the model's.
+        Also checks that embeddings and a head's bias saved with an adapter equal the model's.
         """
         added: dict[Path, np.ndarray] = {}
         for module, tensors in self.files.modules.items():
@@ -199,7 +199,7 @@ def _put(path: Path, unit: Unit, values: np.ndarray, buffer: np.ndarray) -> None
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """B A, of each expert: [*experts, *out, in]."""
+    """Return B A, for each expert: [*experts, *out, in]."""
     if a.ndim == 2:
         return b @ a
     return np.stack([one_b @ one_a for one_a, one_b in zip(a, b, strict=True)])

@@ -1,9 +1,9 @@
-"""Modules that an adapter's file has whole: ``modules_to_save``, and what ``save_embedding_layers`` writes beside it.
+"""Whole modules in an adapter's file: ``modules_to_save``, and modules that ``save_embedding_layers`` adds.
 
-A copy of the model's own module changes nothing. Of a table of embeddings or a head that was trained, the rows that
-differ are a product of as many ranks: one for each token, as of ``trainable_token_indices``. PEFT puts a module of
-``modules_to_save`` in the place of the one that it names, and loads any other tensor into the model's own: where the
-head is the table of embeddings, that changes both.
+A copy of the model's own module changes nothing. In a trained embedding table or head, the rows that differ become a
+low-rank product with one rank per token, as for ``trainable_token_indices``. PEFT replaces only the named module for
+``modules_to_save``, and loads any other tensor into the model's own parameter, which with tied embeddings changes both
+table and head.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MERGE = "merge the adapter into the model (PEFT's merge_and_unload, then save_p
 
 
 class SavedReader(RowReader):
-    """Reads units of the rows in which saved tables differ from the model's own."""
+    """Reads units for the rows in which saved tables differ from those of the model."""
 
     def units(self) -> Iterator[Unit]:
-        """All units of saved modules.
+        """Yield all units of saved modules.
 
         Raises:
-            AdapterError: a module is not in the file, or differs from the model's own and cannot be served beside it.
+            AdapterError: a module is not in the file, or differs from the model's and cannot be served as an adapter.
         """
         whole = {name: tensors[WEIGHT] for name, tensors in self.files.modules.items() if WEIGHT in tensors}
         for name, info in whole.items():
@@ -52,7 +52,7 @@ class SavedReader(RowReader):
         self._require_named()
 
     def _require_named(self) -> None:
-        """The file has each of ``modules_to_save``."""
+        """Check that the file has each of ``modules_to_save``."""
         whole = [name for name, tensors in self.files.modules.items() if {WEIGHT, BIAS} & tensors.keys()]
         for key in self.config.modules_to_save:
             if not any(ends_with(self.files.naming.theirs(name), key) for name in whole):
@@ -71,7 +71,7 @@ class SavedReader(RowReader):
         return places[0].path if len(places) == 1 else None
 
     def _table(self, name: str, info: TensorInfo) -> Place:
-        """The table of embeddings, or the head, that a tensor takes the place of."""
+        """Return the embedding table or head that a tensor replaces."""
         if self._path(name) not in (EMBEDDING, HEAD):
             raise self._error(info, "and of saved modules only a table of embeddings or a head may")
         if self.files.modules[name].keys() & OF_LORA:
@@ -84,7 +84,7 @@ class SavedReader(RowReader):
     def _change(
         self, place: Place, info: TensorInfo, values: Float32[np.ndarray, "tokens size"]
     ) -> tuple[tuple[int, ...], Float32[np.ndarray, "rows size"]]:
-        """The tokens whose rows differ, and what they have more than the model's own."""
+        """Return the tokens whose rows differ, and their difference from the model's rows."""
         own = np.asarray(self.base(place.path, _KEY), np.float32)
         rows = min((np.flatnonzero(~same.all(axis=1)) for same in _equal(values, own, info)), key=len)
         if len(rows) > self.max_rank:
@@ -92,7 +92,7 @@ class SavedReader(RowReader):
         return tuple(rows.tolist()), values[rows] - own[rows]
 
     def _changed(self, name: str, path: Path, saved: set[Path | None]) -> list[Path]:
-        """The parameters that are replaced."""
+        """Return the parameters that are replaced."""
         theirs = self.files.naming.theirs(name)
         named = any(ends_with(theirs, key) for key in self.config.modules_to_save)
         if named or not self.places.tied or {EMBEDDING, HEAD} <= saved:
@@ -105,12 +105,12 @@ class SavedReader(RowReader):
 
 
 def is_cast(values: np.ndarray, own: np.ndarray, info: TensorInfo) -> bool:
-    """Whether two tensors are one, but for a cast of one of them to a dtype that checkpoints have."""
+    """Return whether two tensors are equal up to a cast of one of them to a checkpoint dtype."""
     return any(bool(equal.all()) for equal in _equal(values, own, info))
 
 
 def _equal(values: np.ndarray, own: np.ndarray, info: TensorInfo) -> Iterator[np.ndarray]:
-    """Which numbers are equal, by each of the casts that may have been made."""
+    """Yield which values are equal, for each possible cast."""
     with np.errstate(over="ignore"):
         yield values == own.astype(DTYPES[info.dtype])
         for kind in (DTYPES["BF16"], DTYPES["F16"]):

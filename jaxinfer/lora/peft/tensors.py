@@ -1,4 +1,4 @@
-"""The files of an adapter: what they hold, checked before anything of their size is allocated."""
+"""Files of an adapter, validated before anything of their size is allocated."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _CONVERT = (
 
 @dataclasses.dataclass(frozen=True)
 class AdapterFiles:
-    """An opened folder.
+    """An opened adapter folder.
 
     Attributes:
-        config: what adapter_config.json holds.
-        modules: the tensors of each module by what they are to it: "lora_A.weight", "bias", ...
-        naming: how the file calls them; until `named` as the file does.
+        config: contents of adapter_config.json.
+        modules: tensors of each module by kind: "lora_A.weight", "bias", ...
+        naming: mapping of module names; until `named` is called, the names of the file.
     """
 
     folder: pathlib.Path
@@ -54,13 +54,13 @@ class AdapterFiles:
     naming: Naming = dataclasses.field(default_factory=Naming)
 
     def named(self, known: Collection[str]) -> AdapterFiles:
-        """The same with modules by the names that a model has for them, without those of a wrapper's other parts.
+        """Return a copy with modules by the model's names, without those of other components of a wrapper.
 
         Args:
-            known: the model's modules.
+            known: module names of the model.
 
         Raises:
-            AdapterError: two of the file's modules are one.
+            AdapterError: two modules of the file map to one name.
         """
         naming = find_naming(self.modules, known)
         others = [name for name in self.modules if is_of_others(name)]
@@ -80,14 +80,14 @@ class AdapterFiles:
         return self._file.tensors
 
     def raw(self, name: str) -> np.ndarray:
-        """A tensor as it is stored."""
+        """Return a tensor as stored."""
         return self._file.read(name)
 
     def read(self, info: TensorInfo) -> Float32[np.ndarray, "*shape"]:
-        """A tensor in float32.
+        """Return a tensor in float32.
 
         Raises:
-            AdapterError: it holds NaN or infinite values, also those that come of float64.
+            AdapterError: it holds NaN or infinite values, including those that overflow from float64.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             values = np.asarray(self._file.read(info.name), np.float32)
@@ -97,10 +97,10 @@ class AdapterFiles:
 
 
 def open_adapter(folder: pathlib.Path) -> AdapterFiles:
-    """Opens a folder that PEFT has written; reads no values.
+    """Open a PEFT folder without reading values.
 
     Raises:
-        AdapterError: a file is missing, too large or damaged, or holds a tensor that is nothing of LoRA.
+        AdapterError: a file is missing, too large or damaged, or holds a tensor that is not part of LoRA.
     """
     try:
         return _open(folder)

@@ -1,7 +1,7 @@
-"""Rows of a table of embeddings, or of a head, that an adapter has trained (``trainable_token_indices``).
+"""Rows of an embedding table or head that an adapter has trained (``trainable_token_indices``).
 
-The file has a table's new rows, by the order of their token ids in the configuration. What they add to the model's own
-is a product of as many ranks: one for each token. Where the head is the table of embeddings, it has the new rows, too.
+The file has the new rows in the order of their token ids in the configuration. The change is a low-rank product with
+one rank per token. With tied embeddings the head gets the new rows, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _KEY = "trainable_token_indices"
 
 @dataclasses.dataclass(frozen=True)
 class RowReader:
-    """What a reader of rows reads them from.
+    """Base of readers of rows.
 
     Attributes:
-        max_rank: the largest rank that is served.
-        base: the model's own parameter at a path, for a reason that a message gives.
+        max_rank: the largest supported rank.
+        base: returns the model's own parameter at a path; the string is the reason for an error message.
     """
 
     files: AdapterFiles
@@ -42,13 +42,13 @@ class RowReader:
 
 
 class TokenReader(RowReader):
-    """Reads units of rows that the file has by their tokens."""
+    """Reads units of rows that the file lists by token."""
 
     def units(self) -> Iterator[Unit]:
-        """All units of rows of the adapter.
+        """Yield all units of rows of the adapter.
 
         Raises:
-            AdapterError: the file and the configuration are not of the same rows, or the model has no such table.
+            AdapterError: the file and the configuration have different rows, or the model has no such table.
         """
         found = {name: tensors[TOKENS] for name, tensors in self.files.modules.items() if TOKENS in tensors}
         if both := [name for name in found if self.files.modules[name].keys() & OF_LORA]:
@@ -98,7 +98,7 @@ class TokenReader(RowReader):
 
 
 def unit_of_rows(place: Place, rows: tuple[int, ...], change: Float32[np.ndarray, "rows size"]) -> Unit:
-    """Rows ``change`` more: of a table of embeddings they are outputs, of a head inputs."""
+    """Return a unit that adds ``change`` to rows: outputs of an embedding table, inputs of a head."""
     tokens = place.sizes[0] if place.of_rows else place.sizes[1]
     chosen = np.zeros((len(rows), tokens), np.float32)
     chosen[np.arange(len(rows)), [*rows]] = 1.0

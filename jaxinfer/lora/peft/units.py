@@ -1,4 +1,4 @@
-"""The pieces of an adapter: which tensors adapt which module, checked against the configuration and the model."""
+"""Units of an adapter: tensors grouped by module, and checked against the configuration and the model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ OF_LORA = {*LINEAR, *EMBEDDING, MAGNITUDE, LORA_BIAS}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
-    """One module's product of low rank, or that of one expert of a tensor for all.
+    """The low-rank product of a module, or of one expert of a stacked tensor.
 
     Attributes:
-        places: where its outputs lie in the model.
-        b: with the scale in it.
+        places: locations of its outputs in the model.
+        b: includes the scale.
     """
 
     places: tuple[Place, ...]
@@ -50,7 +50,7 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class UnitReader:
-    """Reads units. ``max_rank``: the largest rank that is served."""
+    """Reads units. ``max_rank``: the largest supported rank."""
 
     files: AdapterFiles
     config: PeftConfig
@@ -58,10 +58,10 @@ class UnitReader:
     max_rank: int
 
     def units(self) -> list[Unit]:
-        """All units of the adapter.
+        """Return all units of the adapter.
 
         Raises:
-            AdapterError: the adapter does not fit its configuration or the model; the sentence names the tensor.
+            AdapterError: the adapter does not fit its configuration or the model; the message names the tensor.
         """
         adapted = {name: tensors for name, tensors in self.files.modules.items() if tensors.keys() & OF_LORA}
         self._require_names()
@@ -70,7 +70,7 @@ class UnitReader:
         return [unit for _, read in plans for unit in read()]
 
     def _plan(self, name: str, tensors: Tensors) -> tuple[str, functools.partial[Iterator[Unit]]]:
-        """Check a module's tensors; what reads them later is given back, with the name that PEFT's rules are about."""
+        """Check a module's tensors; return the name that PEFT's rules use, and a function that reads them later."""
         if name in self.places.modules:
             return name, self._plan_module(name, tensors)
         if (kind := self._fused(name, tensors)) is not None:
@@ -116,11 +116,11 @@ class UnitReader:
         yield Unit(self.places.modules[name], a, self._scaled(name, b), magnitude, bias)
 
     def _scaled(self, name: str, values: Float32[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
-        with np.errstate(over="ignore"):  # what becomes infinite is found where all is put together
+        with np.errstate(over="ignore"):  # infinities are detected once all units are combined
             return np.float32(self.config.scale(self._theirs(name))) * values
 
     def _fused(self, name: str, tensors: Tensors) -> str | None:
-        """The tensor for all experts that is meant: two of one module are told apart by their sizes alone."""
+        """Return the stacked expert tensor that is meant: two tensors of one module differ only in their sizes."""
         module = name
         while module.endswith(".base_layer"):
             module = module.removesuffix(".base_layer")
@@ -134,7 +134,7 @@ class UnitReader:
         return None
 
     def _theirs(self, name: str) -> str:
-        """The name that rules of the configuration are about."""
+        """Return the name that rules of the configuration use."""
         return self.files.naming.theirs(name)
 
     def _is_parameter(self, name: str) -> bool:
@@ -149,7 +149,7 @@ class UnitReader:
         return functools.partial(self._read_fused, name, tensors)
 
     def _read_fused(self, name: str, tensors: Tensors) -> Iterator[Unit]:
-        """A has the ranks of an expert below one another; B has the experts of a rank beside one another."""
+        """Yield a unit per expert: A is grouped by expert, then rank; B by rank, then expert."""
         experts = self.places.experts[name]
         a, b = (self.files.read(tensors[kind]) for kind in LINEAR)
         a, b = a.reshape(len(experts), -1, a.shape[-1]), self._scaled(name, b).reshape(b.shape[0], -1, len(experts))
@@ -164,7 +164,7 @@ class UnitReader:
         return f"tensor {quoted(next(iter(tensors.values())).name)} of {self.files.folder}"
 
     def _require_some(self, found: Sequence[str]) -> None:
-        """Something is adapted, and nothing twice. Modules without tensors stay as they are, as in PEFT."""
+        """Check that something is adapted, and nothing twice. Modules without tensors stay unchanged, as in PEFT."""
         if twice := [name for name, times in collections.Counter(found).items() if times > 1]:
             raise AdapterError(f"{self.files.folder} adapts twice: {listed(twice)}")
         if not found and not self.config.trainable_token_indices:
@@ -176,18 +176,18 @@ class UnitReader:
             )
 
     def _targets(self, found: Sequence[str]) -> Iterator[str]:
-        """Every module that the configuration means."""
+        """Yield every module that the configuration targets."""
         yield from (name for name in self.places.experts if self._is_parameter(name))
         if self.config.all_linear:
             return
-        # newer writers have the experts of a layer in one tensor, where names of modules mean none of them
+        # newer writers stack the experts of a layer in one tensor, which module names do not match
         experts = any(_of_expert(self.places.modules.get(name, ())) for name in found)
         for name, at in self.places.modules.items():
             if (experts or not _of_expert(at)) and self.config.targets(self._theirs(name)):
                 yield name
 
     def _require_names(self) -> None:
-        """Some name in each list of the configuration means something."""
+        """Check that some name in each list of the configuration matches."""
         targets = self.config.target_modules
         self._require_meaning("target_modules", targets if isinstance(targets, tuple) else (), self.places.modules)
         self._require_meaning("target_parameters", self.config.target_parameters, self.places.experts)

@@ -1,4 +1,4 @@
-"""Adapters become folders as PEFT writes them."""
+"""Writer of adapter folders in PEFT's format."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Product = tuple[np.ndarray, np.ndarray]  # A [rank, in], B [out, rank]
 def save_adapter(
     folder: str | os.PathLike[str], adapter: Adapter, specs: ParamTree, *, dtype: str = "float32"
 ) -> pathlib.Path:
-    """Writes adapter_config.json and adapter_model.safetensors, which PEFT and `read_adapter` read.
+    """Write adapter_config.json and adapter_model.safetensors, which PEFT and `read_adapter` read.
 
-    Each of a checkpoint's tensors has a product of its own, without the ranks that change other tensors of the same
-    parameter alone. The scale is 1, since B has it in it already.
+    Each checkpoint tensor has a separate product, without ranks that only change other tensors of the same parameter.
+    The scale is 1, as B includes it.
 
     Args:
-        specs: the model's, as its family declares them (`jaxinfer.lora.merge.declared`).
-        dtype: of the file: float32 or bfloat16.
+        specs: specs of the model, as its family declares them (`jaxinfer.lora.merge.declared`).
+        dtype: dtype of the file: float32 or bfloat16.
 
     Returns:
-        the folder.
+        The folder.
 
     Raises:
-        ValueError: the adapter is not for this model, holds NaN or infinite values, or has what is not written:
-            products of experts and of embeddings, magnitudes (DoRA) and biases.
+        ValueError: the adapter does not fit this model, holds NaN or infinite values, or has parts that cannot be
+            written: products of experts and of embeddings, magnitudes (DoRA) and biases.
         OSError: the folder cannot be written.
     """
     if dtype not in DTYPES:
@@ -57,7 +57,7 @@ def save_adapter(
 
 
 def _products(adapter: Adapter, places: Places) -> dict[str, list[Product]]:
-    """By module, its part of each parameter that it lies in."""
+    """Return the products of each module, one for each parameter that contains it."""
     found: dict[str, list[Product]] = collections.defaultdict(list)
     for path, delta in adapter.deltas.items():
         _require_plain(path, delta, places)
@@ -68,9 +68,9 @@ def _products(adapter: Adapter, places: Places) -> dict[str, list[Product]]:
 
 
 def _modules(path: Path, b: np.ndarray, places: Places) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Modules in a parameter, those of its ranks that each has, and its rows of B; none of a module that is left alone.
+    """Yield the modules in a parameter with their ranks and rows of B, except unchanged modules.
 
-    A rank that changes nothing is every module's: a new adapter has no others.
+    A rank that changes nothing belongs to every module: a new adapter has only such ranks.
     """
     modules = {name: at for name, at in places.modules.items() if any(place.path == path for place in at)}
     outputs = {name: _outputs([place for place in at if place.path == path], b) for name, at in modules.items()}
@@ -82,7 +82,7 @@ def _modules(path: Path, b: np.ndarray, places: Places) -> Iterator[tuple[str, n
 
 
 def _outputs(places: list[Place], b: Float32[np.ndarray, "*form rank"]) -> Float32[np.ndarray, "out rank"]:
-    """A module's rows of a parameter's B: where each of them lies is found by placing their numbers."""
+    """Return a module's rows of a parameter's B, located by placing their indices."""
     count = places[0].sizes[1]
     found = np.zeros((count, b.shape[-1]), np.float32)
     for place in places:
@@ -109,7 +109,7 @@ def _require_plain(path: Path, delta: Delta, places: Places) -> None:
 
 
 def _joined(parts: list[Product]) -> Product:
-    """One product for the sum of several."""
+    """Return one product for the sum of several."""
     return np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts], axis=1)
 
 
@@ -139,12 +139,12 @@ def _config(ranks: Mapping[str, int], places: Places) -> dict[str, Any]:
 
 
 def _fans_in(place: Place) -> bool:
-    """Whether the module's own matrix is [in, out], as GPT-2's are."""
+    """Return whether the module's own matrix is [in, out], as in GPT-2."""
     return place.inputs_first != place.source.transpose
 
 
 def _target_modules(adapted: Mapping[str, int], places: Places) -> list[str]:
-    """Last words of the modules' names, where no module is called so that is not adapted; else whole names."""
+    """Return the last components of module names, or whole names where an unadapted module shares the component."""
     left = {_last(name) for name in places.modules if name not in adapted}
     return sorted({name if _last(name) in left else _last(name) for name in adapted})
 

@@ -1,1 +1,1 @@
-"""Parsers that a tokenizer carries: transformers' ``response_template``, read in time that is linear in an answer."""
+"""Parsers for the ``response_template`` of a transformers tokenizer, in time linear in the answer."""

@@ -1,4 +1,4 @@
-"""What stands within a region: text, numbers, JSON and its dialects, tags, lines, calls in Python."""
+"""Readers of region contents: text, numbers, JSON and its dialects, tags, lines, Python calls."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from jaxinfer.parsers.tools import MOST_PYTHON, parsed
 TEXT = "text"
 _MOST_DEPTH = 4
 _MOST_DELIMITERS = 8
-# Strings stay as they are: what looks like a key in one is none.
+# Strings are matched first, so that text like a key within a string is left alone.
 _BARE_KEY = re.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):', re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None}
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """A reader of regions.
+    """A reader of region contents.
 
     Attributes:
-        read: of a region's text, and of where ``tags`` fits in it. It raises ValueError, RecursionError or MemoryError
-            where the text is of another form.
-        tags: what is looked for while the text comes; None: nothing.
-        literals: texts that it knows.
+        read: function of a region's text, and of the matches of ``tags`` in it. It raises ValueError, RecursionError or
+            MemoryError if the text has another form.
+        tags: pattern matched while the text streams in; None: no pattern.
+        literals: delimiter texts of the reader.
     """
 
     read: Callable[[str, Sequence[Match]], Any]
@@ -44,10 +44,10 @@ class Contents:
 
 
 def read_contents(key: str, name: object, arguments: object, depth: int = 0) -> Contents:
-    """The reader of a name, with arguments as transformers defines them.
+    """Return the reader of a name, with arguments as transformers defines them.
 
     Raises:
-        ResponseTemplateError: there is none, or it takes other arguments. The message begins with ``key``.
+        ResponseTemplateError: there is no such reader, or it takes other arguments. The message begins with ``key``.
     """
     known = name if isinstance(name, str) and name in _READERS else None
     require(known is not None, f"{key}.content", name, f"must be one of {', '.join(_READERS)}")
@@ -94,7 +94,7 @@ def _is_pair(found: object) -> bool:
 
 
 def _read_json(text: str, _: Sequence[Match], pairs: Sequence[Sequence[str]], *, bare: bool, lax: bool) -> Any:
-    """``bare``: keys may have no quotes; ``lax``: what is no JSON is text."""
+    """Parse JSON. ``bare``: keys may be unquoted; ``lax``: invalid JSON is returned as text."""
     quoted = _quoted(text, pairs)
     try:
         return json.loads(_with_keys(quoted) if bare else quoted)
@@ -105,7 +105,7 @@ def _read_json(text: str, _: Sequence[Match], pairs: Sequence[Sequence[str]], *,
 
 
 def _quoted(text: str, pairs: Sequence[Sequence[str]]) -> str:
-    """The text with JSON's strings in place of those between delimiters."""
+    """Return the text with delimited strings replaced by JSON strings."""
     for begin, end in pairs:
         done, at = [], 0
         while (first := text.find(begin, at)) >= 0 and (last := text.find(end, first + len(begin))) >= 0:
@@ -128,7 +128,7 @@ def _tags(key: str, arguments: Mapping[str, Any], depth: int) -> Contents:
 
 
 def _read_tags(text: str, matches: Sequence[Match], inner: Callable[[str], Any], *, merges: bool) -> Any:
-    """``merges``: the values of one key are a list."""
+    """Return values by key. ``merges``: several values of one key become a list."""
     found: dict[str, list[Any]] = {}
     for match in matches:
         name = text[slice(*match.kept["key"])]
@@ -147,7 +147,7 @@ def _lines(key: str, arguments: Mapping[str, Any], depth: int) -> Contents:
 def _read_lines(
     text: str, _: Sequence[Match], separators: tuple[str, str], inner: Callable[[str], Any], *, strip: bool
 ) -> Any:
-    """``separators``: of lines, and of a key and its value."""
+    """Return values by key. ``separators``: of lines, and of a key and its value."""
     found, (line_end, between) = {}, separators
     for line in text.split(line_end):
         name, has, value = line.partition(between)
@@ -157,7 +157,7 @@ def _read_lines(
 
 
 def _inner(key: str, arguments: Mapping[str, Any], depth: int) -> Callable[[str], Any]:
-    """The reader of values within; without one they are texts."""
+    """Return the reader of nested values; default: text."""
     parser = arguments.get("value_parser")
     if parser is None:
         return str
@@ -190,7 +190,7 @@ def _call(node: ast.expr) -> dict[str, Any]:
 
 
 class _Words(ast.NodeTransformer):
-    """Takes JSON's words for Python's."""
+    """Replaces JSON words by Python constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
@@ -206,14 +206,14 @@ _READERS: Mapping[str, tuple[Callable[[str, Mapping[str, Any], int], Contents], 
     "kv-lines": (_lines, {"line_sep": str, "kv_sep": str, "strip": bool, "value_parser": dict}),
     "python-call-list": (_python, {}),
 }
-"""By name: what makes them, and their arguments' types."""
+"""Readers by name: constructor, and types of its arguments."""
 
 
 def read_program(key: str, pattern: object, *, anywhere: bool = True) -> Program:
-    """The program of a pattern that never fits where there is nothing; if not ``anywhere``, but for the beginning.
+    """Compile a pattern that never matches the empty string or, if not ``anywhere``, only at the beginning of the text.
 
     Raises:
-        ResponseTemplateError: it is none, or does. The message begins with ``key``.
+        ResponseTemplateError: the pattern is invalid, or matches the empty string. The message begins with ``key``.
     """
     if not isinstance(pattern, str):
         refuse(key, pattern, "must be a regular expression")

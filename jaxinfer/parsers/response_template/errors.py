@@ -1,4 +1,4 @@
-"""What a response template may be refused for."""
+"""Errors of invalid response templates."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ class ResponseTemplateError(ValueError):
 
 
 def refuse(key: str, value: Any, reason: str) -> NoReturn:
-    """Raises:
-    ResponseTemplateError: always.
-    """
+    """Raise ResponseTemplateError for a value of ``key``."""
     raise ResponseTemplateError(f"{key} = {reprlib.repr(value)} {reason}")
 
 
 def require(fits: bool, key: str, value: Any, reason: str) -> None:
-    """Raises:
-    ResponseTemplateError: it does not.
-    """
+    """Raise ResponseTemplateError unless ``fits``."""
     if not fits:
         refuse(key, value, reason)

@@ -1,7 +1,7 @@
-"""Regular expressions of a checkpoint's owner, as programs that need time in proportion to a text's length.
+"""Regular expressions from checkpoints, parsed for matching in time linear in the text.
 
-Python's own expressions go back over a text, some for ever, and cannot be stopped. Here are those that need not:
-literals, classes, groups, alternatives, repetitions, and the text's beginning. All else is refused by name.
+Python's `re` backtracks, sometimes exponentially, and cannot be interrupted. This subset never backtracks: literals,
+classes, groups, alternatives, repetitions, and the beginning of the text. All other constructs are rejected by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 MOST_CHARACTERS = 1024
-"""Of a pattern."""
+"""Characters of a pattern."""
 _MOST_DEPTH = 32
 _MOST_TIMES = 256
 
@@ -26,12 +26,12 @@ _TIMES = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class PatternError(ValueError):
-    """A pattern that is no regular expression, or one that is not supported: the message says what of it."""
+    """An invalid or unsupported regular expression; the message names the construct."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Char:
-    """One character. ``one``: a regular expression of exactly that; ``literal``: the only one it is, else ""."""
+    """A single character. ``one``: its regular expression; ``literal``: the only character that matches, else ""."""
 
     one: re.Pattern[str]
     literal: str = ""
@@ -39,26 +39,26 @@ class Char:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begin:
-    """The text's beginning."""
+    """Anchor at the beginning of the text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Concat:
-    """Parts one behind the other."""
+    """Concatenation of nodes."""
 
     parts: tuple[Node, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Either:
-    """Alternatives, the first that fits goes before."""
+    """Alternatives; the first that matches is preferred."""
 
     options: tuple[Node, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repeat:
-    """``least`` to ``most`` times (None: any number), as many as can be or, if ``lazy``, as few."""
+    """Repetition, ``least`` to ``most`` times (None: unbounded); greedy or, if ``lazy``, as few as possible."""
 
     part: Node
     least: int
@@ -68,7 +68,7 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Named:
-    """A part whose text is kept by name."""
+    """A named group, whose text is captured."""
 
     name: str
     part: Node
@@ -78,16 +78,16 @@ type Node = Char | Begin | Concat | Either | Repeat | Named
 
 
 def read_pattern(text: str) -> Node:
-    """The tree of a regular expression, in which "." is every character.
+    """Parse a regular expression, in which "." matches every character.
 
     Raises:
-        PatternError: it is none, too long, or has what is not supported.
+        PatternError: it is invalid, too long, or has unsupported constructs.
     """
     if len(text) > MOST_CHARACTERS:
         raise PatternError(f"has {len(text)} characters; {MOST_CHARACTERS} are supported")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of sets within sets, which may come to mean another thing
+            warnings.simplefilter("error")  # about nested sets, whose meaning may change
             re.compile(text, re.DOTALL)
     except (re.error, FutureWarning, DeprecationWarning, OverflowError, RecursionError) as error:
         raise PatternError(f"is no regular expression: {error}") from error
@@ -95,13 +95,13 @@ def read_pattern(text: str) -> Node:
 
 
 def literals(*texts: str) -> Node:
-    """The tree of texts, the longest of which goes before."""
+    """Return the alternatives of texts, longest first."""
     ordered = sorted(dict.fromkeys(texts), key=len, reverse=True)
     return Either(tuple(Concat(tuple(_literal(character) for character in text)) for text in ordered))
 
 
 class _Reader:
-    """Reader of a pattern that Python has found to be one."""
+    """Parser of a pattern that Python has accepted."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
@@ -207,7 +207,7 @@ def _literal(character: str) -> Char:
 
 
 def _meant(escape: str) -> str:
-    """The character of an escape."""
+    """Return the character of an escape."""
     known = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
     if escape[1] in "xuU":
         return chr(int(escape[2:], 16))
@@ -217,11 +217,11 @@ def _meant(escape: str) -> str:
 _ANY = Char(re.compile(".", re.DOTALL))
 
 
-# ---- what is asked of a tree
+# ---- queries on a tree
 
 
 def can_be_empty(node: Node, *, at_begin: bool = False) -> bool:
-    """Whether it fits where there is nothing, elsewhere than at the text's beginning, or there, too."""
+    """Return whether it matches the empty string, at the beginning of the text (``at_begin``) or elsewhere."""
     match node:
         case Char() | Begin():
             return at_begin and isinstance(node, Begin)
@@ -236,7 +236,7 @@ def can_be_empty(node: Node, *, at_begin: bool = False) -> bool:
 
 
 def names(node: Node) -> frozenset[str]:
-    """Names of the kept parts."""
+    """Return the names of the named groups."""
     match node:
         case Concat(parts) | Either(parts):
             return frozenset().union(*map(names, parts))
@@ -249,7 +249,7 @@ def names(node: Node) -> frozenset[str]:
 
 
 def runs(node: Node) -> Sequence[str]:
-    """Texts that are part of what fits: literal characters as far as they stand one behind the other."""
+    """Return the literal runs: maximal texts of consecutive literal characters in the pattern."""
     match node:
         case Char(literal=literal):
             return [literal] if literal else []

@@ -1,4 +1,4 @@
-"""Programs of patterns: what `jaxinfer.parsers.response_template.search` runs over a text."""
+"""Compilation of patterns to programs, run by `jaxinfer.parsers.response_template.search`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxinfer.parsers.response_template.pattern import (
 )
 
 MOST_INSTRUCTIONS = 512
-"""Of a program: what a character of a text may cost."""
+"""Maximum instructions of a program, which bounds the cost per character."""
 _MOST_CACHED = 512
 CHAR, SPLIT, SAVE, BEGIN, MATCH = range(5)
 _OPPOSITE = {r"\S": r"\s", r"\W": r"\w", r"\D": r"\d"}
 
 
 class Instruction(NamedTuple):
-    """One step. ``one``: of CHAR; ``first`` and ``second``: places, of SPLIT; ``first``: what SAVE keeps."""
+    """An instruction. ``one``: for CHAR; ``first`` and ``second``: targets, for SPLIT; ``first``: slot, for SAVE."""
 
     kind: int
     one: re.Pattern[str] | None = None
@@ -37,11 +37,11 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """A pattern's.
+    """A compiled pattern.
 
     Attributes:
-        names: of the kept parts; part i begins at slot 2 i and ends at slot 2 i + 1.
-        runs: literal texts that are part of what fits, see `jaxinfer.parsers.response_template.pattern.runs`.
+        names: names of the groups; group i begins at slot 2 i and ends at slot 2 i + 1.
+        runs: literal texts of the pattern, see `jaxinfer.parsers.response_template.pattern.runs`.
     """
 
     def __init__(self, code: Sequence[Instruction], kept: Sequence[str], literal: Sequence[str] = ()) -> None:
@@ -49,11 +49,11 @@ class Program:
         self._quiet: dict[tuple[tuple[int, ...], bool], re.Pattern[str] | None] = {}
 
     def quiet_until(self, places: tuple[int, ...], *, seeding: bool) -> re.Pattern[str] | None:
-        """What ends a stretch of text in which nothing changes: a search that waits at these places, and at the
-        pattern's beginning, if it is ``seeding``, waits at the same places behind each of its characters.
+        """Return the class of characters that may change the state of a search with threads at these instructions, and
+        at the beginning of the pattern if ``seeding``: after any other character it has the same threads.
 
         Returns:
-            A character that may change something. None: each one may.
+            None: every character may.
         """
         if (places, seeding) not in self._quiet:
             if len(self._quiet) == _MOST_CACHED:
@@ -62,8 +62,8 @@ class Program:
         return self._quiet[places, seeding]
 
     def after(self, places: Sequence[int]) -> Sequence[int]:
-        """Where characters are looked at when these places are reached, in order of preference. Not at the text's
-        beginning; -1: the pattern fits."""
+        """Return the CHAR instructions reachable from these without consuming a character, in order of preference, not
+        at the beginning of the text; -1: a match."""
         found: list[int] = []
         seen, stack = set[int](), list(reversed(places))
         while stack:
@@ -79,7 +79,7 @@ class Program:
 
 
 def compiled(pattern: str | Node) -> Program:
-    """The program of a pattern, or of its tree.
+    """Compile a pattern, or its tree.
 
     Raises:
         PatternError: see `read_pattern`; or its program has more than `MOST_INSTRUCTIONS`.
@@ -98,7 +98,7 @@ class _Compiler:
         self._slots = slots
 
     def add(self, step: Instruction) -> int:
-        """Write a step; its place."""
+        """Append an instruction; return its index."""
         if len(self.code) == MOST_INSTRUCTIONS:
             raise PatternError(f"is too large: its program has more than {MOST_INSTRUCTIONS} steps")
         self.code.append(step)
@@ -165,7 +165,7 @@ def _quiet_until(program: Program, places: Sequence[int], *, seeding: bool) -> r
 
 
 def _is_common(pattern: str) -> bool:
-    """Whether a class is of nearly all characters."""
+    """Return whether a class contains nearly all characters."""
     return pattern == "." or pattern.startswith("[^") or pattern in _OPPOSITE
 
 

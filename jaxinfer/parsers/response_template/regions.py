@@ -1,4 +1,4 @@
-"""The parser that a response template is: regions of an answer. Text comes out at once, calls when they end."""
+"""Parser for a response template: splits an answer into regions. Text is streamed, calls are emitted when they end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TemplateParser:
     """Parser of one answer.
 
     Args:
-        prompt: its end: a template may have written the answer's beginning, which is read, but not shown.
+        prompt: its end: a template may have written the beginning of the answer, which is parsed, but not shown.
         new_id: see `Emitter`.
     """
 
@@ -31,7 +31,7 @@ class TemplateParser:
         self._scanner = Scanner(self._watched(template.implicit))
         self._region: Region = self._begin(template.implicit, "", {})
         begun = template.begun(prompt)
-        self._first = len(begun)  # where the answer begins in the scanner's text
+        self._first = len(begun)  # position of the answer in the scanner's text
         self._read(begun)
 
     def feed(self, text: str) -> list[Event]:
@@ -53,7 +53,7 @@ class TemplateParser:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the region what is certain to be its own."""
+        """Pass text that certainly belongs to the region to it."""
         at, text = self._scanner.take()
         hidden = max(0, min(len(text), self._first - at))
         if hidden:
@@ -62,7 +62,7 @@ class TemplateParser:
             self._region.add(text[hidden:], shown=True)
 
     def _next(self, found: Found) -> None:
-        """End a region with what ends it, or with what begins the next."""
+        """End a region at its end delimiter, or at the delimiter that begins the next."""
         template, begins = self._template, found.field.open is found.program
         marker = found.text[max(0, self._first - found.start) :]
         self._region.end("" if begins else marker, {} if begins else found.kept)
@@ -71,7 +71,7 @@ class TemplateParser:
         self._scanner.watch(self._watched(field), found.end)
 
     def _watched(self, field: Field | None) -> Sequence[tuple[Field, bool]]:
-        """What is looked for in a region: its end; where none is open, the beginnings of others."""
+        """Return the delimiters to watch in a region: its end and, if no region is open, the beginnings of all."""
         ends = [(field, False)] if field is not None and field.close is not None else []
         return (
             ends if field is not self._template.implicit else [*((each, True) for each in self._template.fields), *ends]
@@ -92,20 +92,20 @@ class TemplateParser:
 
 
 class Region:
-    """A stretch of an answer; this one is left out."""
+    """A region of an answer; this base class drops its text."""
 
     def add(self, text: str, *, shown: bool) -> None:
-        """More of it. Not ``shown``: the prompt has it."""
+        """Append text. Not ``shown``: the text is in the prompt."""
 
     def end(self, marker: str, kept: Mapping[str, str]) -> None:
-        """It ends with a marker, whose named parts are ``kept``."""
+        """End the region at a marker, whose named groups are ``kept``."""
 
 
 class Text:
-    """The texts of a field, one behind the other, to a sink.
+    """Sink of all texts of a field, joined.
 
     Args:
-        join: what stands between them.
+        join: separator of the texts.
     """
 
     def __init__(self, sink: Sink, *, strip: bool, join: str) -> None:
@@ -114,7 +114,7 @@ class Text:
         self._space = ""
 
     def begin(self) -> None:
-        """Another text."""
+        """Begin another text."""
         self._inside, self._space = False, ""
 
     def add(self, text: str, *, shown: bool) -> None:
@@ -128,7 +128,7 @@ class Text:
             self._show(text, joined)
 
     def _show(self, text: str, joined: str) -> None:
-        """Space at the end waits."""
+        """Emit text; trailing whitespace waits for more text."""
         bare = text.rstrip() if self._strip else text
         if bare:
             self._sink(joined + self._space + bare)
@@ -137,7 +137,7 @@ class Text:
 
 
 class TextRegion(Region):
-    """Text, as it comes."""
+    """Region of text, streamed."""
 
     def __init__(self, text: Text) -> None:
         self._text = text
@@ -147,7 +147,7 @@ class TextRegion(Region):
 
 
 class CallsRegion(Region):
-    """Calls, which are known when it has ended. What is none stays text, its markers included."""
+    """Region of calls, parsed when it has ended. Text that is not a call stays content, including its markers."""
 
     def __init__(self, field: Field, emitter: Emitter, tools: Tools, marker: str, kept: Mapping[str, str]) -> None:
         self._field, self._emitter, self._tools = field, emitter, tools
@@ -175,10 +175,10 @@ class CallsRegion(Region):
             self._emitter.end()
 
     def _calls(self, body: str, kept: Mapping[str, str]) -> Sequence[tuple[str, str]]:
-        """Names and arguments.
+        """Return names and arguments.
 
         Raises:
-            ValueError, and others of ``_WRONG``: it has another form.
+            ValueError, and others of ``_WRONG``: the text has another form.
         """
         field, matches = self._field, self._finder.end()[1] if self._finder is not None else ()
         value = field.contents.read(body, matches)
@@ -200,7 +200,7 @@ def _call(item: Any, tools: Tools) -> tuple[str, str]:
 
 
 def _arguments(name: str, arguments: Any, tools: Tools) -> str:
-    """JSON; values that are text of parameters that are not become what the function's schema says."""
+    """Return arguments as JSON; text values of other types are converted as the function's schema declares."""
     if isinstance(arguments, str):
         return arguments
     if isinstance(arguments, Mapping):
@@ -212,7 +212,7 @@ def _arguments(name: str, arguments: Any, tools: Tools) -> str:
 
 
 def _typed(value: Any, types: frozenset[str]) -> Any:
-    if isinstance(value, list) and "array" not in types:  # of several tags of one name
+    if isinstance(value, list) and "array" not in types:  # several tags of one name
         return [_typed(each, types) if isinstance(each, str) else each for each in value]
     as_text = not isinstance(value, str) or types <= {STRING}
     return value if as_text else json.loads(json_value(value, types))

@@ -1,4 +1,4 @@
-"""The delimiter that comes next, of several: the first, of those at one place the longest."""
+"""Incremental search for the next of several delimiters: the first one, and the longest of those at one position."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxinfer.parsers.response_template.search import Search
 from jaxinfer.parsers.response_template.template import Field
 
 REACH = 1024
-"""Characters that a delimiter may have: so much of an answer waits, and is looked at again."""
+"""Maximum characters of a delimiter: this much of an answer is buffered, and examined again."""
 _WINDOW = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A delimiter. ``kept``: the texts of its named parts."""
+    """A delimiter that was found. ``kept``: the texts of its named groups."""
 
     field: Field
     program: Program
@@ -27,10 +27,10 @@ class Found:
 
 
 class Scanner:
-    """Looks for delimiters in text that comes in parts. Places are counted from the first character on.
+    """Incremental scanner for delimiters. Positions are counted from the first character.
 
     Args:
-        watched: fields, and whether their beginnings are looked for, or their ends.
+        watched: fields, each with whether its begin delimiter is watched, or its end delimiter.
     """
 
     def __init__(self, watched: Sequence[tuple[Field, bool]]) -> None:
@@ -40,7 +40,7 @@ class Scanner:
         self.watch(watched, 0)
 
     def watch(self, watched: Sequence[tuple[Field, bool]], at: int) -> None:
-        """Look for other delimiters, from a place on: what is in front of it has been read."""
+        """Watch other delimiters, from a position on; text before it has been read."""
         programs = [(field, field.open if opens else field.close) for field, opens in watched]
         self._searches = [
             (field, program, Search(program, at, REACH)) for field, program in programs if program is not None
@@ -51,11 +51,11 @@ class Scanner:
         self._text += text
 
     def end(self) -> None:
-        """There will be no more text."""
+        """Mark the end of the text."""
         self._ended = True
 
     def find(self) -> Found | None:
-        """The next delimiter; None: it is not known yet, or there is none."""
+        """Return the next delimiter; None: it is not known yet, or there is none."""
         end = self._base + len(self._text)
         while (found := self._decided(end)) is None and self._at < end:
             self._at = min(end, self._at + _WINDOW)
@@ -64,7 +64,7 @@ class Scanner:
         return found
 
     def take(self) -> tuple[int, str]:
-        """What cannot be part of a delimiter any more, with its place; it is read now."""
+        """Consume and return the text that can no longer be part of a delimiter, with its position."""
         first = min([self._at, *(place for _, _, search in self._searches if (place := _first(search)) is not None)])
         text, base = self._text[: first - self._base], self._base
         self._text, self._base = self._text[first - base :], first
@@ -98,6 +98,6 @@ class Scanner:
 
 
 def _first(search: Search) -> int | None:
-    """Where what a search has found, or may find, begins."""
+    """Return the first position of a match that a search has found, or may find."""
     places = [place for place in (search.pending, search.match.start if search.match else None) if place is not None]
     return min(places, default=None)

@@ -1,4 +1,4 @@
-"""Searches of patterns in text that comes in parts: each character is looked at once, whatever the pattern."""
+"""Incremental pattern search that examines each character once, for any pattern."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxinfer.parsers.response_template.program import BEGIN, CHAR, MATCH, SAVE,
 
 
 class Thread(NamedTuple):
-    """A way in which the pattern may fit. ``place``: in its program; ``start``: in the text; ``kept``: by slots."""
+    """A thread of the pattern automaton. ``place``: instruction; ``start``: position in the text; ``kept``: slots."""
 
     place: int
     start: int
@@ -19,7 +19,7 @@ class Thread(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Where a pattern fits: ``start`` to ``end``; ``kept``: named parts with their places."""
+    """A match from ``start`` to ``end``; ``kept``: named groups with their positions."""
 
     start: int
     end: int
@@ -27,14 +27,14 @@ class Match:
 
 
 class Search:
-    """Looks for the first place where a pattern fits, as Python's ``re.search`` does, in which it fits as that prefers.
+    """Search for the first match of a pattern, with the preferences of Python's ``re.search``.
 
     Args:
-        at: place in the text from which it looks.
-        reach: so many characters may fit; None: any number.
+        at: position in the text at which the search begins.
+        reach: maximum characters of a match; None: unbounded.
 
     Attributes:
-        position: where it has got to.
+        position: current position.
         match: the best so far; final if nothing is pending.
     """
 
@@ -48,7 +48,7 @@ class Search:
 
     @property
     def pending(self) -> int | None:
-        """The first place where it may yet fit, or fit in another way."""
+        """First position of a match that is still possible, or may still change."""
         return self._threads[0].start if self._threads else None
 
     @property
@@ -56,18 +56,18 @@ class Search:
         return self.match is not None and not self._threads
 
     def run(self, text: str, base: int, upto: int) -> None:
-        """Look at ``text``, which begins at the place ``base``, up to the place ``upto``."""
+        """Search ``text``, which begins at position ``base``, up to position ``upto``."""
         while self.position < upto and not self.is_final:
             self._skip(text, base, upto)
             if self.position < upto:
                 self._step(text[self.position - base])
 
     def end(self) -> None:
-        """There is no more text."""
+        """Mark the end of the text."""
         self._threads = []
 
     def _skip(self, text: str, base: int, upto: int) -> None:
-        """Leave out characters that change nothing but how far the parts go; the last ones say that."""
+        """Skip characters that change only group positions; the last few are stepped through to set those."""
         if self.position == 0:
             return
         places = tuple(thread.place for thread in self._threads)
@@ -91,10 +91,10 @@ class Search:
             within = self._reach is None or self.position - thread.start <= self._reach
             fits = within and one is not None and one.match(character) is not None
             if fits and self._follow(thread._replace(place=thread.place + 1)):
-                break  # what comes behind is less preferred
+                break  # the remaining threads are less preferred
 
     def _follow(self, thread: Thread) -> bool:
-        """Go on from a place up to where characters are looked at. True: the pattern fits."""
+        """Advance a thread up to instructions that consume a character. True: the pattern matches."""
         stack = [thread]
         while stack:
             thread = stack.pop()
@@ -108,7 +108,7 @@ class Search:
         return False
 
     def _next(self, thread: Thread) -> Sequence[Thread]:
-        """What a thread becomes, the preferred one last; none where it waits for a character."""
+        """Return the successors of a thread, the preferred one last; none if it waits for a character."""
         place, start, kept = thread
         step = self._program.code[place]
         if step.kind == CHAR:
@@ -127,7 +127,7 @@ class Search:
 
 
 class Finder:
-    """Finds all places where a pattern that is never empty fits, one behind the other, in text that comes in parts."""
+    """Incremental search for all non-overlapping matches of a pattern that never matches the empty string."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._search = program, Search(program)
@@ -143,7 +143,7 @@ class Finder:
             self._again(text, base)
 
     def end(self) -> tuple[str, list[Match]]:
-        """The whole text, and the places in it."""
+        """Return the whole text, and its matches."""
         text = "".join(self._parts)
         self._search.end()
         while self._search.match is not None:
@@ -152,7 +152,7 @@ class Finder:
         return text, self._found
 
     def _again(self, text: str, base: int) -> None:
-        """Keep what has been found, and look behind it: in ``text``, or further back."""
+        """Record the match, and search after it: in ``text``, or from an earlier position."""
         match = self._search.match
         assert match is not None
         self._found.append(match)
@@ -163,7 +163,7 @@ class Finder:
 
 
 def find_all(program: Program, text: str) -> list[Match]:
-    """All places where a pattern that is never empty fits, one behind the other."""
+    """Return all non-overlapping matches of a pattern that never matches the empty string."""
     finder = Finder(program)
     finder.add(text)
     return finder.end()[1]

@@ -1,4 +1,4 @@
-"""Response templates as transformers writes them into tokenizer_config.json: read, checked, and made into programs."""
+"""Response templates in transformers' tokenizer_config.json format: validation and compilation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer.parsers.response_template.program import Program, compiled
 from jaxinfer.parsers.response_template.search import find_all
 
 MOST_BYTES = 1 << 16
-"""Of a template's JSON."""
+"""Maximum bytes of a template's JSON."""
 MOST_FIELDS = 16
 _KEY = "response_template"
 _DEFAULTS = ("role", "content", "reasoning", "reasoning_content", "thinking", "tool_calls")
@@ -24,12 +24,12 @@ _TEMPLATE_KEYS = ("version", "defaults", "fields", "start_anchor", "start_anchor
 _OPEN, _CLOSE, _ANCHOR = (f"{word}_pattern" for word in ("open", "close", "start_anchor"))
 _BOOLEANS = ("repeats", "optional", "transform_each")
 _FIELD_KEYS = ("open", _OPEN, "close", _CLOSE, "content", "content_args", "transform", "join", *_BOOLEANS)
-_TEXT_END = ("$", r"\Z")  # ends every region, said or not
+_TEXT_END = ("$", r"\Z")  # matches at the end of every region anyway
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class Kind(enum.Enum):
-    """What a field becomes of an answer."""
+    """Output field for the text of a template field."""
 
     CONTENT = "content"
     REASONING = "reasoning"
@@ -47,14 +47,14 @@ FIELDS: Mapping[str, Kind] = {
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A region.
+    """A region of an answer.
 
     Attributes:
-        open, close: what begins and ends it. None: it begins where no other one is open; it ends with the text.
-        strip: space around its text is left out.
-        join: stands between its texts; None: a line break.
+        open, close: begin and end delimiters. None: it begins where no other region is open; it ends with the text.
+        strip: whitespace around its text is dropped.
+        join: separator of its texts; None: a line break.
         transform: the shape of its calls, with placeholders.
-        each: the shape is that of each of the content's items.
+        each: the shape applies to each item of the content.
     """
 
     name: str
@@ -70,13 +70,13 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseTemplate:
-    """A checkpoint's, see `read_template`.
+    """Compiled response template of a checkpoint, see `read_template`.
 
     Attributes:
-        fields: those that something begins.
-        implicit: the one that is open where no other is; None: text there is left out.
-        anchor: what begins an answer within a prompt.
-        markers: special tokens that are part of it: answers must show them.
+        fields: fields with a begin delimiter.
+        implicit: field that is open where no other is; None: text there is dropped.
+        anchor: pattern that begins an answer within a prompt.
+        markers: special tokens that it uses: the detokenizer must keep them.
     """
 
     fields: Sequence[Field]
@@ -85,19 +85,19 @@ class ResponseTemplate:
     markers: frozenset[str]
 
     def begun(self, prompt: str) -> str:
-        """What the end of a prompt has of the answer already."""
+        """Return the beginning of the answer that is at the end of the prompt."""
         found = find_all(self.anchor, prompt)
         return prompt[found[-1].end :] if found else ""
 
 
 def read_template(raw: object, special: Collection[str] = ()) -> ResponseTemplate:
-    """Make a template of what tokenizer_config.json has.
+    """Make a template from tokenizer_config.json.
 
     Args:
         special: texts of the tokenizer's special tokens.
 
     Raises:
-        ResponseTemplateError: it is none, too large, or has what is not understood: names the key and the value.
+        ResponseTemplateError: it is invalid, too large, or has unsupported keys: names the key and the value.
     """
     if not isinstance(raw, Mapping):
         refuse(_KEY, raw, "must be an object")
@@ -118,7 +118,7 @@ def _made(fields: Sequence[Field], anchor: Program, special: Collection[str]) ->
     what = "have nothing that begins them; one may"
     require(len(implicit) <= 1, f"{_KEY}.fields", [field.name for field in implicit], what)
     if not implicit and all(field.kind != Kind.CONTENT for field in fields):
-        implicit = [Field("content", Kind.CONTENT, read_contents(_KEY, TEXT, {}))]  # nothing is lost
+        implicit = [Field("content", Kind.CONTENT, read_contents(_KEY, TEXT, {}))]  # no text is dropped
     texts = [text for field in fields for text in _texts(field)]
     markers = frozenset(token for token in special if any(token in text for text in texts))
     return ResponseTemplate(
@@ -127,7 +127,7 @@ def _made(fields: Sequence[Field], anchor: Program, special: Collection[str]) ->
 
 
 def _texts(field: Field) -> Sequence[str]:
-    """Literal texts that a field looks for."""
+    """Return the literal texts that a field searches for."""
     programs = (field.open, field.close, field.contents.tags)
     return [text for program in programs if program for text in program.runs] + list(field.contents.literals)
 
@@ -138,7 +138,7 @@ def _only(key: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
 
 
 def _check_defaults(defaults: object) -> None:
-    """What is always in a message: its role, and fields that are empty."""
+    """Check the constant fields of a message: its role, and fields that are empty."""
     if not isinstance(defaults, Mapping):
         refuse(f"{_KEY}.defaults", defaults, "must be an object")
     _only(f"{_KEY}.defaults", defaults, _DEFAULTS)
@@ -175,7 +175,7 @@ def _checked(key: str, name: str, raw: Mapping[str, Any]) -> Field:
 
 
 def _anchor(key: str, raw: Mapping[str, Any], literal: str, pattern: str) -> Program | None:
-    """The program of a delimiter: of one text, of several, or of a pattern."""
+    """Compile a delimiter: one text, several texts, or a pattern."""
     both = literal in raw and pattern in raw
     require(not both, f"{key}.{literal}", raw.get(literal), f"and {pattern} cannot be there at once")
     if pattern in raw:
@@ -194,7 +194,7 @@ def _literal(key: str, raw: object) -> Program:
 
 
 def _check_text(key: str, raw: Mapping[str, Any], kept: Sequence[str]) -> None:
-    """Refuse what would make another thing than text of content or of reasoning."""
+    """Reject options under which a content or reasoning field would not be text."""
     require(raw.get("content", TEXT) == TEXT, f"{key}.content", raw.get("content"), "must be text in this field")
     for word in ("transform", "transform_each"):
         require(not raw.get(word), f"{key}.{word}", raw.get(word), "is for tool_calls alone")
@@ -213,7 +213,7 @@ def _check_calls(key: str, raw: Mapping[str, Any], kept: Sequence[str]) -> None:
 
 
 def _check_shape(key: str, shape: Any, known: Collection[str] | None) -> None:
-    """Check the placeholders. ``known``: what they may name; None: also what is in an item."""
+    """Check the placeholders. ``known``: names that they may use; None: also fields of an item."""
     if isinstance(shape, Mapping | list):
         for inner in shape.values() if isinstance(shape, Mapping) else shape:
             _check_shape(key, inner, known)
@@ -226,10 +226,10 @@ def _check_shape(key: str, shape: Any, known: Collection[str] | None) -> None:
 
 
 def shaped(shape: Any, scope: Mapping[str, Any]) -> Any:
-    """A transform with values in place of its placeholders.
+    """Return a transform with its placeholders replaced by values.
 
     Raises:
-        ValueError: a value is not there.
+        ValueError: a value is missing.
     """
     if isinstance(shape, Mapping):
         return {key: shaped(inner, scope) for key, inner in shape.items()}

@@ -1,4 +1,4 @@
-"""Making quantised weights: pure functions of one weight ``[out, in]`` and of what is known of its inputs."""
+"""Quantisation of weights: pure functions of one weight ``[out, in]`` and statistics of its inputs."""
 
 from jaxinfer.quant.make.gptq import gptq, reconstruction_error
 from jaxinfer.quant.make.grid import IntegerGrid, Made

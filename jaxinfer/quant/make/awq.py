@@ -1,7 +1,7 @@
-"""AWQ (Lin et al. 2023): inputs that are large are scaled up in the weight before it is rounded, then clipped.
+"""AWQ (Lin et al. 2023): weight columns of large inputs are scaled up before rounding, then groups are clipped.
 
-Outputs are x W^T = (x / s) (W s)^T. Errors of rounding W s weigh 1 / s in the output, so large inputs deserve a large
-s; s = mean|x|^alpha, the best alpha of a grid. All losses come from the Gram matrix: ||x D^T||^2 = tr(D G D^T).
+Outputs are x W^T = (x / s) (W s)^T. Rounding errors of W s have weight 1 / s in the output, so large inputs get a large
+s = mean|x|^alpha, with the best alpha of a grid. All losses use the Gram matrix: ||x D^T||^2 = tr(D G D^T).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jaxtyping import Array, Float
 
 from jaxinfer.quant.make.grid import IntegerGrid
 
-POINTS = 20  # of the grid of alpha, 0 among them: AWQ is never worse than rounding on its calibration data
+POINTS = 20  # grid points of alpha, including 0: AWQ is never worse than rounding on its calibration data
 _LEAST = 1e-4
-_SHRINKS = 10  # of a group's largest value, by 5 % each
+_SHRINKS = 10  # clipping candidates: a group's largest value, reduced in steps of 5 %
 
 
 @jax.jit
 def candidates(magnitude: Float[Array, " k"]) -> Float[Array, "points k"]:
-    """The scales that are tried, of the mean absolute value of each input; their extremes lie about 1."""
+    """Return candidate scales from the mean absolute value of each input; their extremes are centred around 1."""
     alpha = jnp.arange(POINTS, dtype=jnp.float32)[:, None] / POINTS
     scales = jnp.maximum(magnitude, _LEAST) ** alpha
     return scales / jnp.sqrt(scales.max(axis=1, keepdims=True) * scales.min(axis=1, keepdims=True))
@@ -32,7 +32,7 @@ def candidates(magnitude: Float[Array, " k"]) -> Float[Array, "points k"]:
 def losses(
     weight: Float[Array, "out k"], gram: Float[Array, "k k"], scales: Float[Array, "points k"], grid: IntegerGrid
 ) -> Float[Array, " points"]:
-    """The squared error of the outputs with each of the scales; those of weights that share their inputs add up."""
+    """Return the squared output error for each candidate scale; errors of weights that share inputs can be added."""
     weight = weight.astype(jnp.float32)
     groups = (weight.shape[0], -1, grid.width(weight.shape[1]))
 
@@ -46,7 +46,7 @@ def losses(
 
 @functools.partial(jax.jit, static_argnames=("grid",))
 def clipped(weight: Float[Array, "out k"], gram: Float[Array, "k k"], grid: IntegerGrid) -> Float[Array, "out k"]:
-    """Clip each group to the limit that loses least on that group's inputs alone, as the paper has it."""
+    """Clip each group to the limit with the least loss on that group's inputs alone, as in the paper."""
     weight = weight.astype(jnp.float32)
     out, inputs = weight.shape
     width = grid.width(inputs)

@@ -1,4 +1,4 @@
-"""The tables of 4-bit codebooks, and that of bitsandbytes' 8-bit scales."""
+"""Tables of the 4-bit codebooks, and of bitsandbytes' 8-bit scales."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def _dynamic() -> np.ndarray:
-    """The signed 8-bit tree of Dettmers 2016 as bitsandbytes has it: the more leading zeros, the smaller and coarser.
+    """Return bitsandbytes' signed 8-bit tree (Dettmers 2016): more leading zeros mean smaller and coarser values.
 
-    Of each sign, indicator i has 2^i equally spaced fractions between 0.1 and 1, their middles times 10^(i - 6).
+    For each sign, indicator i has 2^i equally spaced fractions between 0.1 and 1: their midpoints times 10^(i - 6).
     """
     values = [np.float32(0.0), np.float32(1.0)]
     for i in range(7):
@@ -20,10 +20,10 @@ def _dynamic() -> np.ndarray:
 
 
 def _from_both_ends(count: int) -> np.ndarray:
-    """Numbers from 0.1 to 1, each counted from the nearer end in float32: as the tool's own table was made."""
+    """Return values from 0.1 to 1, each computed from the nearer end in float32, like the tool's own table."""
     first, last = np.float32(0.1), np.float32(1.0)
     step = (last - first) / np.float32(count - 1)
-    index = np.arange(count, dtype=np.float64)  # products that are added are rounded once
+    index = np.arange(count, dtype=np.float64)  # float64, so that product and sum are rounded once
     return np.where(index < count // 2, first + step * index, last - step * (count - 1 - index)).astype(np.float32)
 
 
@@ -49,7 +49,7 @@ NF4 = np.asarray(
     ],
     np.float32,
 )
-# bitsandbytes' own 4-bit floats: sign, then an order of its own, divided by the largest (12).
+# bitsandbytes' 4-bit floats: sign, then a nonstandard order, divided by the largest (12).
 _FP4_SIZES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = np.asarray([*_FP4_SIZES, *(-size for size in _FP4_SIZES)], np.float32) / np.float32(12)
 # E2M1 (OCP Microscaling Formats 1.0).

@@ -1,4 +1,4 @@
-"""Made weights as tensors of a Hugging Face folder, as other people's readers know them, and what config.json says.
+"""Export of quantised weights: tensors of a Hugging Face folder in standard formats, and the quantisation config.
 
 The layouts are those of jaxinfer/weights/formats, which reads them back.
 """
@@ -20,26 +20,26 @@ from jaxinfer.quant.make.rtn import BLOCK, NESTED, MadeCodebook
 Tensors = dict[str, np.ndarray]
 
 _WORD = 32
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs a nibble holds, lowest nibble first
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output index, among eight, of each nibble, lowest nibble first
 _FP8_BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Storage of all weights of a checkpoint that is written.
+    """Storage of all weights of a checkpoint being written.
 
     Attributes:
         format: a name in `FORMATS`.
         kind: "int", "float", "nf4", "fp4" or "mxfp4".
-        bits: of a code.
+        bits: bits per code.
         group: inputs that share a scale; 0: all.
         symmetric: there are no zero points.
-        act_order: inputs were taken in the order of their size.
+        act_order: inputs were processed in descending order of magnitude.
         ordered: inputs that share a scale need not be neighbours.
-        blocks: scales are those of blocks of 128 by 128.
-        activations: inputs are to be rounded to 8 bits as well, each token with a scale of its own.
+        blocks: scales are per block of 128 by 128.
+        activations: inputs are also rounded to 8 bits, with a scale per token.
         nested: scales are rounded to 8 bits.
-        dtype: of the model's other tensors.
+        dtype: dtype of the unquantized tensors of the model.
     """
 
     format: str
@@ -56,7 +56,7 @@ class Stored:
 
 
 def packed(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Whole numbers [rows, n] below 2^bits as int32 words [rows, ceil(n bits / 32)]: one little-endian bit stream."""
+    """Pack integers [rows, n] below 2^bits as int32 words [rows, ceil(n bits / 32)]: one little-endian bit stream."""
     rows, count = fields.shape
     stream = ((fields.astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8)) & 1).reshape(rows, count * bits)
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % _WORD)))
@@ -64,20 +64,20 @@ def packed(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def tensors_of(module: str, made: Made | MadeCodebook, stored: Stored) -> Tensors:
-    """The tensors of ``module``'s weight by their names.
+    """Return the tensors of the weight of ``module`` by name.
 
     Raises:
-        ValueError: the format cannot hold it.
+        ValueError: the format does not support the weight.
     """
     return FORMATS[stored.format].tensors(module, made, stored)
 
 
 def config_of(stored: Stored, dense: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json.
+    """Return the ``quantization_config`` of config.json.
 
     Args:
-        dense: the linear modules that stay as they are.
-        inside: the names, within a block, of the modules that are quantised.
+        dense: linear modules that stay unquantized.
+        inside: names, within a block, of the quantised modules.
     """
     return FORMATS[stored.format].config(stored, dense, inside)
 
@@ -87,13 +87,13 @@ def _unsigned(codes: Any, bits: int) -> np.ndarray:
 
 
 def _file_groups(part: Any, layout_group: int, group: int) -> np.ndarray:
-    """Scales or zeros [out, groups of the file], of which the last may be a shorter one."""
+    """Return scales or zero points [out, groups of the file], the last of which may be a shorter group."""
     values = np.asarray(part)
     return values if not group or values.shape[1] == 1 else values[:, :: max(1, group // layout_group)]
 
 
 def _plain_columns(made: Made) -> np.ndarray:
-    """Codes in the order of the inputs."""
+    """Return the codes in the order of the inputs."""
     codes = np.asarray(made.parts["codes"])
     if "order" not in made.parts:
         return codes
@@ -198,7 +198,7 @@ def _gptq(module: str, made: Made | MadeCodebook, stored: Stored) -> Tensors:
 
 
 def _less_one(zeros: np.ndarray, bits: int) -> np.ndarray:
-    """Version 1 stores one less, subtracted from whole words with borrow; of 3 bits from each zero point by itself."""
+    """Pack version 1 zero points, minus one: subtracted from whole words with borrow; of 3 bits, from each value."""
     if bits == 3:
         return packed((zeros + 7) % 8, bits)
     each = np.uint32(sum((1 << place) for place in range(0, _WORD, bits)))
@@ -276,7 +276,7 @@ def _bitsandbytes(module: str, made: Made | MadeCodebook, stored: Stored) -> Ten
 
 
 def _of_blocks(part: Any, size: int, group: int, block: int) -> np.ndarray:
-    """One value for each block of the flattened weight, of those for ``group`` inputs of each row."""
+    """Return one value per block of the flattened weight, from values for ``group`` inputs of each row."""
     return np.asarray(part).reshape(-1)[np.arange(0, size, block) // group]
 
 
@@ -296,7 +296,7 @@ def _bitsandbytes_config(stored: Stored, dense: Sequence[str], inside: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Functions that make a format's tensors and its ``quantization_config``."""
+    """A format: functions that build its tensors and its ``quantization_config``."""
 
     tensors: Callable[[str, Made | MadeCodebook, Stored], Tensors]
     config: Callable[[Stored, Sequence[str], Sequence[str]], dict[str, Any]]

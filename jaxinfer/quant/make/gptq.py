@@ -1,8 +1,8 @@
-"""GPTQ (Frantar et al. 2022): codes one input at a time; what an input loses, those after it make good.
+"""GPTQ (Frantar et al. 2022): rounds one input at a time and compensates the error in the later inputs.
 
 For a weight row w and inputs x with G = sum x x^T it lowers (w - q) G (w - q)^T. With U the upper Cholesky factor of
-the inverse of G + damping (G^-1 = U^T U), rounding input j with error e_j = (w_j - q_j) / U_jj changes each later
-w_k by -e_j U_jk.
+the inverse of G + damping (G^-1 = U^T U), rounding input j with error e_j = (w_j - q_j) / U_jj changes each later w_k
+by -e_j U_jk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.quant.make.grid import IntegerGrid, Made
 
-_BLOCK = 128  # inputs whose errors are carried on together
+_BLOCK = 128  # inputs whose errors are propagated together
 _TRIES = 5
 
 
@@ -29,19 +29,19 @@ def gptq(
     act_order: bool = False,
     static_groups: bool = False,
 ) -> Made:
-    """Integers of a weight whose inputs have the Gram matrix ``gram``: its factor in float64, all else in float32.
+    """Quantise a weight whose inputs have the Gram matrix ``gram``: its factor in float64, the rest in float32.
 
-    An input that was never anything but zero is rounded to nearest.
+    Inputs that are always zero are rounded to nearest.
 
     Args:
-        gram: the sum, or the mean, of x x^T.
-        damp: this share of the mean diagonal is added to it; ten times as much where it cannot be factorised.
-        act_order: the inputs with the largest diagonal come first; neighbours in that order share a scale, so that the
-            result has an ``order``.
-        static_groups: scales come from the weight as it was, groups stay those of neighbouring inputs.
+        gram: sum or mean of x x^T.
+        damp: fraction of the mean diagonal to add to it; multiplied by ten while the factorisation fails.
+        act_order: process inputs by descending diagonal; neighbours in that order share a scale, so the result has an
+            ``order``.
+        static_groups: scales come from the original weight, and groups stay those of neighbouring inputs.
 
     Raises:
-        ValueError: groups do not divide the inputs, or the matrix is not one of finite inputs.
+        ValueError: groups do not divide the inputs, or the matrix is not that of finite inputs.
     """
     order = jnp.argsort(-jnp.diagonal(gram)) if act_order else jnp.arange(weight.shape[1])
     ordered = _ordered(gram, order)
@@ -57,7 +57,7 @@ def gptq(
 def reconstruction_error(
     weight: Float[Array, "out k"], approximation: Float[Array, "out k"], gram: Float[Array, "k k"]
 ) -> Float[Array, ""]:
-    """The squared error of the layer's outputs, by that of outputs of nothing: 0 is exact, 1 as good as zeros."""
+    """Return the squared error of the layer's outputs relative to their squared norm: 0 is exact, 1 as bad as zeros."""
     return _energy(weight - approximation, gram) / jnp.maximum(_energy(weight, gram), 1e-30)
 
 
@@ -67,7 +67,7 @@ def _energy(weight: Array, gram: Array) -> Array:
 
 
 def _block(inputs: int, group: int) -> int:
-    """A block holds whole groups, or a group whole blocks, so that scales come from numbers that are up to date."""
+    """Return a block size such that scales come from up-to-date values: whole groups per block, or blocks per group."""
     fits = inputs % _BLOCK == 0 and (group % _BLOCK == 0 or _BLOCK % group == 0)
     return _BLOCK if fits else group
 
@@ -87,11 +87,11 @@ def _finite_root(gram: Array, damp: float) -> Array:
 
 
 def _inverse_root(gram: Array, damp: float) -> Array:
-    """The upper U with U^T U = (gram + damping)^-1, in float32 and made in float64.
+    """Return the upper U with U^T U = (gram + damping)^-1, computed in float64 and returned in float32.
 
-    By the factor of the matrix with its order reversed: gram = R R^T with R upper, U = R^-1. So nothing is inverted
-    but a triangle. In float32 the small eigenvalues of the matrix would be lost to rounding all the same, and with
-    them codes of weights that lie near the middle of two.
+    Uses the factor of the reversed matrix: gram = R R^T with R upper, U = R^-1, so only a triangular matrix is
+    inverted. In float32 the small eigenvalues would be lost to rounding, and with them codes of weights near the middle
+    of two.
     """
     with jax.enable_x64(True):
         return _double_root(gram, damp)
@@ -111,7 +111,7 @@ def _double_root(gram: Array, damp: Array | float) -> Array:
 def _solve(
     weight: Array, root: Array, order: Array, grid: IntegerGrid, block: int, static: bool
 ) -> tuple[Array, Array, Array]:
-    """Codes, scales and zeros; codes and groups in the order given, with ``static`` in that of the inputs."""
+    """Return codes, scales and zeros; codes and groups in processing order, or with ``static`` in input order."""
     weight = weight.astype(jnp.float32)
     out, inputs = weight.shape
     group = grid.width(inputs)
@@ -122,7 +122,7 @@ def _solve(
     return (jnp.zeros_like(codes).at[:, order].set(codes) if static else codes), scales, zeros
 
 
-_State = tuple[Array, Array, Array, Array]  # the weight with all corrections, codes, scales, zeros
+_State = tuple[Array, Array, Array, Array]  # weight with all corrections, codes, scales, zeros
 
 
 def _one_block(
@@ -150,7 +150,7 @@ def _one_block(
         column, scale, zero = own[:, j], scales[:, at], zeros[:, at]
         code = grid.code(column, scale, zero)
         error = (column - (code - zero) * scale) / corner[j, j]
-        own = own - error[:, None] * corner[j]  # the factor is upper: inputs before j stay
+        own = own - error[:, None] * corner[j]  # upper triangular: inputs before j stay unchanged
         return own, own_codes.at[:, j].set(code), errors.at[:, j].set(error), scales, zeros
 
     empty = jnp.zeros((weight.shape[0], block), jnp.float32)
@@ -170,7 +170,7 @@ def _refit(
     grid: IntegerGrid,
     group: int,
 ) -> tuple[Array, Array]:
-    """The scale of a group is that of its weights as they are when its turn comes."""
+    """Fit the scale of a group from its corrected weights when its first input is processed."""
 
     def fitted() -> tuple[Array, Array]:
         within = group <= own.shape[1]
@@ -182,5 +182,5 @@ def _refit(
 
 
 def enough_tokens(count: float, inputs: int) -> bool:
-    """Whether a Gram matrix of ``count`` vectors says more than noise: an eighth of the inputs suffices."""
+    """Return whether a Gram matrix of ``count`` vectors is meaningful: an eighth of the number of inputs suffices."""
     return count >= math.ceil(inputs / 8)

@@ -1,4 +1,4 @@
-"""The numbers that a quantised weight can have: equally spaced integers times a scale for each group of inputs."""
+"""Integer grids: the values of a quantised weight, equally spaced integers times a scale per group of inputs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxinfer.quant.layouts import Grouped, Parts
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A quantised weight: arrays, and what they mean."""
+    """A quantised weight: arrays and their layout."""
 
     layout: Grouped
     parts: Parts
 
     def dequantize(self) -> Float[Array, "out k"]:
-        """Dequantise to float32, columns in the order of the inputs."""
+        """Dequantize to float32, columns in the order of the inputs."""
         weight = self.layout.dequantize(self.parts)
         if "order" not in self.parts:
             return weight
@@ -30,15 +30,15 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class IntegerGrid:
-    """weight = (code - zero) * scale, codes from -2^(bits-1) to 2^(bits-1) - 1, a scale for ``group`` inputs.
+    """Grid of weight = (code - zero) * scale, codes from -2^(bits-1) to 2^(bits-1) - 1, a scale per ``group`` inputs.
 
-    The scale is rounded to the dtype in which it will be stored before codes are chosen.
+    Scales are rounded to their storage dtype before codes are chosen.
 
     Attributes:
-        bits: 2 to 8; up to 4 are held as int4.
+        bits: 2 to 8; up to 4 are stored as int4.
         group: inputs that share a scale; 0: all of them.
         symmetric: no zero points; the largest absolute value is half a step above the largest code, so that all codes
-            are used (as compressed-tensors and GPTQ's own code have it).
+            are used (as in compressed-tensors and GPTQ's reference code).
         scale_dtype: "float32", "float16" or "bfloat16".
     """
 
@@ -56,7 +56,7 @@ class IntegerGrid:
         return (1 << (self.bits - 1)) - 1
 
     def width(self, inputs: int) -> int:
-        """Number of inputs that share a scale.
+        """Return the number of inputs that share a scale.
 
         Raises:
             ValueError: groups do not divide the inputs.
@@ -67,10 +67,10 @@ class IntegerGrid:
         return group
 
     def cropped(self, made: Made, inputs: int) -> Made:
-        """Crop what was made of a weight with inputs padded to whole groups: the last group becomes a shorter one.
+        """Crop a weight whose inputs were padded to whole groups: the last group becomes shorter.
 
-        Scales are repeated for what divides both the group and the inputs. With an ``order``, the inputs that were
-        filled in come last in it, as they do where their Gram matrix is zero.
+        Scales are repeated for groups of the greatest common divisor of group and inputs. With an ``order``, padding
+        comes last in it, as for inputs whose Gram matrix is zero.
         """
         have = made.parts["codes"].shape[1]
         if have == inputs:
@@ -97,7 +97,7 @@ class IntegerGrid:
         )
 
     def fit(self, weight: Float[Array, "*out group"]) -> tuple[Float[Array, "*out"], Float[Array, "*out"]]:
-        """Scales and zero points of groups, such that nothing is clipped by more than half a step."""
+        """Return scales and zero points of groups, such that nothing is clipped by more than half a step."""
         steps = float((1 << self.bits) - 1)
         if self.symmetric:
             scale = self.storable(2.0 * jnp.abs(weight).max(axis=-1) / steps)
@@ -107,18 +107,18 @@ class IntegerGrid:
         return scale, jnp.clip(jnp.round(-low / scale), 0, steps) + self.low
 
     def storable(self, scale: Float[Array, "*any"]) -> Float[Array, "*any"]:
-        """Round scales to the dtype that they are stored in, positive; 1 for a group of zeros."""
+        """Round scales to their storage dtype, positive; 1 for a group of zeros."""
         limits = jnp.finfo(self.scale_dtype)
         least = limits.smallest_subnormal if self.scale_dtype == "float16" else limits.tiny
         bounded = jnp.clip(jnp.where(scale > 0, scale, 1.0), float(least), float(limits.max))
         return bounded.astype(self.scale_dtype).astype(jnp.float32)
 
     def code(self, weight: Array, scale: Array, zero: Array) -> Array:
-        """The nearest codes, as whole float32 numbers."""
+        """Return the nearest codes, as integer-valued float32."""
         return jnp.clip(jnp.round(weight / scale) + zero, self.low, self.high)
 
     def rounded(self, weight: Float[Array, "*out group"]) -> Float[Array, "*out group"]:
-        """The values that groups have after rounding to nearest."""
+        """Return the values of groups after rounding to nearest."""
         scale, zero = (part[..., None] for part in self.fit(weight))
         return (self.code(weight, scale, zero) - zero) * scale
 

@@ -1,4 +1,4 @@
-"""Recipe of a user for quantising a model, and one weight made by it."""
+"""Quantisation recipe with user settings, and its application to one weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxinfer.quant.make.gptq import gptq
 from jaxinfer.quant.make.grid import IntegerGrid, Made
 from jaxinfer.quant.make.rtn import MX_BLOCK, MadeCodebook, codebook, float8, integers, mxfp4
 
-# The format that each method is written in, unless the user says another.
+# Default output format of each method.
 METHODS: Mapping[str, str] = MappingProxyType(
     {
         "int8": "compressed-tensors",
@@ -36,33 +36,33 @@ METHODS: Mapping[str, str] = MappingProxyType(
 _INTEGERS = ("int4", "gptq", "awq")
 _BITS = {"compressed-tensors": (4,), "gptq": (2, 3, 4, 8), "awq": (4,)}
 _BLOCK = 128
-_GROUP_SIZES = (128, 64, 32, 16, 8)  # that are advised
+_GROUP_SIZES = (128, 64, 32, 16, 8)  # candidates for advice
 
 
 class RecipeError(ValueError):
-    """Settings that do not go together, in one sentence."""
+    """Error for inconsistent settings, in one sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Method and settings by which a model is quantised.
+    """Method and settings of a quantisation.
 
     Attributes:
         method: a name in `METHODS`. "int4" is rounding to nearest; "smoothquant" is int8 with int8 activations.
-        bits, group_size: of int4, gptq and awq; ``group_size`` -1: one scale for each output.
-        symmetric: no zero points; None: as the method usually is (awq has them, the others do not).
-        activations: int8 and fp8: the inputs of products are to be rounded, too.
-        blocks: fp8: a scale for 128 by 128 weights, not for each output.
+        bits, group_size: for int4, gptq and awq; ``group_size`` -1: one scale for each output.
+        symmetric: no zero points; None: the method's default (awq has zero points, the other methods do not).
+        activations: int8 and fp8: also round the inputs of products.
+        blocks: fp8: a scale for 128 by 128 weights instead of one for each output.
         damp, act_order, static_groups: see `gptq`.
         alpha: see `smoothing`.
-        clip: awq limits the weights of each group.
+        clip: awq clips the weights of each group.
         nested: nf4 and fp4: scales are rounded to 8 bits.
-        short_groups: weights whose last group is a shorter one are quantised, too. The formats compressed-tensors and
-            awq can say so, but the tools of that name refuse such files.
-        weight_format: "compressed-tensors", "gptq" or "awq" for the integers of another method; "": the usual one.
+        short_groups: also quantise weights whose last group is shorter. The formats compressed-tensors and awq can
+            express this, but the tools of those names reject such files.
+        weight_format: "compressed-tensors", "gptq" or "awq" for the integers of another method; "": the default.
 
     Raises:
-        RecipeError: a value is not known, or settings do not go together.
+        RecipeError: a value is unknown, or settings are inconsistent.
     """
 
     method: str
@@ -101,17 +101,17 @@ class Recipe:
 
     @property
     def calibrated(self) -> bool:
-        """Whether the method needs to observe the inputs of each weight."""
+        """Whether the method needs statistics of the inputs of each weight."""
         return self.method in ("smoothquant", "gptq", "awq")
 
     @property
     def gram(self) -> bool:
-        """Whether the method needs the inputs' Gram matrix."""
+        """Whether the method needs the Gram matrix of the inputs."""
         return self.method in ("gptq", "awq")
 
     @property
     def folded(self) -> bool:
-        """Whether scales of inputs go into the layer before, which has to be one that can take them."""
+        """Whether input scales are folded into the preceding layer, which must support it."""
         return self.method in ("smoothquant", "awq")
 
     @property
@@ -119,14 +119,14 @@ class Recipe:
         return self.method != "awq" if self.symmetric is None else self.symmetric
 
     def grid(self, dtype: str) -> IntegerGrid:
-        """Grid of the integers of a model of this dtype."""
+        """Return the integer grid for a model of this dtype."""
         if self.method in _INTEGERS:
             scales = dtype if self.format == "compressed-tensors" else "float16"
             return IntegerGrid(self.bits, max(self.group_size, 0), self._symmetric, scales)
         return IntegerGrid(8, 0, True, dtype)
 
     def stored(self, dtype: str) -> Stored:
-        """Storage of the weights in a checkpoint of this dtype."""
+        """Return the storage of the weights in a checkpoint of this dtype."""
         if self.method in _INTEGERS:
             grid = self.grid(dtype)
             act_order = self.act_order and self.method == "gptq"
@@ -143,7 +143,7 @@ class Recipe:
         return Stored(self.format, kind, 8, 0, blocks=self.blocks, activations=activations, dtype=dtype)
 
     def refusal(self, out: int, inputs: int) -> str:
-        """Reason for which a weight of this size stays as it is; "" if it does not."""
+        """Return why a weight of this size stays unquantized; "" if it is quantised."""
         if self.method == "mxfp4" and inputs % MX_BLOCK:
             return f"blocks of {MX_BLOCK} do not divide its {inputs} inputs"
         if self.method == "fp8" and self.blocks and inputs % _BLOCK:
@@ -157,7 +157,7 @@ class Recipe:
         return ""
 
     def advice(self, inputs: Collection[int]) -> str:
-        """Flags under which groups divide all these numbers of inputs; "": groups are not what is in the way."""
+        """Return flags with which groups divide all these numbers of inputs; "" if groups are not the obstacle."""
         if self.format == "gptq" or self.short_groups or not any(map(self._short, inputs)):
             return ""
         fitting = math.gcd(*inputs)
@@ -165,11 +165,11 @@ class Recipe:
         return " or ".join((*(f"--group-size {size}" for size in itertools.islice(sizes, 1)), "--short-groups"))
 
     def _short(self, inputs: int) -> bool:
-        """Whether groups do not divide the inputs."""
+        """Return whether groups do not divide the inputs."""
         return self.method in _INTEGERS and self.group_size > 0 and inputs % self.group_size != 0
 
     def made(self, weight: Float[Array, "out k"], gram: Float[Array, "k k"] | None, dtype: str) -> Made | MadeCodebook:
-        """The weight as the method makes it; rounded to nearest where nothing is known of its inputs."""
+        """Quantise a weight with the method; round to nearest if there are no statistics of its inputs."""
         match self.method:
             case "fp8":
                 kind = "float8_e4m3fn" if self.activations else ""
@@ -197,7 +197,7 @@ class Recipe:
 def whole_groups(
     weight: Float[Array, "out k"], gram: Float[Array, "k k"] | None, grid: IntegerGrid
 ) -> tuple[Float[Array, "out filled"], Float[Array, "filled filled"] | None]:
-    """Pad a weight and its Gram matrix with zeros for the inputs that the last group lacks."""
+    """Zero-pad a weight and its Gram matrix to whole groups of inputs."""
     more = -weight.shape[1] % grid.group if grid.group else 0
     filled = jnp.pad(weight, ((0, 0), (0, more)))
     return filled, None if gram is None else jnp.pad(gram, ((0, more), (0, more)))

@@ -1,4 +1,4 @@
-"""Round to nearest: what needs nothing but the weight itself."""
+"""Rounding to nearest: quantisation without input statistics."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxinfer.quant.layouts import Codebook, Grouped, Parts
 from jaxinfer.quant.make.codebooks import DYNAMIC, FP4, MX4, NF4
 from jaxinfer.quant.make.grid import IntegerGrid, Made
 
-FP8_MAX = 448.0  # of E4M3 without infinities (Micikevicius et al. 2022)
-BLOCK = 64  # numbers that share a scale in bitsandbytes' formats
-NESTED = 256  # scales that share a scale in them
+FP8_MAX = 448.0  # E4M3 without infinities (Micikevicius et al. 2022)
+BLOCK = 64  # values that share a scale in bitsandbytes' formats
+NESTED = 256  # scales that share a nested scale in bitsandbytes' formats
 MX_BLOCK = 32  # OCP Microscaling Formats 1.0
 _TABLES = {"nf4": NF4, "fp4": FP4}
 
@@ -31,7 +31,7 @@ def _integers(weight: Array, grid: IntegerGrid) -> tuple[Array, Array, Array]:
 
 
 def integers(weight: Float[Array, "out k"], grid: IntegerGrid, activations: str = "") -> Made:
-    """Codes of ``grid.bits`` with a scale for each group of inputs.
+    """Return codes of ``grid.bits`` with a scale for each group of inputs.
 
     Args:
         activations: see `Grouped`.
@@ -49,12 +49,12 @@ def float8(
     scale_dtype: str = "float32",
     activations: str = "",
 ) -> Made:
-    """E4M3 with a scale for each output, or for blocks of outputs by inputs, such that the largest value is 448.
+    """Return E4M3 with a scale for each output, or for blocks of outputs by inputs, such that the largest value is 448.
 
-    Scales of blocks are repeated for each output, as `Grouped` wants them.
+    Block scales are repeated for each output, as `Grouped` requires.
 
     Raises:
-        ValueError: blocks do not divide the inputs. The last block of outputs may be a part of one.
+        ValueError: blocks do not divide the inputs. The last block of outputs may be partial.
     """
     inputs = weight.shape[1]
     rows, columns = block or (1, inputs)
@@ -72,7 +72,7 @@ def _float8(weight: Array, rows: int, columns: int, scale_dtype: str) -> tuple[A
     padded = jnp.pad(weight.astype(jnp.float32), ((0, -out % rows), (0, 0)))
     blocks = padded.reshape(-1, rows, inputs // columns, columns)
     scales = IntegerGrid(scale_dtype=scale_dtype).storable(jnp.abs(blocks).max(axis=(1, 3), keepdims=True) / FP8_MAX)
-    # rounded to bfloat16 a scale may have become smaller: what is then beyond 448 would be NaN
+    # a scale rounded to bfloat16 may be smaller: values beyond 448 would then become NaN
     codes = jnp.clip(blocks / scales, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn).reshape(padded.shape)[:out]
     each = jnp.broadcast_to(scales, (scales.shape[0], rows, scales.shape[2], 1)).reshape(padded.shape[0], -1)[:out]
     return codes, each.astype(scale_dtype)
@@ -80,7 +80,7 @@ def _float8(weight: Array, rows: int, columns: int, scale_dtype: str) -> tuple[A
 
 @dataclasses.dataclass(frozen=True)
 class MadeCodebook:
-    """A weight in a `Codebook`.
+    """A weight in a `Codebook` layout.
 
     Attributes:
         kind: "nf4", "fp4" or "mxfp4".
@@ -95,18 +95,18 @@ class MadeCodebook:
 
 
 def codebook(weight: Float[Array, "out k"], kind: str, nested: bool = False) -> MadeCodebook:
-    """NF4 or FP4 with a scale for 64 neighbours, their largest absolute value (Dettmers et al. 2023).
+    """Return NF4 or FP4 with a scale for 64 neighbours, their largest absolute value (Dettmers et al. 2023).
 
     Args:
-        nested: scales are themselves rounded to 8 bits, 256 of them sharing a scale, after their mean was taken off.
+        nested: round the scales to 8 bits after subtracting their mean, with a scale for 256 of them.
 
-    Blocks are those of the flattened weight: where 64 does not divide the inputs they cross rows.
+    Blocks are those of the flattened weight: if 64 does not divide the inputs they cross rows.
     """
     out, inputs = weight.shape
     table = tuple(float(value) for value in _TABLES[kind])
     group = math.gcd(inputs, BLOCK)
     flat = _block_scales(weight)
-    # codes belong to the scales as they were before these were rounded: as bitsandbytes has it
+    # codes use the scales before these are rounded, as in bitsandbytes
     codes = _table_codes(weight, _by_rows(flat, weight.shape, group, BLOCK), table)
     if not nested:
         parts = {"codes": codes, "scales": _by_rows(flat, weight.shape, group, BLOCK)}
@@ -124,7 +124,7 @@ def codebook(weight: Float[Array, "out k"], kind: str, nested: bool = False) -> 
 
 
 def _by_rows(flat: Array, shape: tuple[int, ...], group: int, block: int) -> Array:
-    """A value for each block of the flattened weight as one for each ``group`` inputs of a row."""
+    """Expand a value for each block of the flattened weight to one for each ``group`` inputs of a row."""
     return flat[np.arange(0, math.prod(shape), group) // block].reshape(shape[0], -1)
 
 
@@ -142,7 +142,7 @@ def _table_codes(weight: Array, scales: Array, table: tuple[float, ...]) -> Arra
 
 
 def _nearest(values: Array, table: np.ndarray) -> Array:
-    """The index of the nearest entry of a table in any order; of two that are equal, the first."""
+    """Return the index of the nearest entry of an unsorted table; of two equal entries, the first."""
     ranks = np.argsort(table, kind="stable")
     sorted_table = table[ranks].astype(np.float64)
     borders = ((sorted_table[1:] + sorted_table[:-1]) / 2).astype(np.float32)
@@ -151,7 +151,7 @@ def _nearest(values: Array, table: np.ndarray) -> Array:
 
 @jax.jit
 def _nested(scales: Array) -> tuple[Array, Array, Array]:
-    """Codes of all scales, the scales of 256 of them each, and what was taken off."""
+    """Return the codes of all scales, the nested scale of 256 each, and the subtracted mean."""
     offset = scales.mean()
     flat = scales - offset
     blocks = jnp.pad(flat, (0, -flat.size % NESTED)).reshape(-1, NESTED)
@@ -168,7 +168,7 @@ def _nearest_by_search(values: Array) -> Array:
 
 
 def mxfp4(weight: Float[Array, "out k"]) -> MadeCodebook:
-    """E2M1 with a power of two for 32 neighbours: floor(log2(largest)) - 2 (OCP Microscaling Formats 1.0, 6.3).
+    """Return E2M1 with a power of two for 32 neighbours: floor(log2(largest)) - 2 (OCP Microscaling Formats 1.0, 6.3).
 
     Raises:
         ValueError: blocks of 32 do not divide the inputs.

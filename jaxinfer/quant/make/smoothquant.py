@@ -1,4 +1,4 @@
-"""SmoothQuant (Xiao et al. 2022): what makes activations hard to round goes into the weights, which bear it."""
+"""SmoothQuant (Xiao et al. 2022): moves outliers of activations into the weights, which are easier to round."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LEAST = 1e-5
 def smoothing(
     inputs: Float[Array, " k"], weights: Float[Array, " k"], alpha: float | Float[Array, ""]
 ) -> Float[Array, " k"]:
-    """s_j = max|x_j|^alpha / max|w_j|^(1 - alpha): inputs are to be divided by it, weights multiplied.
+    """Return s_j = max|x_j|^alpha / max|w_j|^(1 - alpha): the divisor of inputs and multiplier of weights.
 
     Args:
         inputs: the largest absolute value of each input.
-        weights: the same of the column of each input, over all weights that read it.
+        weights: the largest absolute value of each input's column, over all weights that read it.
         alpha: 0 leaves all difficulty to the activations, 1 to the weights.
     """
     inputs, weights = jnp.maximum(inputs, _LEAST), jnp.maximum(weights, _LEAST)

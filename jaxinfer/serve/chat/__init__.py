@@ -1,1 +1,1 @@
-"""What chat requests ask for and what their answers are made of, below all doors. No jax."""
+"""Chat requests and responses independent of the API: tool choice, parsers, messages. No jax."""

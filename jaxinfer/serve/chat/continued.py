@@ -1,4 +1,4 @@
-"""Answers that go on with a text: the last message of the conversation, which the assistant has begun. No jax."""
+"""Parsing of outputs that continue the last assistant message (``continue_final_message``). No jax."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _HEAD = "<|start|>assistant"
 
 
 def continuing(parsers: Parsers, tools: Tools | None, prompt: str, begun: str) -> Parser | None:
-    """A parser of an answer that goes on with a text; None: there is nothing to parse.
+    """Return a parser of an output that continues a text; None: there is nothing to parse.
 
     Args:
-        prompt: its end, special tokens written out: at least as much as the template has made of ``begun``.
-        begun: the last message's content.
+        prompt: end of the prompt with special tokens: at least the text that the template rendered from ``begun``.
+        begun: content of the last message.
     """
-    if RESPONSE_TEMPLATE in (parsers.tool_calls, parsers.reasoning):  # it reads the prompt itself
+    if RESPONSE_TEMPLATE in (parsers.tool_calls, parsers.reasoning):  # this parser reads the prompt itself
         return parsers.make(tools, prompt=prompt)
-    if parsers.reasoning == GPT_OSS or parsers.tool_calls == OPENAI:  # so does this, from the head of the message on
+    if parsers.reasoning == GPT_OSS or parsers.tool_calls == OPENAI:  # this one too, from the message header on
         return _behind(functools.partial(parsers.make, tools), prompt.rpartition(_HEAD)[2])
     shown = _common_end(prompt, begun) or _common_end(prompt, begun.rstrip())
     before, thought = prompt[: len(prompt) - len(shown)], parsers.thought
     if shown and thought is not None and not before.rstrip().endswith(thought.begin):
-        before = thought.end  # only a tag in the text itself opens one
+        before = thought.end  # only a tag in the continued text opens reasoning
     return _behind(functools.partial(parsers.make, tools, prompt=before), shown)
 
 
@@ -49,12 +49,12 @@ def _common_start(a: str, b: str) -> str:
 
 
 class _Continued:
-    """Parser that has read a text, and does not show it again. A call that the text has begun is shown from its
-    beginning: as a call nobody has seen it yet.
+    """A parser that has read the continued text and does not emit it again. A tool call that the text begins is emitted
+    from its start: the client has not received it as a call yet.
 
     Args:
-        parser: of the whole answer.
-        other: the same, to know what of the text the first one holds back, since it may be a marker's beginning.
+        parser: parser of the whole output.
+        other: a second parser, to find the text that the first one holds back as the possible start of a marker.
     """
 
     def __init__(self, parser: Parser, other: Parser, begun: str) -> None:
@@ -77,18 +77,18 @@ class _Continued:
         return found + [event for event in map(self._rest, events) if event is not None]
 
     def _rest(self, event: Event) -> Event | None:
-        """The event without what was held back."""
+        """Return the event without the text that was held back."""
         if not isinstance(event, Content | Reasoning):
             self._held = ""
             return self._numbered(event)
         same = _common_start(self._held, event.text)
-        if len(same) < min(len(self._held), len(event.text)):  # what was held back was a marker's
+        if len(same) < min(len(self._held), len(event.text)):  # the text held back belonged to a marker
             same, self._held = "", ""
         self._held = self._held[len(same) :]
         return dataclasses.replace(event, text=event.text[len(same) :]) if len(event.text) > len(same) else None
 
     def _numbered(self, event: Event) -> Event | None:
-        """A call counted from those that the text has not ended; None: it has."""
+        """Number a call relative to those that the continued text has not ended; None: the text ended it."""
         if not isinstance(event, CallStart | Arguments | CallEnd):
             return event
         return dataclasses.replace(event, index=event.index - self._ended) if event.index >= self._ended else None

@@ -1,4 +1,4 @@
-"""Messages of answers on their way back to the model, as templates are written for them. No jax."""
+"""Conversion of request messages, such as earlier outputs, to the format that chat templates expect. No jax."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxinfer.serve.http.bodies import MAX_DEPTH, parse, values_in
 from jaxinfer.text.contents import message_of
 
 MOST_VALUES = ServeLimits.values
-"""Of a call's arguments: as many as a body may hold, in which they are a text."""
+"""JSON values in the arguments of a call: the limit of a body, in which the arguments are a string."""
 MOST_DEPTH = MAX_DEPTH - 8
-"""Of arguments: they are an object in a body again, a few levels down."""
+"""JSON depth of arguments: in a body they are an object again, a few levels down."""
 INVALID = "INVALID_JSON"
-"""The one field of arguments that are no object: the text as the model has written it."""
+"""Key for arguments that are not an object: it holds the text as the model has written it."""
 
 
 def message_at(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """See `message_of`.
+    """Normalise a message, see `message_of`.
 
     Raises:
-        ServeError: INVALID, naming place and value.
+        ServeError: INVALID, naming path and value.
     """
     with by_place():
         return message_of(path, message)
@@ -32,7 +32,7 @@ def message_at(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def by_place() -> Iterator[None]:
-    """Raise a `RequestError` from inside as `ServeError` about the place itself, which may be deep in a request."""
+    """Convert a `RequestError` raised inside to a `ServeError` about its path in the request."""
     try:
         yield
     except RequestError as error:
@@ -40,10 +40,10 @@ def by_place() -> Iterator[None]:
 
 
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's shape with its thought under the name that templates know, and its calls' arguments as
-    objects."""
+    """Return a message in OpenAI's format with its reasoning in the field that templates use, and its calls' arguments
+    as objects."""
     made = dict(message)
-    if made.get("reasoning") is not None:  # templates know the older name
+    if made.get("reasoning") is not None:  # templates use the older name
         made.setdefault("reasoning_content", made["reasoning"])
     if isinstance(calls := made.get("tool_calls"), list):
         made["tool_calls"] = list(map(_told, calls))
@@ -51,15 +51,15 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call in OpenAI's shape."""
+    """Return a tool call in OpenAI's format."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The object that a call's arguments are; of a call without any it is empty.
+    """Parse the arguments of a call to an object; it is empty for a call without arguments.
 
-    An answer may be cut within them, and a model may write what is no JSON, or no object, or more than a body may hold.
-    The client may send that back: templates, which are written for objects, get one with the text in it.
+    An output may be cut within them, and a model may write invalid JSON, no object, or more than a body may hold. The
+    client may send that back: templates expect objects, so they get one with the text in it.
     """
     if text.strip() in ("", "null"):
         return {}
@@ -72,7 +72,7 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def _told(call: Any) -> Any:
-    """OpenAI sends a call's arguments as JSON in a string; templates are written for the object."""
+    """Parse the arguments of a call: OpenAI sends a JSON string, templates expect an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments") or "", str):
         return call

@@ -1,4 +1,4 @@
-"""Outputs that a parser reads: content, reasoning and tool calls, for every door. No jax."""
+"""Parsed outputs: content, reasoning and tool calls, for all APIs. No jax."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason
 
 TOOL_CALLS = "tool_calls"
-"""OpenAI's name of the calls of a message, and the finish reason of one that has some."""
+"""OpenAI's field of the calls of a message, and the finish reason of a message with calls."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What of the parsed parts is shown.
+    """A filter of parser events for the client.
 
     Attributes:
-        reasoning: the thought.
-        parallel: calls behind the first, too.
+        reasoning: whether reasoning is included.
+        parallel: whether calls after the first are included.
     """
 
     reasoning: bool = True
@@ -49,10 +49,10 @@ class Shown:
 
 
 class ParsedOutput:
-    """One output, read by a parser of its own. It takes every delta once, in order.
+    """An output with its own parser. Each delta must be read once, in order.
 
     Attributes:
-        reasoning_tokens: those that have said the thought, be it shown or not. Markers are none of them.
+        reasoning_tokens: number of reasoning tokens, included in the response or not, without markers.
     """
 
     def __init__(self, parser: Parser, shown: Shown, tokens: TokenTexts) -> None:
@@ -61,7 +61,7 @@ class ParsedOutput:
         self.reasoning_tokens = 0
 
     def read(self, delta: OutputDelta) -> list[Event]:
-        """The events of a delta that are shown."""
+        """Return the events of a delta that the client gets."""
         events = [event for text in self._tokens.texts(delta) for event in self._counted(self._parser.feed(text))]
         if delta.finish_reason is not None:
             events += self._counted(self._parser.finish(cut=delta.finish_reason != FinishReason.STOP))
@@ -77,7 +77,7 @@ class ParsedOutput:
         return events
 
     def reason(self, delta: OutputDelta) -> str | None:
-        """The finish reason of a delta that was read: `TOOL_CALLS` where the model has called and ended by itself."""
+        """Return the finish reason of a delta: `TOOL_CALLS` if the model made calls and stopped by itself."""
         called = self._called and delta.finish_reason == FinishReason.STOP
         return TOOL_CALLS if called else delta.finish_reason
 
@@ -91,12 +91,12 @@ def outputs_of(
     *,
     skips_special: bool = True,
 ) -> list[ParsedOutput | None]:
-    """One for each output of a generation; None: there is nothing to parse, the text is the answer.
+    """Return a parsed output for each output of a generation; None: there is nothing to parse, the text is the content.
 
     Args:
-        parsers: those of `ChatTerms.parsers`.
-        spell: the bytes of a token.
-        skips_special: special tokens but the parsers' markers are no part of the text.
+        parsers: result of `ChatTerms.parsers`.
+        spell: returns the bytes of a token.
+        skips_special: whether the text excludes special tokens, except the parsers' markers.
     """
     made = new_parsers(generation, terms, parsers, tokenizer)
     shown, hidden = Shown.of(terms), hidden_tokens(parsers, tokenizer) if skips_special else frozenset[int]()
@@ -104,14 +104,14 @@ def outputs_of(
 
 
 def hidden_tokens(parsers: Parsers, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Special tokens that are no part of a text that these parsers read."""
+    """Return the special tokens that the text read by these parsers excludes."""
     return frozenset() if tokenizer is None else frozenset(tokenizer.showing(parsers.markers).special_ids)
 
 
 def new_parsers(
     generation: Generation, terms: ChatTerms, parsers: Parsers, tokenizer: Tokenizer | None
 ) -> list[Parser | None]:
-    """Parsers of the outputs, see `outputs_of`."""
+    """Return the parsers of the outputs, see `outputs_of`."""
     begun = terms.begun
     last = generation.prompt_token_ids[-parsers.prompt_tokens - len((begun or "").encode(errors="replace")) :]
     prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
@@ -124,7 +124,7 @@ def new_parsers(
 
 @dataclasses.dataclass
 class CallDelta:
-    """What is new of one call. ``id`` and ``name`` are in its first delta, and None in the others."""
+    """The delta of one tool call. ``id`` and ``name`` are in its first delta, and None in later ones."""
 
     index: int
     id: str | None = None
@@ -133,7 +133,7 @@ class CallDelta:
 
 
 def call_deltas(events: Sequence[Event]) -> list[CallDelta]:
-    """The calls in events, one delta for each of them."""
+    """Return the tool call deltas of events, one for each call."""
     calls: dict[int, CallDelta] = {}
     for event in events:
         if isinstance(event, CallStart):

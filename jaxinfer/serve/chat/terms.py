@@ -1,4 +1,4 @@
-"""What a chat request says of its answer, checked once for all doors. No jax."""
+"""Chat request fields about tools and reasoning, validated once for all APIs. No jax."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 @dataclasses.dataclass(frozen=True)
 class ChatTerms:
-    """Fields of a chat request by OpenAI's names and in OpenAI's shapes. None: not set.
+    """Fields of a chat request by OpenAI's names and in OpenAI's formats. None: not set.
 
     Attributes:
         tool_choice: "none", "auto", "required", or an object that names functions.
-        begun: the text of the last message, with which the answer goes on.
+        begun: text of the last message, which the output continues.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -33,20 +33,20 @@ class ChatTerms:
 
     @property
     def shown_tools(self) -> Sequence[Mapping[str, Any]] | None:
-        """The tools that the template is told of."""
+        """Tools that are passed to the chat template."""
         return None if self.tool_choice == NONE else self.tools
 
     @property
     def choice(self) -> Choice:
-        """Raises `ServeError`: INVALID: it is none."""
+        """The parsed ``tool_choice``. Raises `ServeError` INVALID if it is invalid."""
         with answered():
             return choice_of(self.tool_choice)
 
     def parsers(self, known: Parsers) -> Parsers:
-        """Those of a model's parsers that read the answer: calls are looked for where there are tools.
+        """Return the parsers of the output: calls are parsed only if there are tools.
 
         Raises:
-            ServeError: INVALID, naming field and value: something is asked for that nobody reads.
+            ServeError: INVALID, naming field and value: the model has no parser that the field needs.
         """
         if self.choice.mode == NONE or not self.tools:
             return dataclasses.replace(known, tool_calls=None)
@@ -56,10 +56,10 @@ class ChatTerms:
         return known
 
     def held(self, sampling: Mapping[str, Any], parsers: Parsers) -> dict[str, Any]:
-        """The sampling fields with what the tools make of them, see `tool_choice.held`.
+        """Return the sampling fields with the constraint from the tools, see `tool_choice.held`.
 
         Args:
-            parsers: those that read the answer.
+            parsers: parsers of the output.
 
         Raises:
             ServeError: INVALID, naming field and value.

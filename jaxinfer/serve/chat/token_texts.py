@@ -1,4 +1,4 @@
-"""What each token of an output says, and which tokens said what a parser has found."""
+"""Mapping between the tokens of an output and its parsed text."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxinfer.types import PositionLogprobs
 
 @dataclasses.dataclass(slots=True)
 class Said:
-    """A token, and what it has said: nothing, if it is within a character."""
+    """A token and its text, which is empty within a multi-byte character."""
 
     text: str
     logprobs: PositionLogprobs | None
 
 
 class TokenTexts:
-    """Parts a text by its tokens, and keeps those of which no event has told yet.
+    """A splitter of output text by tokens, which keeps the tokens that no parser event has covered yet.
 
-    A parser may hold text back, and gives it later: the events that come are of the last tokens.
+    A parser may hold text back and emit it later: its events belong to the last tokens.
 
     Args:
-        spell: the bytes of a token.
-        hidden: tokens that are no part of the text.
+        spell: returns the bytes of a token.
+        hidden: ids of tokens that the text excludes.
     """
 
     def __init__(self, spell: Callable[[int], bytes], hidden: frozenset[int]) -> None:
@@ -35,7 +35,7 @@ class TokenTexts:
         self._said: list[Said] = []
 
     def texts(self, delta: OutputDelta) -> Iterator[str]:
-        """What each token says; a rest that is no token's own comes with the last one."""
+        """Yield the text of each token of a delta; text without a token goes to the last one."""
         at, last = 0, len(delta.token_ids) - 1
         for rank, token in enumerate(delta.token_ids):
             characters = self._spelt(token)
@@ -49,12 +49,12 @@ class TokenTexts:
             yield delta.text
 
     def taken(self, text: str) -> list[Said]:
-        """The last tokens, which said ``text``. Those in front of them have said a marker, or a space that is left
-        out: they are no part's."""
+        """Return the last tokens, with the text ``text``. Earlier tokens, of a marker or of whitespace that was left
+        out, are dropped."""
         found: list[Said] = []
         while self._said and (text or not self._said[-1].text):
             last = self._said[-1].text
-            if found and not (text.endswith(last) or last.endswith(text)):  # a parser has put something in front
+            if found and not (text.endswith(last) or last.endswith(text)):  # the parser has inserted text before it
                 break
             found.append(self._said.pop())
             text = text[: len(text) - len(last)] if len(last) < len(text) else ""

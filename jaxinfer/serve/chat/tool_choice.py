@@ -1,4 +1,4 @@
-"""What a request says of its tools becomes a constraint of its output: what may be called, what must. No jax."""
+"""Conversion of ``tools`` and ``tool_choice`` to a structured output constraint. No jax."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST_TOOLS, _MOST_PARTS = 1024, 50_000
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A ``tool_choice``.
+    """A parsed ``tool_choice``.
 
     Attributes:
         mode: ``none``, ``auto``, ``required``, or ``named``: one call of one function.
-        names: of the functions that may be called; None: of all.
+        names: names of the functions that may be called; None: all functions.
     """
 
     mode: str
@@ -37,10 +37,10 @@ class Choice:
 
 
 def choice_of(given: Any) -> Choice:
-    """A ``tool_choice`` of OpenAI's: a word, a function by name, or ``allowed_tools``.
+    """Parse OpenAI's ``tool_choice``: a word, a function by name, or ``allowed_tools``.
 
     Raises:
-        RequestError: it is none of these.
+        RequestError: the value has none of these forms.
     """
     if given is None:
         return Choice("auto")
@@ -59,15 +59,15 @@ def choice_of(given: Any) -> Choice:
 def held(
     sampling: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, given: Any, parallel: bool, parsers: Parsers
 ) -> dict[str, Any]:
-    """The sampling fields, with the constraint that the tools make of the output, if they make one.
+    """Return the sampling fields with the constraint that the tools add to the output, if they add one.
 
     Args:
-        given: the request's ``tool_choice``.
-        parallel: several calls may be made.
-        parsers: those that read the answer.
+        given: ``tool_choice`` of the request.
+        parallel: whether several calls may be made.
+        parsers: parsers of the output.
 
     Raises:
-        RequestError: naming the part: it cannot be, or cannot be held in the form of this model's calls.
+        RequestError: naming the field: it is invalid, or cannot be enforced in the format of this model's calls.
     """
     choice, fields = choice_of(given), dict(sampling)
     if choice.names is not None or choice.must:
@@ -86,13 +86,13 @@ def held(
 
 
 def _tagged(made: Node, *, in_reasoning: bool = False) -> dict[str, Any]:
-    """The field that holds an output to a structural tag's format."""
+    """Return the sampling field that constrains an output by a structural tag's format."""
     tag = {"type": "structural_tag", "format": made}
     return {"structured_outputs": {"structural_tag": tag, "enable_in_reasoning": in_reasoning}}
 
 
 def _in_reasoning(asked: Any) -> bool:
-    """Whether the thought is held, too."""
+    """Whether the constraint applies to the reasoning, too."""
     name = "enable_in_reasoning"
     return (asked.get(name) if isinstance(asked, Mapping) else getattr(asked, name, None)) is True
 
@@ -106,7 +106,7 @@ def _form(functions: Sequence[Function], choice: Choice, parallel: bool, parsers
 
 
 def _check_size(made: Node) -> None:
-    """Check a format before it is written out: what stands in it in many places is, too."""
+    """Check the size of a format before it is serialized, which repeats its shared nodes."""
     parts: list[Any] = [made]
     for _ in range(_MOST_PARTS):
         if not parts:
@@ -128,7 +128,7 @@ def _check_callable(choice: Choice, tools: Sequence[Mapping[str, Any]] | None, g
 
 
 def _functions(tools: Sequence[Mapping[str, Any]], choice: Choice) -> list[tuple[Function, bool]]:
-    """Those that may be called, and whether they are strict."""
+    """Return the functions that may be called, and whether each is strict."""
     if len(tools) > _MOST_TOOLS:
         raise RequestError("tools", f"must hold at most {_MOST_TOOLS}, not {len(tools)}")
     found = [_function(f"tools[{place}]", tool) for place, tool in enumerate(tools)]
@@ -154,12 +154,12 @@ def _says_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def _loosened(function: Function, held_to_schema: bool) -> Function:
-    """With any arguments, where these are left to the model."""
+    """Allow any arguments of a function, unless they are constrained by its schema."""
     return function if held_to_schema else dataclasses.replace(function, schema=_ANY)
 
 
 def _format_of(asked: Mapping[str, Any] | StructuredOutputs) -> Node:
-    """What constrains an answer, as a structural tag's format."""
+    """Convert a structured output constraint to a structural tag's format."""
     constraint = SamplingParams(structured_outputs=asked).grammar
     assert constraint is not None
     kind, text = constraint
@@ -196,7 +196,7 @@ def _allowed(given: Any) -> Choice:
 
 
 def _name_of(place: str, tool: Any) -> str:
-    """The name of ``{"type": "function", "function": {"name": ...}}``."""
+    """Return the name in ``{"type": "function", "function": {"name": ...}}``."""
     if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
         _refuse(place, tool, "must be of type function")
     function = tool.get("function")

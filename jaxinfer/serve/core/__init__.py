@@ -1,1 +1,1 @@
-"""The engine in a process of its own: the process, the link to it, and who watches over it."""
+"""The engine core in its own process: the process, the link to it, and its supervisor."""

@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.serve.core`: the engine's process, started by the front end (see supervisor.py)."""
+"""Engine core process: `python -m jaxinfer.serve.core`, started by the front end (see supervisor.py)."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
 
 
 def folder_name(model: str, folder: pathlib.Path) -> str:
-    """The default name of a model for clients: as it was asked for, or a path's last part."""
+    """Return the default model name for clients: the name that was requested, or the last component of a path."""
     if not pathlib.Path(model).exists():
         return model
     return folder.stem if folder.is_file() else folder.name
 
 
 def describe(model: Model, config: ResolvedEngine, settings: CoreSettings, folder: pathlib.Path) -> ModelCard:
-    """Describe a model and its engine to the front end."""
+    """Return the model card of a model and its engine."""
     named = open_model_files(folder).config_json.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else type(model.module).__name__
     return ModelCard(
@@ -108,7 +108,7 @@ def describe(model: Model, config: ResolvedEngine, settings: CoreSettings, folde
 
 
 class JaxProfiler:
-    """Traces for TensorBoard and Perfetto below a folder."""
+    """A profiler that writes traces for TensorBoard and Perfetto below a folder."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
@@ -122,5 +122,5 @@ class JaxProfiler:
 
 
 if __name__ == "__main__":
-    logging.getLogger("jax").setLevel(logging.WARNING)  # at "info" it tells of every platform that is not there
+    logging.getLogger("jax").setLevel(logging.WARNING)  # at "info" it logs each missing platform
     process.run(build, (*LOADING_ERRORS, EngineConfigError, GroupError))

@@ -1,4 +1,4 @@
-"""A core as its parent sees it: a process, its socket, and the link to it. No jax."""
+"""Handle of an engine core in the parent process: the process, its socket, and the link to it. No jax."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _GROUPED = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:
 
 
 class Child:
-    """One core. Made by `start`; `end` must be called."""
+    """An engine core process. Made by `start`; `end` must be called."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: SocketFolder, link: CoreLink) -> None:
         self.process, self.link, self._folder = process, link, folder
 
     @classmethod
     async def start(cls, command: Sequence[str], config: ServeConfig, observe: Callable[[pb.FromCore], None]) -> Child:
-        """Start the process, in a group of its own, so that a terminal's Ctrl-C does not reach it.
+        """Start the process in its own process group, so that Ctrl-C in a terminal does not reach it.
 
-        In our session: who stands back in one of ours (`jaxinfer.helper_process`) does so for the engine, too.
+        It stays in this session, so that helpers with idle scheduling (`jaxinfer.helper_process`) yield to it, too.
 
-        Its stdin stays open as long as this process lives; its logs go where ours go.
+        Its stdin stays open as long as this process lives; it inherits stdout and stderr.
 
         Args:
             observe: see `CoreLink`.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         require_descriptors()
         folder = SocketFolder.make()
@@ -51,12 +51,12 @@ class Child:
         return cls(process, folder, CoreLink(folder.socket, observe))
 
     async def dump(self, seconds: float) -> None:
-        """Ask for the stacks of all threads in the log, and leave it the time to write them."""
+        """Request the stacks of all threads in the log, and wait ``seconds`` for them."""
         self._signal(signal.SIGUSR1)
         await asyncio.sleep(seconds)
 
     async def end(self, grace: float) -> str:
-        """Wait so long, then kill; how it ended, in words."""
+        """Wait up to ``grace`` seconds, then kill the process; return a description of how it ended."""
         try:
             if grace > 0:
                 with contextlib.suppress(TimeoutError):
@@ -74,8 +74,8 @@ class Child:
 
 
 def _grouped(command: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """A command, and the options that start it in a group of its own. uvloop, which others' programs run us on, has no
-    such option: there the process becomes the command when it has moved."""
+    """Return a command and the options that start it in its own process group. uvloop, which embedding programs may
+    use, has no such option: there the process changes its group, then becomes the command."""
     if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
         return [*command], {"process_group": 0}
     return [sys.executable, "-IS", "-c", _GROUPED, *command], {}

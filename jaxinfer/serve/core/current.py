@@ -1,4 +1,4 @@
-"""The core that runs now, whichever of a server's cores that is. No jax."""
+"""Backend that forwards to the engine core that currently runs. No jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxinfer.types import LoRARef, Request
 
 
 class CurrentCore:
-    """Whichever core runs, as a `Backend` and a `LoRABackend`."""
+    """A `Backend` and `LoRABackend` that forwards to the current core."""
 
     def __init__(self, link: Callable[[], CoreLink]) -> None:
         self._link = link

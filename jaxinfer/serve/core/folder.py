@@ -1,8 +1,7 @@
-"""Folders with a core's socket, and the removal of those whose server was killed. No jax.
+"""Socket folders of engine cores, and their removal after a server was killed. No jax.
 
-Each folder is locked (flock) by the process that made it for as long as that lives: the kernel takes the lock away
-with the process, however it ends. Numbers of processes could not tell that: they are used again, and containers with
-a common /tmp do not share them.
+Each folder is locked (flock) by the process that made it: the kernel releases the lock when the process ends, however
+it ends. Process ids would not do: they are reused, and containers with a common /tmp do not share them.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ _SOCKET = "core"
 
 
 class SocketFolder:
-    """A folder of mode 0700, so that nobody else gets to the socket. Made by `make`; `remove` must be called."""
+    """A folder of mode 0700, so that no other user can access the socket. Made by `make`; `remove` must be called."""
 
     def __init__(self, path: pathlib.Path, lock: int) -> None:
         self.path, self._lock = path, lock
 
     @classmethod
     def make(cls) -> SocketFolder:
-        """A new one.
+        """Create a folder.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         while True:
             path = pathlib.Path(tempfile.mkdtemp(prefix=PREFIX))
             try:
                 lock = _lock(path, fcntl.LOCK_EX)
             except FileNotFoundError:
-                continue  # another server found it before it was locked, and took it for one that is left
+                continue  # another server found it before it was locked, and removed it as stale
             except OSError:
                 _remove(path)
                 raise
@@ -53,9 +52,9 @@ class SocketFolder:
 
 
 def sweep() -> int:
-    """Remove the folders of servers that were killed; how many those were.
+    """Remove the folders of servers that were killed, and return their number.
 
-    They are this user's own, nobody has locked them, and they hold a socket or nothing. Links are not followed.
+    These belong to this user, are not locked, and hold a socket or nothing. Links are not followed.
     """
     place = pathlib.Path(tempfile.gettempdir())
     return sum(_swept(path) for path in place.glob(f"{PREFIX}*"))
@@ -64,7 +63,7 @@ def sweep() -> int:
 def _swept(path: pathlib.Path) -> bool:
     try:
         lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # its server lives, or it is somebody else's, no folder, or gone
+    except OSError:  # its server lives, or it is another user's, not a folder, or gone
         return False
     try:
         return _is_left(lock) and _remove(path)
@@ -73,11 +72,11 @@ def _swept(path: pathlib.Path) -> bool:
 
 
 def _lock(path: pathlib.Path, how: int) -> int:
-    """The descriptor that holds the lock of a folder that is there.
+    """Return the descriptor that holds the lock of an existing folder.
 
     Raises:
-        FileNotFoundError: it was removed before.
-        OSError: another process has it, or there is no such folder.
+        FileNotFoundError: the folder was removed before.
+        OSError: another process has the lock, or there is no such folder.
     """
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -91,7 +90,7 @@ def _lock(path: pathlib.Path, how: int) -> int:
 
 
 def _is_left(folder: int) -> bool:
-    """Whether the folder is one that `SocketFolder.make` made, for this user."""
+    """Whether `SocketFolder.make` made the folder for this user."""
     found, names = os.fstat(folder), os.listdir(folder)
     private = found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == stat.S_IRWXU
     sockets = (stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode) for name in names)
@@ -99,7 +98,7 @@ def _is_left(folder: int) -> bool:
 
 
 def _remove(path: pathlib.Path) -> bool:
-    """Remove a folder; whether it is gone. It holds nothing but the socket, so nothing else can be lost."""
+    """Remove a folder and return whether it is gone. It holds only the socket, so no other file can be lost."""
     with contextlib.suppress(OSError):
         (path / _SOCKET).unlink(missing_ok=True)
         path.rmdir()

@@ -1,4 +1,4 @@
-"""Make a core a process of a group: settings that all must share, the key, and the devices of all processes."""
+"""Multi-process setup of an engine core: shared settings, the group key, and the devices of all processes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _LEAST_KEY = 16
 _MOST_KEY = 4096
 _BEGINNING = 1 << 20
 
-# Process 0 alone draws seeds.
+# Engine settings that may differ: only process 0 draws seeds.
 _OWN = ("seed",)
 
 
 def enter_group(settings: CoreSettings, folder: pathlib.Path, waiting: Callable[[], None]) -> Group | None:
-    """Wait until all processes are there, and make their devices JAX's; None where there is one process.
+    """Wait until all processes have joined, and make their devices JAX's; return None for a single process.
 
     Args:
-        folder: the model's.
-        waiting: called now and then until all are there.
+        folder: folder of the model.
+        waiting: called periodically until all processes have joined.
 
     Raises:
-        GroupError: there is no key, nobody can listen on the address, or process 0 refuses this one.
+        GroupError: there is no key, the address is not available, or process 0 rejects this process.
     """
     if settings.num_processes == 1:
         return None
@@ -54,12 +54,12 @@ def enter_group(settings: CoreSettings, folder: pathlib.Path, waiting: Callable[
 
 
 def run_follower(executors: Mapping[int, LocalExecutor], group: Group) -> None:
-    """Follow process 0 in a thread of its own, until this process ends."""
+    """Follow process 0 in a separate thread until this process ends."""
 
     def run() -> None:
         try:
             follow(executors, group)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this process
+        except Exception as error:  # noqa: BLE001 - any fault: the other processes must not wait for this one
             group.over(f"process {group.membership.process_id} ended by a fault: {error!r}")
 
     threading.Thread(target=run, name="jaxinfer-engine", daemon=True).start()
@@ -78,7 +78,7 @@ def _key(path: str | None) -> bytes:
 
 
 def _config(path: pathlib.Path) -> bytes:
-    """The bytes that identify a model: config.json; of a GGUF file, its beginning."""
+    """Return the bytes that identify a model: config.json, or the first 1 MiB of a GGUF file."""
     if path.is_dir():
         return (path / "config.json").read_bytes()
     with path.open("rb") as file:
@@ -86,7 +86,7 @@ def _config(path: pathlib.Path) -> bytes:
 
 
 def _shared(settings: CoreSettings, folder: pathlib.Path) -> dict[str, Any]:
-    """Settings that decide which programs run. A folder may have another path on another host."""
+    """Return the settings that determine the programs. The model has a digest: its path may differ between hosts."""
     engine = {name: value for name, value in dataclasses.asdict(settings.engine).items() if name not in _OWN}
     versions = {f"the version of {name}": importlib.metadata.version(name) for name in ("jaxinfer", "jax", "jaxlib")}
     digest = hashlib.sha256(_config(folder)).hexdigest()

@@ -1,4 +1,4 @@
-"""The front end's side of the stream: a `Backend` whose engine runs in another process. No jax."""
+"""Front end side of the stream to an engine core: a `Backend` for an engine in another process. No jax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxinfer.types import LoRARef, PositionLogprobs, Request, SequenceDelta
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # a prompt's log probabilities may be large
     ("grpc.max_send_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 50),  # the socket is there as soon as the core has started
+    ("grpc.initial_reconnect_backoff_ms", 50),  # the socket appears as soon as the core has started
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.enable_http_proxy", 0),
@@ -34,12 +34,15 @@ _OPTIONS = (
 )
 
 _DESCRIPTORS = 16
-"""More than a core's start opens here: its folder, three pipes, gRPC's sockets and what it polls with."""
+"""Upper bound on the descriptors that a core's start opens here: its folder, three pipes, gRPC's sockets and pollers.
+"""
 
 
 def require_descriptors() -> None:
-    """Raises:
-    OSError: there are too few for another core. gRPC's runtime would end this process where it finds none.
+    """Check that descriptors are left for another core: without any, gRPC's runtime would end this process.
+
+    Raises:
+        OSError: there are too few.
     """
     with contextlib.ExitStack() as descriptors:
         for _ in range(_DESCRIPTORS):
@@ -47,11 +50,11 @@ def require_descriptors() -> None:
 
 
 class RefusedError(RuntimeError):
-    """The core cannot do what it was asked for; one sentence."""
+    """Error for a request that the core cannot serve; the message is one sentence."""
 
 
 class LinkStream(DeltaStream):
-    """The deltas of one request, by the ``number`` under which the core knows it."""
+    """The delta stream of one request, which the core identifies by ``number``."""
 
     def __init__(self, request: Request, leave: Callable[[LinkStream], None], number: int) -> None:
         super().__init__(request, leave)
@@ -59,7 +62,7 @@ class LinkStream(DeltaStream):
         self._parts: dict[int, list[PositionLogprobs | None]] = {}
 
     def take_message(self, message: pb.Delta) -> None:
-        """A delta that was not plain, or a part of one: nobody sees it before it is whole."""
+        """Take a delta that is not a plain token, or a chunk of a large one, which is buffered until it is complete."""
         if message.continues:
             self._parts.setdefault(message.index, []).extend(wire.positions_of(message.prompt_logprobs))
             return
@@ -70,11 +73,11 @@ class LinkStream(DeltaStream):
 
 
 class CoreLink:
-    """One core, from its socket's first day to the end of the stream. Belongs to one event loop.
+    """The connection to one engine core, until the stream ends; must be used from one event loop.
 
     Args:
-        socket: path of the core's unix socket, which need not be there yet.
-        observe: called with each message that tells of the core's life: startup, ready, failed, beat, fault.
+        socket: path of the core's unix socket, which may not exist yet.
+        observe: called with each lifecycle message of the core (startup, ready, failed, beat, fault) and KV events.
     """
 
     def __init__(self, socket: str, observe: Callable[[pb.FromCore], None]) -> None:
@@ -85,20 +88,20 @@ class CoreLink:
         self._outbox: Outbox[pb.ToCore] = Outbox()
         self._closed: Closed | None = None
 
-    # ---- life
+    # ---- lifecycle
 
     async def run(self) -> None:
-        """Carry messages until the stream ends, however it does.
+        """Transfer messages until the stream ends.
 
         Raises:
-            OSError: there is no descriptor left for it.
+            OSError: no descriptors are left for it.
         """
         require_descriptors()
         async with grpc.aio.insecure_channel(f"unix:{self._socket}", options=_OPTIONS) as channel:
             call = CoreStub(channel).Serve(wait_for_ready=True)
             writing = asyncio.create_task(self._write(call))
             try:
-                with contextlib.suppress(grpc.aio.AioRpcError):  # the core is gone, as `close` says
+                with contextlib.suppress(grpc.aio.AioRpcError):  # the core is gone: `close` reports it
                     async for message in call:
                         self._take(message)
             finally:
@@ -107,19 +110,19 @@ class CoreLink:
                 self.close("the engine core is gone")
 
     async def _write(self, call: Any) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader hears of it too
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the error too
             await self._outbox.run(call.write)
 
     def stop(self) -> None:
-        """Tell the core to abort what runs and to end."""
+        """Request that the core aborts its requests and exits."""
         self._outbox.put(pb.ToCore(stop=pb.Stop()))
 
     def close(self, reason: str) -> None:
-        """End every stream and every question by `EngineDeadError`. The first reason counts."""
+        """End all streams and pending calls with `EngineDeadError`. Only the first reason counts."""
         if self._closed is not None:
             return
         self._closed = closed = Closed(reason)
-        for stream in list(self._streams.values()):  # a reader that listens leaves at once
+        for stream in list(self._streams.values()):  # a listening reader leaves at once
             stream.take(closed)
         for answer in self._answers.values():
             if not answer.done():
@@ -150,7 +153,7 @@ class CoreLink:
         return stream
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """See `Backend.abort`. It does not wait: the stream's last delta says that it is done."""
+        """See `Backend.abort`. Does not wait: the stream's last delta confirms it."""
         self._check()
         self._outbox.put(pb.ToCore(abort=pb.Abort(request_id=request_id, index=index)))
 
@@ -181,23 +184,21 @@ class CoreLink:
         self._check()
         self._outbox.put(pb.ToCore(release_lora=pb.Lora(**ref._asdict())))
 
-    # ---- further questions
+    # ---- other queries
 
     async def check(self) -> None:
-        """A fault, which ends the engine, unless all slots and pages are accounted for."""
+        """Check that all slots and pages are accounted for; a leak is a fault that ends the engine."""
         await self._question(pb.Ask.CHECK)
 
     async def start_profile(self) -> None:
-        """Raises:
-        RefusedError: there is no folder for traces, or one is being taken.
-        """
+        """Start a profile. Raises `RefusedError` if there is no folder for traces, or a profile is running."""
         await self._question(pb.Ask.START_PROFILE)
 
     async def stop_profile(self) -> str:
-        """The folder with the trace.
+        """Stop the profile and return the folder with the trace.
 
         Raises:
-            RefusedError: none is being taken.
+            RefusedError: no profile is running.
         """
         return str((await self._question(pb.Ask.STOP_PROFILE)).folder)
 
@@ -226,7 +227,7 @@ class CoreLink:
         if self._streams.pop(stream.number, None) is not None:
             self._outbox.put(pb.ToCore(leave=pb.Leave(number=stream.number)))
 
-    # ---- what comes
+    # ---- incoming messages
 
     def _take(self, message: pb.FromCore) -> None:
         match message.WhichOneof("kind"):
@@ -245,14 +246,14 @@ class CoreLink:
         streams = self._streams
         for number, index, token in zip(deltas.streams, deltas.indexes, deltas.tokens, strict=True):
             stream = streams.get(number)
-            if stream is not None:  # else its reader has gone
+            if stream is not None:  # else its reader has left
                 stream.take(SequenceDelta(stream.request.request_id, index, [token]))
         for delta in deltas.others:
             stream = streams.get(delta.stream)
             if stream is not None:
                 stream.take_message(delta)
                 if stream.ended:
-                    streams.pop(delta.stream, None)  # a reader that listens has left already
+                    streams.pop(delta.stream, None)  # a listening reader may have left already
 
     def _settle(self, number: int, value: object) -> None:
         answer = self._answers.get(number)

@@ -1,4 +1,4 @@
-"""Messages on their way into a stream of grpc.aio, which takes one at a time. No jax."""
+"""Queue of outgoing messages of a grpc.aio stream, which takes one at a time. No jax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 
 class Outbox[T]:
-    """Keeps the order; `put` never waits. Belongs to one event loop."""
+    """A FIFO queue; `put` never waits. Must be used from one event loop."""
 
     def __init__(self) -> None:
         self._messages: collections.deque[T] = collections.deque()
@@ -23,23 +23,23 @@ class Outbox[T]:
         self._calm.clear()
 
     async def put_last(self, message: T) -> None:
-        """Put it as soon as nothing else waits: what comes meanwhile goes before it."""
+        """Put a message once the queue is empty: messages that are put meanwhile go first."""
         while self._messages:
             await self._calm.wait()
         self.put(message)
 
     @property
     def waiting(self) -> int:
-        """Messages that are not being written yet."""
+        """Number of messages that are not being written yet."""
         return len(self._messages)
 
     def close(self) -> None:
-        """Close: nothing will follow, and `run` returns when everything is written."""
+        """Close the queue: `run` returns when all messages are written."""
         self._closed = True
         self._news.set()
 
     async def run(self, write: Callable[[T], Awaitable[None]]) -> None:
-        """Write until it is closed. What ``write`` raises ends it."""
+        """Write messages until the queue is closed. Exceptions of ``write`` pass through."""
         while True:
             while self._messages:
                 await write(self._messages.popleft())

@@ -1,4 +1,4 @@
-"""A core's process, whatever engine it serves: settings, signals, logs, and its end. No jax."""
+"""Process setup of an engine core: settings, signals, logging and exit. No jax."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jaxinfer.serve.settings import ServeConfigError
 
 MAX_SETTINGS_BYTES = 1 << 20
 ORPHAN = 3
-"""The exit code of a core whose front end died."""
+"""Exit code of a core after its front end has died."""
 GROUP = 4
-"""Exit code of a core whose group is over: another process of it is gone or hangs."""
+"""Exit code of a core after the end of its group: another process of it is gone or hangs."""
 
 _DUMP_SECONDS = 1.0
 
@@ -30,10 +30,10 @@ _log = logging.getLogger("jaxinfer.serve.core")
 
 
 def run(build: Callable[[CoreSettings, Report], Built], permanent: tuple[type[Exception], ...]) -> NoReturn:
-    """Be a core: settings come as the first line of stdin, and when stdin ends the front end is dead, and so are we.
+    """Run an engine core: the first line of stdin has the settings; the end of stdin means that the front end has died.
 
-    SIGUSR1 writes the stacks of all threads to stderr. A terminal's or a service manager's signals go to all processes
-    of a server at once: the front end answers them, drains, and says when to stop.
+    SIGUSR1 writes the stacks of all threads to stderr. Signals of a terminal or a service manager reach all processes
+    of a server: here they are ignored; the front end handles them, drains, and requests the stop.
 
     Args:
         build, permanent: see `jaxinfer.serve.core.service.serve`.
@@ -55,13 +55,13 @@ def run(build: Callable[[CoreSettings, Report], Built], permanent: tuple[type[Ex
 
 
 def leave_group(reason: str, hangs: bool) -> NoReturn:
-    """End at once; where something hangs with the stacks of all threads in the log."""
+    """Exit at once; if a process hangs, first write the stacks of all threads to stderr."""
     _log.error("the group is over: %s", reason)
     if hangs:
         logs.drain()
         dumping = threading.Thread(target=faulthandler.dump_traceback, daemon=True)
         dumping.start()
-        dumping.join(_DUMP_SECONDS)  # nobody may read what it writes
+        dumping.join(_DUMP_SECONDS)  # stderr may be a pipe that is not read
     _exit(GROUP)
 
 
@@ -72,7 +72,7 @@ def _die_with_parent(stdin: BinaryIO) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit at once: threads may still compile, or hang in a device's driver."""
+    """Exit at once: threads may still compile, or hang in a device driver."""
     logs.drain()
     os._exit(code)
 

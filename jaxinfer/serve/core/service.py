@@ -1,4 +1,4 @@
-"""The core's side of the stream: an `AsyncEngine` behind core.proto. No jax: who calls `serve` builds the engine."""
+"""Engine core side of the stream: an `AsyncEngine` over core.proto. No jax: the caller of `serve` builds the engine."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from jaxinfer.serve.streams import Closed, EngineDeadError, merged
 from jaxinfer.types import LoRARef, Request, SequenceDelta
 
 STOPPED, FAULT, FAILED = 0, 1, 2
-"""Results of `serve`, and exit codes of a core: asked to, by a fault, or because the start can only fail."""
+"""Results of `serve`, and exit codes of a core: stopped on request, ended by a fault, permanent startup failure."""
 
 BEAT_SECONDS = 0.1
-_IDLE_SECONDS = 2.0  # without work, after which a full garbage collection disturbs nobody
+_IDLE_SECONDS = 2.0  # idle seconds after which a full garbage collection delays no request
 
-# Messages are bounded by what the doors let through; a prompt's log probabilities may be large.
+# The API servers bound the requests; a prompt's log probabilities may be large.
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 _log = logging.getLogger("jaxinfer.serve.core")
@@ -46,19 +46,19 @@ Report = Callable[[pb.Startup], None]
 
 @runtime_checkable
 class Profiler(Protocol):
-    """Traces of the device. Both raise RuntimeError, with a sentence, where that is not possible now."""
+    """A device profiler. Both methods raise RuntimeError, with one sentence, if profiling is not possible now."""
 
     def start(self) -> None: ...
 
     def stop(self) -> str:
-        """The folder with the trace."""
+        """Stop the profile and return the folder with the trace."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """An engine that is ready, and what the front end must know of it; ``folder``: of tokenizer and template;
-    ``journals``: of the engine's replicas, where somebody wants to know of cached pages.
+    """An engine that is ready, with its metadata for the front end. ``folder``: folder of tokenizer and template;
+    ``journals``: cache journals of the engine's replicas, if KV events are enabled.
 
     ``engine`` is None in a process that follows another one: it takes no requests.
     """
@@ -74,8 +74,8 @@ async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[
     """Listen on a unix socket, build the engine, serve one stream until it ends.
 
     Args:
-        build: called once in a thread of its own; may report from any thread.
-        permanent: what it raises where another try would be in vain: the message is one sentence for a person.
+        build: called once in a separate thread; may report progress from any thread.
+        permanent: exceptions of ``build`` after which a retry cannot succeed; the message is for the user.
 
     Returns:
         `STOPPED`, `FAULT` or `FAILED`.
@@ -88,15 +88,15 @@ async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[
     try:
         return await core.live(build, permanent)
     finally:
-        await server.stop(grace=1.0)  # for what is written to arrive
+        await server.stop(grace=1.0)  # for written messages to arrive
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Feed:
-    """The engine's end of the stream ``number``.
+    """The engine side of the stream ``number``.
 
-    ``apart``: a large delta is on its way in parts, and what follows must not overtake it. Set by the engine's thread,
-    taken back by the loop when everything is in the outbox.
+    ``apart``: a large delta is being sent in chunks, and later deltas must not overtake it. Set by the engine thread,
+    cleared by the event loop when everything is in the outbox.
     """
 
     request: Request
@@ -108,21 +108,21 @@ class _Feed:
 
 
 class _Core(CoreServicer):
-    """One core's life. All but `deliver` and `_answered` runs on the loop."""
+    """The servicer of one core. All but `deliver`, `_answered`, `_tell` and `_report` runs in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._outbox: Outbox[pb.FromCore] = Outbox()
         self._feeds: dict[int, _Feed] = {}
-        self._sending: dict[int, asyncio.Task[None]] = {}  # large deltas, by the stream's number
+        self._sending: dict[int, asyncio.Task[None]] = {}  # senders of large deltas, by stream number
         self._engine: AsyncEngine | None = None
         self._profiler: Profiler | None = None
         self._taken = False
-        self._left = loop.create_future()  # the front end wants an end, or is gone
-        self._ended = loop.create_future()  # the stream is over
+        self._left = loop.create_future()  # set when the front end requests the end, or is gone
+        self._ended = loop.create_future()  # set when the stream is over
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # ---- life
+    # ---- lifecycle
 
     async def live(self, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...]) -> int:
         self._spawn(self._beat())
@@ -132,7 +132,7 @@ class _Core(CoreServicer):
             for task in self._tasks:
                 task.cancel()
         self._outbox.close()
-        await self._ended  # not before the front end, which may only be connecting, has everything
+        await self._ended  # the front end may only be connecting: wait until it has everything
         return code
 
     async def _start_and_serve(self, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...]) -> int:
@@ -145,7 +145,7 @@ class _Core(CoreServicer):
         except permanent as error:
             self._outbox.put(pb.FromCore(failed=pb.Failed(message=str(error))))
             return FAILED
-        except Exception as error:  # noqa: BLE001 - the boundary of the process: the log explains what clients hear of
+        except Exception as error:  # noqa: BLE001 - process boundary: the log has the traceback
             _log.exception("the start ended by a fault")
             self._outbox.put(pb.FromCore(fault=pb.Fault(message=f"the engine's start ended by a fault: {error!r}")))
             return FAULT
@@ -160,12 +160,12 @@ class _Core(CoreServicer):
         self._engine, self._profiler = engine, built.profiler
         engine.start()
         gc.collect()
-        gc.freeze()  # what is there now stays: no collection need look at it again
+        gc.freeze()  # existing objects stay: collections skip them from now on
         self._outbox.put(_ready(built))
         await asyncio.wait({ended, self._left}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             self._outbox.put(pb.FromCore(fault=pb.Fault(message=ended.result().message)))
-            await engine.stop(drain=False)  # its thread has yet to log the fault, and this process is about to exit
+            await engine.stop(drain=False)  # its thread must log the fault before this process exits
             return FAULT
         await engine.stop(drain=False)
         return STOPPED
@@ -181,7 +181,7 @@ class _Core(CoreServicer):
             await asyncio.sleep(BEAT_SECONDS)
             if self._outbox.waiting:
                 continue
-            if self._engine is None:  # it lives
+            if self._engine is None:  # still starting: report that the process lives
                 self._outbox.put(pb.FromCore(beat=pb.Beat()))
                 continue
             pulse = self._engine.pulse()
@@ -202,7 +202,7 @@ class _Core(CoreServicer):
         reading = asyncio.create_task(self._read(request_iterator))
         try:
             await self._outbox.run(context.write)
-        finally:  # written to the end, or the front end is gone
+        finally:  # all messages are written, or the front end is gone
             reading.cancel()
             _settle(self._left, None)
             _settle(self._ended, None)
@@ -242,7 +242,7 @@ class _Core(CoreServicer):
         engine.attach(feed).add_done_callback(functools.partial(self._answered, feed))
 
     def _answered(self, feed: _Feed, future: concurrent.futures.Future[None]) -> None:
-        """Answer a request, in the thread that settled the future, mostly the engine's."""
+        """Accept or reject a request, in the thread that settled the future, mostly the engine's."""
         error = future.exception()
         if error is None:
             accepted = pb.Accepted(number=feed.number, **wire.seed_fields(feed.request.params.seed))
@@ -281,7 +281,7 @@ class _Core(CoreServicer):
         return pb.Answer(lora=pb.LoadedLora(**loaded._asdict()))
 
     def _drop[T](self, how: Callable[[AsyncEngine, T], None], what: T) -> None:
-        with contextlib.suppress(EngineDeadError, LoRAError):  # there is nothing to be dropped, then
+        with contextlib.suppress(EngineDeadError, LoRAError):  # then there is nothing to drop
             how(self._running(), what)
 
     async def _answer_to(self, question: int) -> pb.Answer:
@@ -309,7 +309,7 @@ class _Core(CoreServicer):
     # ---- from other threads
 
     def deliver(self, news: Sequence[tuple[_Feed, SequenceDelta | Closed]]) -> bool:
-        """Send what a step brought, as one message; called in the engine's thread."""
+        """Send the deltas of one step as one message. Called in the engine thread."""
         numbered: list[tuple[int, SequenceDelta]] = []
         apart: list[tuple[_Feed, SequenceDelta]] = []
         for feed, item in news:
@@ -320,12 +320,12 @@ class _Core(CoreServicer):
                 else:
                     numbered.append((feed.number, item))
         if not (numbered or apart):
-            return True  # the engine has ended, and the front end will be told
+            return True  # the engine has ended: the front end gets a fault message
         message = pb.FromCore(deltas=wire.deltas_message(numbered)) if numbered else None
         return self._from_thread(self._delivered, message, apart, [feed.number for feed, _ in news if not feed.running])
 
     def _tell(self, telling: Telling) -> None:
-        """Send what has changed among the cached pages; called in the engine's thread."""
+        """Send the changes of the cached pages. Called in the engine thread."""
         for message in telling.messages():
             self._from_thread(self._outbox.put, pb.FromCore(kv_events=message))
 
@@ -340,8 +340,8 @@ class _Core(CoreServicer):
             self._feeds.pop(number, None)
 
     def _defer(self, feed: _Feed, delta: SequenceDelta) -> None:
-        """Defer a delta until its stream's large one has gone out; what is deferred is merged."""
-        if not feed.apart:  # it has, since the engine's thread looked
+        """Defer a delta until the large delta of its stream is sent; deferred deltas are merged."""
+        if not feed.apart:  # sent since the engine thread looked
             self._outbox.put(pb.FromCore(deltas=wire.deltas_message([(feed.number, delta)])))
             return
         before = feed.deferred.get(delta.index)
@@ -350,7 +350,7 @@ class _Core(CoreServicer):
             self._sending[feed.number] = self._spawn(self._send_apart(feed))
 
     async def _send_apart(self, feed: _Feed) -> None:
-        """Send a large delta in parts, between which others' go out: a long prompt's log probabilities take seconds."""
+        """Send a large delta in chunks, between other deltas: a long prompt's log probabilities take seconds."""
         while (large := next(filter(wire.is_large, feed.deferred.values()), None)) is not None:
             for part in wire.parts(feed.number, large):
                 await self._outbox.put_last(pb.FromCore(deltas=part))
@@ -364,7 +364,7 @@ class _Core(CoreServicer):
         self._from_thread(self._outbox.put, pb.FromCore(startup=startup))
 
     def _from_thread[**P](self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Call it on the loop; false if that is closed."""
+        """Call a function on the event loop; false if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(functools.partial(function, *args, **kwargs))
         except RuntimeError:
@@ -395,7 +395,7 @@ def _refusal(number: int, error: BaseException) -> pb.FromCore:
 
 
 def _silent() -> None:
-    """Nobody wants to know."""
+    """Do nothing: KV events are disabled."""
 
 
 def _settle[T](future: asyncio.Future[T], value: T) -> None:
@@ -404,13 +404,13 @@ def _settle[T](future: asyncio.Future[T], value: T) -> None:
 
 
 def _in_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
-    """Await a function's result on the loop; the thread is a daemon, so that a process that shall end need not wait."""
+    """Run a function in a daemon thread, which does not delay the process's exit, and return its future."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - who waits for the future gets it
+        except BaseException as error:  # noqa: BLE001 - passed on through the future
             future.set_exception(error)
 
     threading.Thread(target=run, name="jaxinfer-build", daemon=True).start()

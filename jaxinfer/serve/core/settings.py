@@ -1,4 +1,4 @@
-"""Settings that a core is started with: one line of JSON on its stdin. No jax."""
+"""Settings of an engine core process: one line of JSON on its stdin. No jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoreSettings:
-    """The fields of `ServeConfig` that concern the core, which have its meaning, and its socket.
+    """The fields of `ServeConfig` that concern the engine core, and its socket.
 
     Attributes:
         socket: path of the socket to listen on, in a folder that only this user can open.
@@ -48,9 +48,8 @@ class CoreSettings:
 
     @classmethod
     def from_json(cls, text: str) -> CoreSettings:
-        """Raises:
-        ServeConfigError: it is no JSON object, a setting is not known, or one is missing.
-        """
+        """Parse the settings. Raises `ServeConfigError` if the text is no JSON object, or a setting is unknown or
+        missing."""
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
@@ -71,5 +70,5 @@ def _require_known(fields: object, kind: type, what: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no tuples, and configurations no lists."""
+    """Convert lists to tuples: JSON has no tuples, and configurations no lists."""
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""A line of the log for an engine that is ready: what it runs on, what it holds, how much it has room for."""
+"""Log line of an engine that is ready: devices, weights, KV cache capacity, attention backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.choice import lowering_target
 
 
 def summary(model: Model, config: ResolvedEngine) -> str:
-    """Describe what was decided while the engine was made."""
+    """Describe the resolved settings of an engine in one line."""
     spec = model.cache_spec.stored_as(config.kv_cache_dtype)
     folder = jax.config.jax_compilation_cache_dir
     return ", ".join(
@@ -37,7 +37,7 @@ def _devices(config: ResolvedEngine) -> str:
 
 
 def _pool(config: ResolvedEngine, page_bytes: int) -> str:
-    """Tell the pools' room: that of all replicas and ranks, each of which has one."""
+    """Describe the KV cache capacity: the sum of the pools of all replicas and ranks."""
     pools = config.data_parallel_size * config.dp_ranks
     tokens = pools * config.num_pages * config.page_size
     longest = pools * (config.num_pages // math.ceil(config.max_model_len / config.page_size))
@@ -48,13 +48,13 @@ def _pool(config: ResolvedEngine, page_bytes: int) -> str:
 
 
 def _states(config: ResolvedEngine, state_bytes: int) -> list[str]:
-    """Tell the room for states, where the model has any."""
+    """Describe the capacity for states, if the model has any."""
     count = config.data_parallel_size * config.num_states
     return [f"{count} states {_size(count * state_bytes)}"] if count else []
 
 
 def _backend(model: Model, config: ResolvedEngine, spec: CacheSpec) -> str:
-    """Tell which kernels attention runs on; "auto" follows from the device and the shapes."""
+    """Return the attention backend; "auto" is resolved by the device and the shapes."""
     if config.attention_backend != "auto":
         return config.attention_backend
     return (

@@ -1,4 +1,4 @@
-"""Start the engine core, watch over it, and start it again. No jax."""
+"""Supervisor of the engine core: starts it, monitors it, and restarts it. No jax."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ FAILED = "failed"
 
 _LAST_WORDS_SECONDS = 0.5
 LEAST_STEP_TIMEOUT, STEPS = 10.0, 20.0
-"""Default of ``step_timeout``: at least so many seconds, and so many times the 99th percentile of the steps."""
+"""Default of ``step_timeout``: minimum in seconds, and multiple of the 99th percentile of the step times."""
 LONGEST_DOUBT = 60.0
-"""Seconds up to which a limit that may have been too short is doubled, and which taking a profile may take."""
+"""Seconds up to which a step limit that may be too short is doubled, and limit while a profile starts or stops."""
 _STARTING = "the engine is starting"
-_ENOUGH_STEPS = 1000  # of one core, to forget what those of the one before took
+_ENOUGH_STEPS = 1000  # of one core, after which the step times of earlier cores are dropped
 
 _PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EINTR})
-"""Errors of a start that may succeed a second later: the machine, or this process, is short of something."""
+"""Errors of a start that may succeed a second later: the machine, or this process, is short of a resource."""
 
 _log = logging.getLogger("jaxinfer.serve.supervisor")
 
 
 Prepare = Callable[[CoreLink, ModelCard, Callable[[], None]], Awaitable[None]]
-"""What is to be done with each core that has started, before it is READY; calls its last argument whenever it gets on.
-With `LoRAError` the core is ended; if none was READY before, none will be."""
+"""Preparation of each core that has started, before it is READY; calls its last argument on progress. A `LoRAError`
+ends the core, and is a permanent failure if no core was READY before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StartupEvent:
     """Progress of a start. ``phase``: "starting", "loading_weights", "compiling", "checking", "ready" or "failed".
 
     Attributes:
-        message: under "failed", one sentence.
+        message: error message, for "failed".
     """
 
     phase: str = STARTING
@@ -62,12 +62,12 @@ class StartupEvent:
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Health of the engine, for everybody who asks: without paths, addresses or what a fault said.
+    """Public health of the engine, without paths, addresses or fault messages.
 
     Attributes:
         state: see `Supervisor`.
-        reason: why it does not run, in words; "" where it does.
-        retry_after: seconds after which it may; as long as the last start took, where one is under way.
+        reason: reason why the engine does not run; "" if it runs.
+        retry_after: seconds after which it may run; during a start, estimated from the duration of the last one.
     """
 
     state: str
@@ -77,14 +77,14 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Patience:
-    """Times in seconds that are no user's business.
+    """Internal timeouts in seconds, which are not user settings.
 
     Attributes:
-        first_pause, longest_pause: before a core is started again: doubled each time, from the first to the longest.
-        healthy: after so long READY the pauses begin anew.
-        tick: how often progress is looked at.
-        dump: for a core that hangs to write its stacks.
-        end: for a core to end by itself.
+        first_pause, longest_pause: pauses before a restart: doubled each time, from the first to the longest.
+        healthy: time in READY after which the pauses begin anew.
+        tick: interval of the checks for progress.
+        dump: time for a core that hangs to write its stacks.
+        end: time for a core to exit by itself.
     """
 
     first_pause: float = 0.5
@@ -96,23 +96,23 @@ class Patience:
 
 
 class Supervisor:
-    """Keeps a core running. Belongs to one event loop.
+    """A supervisor that keeps an engine core running; must be used from one event loop.
 
-    A core that dies or hangs ends all streams by `EngineDeadError`, and another one is started after a pause. A start
-    that can only fail (a bad model, a setting that cannot be served) is not tried again, unless the same settings were
-    READY before: then what is wrong may pass, as memory that somebody else has. The same holds for a process that
-    cannot be started; where the machine is short of memory or descriptors the first one is tried again, too.
+    If a core dies or hangs, all streams end with `EngineDeadError`, and another core is started after a pause. A
+    permanent startup failure (a bad model, a setting that cannot be served) is not retried, unless the same settings
+    were READY before: then the cause may be transient, as memory that another process has. The same holds for a process
+    that cannot be started; if the machine is short of memory or descriptors, the first start is retried, too.
 
     Args:
-        command: that starts a core (default: this Python with ``-m jaxinfer.serve.core``).
+        command: command line of a core (default: this Python with ``-m jaxinfer.serve.core``).
         prepare: see `Prepare`.
-        kv_events: called with what a core tells of its cached pages.
+        kv_events: called with the KV events of a core.
 
     Attributes:
         state: "starting", "ready", "dead" (until the next start) or "stopped".
-        restarts: how often a core was started again.
-        failure: the sentence of a start that can only fail: the state is "stopped" then.
-        backend: of whichever core runs; raises `EngineDeadError` while none is READY.
+        restarts: number of restarts of the core.
+        failure: message of a permanent startup failure: the state is "stopped" then.
+        backend: the core that currently runs; raises `EngineDeadError` while none is READY.
     """
 
     def __init__(
@@ -128,30 +128,28 @@ class Supervisor:
         self.state, self.restarts = STARTING, 0
         self.failure: str | None = None
         self.backend = CurrentCore(self._link)
-        self._ready: tuple[ModelCard, str] | None = None  # of the last core that was
+        self._ready: tuple[ModelCard, str] | None = None  # card and folder of the last READY core
         self._ready_since: float | None = None
         self._reason = self._public = _STARTING
-        self._begun = self._took = 0.0  # when a start begins, or began, and how long the last one took that succeeded
+        self._begun = self._took = 0.0  # time of the last or next start, and duration of the last one that succeeded
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
-        self._preparing: asyncio.Task[None] | None = None  # kept, or it might be collected before it ran
+        self._preparing: asyncio.Task[None] | None = None  # referenced, or it could be garbage collected
         self._stopping = False
         self._listeners: list[Callable[[str], None]] = []
         self._startup = StartupEvent()
         self._changed = asyncio.Event()
         self._progress = self._steps = self._heard = 0
         self._alone = config.num_processes == 1
-        self._p99 = 0.0  # of the steps of this core, or of one before, whichever is more
+        self._p99 = 0.0  # of the steps of this core or an earlier one, whichever is more
         self._doubt = 0.0
-        self._profiling = 0  # questions that hold up a core
+        self._profiling = 0  # profile calls in flight, which block a core
 
-    # ---- what is known
+    # ---- state
 
     @property
     def card(self) -> ModelCard:
-        """Raises:
-        EngineDeadError: no core was READY yet.
-        """
+        """The model card. Raises EngineDeadError if no core was READY yet."""
         return self._known()[0]
 
     @property
@@ -161,17 +159,17 @@ class Supervisor:
 
     @property
     def condition(self) -> Condition:
-        """The engine's health; to be asked on the loop."""
+        """Public health of the engine. Must be read on the event loop."""
         due = self._begun + self._took - asyncio.get_running_loop().time()
         return Condition(self.state, self._public, max(1.0, due))
 
     def subscribe(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Call ``listener`` with each new state; returns how to leave off."""
+        """Call ``listener`` with each new state; return a function that unsubscribes it."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     async def watch_startup(self) -> AsyncIterator[StartupEvent]:
-        """The way to "ready" or "failed", from now on; ends there. Who reads slowly misses what is past."""
+        """Yield startup events from now on, until "ready" or "failed". A slow reader misses intermediate events."""
         while True:
             event, changed = self._startup, self._changed
             yield event
@@ -179,17 +177,19 @@ class Supervisor:
                 return
             await changed.wait()
 
-    # ---- life
+    # ---- lifecycle
 
     async def start(self) -> None:
-        """Begin. It does not wait for READY: see `until_ready`, `watch_startup` and `subscribe`."""
-        with contextlib.suppress(OSError):  # no folder for temporary files, as the first start will say
+        """Begin to run cores. Does not wait for READY: see `until_ready`, `watch_startup` and `subscribe`."""
+        with contextlib.suppress(OSError):  # no folder for temporary files: the first start reports it
             folder.sweep()
         self._task = asyncio.create_task(self._run())
 
     async def until_ready(self) -> ModelCard:
-        """Raises:
-        EngineDeadError: it was stopped before, or its start can only fail: the message says why.
+        """Wait until a core is READY and return its model card.
+
+        Raises:
+            EngineDeadError: it was stopped before, or its start failed permanently, with the reason.
         """
         while self.state != READY:
             if self.state == STOPPED:
@@ -198,13 +198,13 @@ class Supervisor:
         return self.card
 
     async def until_stopped(self) -> str | None:
-        """Wait for the end; the sentence of a start that can only fail, None if it was stopped."""
+        """Wait for the end; return the message of a permanent startup failure, None if it was stopped."""
         if self._task is not None:
             await asyncio.wait({self._task})
         return self.failure
 
     async def stop(self, seconds: float = 10.0) -> None:
-        """Abort what runs and end the core; what has not ended by itself by then is killed."""
+        """Abort running requests and stop the core, which is killed after ``seconds``."""
         self._stopping = True
         if self._task is None:
             return
@@ -215,17 +215,15 @@ class Supervisor:
         await asyncio.wait({self._task})
 
     async def start_profile(self) -> None:
-        """Raises:
-        ServeError: there is no folder for traces, one is being taken, or no core is READY.
-        """
+        """Start a profile. Raises `ServeError` if no trace folder is set, a profile runs, or no core is READY."""
         with self._during_profile():
             await _answered(lambda: self._link().start_profile())
 
     async def stop_profile(self) -> str:
-        """The folder with the trace.
+        """Stop the profile and return the folder with the trace.
 
         Raises:
-            ServeError: none is being taken, or no core is READY.
+            ServeError: no profile is running, or no core is READY.
         """
         with self._during_profile():
             return await _answered(lambda: self._link().stop_profile())
@@ -238,7 +236,7 @@ class Supervisor:
         finally:
             self._profiling -= 1
 
-    # ---- one core after the other
+    # ---- sequence of cores
 
     async def _run(self) -> None:
         pause = self._patience.first_pause
@@ -261,7 +259,7 @@ class Supervisor:
             self._enter(STOPPED, reason, "the server is stopping")
 
     async def _live(self) -> str:
-        """One core's life; why it ended."""
+        """Run one core until it ends; return the reason."""
         self._startup, self._ready_since = StartupEvent(), None
         self._progress = self._steps = self._heard = 0
         self._begun = asyncio.get_running_loop().time()
@@ -276,7 +274,7 @@ class Supervisor:
         grace = 0.0
         try:
             await asyncio.wait({carrying, watching, exiting}, return_when=asyncio.FIRST_COMPLETED)
-            if exiting.done():  # what it said last may still be on its way
+            if exiting.done():  # its last messages may still be in flight
                 await asyncio.wait({carrying}, timeout=_LAST_WORDS_SECONDS)
             if watching.done():
                 self._died(watching.result())
@@ -295,7 +293,7 @@ class Supervisor:
         return f"{self._reason} (it {how})"
 
     def _not_started(self, error: OSError) -> str:
-        """Note that there is no process, and why: with a path, and for everybody without."""
+        """Record that there is no process, and the reason: with paths for the log, without them for clients."""
         reason = f"the engine core cannot be started: {error}"
         if self._ready is None and error.errno not in _PASSING:
             self.failure = reason
@@ -304,8 +302,8 @@ class Supervisor:
         return reason
 
     async def _watch(self) -> str:
-        """Returns when the core does not get on. Time is counted in ticks: were this process itself held up, a core
-        that was, too, would look as if it hung."""
+        """Return the reason when the core makes no progress. Time is counted in ticks: if this process itself is held
+        up, a core that is held up with it does not count as hung."""
         seen, quiet, heard, silent = self._progress, 0.0, 0, 0.0
         while True:
             await asyncio.sleep(self._patience.tick)
@@ -320,10 +318,10 @@ class Supervisor:
                 return f"the engine hangs: its start did not get on in {self._config.startup_timeout:g} s"
 
     def _step_limit(self) -> float:
-        """Seconds after which a core without progress hangs.
+        """Return the seconds without progress after which a core counts as hung.
 
-        Where nobody set it, it follows from what steps take. A model whose very first ones take longer than the least
-        limit gets twice the time after each core that was ended for it.
+        Unless it is set, the limit follows from the step times. A model with first steps above the minimum limit gets
+        twice the time after each core that was ended for it.
         """
         if not self._alone:
             return self._config.group_timeout
@@ -334,7 +332,7 @@ class Supervisor:
 
     def _observe(self, message: pb.FromCore) -> None:
         if self.state == DEAD:
-            return  # that one is done for, whatever it says
+            return  # the core is being ended: its messages are ignored
         self._heard += 1
         match message.WhichOneof("kind"):
             case "startup":
@@ -386,13 +384,13 @@ class Supervisor:
         self._died(reason, "the engine cannot start")
 
     def _beat(self, beat: pb.Beat) -> None:
-        """Note a beat; before READY it says no more than that the process lives."""
+        """Record a heartbeat; before READY it only shows that the process lives."""
         self._p99 = max(beat.p99_step_seconds, self._p99 if beat.steps < _ENOUGH_STEPS else 0.0)
         if self.state == READY and (not beat.busy_seconds or beat.steps != self._steps):
             self._progress, self._steps = self._progress + 1, beat.steps
 
     def _died(self, reason: str, public: str | None = None) -> None:
-        """Enter DEAD at once, whatever the process does. The first reason counts; ``public``: what all may know."""
+        """Enter DEAD at once, before the process ends. The first reason counts; ``public``: reason for clients."""
         if self._child is not None:
             self._child.link.close(reason)
         if self.state != DEAD and not self._stopping:

@@ -1,4 +1,4 @@
-"""What the journals of an engine tell, as messages. No jax."""
+"""Conversion of cache journals to KV event messages. No jax."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from jaxinfer.protos.internal import core_pb2 as pb
 
 
 class Telling:
-    """The journals, each with the number of its replica, and the store that knows the names of adapters."""
+    """The cache journals of all replicas, by rank, and the store with the names of adapters."""
 
     def __init__(self, journals: Sequence[Journal], loras: LoRAStore | None) -> None:
         self._journals, self._loras = journals, loras
 
     def messages(self) -> Iterator[pb.KvEvents]:
-        """What has changed since the last call, of each replica; called in the engine's thread."""
+        """Yield the changes of each replica since the last call. Called in the engine thread."""
         for rank, journal in enumerate(self._journals):
             changes = journal.take()
             if changes is not None:
                 yield events_message(rank, changes, self._names(changes))
 
     def _names(self, changes: Changes) -> Mapping[str, str]:
-        """The names of adapters by their identity, if there are any among the pages."""
+        """Return the names of adapters by identity, if any of the pages belong to an adapter."""
         if self._loras is None or not any(node.label.lora for node, _ in changes.came):
             return {}
         return {each.identity: each.name for each in self._loras.list()}
 
 
 def events_message(rank: int, changes: Changes, names: Mapping[str, str]) -> pb.KvEvents:
-    """Args:
-    names: of adapters, by their identity; one without a name is called by that.
-    """
+    """Convert the changes of one replica to a message. ``names``: adapter names by identity, which replaces a missing
+    name."""
     return pb.KvEvents(
         rank=rank,
         cleared=changes.cleared,
@@ -43,7 +42,7 @@ def events_message(rank: int, changes: Changes, names: Mapping[str, str]) -> pb.
 
 
 def _runs(came: Iterable[tuple[Node, str]]) -> list[tuple[str, list[Node]]]:
-    """What came, in its order, and what lies below each other in one."""
+    """Group stored pages, in their order, into runs of pages that follow each other as parent and child."""
     runs: list[tuple[str, list[Node]]] = []
     last: dict[str, list[Node]] = {}
     for node, medium in came:

@@ -1,4 +1,4 @@
-"""Requests, deltas, figures and cards as messages of core.proto, and back: nothing is lost on the way. No jax."""
+"""Lossless conversion of requests, deltas, statistics and model cards to messages of core.proto and back. No jax."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import FinishReason, LoRARef, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
 
 MOST_CANDIDATES = 4096
-"""Candidates of a prompt's log probabilities in one message: some 5 ms to encode it, and again to decode it."""
+"""Candidates of prompt log probabilities in one message: some 5 ms to encode it, and again to decode it."""
 
 _LARGE = 2**63
-_SAME = (  # fields of `SamplingParams` that are plain in the message too
+_SAME = (  # fields of `SamplingParams` that have the same type in the message
     "n",
     "temperature",
     "top_p",
@@ -70,11 +70,10 @@ _HISTOGRAMS = ("time_to_first_token", "inter_token_latency", "e2e_latency", "que
 
 
 def request_message(request: Request, now: float) -> pb.Request:
-    """Args:
-        now: of the clock of ``request.deadline``.
+    """Convert a request to a message. ``now``: current time of the clock of ``request.deadline``.
 
     Raises:
-        RequestError: a number is larger than any that could be served.
+        RequestError: a number is out of range, or a text is not Unicode.
     """
     left = None if request.deadline is None else request.deadline - now
     try:
@@ -93,13 +92,13 @@ def request_message(request: Request, now: float) -> pb.Request:
             thinking=None if request.thinking is None else pb.Thinking(**request.thinking._asdict()),
             lora=None if request.lora is None else pb.Lora(**request.lora._asdict()),
         )
-    except (ValueError, OverflowError) as error:  # what protobuf says of a number, or of text that is no Unicode
+    except (ValueError, OverflowError) as error:  # protobuf: number out of range, or text that is not Unicode
         reason = f"request {own_id(request.request_id)!r} cannot be sent to the engine: {error}"
         raise RequestError(None, reason) from error
 
 
 def request_of(message: pb.Request, now: float) -> Request:
-    """The request. ``now``: of the clock that its deadline shall be of."""
+    """Convert a message to a request. ``now``: current time of the clock of its deadline."""
     return Request(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -124,7 +123,7 @@ def _thinking_of(message: pb.Thinking) -> Thinking:
 def _sampling_message(params: SamplingParams) -> pb.Sampling:
     fields: dict[str, Any] = {name: getattr(params, name) for name in _SAME}
     message = pb.Sampling(**fields, **seed_fields(params.seed))
-    message.top_k = min(params.top_k, 2**64 - 1)  # beyond any vocabulary they all mean the same
+    message.top_k = min(params.top_k, 2**64 - 1)  # values beyond any vocabulary mean the same
     if params.logit_bias is not None:
         message.logit_bias.SetInParent()
         message.logit_bias.token_ids.extend(params.logit_bias.keys())
@@ -184,7 +183,7 @@ def _structured_of(message: pb.StructuredOutputs) -> StructuredOutputs | None:
 
 
 def seed_fields(seed: int | None) -> dict[str, Any]:
-    """The field of a message's ``seeded`` that holds it, if there is one."""
+    """Return the set field of the oneof ``seeded`` of a message; empty without a seed."""
     if seed is None:
         return {}
     return {"large_seed": seed} if seed >= _LARGE else {"seed": seed}
@@ -199,7 +198,7 @@ def seed_of(message: pb.Sampling | pb.Accepted) -> int | None:
 
 
 def deltas_message(numbered: Iterable[tuple[int, SequenceDelta]]) -> pb.Deltas:
-    """The deltas of one step, each with the number of its stream. Called by the engine's thread: it is kept lean."""
+    """Convert the deltas of one step, each with its stream's number. Called in the engine thread: it is kept lean."""
     streams: list[int] = []
     indexes: list[int] = []
     tokens: list[int] = []
@@ -244,14 +243,14 @@ def _delta_message(number: int, delta: SequenceDelta) -> pb.Delta:
 
 
 def is_large(delta: SequenceDelta) -> bool:
-    """Whether the prompt's log probabilities are too many for one message."""
+    """Whether the prompt log probabilities are too many for one message."""
     known = delta.prompt_logprobs
     return known is not None and len(known) > _positions_at_once(known)
 
 
 def parts(number: int, delta: SequenceDelta) -> Iterator[pb.Deltas]:
-    """The log probabilities of a large delta's prompt, but for the last of them, which stay with it. One message is
-    made when it is asked for."""
+    """Yield the prompt log probabilities of a large delta in chunks, except the last one, which stays in the delta. It
+    builds messages lazily."""
     known = delta.prompt_logprobs
     assert known is not None
     most = _positions_at_once(known)
@@ -263,12 +262,12 @@ def parts(number: int, delta: SequenceDelta) -> Iterator[pb.Deltas]:
 
 
 def _positions_at_once(positions: Sequence[PositionLogprobs | None]) -> int:
-    widest = positions[-1]  # all of a prompt ask for as many; the first token has none
+    widest = positions[-1]  # all positions have the same number; the first token has none
     return MOST_CANDIDATES if widest is None else max(1, MOST_CANDIDATES // (1 + len(widest.top)))
 
 
 def delta_of(message: pb.Delta, request_id: str) -> SequenceDelta:
-    """A delta that was not plain."""
+    """Convert a message to a delta."""
     stop = message.WhichOneof("stop_reason")
     return SequenceDelta(
         request_id,
@@ -306,7 +305,7 @@ def _known(positions: list[PositionLogprobs | None]) -> list[PositionLogprobs]:
     return [position for position in positions if position is not None]
 
 
-# ---- figures
+# ---- statistics
 
 
 def stats_message(stats: EngineStats) -> pb.Stats:
@@ -363,10 +362,10 @@ def lora_of(message: pb.LoadedLora) -> LoadedLoRA:
 
 
 def card_message(card: ModelCard) -> pb.Card:
-    """Tuples among the settings become lists.
+    """Convert a model card; tuples among the settings become lists.
 
     Raises:
-        TypeError: a setting is not plain data.
+        TypeError: a setting is not JSON-like.
     """
     fields = {field.name: getattr(card, field.name) for field in dataclasses.fields(card)}
     return pb.Card(**{**fields, "defaults": _json(card.defaults), "engine": _json(card.engine)})

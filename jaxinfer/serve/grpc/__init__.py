@@ -1,1 +1,1 @@
-"""The gRPC doors: `jaxinfer.v1` and the Open Inference Protocol, health and reflection. No jax."""
+"""gRPC API servers: `jaxinfer.v1`, the Open Inference Protocol, health and reflection. No jax."""

@@ -1,4 +1,4 @@
-"""The answer to one `GenerateRequest`, alone or in a batch."""
+"""Responses to one `GenerateRequest`, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jaxinfer.text.output import OutputDelta
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Responses to a request that was accepted.
+    """Responses to an accepted request.
 
     Attributes:
-        model: the name of what answers.
-        outputs: by index, those that a parser reads; None: its text is all that the model says.
+        model: name of the model or LoRA adapter.
+        outputs: parsers by output index; None: the output is not parsed.
     """
 
     frontend: Frontend
@@ -39,7 +39,7 @@ class Answer:
         return convert.started(made.request_id, made.seed, len(made.prompt_token_ids), self.model)
 
     def responses(self, delta: OutputDelta) -> Iterator[pb.GenerateResponse]:
-        """Those that a delta makes, see `convert.deltas`."""
+        """Return the responses for a delta, see `convert.deltas`."""
         output = self.outputs[delta.index]
         shown = delta if output is None else convert.parsed(delta, output)
         return convert.deltas(self.generation.request_id, shown, self.frontend.token_text)
@@ -50,10 +50,10 @@ class Answer:
 
 @contextlib.asynccontextmanager
 async def answering(frontend: Frontend, request: pb.GenerateRequest, rpc: Rpc) -> AsyncIterator[Answer]:
-    """Begin to answer a request; leaving early aborts it.
+    """Start a generation within the context; leaving the context early aborts it.
 
     Raises:
-        ServeError: it is refused.
+        ServeError: the request is rejected.
     """
     left, trace = rpc.time_remaining(), rpc.trace()
     call = await convert.converted(

@@ -1,4 +1,4 @@
-"""Scopes that RPCs need, and where a caller's key is. No RPC is served that is not in the table."""
+"""Scopes that RPCs require, and extraction of API keys from metadata. RPCs that are not in the table are not served."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 from jaxinfer.serve.errors import Kind, ServeError
 
 OPEN = None
-"""Value in place of a scope: no key is asked for."""
+"""Value in place of a scope: no API key is required."""
 
 
 @runtime_checkable
 class Caller(Protocol):
-    """Who calls."""
+    """The principal of a call."""
 
     @property
     def name(self) -> str: ...
@@ -23,16 +23,16 @@ class Caller(Protocol):
 
 @runtime_checkable
 class Authoriser(Protocol):
-    """Knows the keys; see `jaxinfer.serve.auth.Authoriser`."""
+    """Checks API keys; see `jaxinfer.serve.auth.Authoriser`."""
 
     def authorise(
         self, token: str | None, scope: str, certificate: Callable[[], bytes | None] = lambda: None
     ) -> Caller:
-        """Raises `ServeError`: UNAUTHENTICATED without a valid key, FORBIDDEN without the scope."""
+        """Authorise a call. Raises `ServeError`: UNAUTHENTICATED without a valid key, FORBIDDEN without the scope."""
         ...
 
     def during(self, caller: Any, scope: str, cut: Callable[[ServeError], None]) -> AbstractContextManager[None]:
-        """Watch the key of ``caller`` while a call runs: ``cut`` is called if the key is taken away."""
+        """Watch the key of ``caller`` while a call runs: ``cut`` is called if the key is revoked."""
         ...
 
 
@@ -56,13 +56,13 @@ SCOPES: Mapping[str, str | None] = MappingProxyType(
             "observe": ("GetStats", "WatchStartup", "ListLoras"),
         },
     )
-    # The two that say no more than health does are as free as it is: probes of this protocol have no keys.
+    # ServerLive and ServerReady report no more than health and need no key either: probes of this protocol have none.
     | _methods(
         "inference.GRPCInferenceService",
         {"infer": ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStreamInfer")},
         free=("ServerLive", "ServerReady"),
     )
-    # Loads are of all tenants, and events hold the tokens of their prompts.
+    # Load figures cover all tenants, and KV events contain prompt tokens.
     | _methods(
         "vllm.grpc.engine.VllmEngine",
         {
@@ -75,14 +75,14 @@ SCOPES: Mapping[str, str | None] = MappingProxyType(
     | _methods("grpc.health.v1.Health", {}, free=("Check", "List", "Watch"))
     | _methods("grpc.reflection.v1alpha.ServerReflection", {"infer": ("ServerReflectionInfo",)})
 )
-"""Full name of every RPC -> the scope that its caller's key must have."""
+"""Full name of every RPC -> the scope that the caller's key must have."""
 
 
 def token_of(metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
-    """The key in ``authorization: Bearer KEY``; None without that metadatum.
+    """Return the key in ``authorization: Bearer KEY``; None without that metadata entry.
 
     Raises:
-        ServeError: UNAUTHENTICATED: it is there, but more than once or of another form.
+        ServeError: UNAUTHENTICATED: the entry occurs more than once or has another format.
     """
     found = [value for name, value in metadata if name == "authorization"]
     if not found:

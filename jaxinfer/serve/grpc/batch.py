@@ -1,4 +1,4 @@
-"""`GenerateBatch`: many prompts in one stream."""
+"""`GenerateBatch` RPC: many prompts in one stream."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxinfer.serve.grpc.many import ManyRequests
 from jaxinfer.serve.grpc.rpc import Rpc
 
 _REMEMBERED = 1 << 17
-"""Ids of one stream that are compared with later ones: of a longer stream, the last so many."""
+"""Maximum number of recent request ids of a stream that are checked for duplicates."""
 
 
 class Batch(ManyRequests[pb.GenerateRequest, pb.GenerateResponse]):
-    """Errors carry the id of their request: one without an id gets one here."""
+    """Stream of a GenerateBatch call. Errors contain the id of their request; requests without an id are given one."""
 
     def __init__(self, frontend: Frontend, rpc: Rpc, size: int) -> None:
         super().__init__(frontend, rpc, size)

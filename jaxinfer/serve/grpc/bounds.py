@@ -1,7 +1,7 @@
-"""Bound what clients may hold of a server before anybody works for them, most of all those without a key.
+"""Limits on the calls and memory that gRPC clients can use, most of all clients without an API key.
 
-A message that is under way is memory that the client has and does not pay for: gRPC makes room for the whole of it as
-soon as it is asked for the message. So it is asked for few at a time.
+A message in transfer uses server memory: gRPC allocates the whole message as soon as it is read. So only a few messages
+are read at a time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jaxinfer.serve.grpc.auth import OPEN, Caller
 from jaxinfer.serve.grpc.connections import Connections, address_of
 
 STRANGERS = 256
-"""Calls at once that show no key: those of health, most of which end at once."""
+"""Maximum number of concurrent calls without an API key: health checks, most of which end at once."""
 WAITING = 4096
-"""Calls of one client whose messages wait for those before them."""
+"""Maximum number of queued calls of one client whose messages wait to be read."""
 _FEW = 8
 _AGAIN_SECONDS = 1.0
 _TICK_SECONDS = 0.1
@@ -31,7 +31,7 @@ _TICKS = 3
 
 @runtime_checkable
 class Call(Protocol):
-    """The part of a `jaxinfer.serve.grpc.rpc.Rpc` that is of interest here."""
+    """The subset of `jaxinfer.serve.grpc.rpc.Rpc` that is used here."""
 
     caller: Caller
     reading_since: float | None
@@ -42,8 +42,8 @@ class Call(Protocol):
 
 
 class Crowd:
-    """Calls of whoever comes. One more than ``most`` is not refused, for it may be a probe: the oldest call of the
-    address that has the most of them is ended instead."""
+    """Calls without an API key. A call above ``most`` is not rejected, since it may be a probe: the oldest call of the
+    address with the most calls is ended instead."""
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0
@@ -72,7 +72,7 @@ class Crowd:
         oldest.cut(ServeError(Kind.QUEUE_FULL, reason, retry_after=_AGAIN_SECONDS))
 
     def _leave(self, address: str, call: Call) -> None:
-        """Once or more."""
+        """Remove a call; idempotent."""
         calls = self._calls.get(address, {})
         if call in calls:
             self._count -= 1
@@ -82,12 +82,13 @@ class Crowd:
 
 
 class Turns:
-    """Calls of whoever comes, of which a few may do something at a time. The addresses of those who wait take turns;
-    who takes long while others wait is ended. What has arrived is read within a few turns of the event loop."""
+    """Fair queue in which a few calls without an API key may read at a time, round-robin between the addresses of
+    waiting calls. A call that takes long while other calls wait is ended; data that has arrived is read within a few
+    loop turns."""
 
     def __init__(self, most: int) -> None:
         self._free = most
-        self._ticks: dict[Call, int] = {}  # of each call that has its turn: while others waited
+        self._ticks: dict[Call, int] = {}  # per call that has its turn: ticks during which other calls waited
         self._waiting: dict[str, collections.deque[asyncio.Future[None]]] = {}
         self._ticking = False
 
@@ -112,7 +113,7 @@ class Turns:
         try:
             await ready
         except asyncio.CancelledError:
-            if not ready.cancelled():  # it had come at the same time
+            if not ready.cancelled():  # the turn was granted at the same time
                 self._pass_on()
             raise
 
@@ -141,14 +142,14 @@ class Turns:
 
 
 class _Places:
-    """Places of one client for messages that are under way: first come, first served."""
+    """FIFO queue for one client's slots for messages in transfer."""
 
     def __init__(self, most: int) -> None:
         self.users, self._most = 0, most
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
 
     async def read(self, call: Call) -> Message:
-        """Read a call's request when there is a place."""
+        """Read a call's request when a slot is free."""
         self.users += 1
         if self.users > self._most:
             await self._place()
@@ -165,7 +166,7 @@ class _Places:
         except asyncio.CancelledError:
             if place.cancelled():
                 self.users -= 1
-            else:  # it had come at the same time
+            else:  # the slot was granted at the same time
                 self._leave()
             raise
 
@@ -178,13 +179,13 @@ class _Places:
 
 
 class Bounds:
-    """Bounds of one server.
+    """Limits of one server.
 
     Args:
-        message_bytes: of one message at most.
-        receive_bytes: of a client's messages that are under way; half as much for all together who show no key. Eight
-            messages are always allowed.
-        connections: is told which of them calls come over.
+        message_bytes: maximum bytes of one message.
+        receive_bytes: bytes of a client's messages in transfer; half of it for all clients without a key together.
+            At least eight messages are always allowed.
+        connections: records the connection of each call.
     """
 
     def __init__(
@@ -197,10 +198,10 @@ class Bounds:
         self._connections = connections or Connections({})
 
     async def held[T](self, call: Call, run: Callable[[], Awaitable[T]], *, stranger: bool) -> T:
-        """Run a call that its caller may make.
+        """Run an authorised call.
 
         Args:
-            stranger: nobody was asked for a key.
+            stranger: whether no API key was required.
         """
         peer = call.peer()
         connection = self._connections.begin(peer, known=not stranger)
@@ -213,10 +214,10 @@ class Bounds:
             self._connections.end(peer, connection, known=not stranger)
 
     async def received(self, call: Call, scope: str | None) -> Message:
-        """The request of a call that has one, when it may be read.
+        """Read the request of a unary-request call when its turn has come.
 
         Raises:
-            ServeError: there is none or a bad one, or too many calls of this client wait.
+            ServeError: the request is missing or invalid, or too many calls of this client wait.
         """
         call.reading_since = time.monotonic()
         if scope is OPEN:

@@ -1,4 +1,4 @@
-"""The message `Chat` of protos/jaxinfer/v1/inference.proto, as the front end and the parsers take it."""
+"""Conversion of the message `Chat` of protos/jaxinfer/v1/inference.proto for the front end and the parsers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from jaxinfer.serve.errors import Kind, ServeError, invalid
 
 _TERMS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort")
 NAMES: Mapping[str, str] = {name: f"chat.{name}" for name in ("messages", "template", *_TERMS)}
-"""Fields of the front end's and of `ChatTerms` by their names in a request."""
+"""Names in a request of fields of the front end and of `ChatTerms`."""
 
 _MODES = {pb.TOOL_MODE_AUTO: AUTO, pb.TOOL_MODE_NONE: NONE, pb.TOOL_MODE_REQUIRED: REQUIRED}
-_EXACT = 2**53  # whole numbers up to here are exact in a Struct
+_EXACT = 2**53  # integers up to this value are exact in a Struct
 
 
 def optional(message: Any, field: str) -> Any:
-    """A field's value, None if it is not set."""
+    """Return the value of a field, None if it is not set."""
     return getattr(message, field) if message.HasField(field) else None
 
 
 def conversation_of(chat: pb.Chat) -> Conversation:
-    """What makes the prompt.
+    """Return the conversation from which the prompt is rendered.
 
     Raises:
-        ServeError: INVALID, naming the field: it is set twice, or holds what nobody can read.
+        ServeError: INVALID, naming the field: it is set twice, or its value is invalid.
     """
     tools = [_object(tool, f"chat.tools[{i}]") for i, tool in enumerate(chat.tools)] or None
     return Conversation(
@@ -46,23 +46,23 @@ def conversation_of(chat: pb.Chat) -> Conversation:
 
 
 def terms_of(chat: pb.Chat, tools: Sequence[Mapping[str, Any]] | None) -> ChatTerms:
-    """What is said of the answer.
+    """Return the fields that describe the answer.
 
     Args:
         tools: of the conversation.
 
     Raises:
-        ServeError: INVALID: the choice of tools is none.
+        ServeError: INVALID: the tool choice is invalid.
     """
     choice = _choice(chat.tool_choice) if chat.HasField("tool_choice") else None
     return ChatTerms(tools, choice, optional(chat, "parallel_tool_calls"), optional(chat, "include_reasoning"))
 
 
 def parsers_of(chat: pb.Chat, terms: ChatTerms, known: Parsers) -> Parsers:
-    """Those of a model's parsers that read the answer: none of them unless the request says so.
+    """Return the model's parsers that read the answer: none unless the request sets ``parse``.
 
     Raises:
-        ServeError: INVALID, naming field and value: something is asked for that nobody reads.
+        ServeError: INVALID, naming field and value: the request sets a field that needs a missing parser.
     """
     if chat.parse:
         return terms.parsers(known)
@@ -76,7 +76,7 @@ def parsers_of(chat: pb.Chat, terms: ChatTerms, known: Parsers) -> Parsers:
 
 
 def _choice(choice: pb.ToolChoice) -> str | dict[str, Any]:
-    """A choice of tools in OpenAI's shape."""
+    """Return a tool choice in OpenAI's format."""
     match choice.WhichOneof("choice"):
         case "mode":
             return _mode(choice.mode, "chat.tool_choice.mode")
@@ -125,7 +125,7 @@ def _object(struct: struct_pb2.Struct, path: str) -> dict[str, Any]:
 
 
 def _json(value: struct_pb2.Value, path: str) -> Any:
-    """A Struct knows no integers, but templates do: ``{{ 3 }}`` is not ``3.0``."""
+    """Convert a Struct value to JSON data; whole numbers become int, since templates render 3 and 3.0 differently."""
     match value.WhichOneof("kind"):
         case "number_value":
             number = value.number_value

@@ -1,8 +1,8 @@
-"""The connections of gRPC's doors: how many there are, and which give way when others come.
+"""Connection limits of the gRPC servers, and eviction of idle connections.
 
-gRPC accepts them itself, tells nobody, and closes what comes beyond its bound: whoever came first and stays could keep
-everybody else out. So there is a look at the process's own sockets now and then, and where room becomes scarce, the
-connections that have waited longest for nothing are shut down, those first over which nobody has shown a key.
+gRPC accepts connections itself without notification and closes those above its limit: clients that connect first and
+stay could lock out all other clients. So the process's sockets are inspected periodically, and when few slots are left,
+the connections that have been idle longest are shut down, those without an authorised call first.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from collections.abc import Callable, Mapping
 _log = logging.getLogger("jaxinfer.serve")
 
 _LOOK_SECONDS = 1.0
-_CLOSE_LOOK_SECONDS = 0.25  # where half of the places of a port are taken
-_BUSY_SECONDS = 0.02  # after a look that had to shut some down
-_FREE = 4  # one of so many places is kept free for those who come
-_WARN_SECONDS = 10.0  # between two lines of the log
+_CLOSE_LOOK_SECONDS = 0.25  # if more than half of the slots of a port are used
+_BUSY_SECONDS = 0.02  # after a pass that shut down connections
+_FREE = 4  # one of this many slots is kept free for new connections
+_WARN_SECONDS = 10.0  # between two log lines
 _FOLDER = next((path for path in ("/proc/self/fd", "/dev/fd") if os.path.isdir(path)), None)
 
 _Socket = tuple[int, int]
-"""A descriptor, and the socket's number in the kernel: another one may have the descriptor later."""
+"""A descriptor and the socket's inode, since the descriptor may be reused for another socket."""
 
 
 @dataclasses.dataclass(eq=False)
 class Peer:
-    """Calls over one connection.
+    """Calls on one connection.
 
     Attributes:
-        running: calls over it now.
-        serving: those of them that were allowed by a key, or without keys.
-        last: when such a call ended last; None: there was none.
+        running: number of calls in progress.
+        serving: those of them that were authorised by a key, or run on a server without keys.
+        last: end of the last such call on the monotonic clock; None: there was none.
     """
 
     running: int = 0
@@ -50,11 +50,11 @@ class Peer:
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
-    """A socket of ours.
+    """A socket of this process.
 
     Attributes:
-        peer: as gRPC writes it, in `plain`'s form; None: no connection of these doors.
-        seen: when first.
+        peer: gRPC's name of the peer in the format of `plain`; None: not a client connection.
+        seen: time of its first sighting.
     """
 
     port: int
@@ -63,11 +63,11 @@ class _Connection:
 
 
 class Connections:
-    """Connections of some ports.
+    """Connections of several ports.
 
     Args:
-        most: of each port; gRPC itself is to take no more. May change until `run`.
-        cut: told of each that is shut down.
+        most: maximum connections of each port; gRPC itself must not accept more. May change until `run`.
+        cut: called for each connection that is shut down.
     """
 
     def __init__(self, most: Mapping[int, int], cut: Callable[[], None] = lambda: None) -> None:
@@ -78,7 +78,8 @@ class Connections:
         self._warned = -_WARN_SECONDS
 
     def begin(self, peer: str, *, known: bool) -> Peer:
-        """A call comes over ``peer``'s connection; ``known``: from somebody who may. What `end` must be told."""
+        """Record the start of a call on ``peer``'s connection; ``known``: it is authorised. Return the argument for
+        `end`."""
         found = self._peers.get(peer)
         if found is None:
             found = self._peers[peer] = Peer()
@@ -87,7 +88,7 @@ class Connections:
         return found
 
     def end(self, peer: str, found: Peer, *, known: bool) -> None:
-        """The call has ended."""
+        """Record the end of a call."""
         found.running -= 1
         found.serving -= known
         if known:
@@ -96,20 +97,20 @@ class Connections:
             self._peers.pop(peer, None)
 
     async def run(self) -> None:
-        """Keep places free, until cancelled."""
-        while _FOLDER is not None:  # else there is no such list of what is open, and gRPC's own bound is all there is
+        """Keep slots free, until cancelled."""
+        while _FOLDER is not None:  # elsewhere open sockets cannot be listed, and only gRPC's own limit applies
             start = time.monotonic()
             busy = await self.look()
             took = time.monotonic() - start
             await asyncio.sleep(max(_BUSY_SECONDS, 10 * took) if busy else max(self._pause(), 100 * took))
 
     def _pause(self) -> float:
-        """Seconds until the next look: it costs some microseconds for each socket of the process."""
+        """Return the seconds until the next pass, which costs a few microseconds for each socket of the process."""
         taken = collections.Counter(each.port for each in self._known.values() if each.peer is not None)
         return _CLOSE_LOOK_SECONDS if any(2 * taken[port] > most for port, most in self.most.items()) else _LOOK_SECONDS
 
     async def look(self) -> bool:
-        """Shut down what is too much; whether anything was."""
+        """Shut down idle connections above the limits. Return whether any was shut down."""
         peers = {name: dataclasses.replace(peer) for name, peer in self._peers.items()}
         present, cut = await asyncio.to_thread(self._look, {plain(name): peer for name, peer in peers.items()})
         for name in peers:
@@ -120,13 +121,13 @@ class Connections:
         return cut > 0
 
     def _look(self, peers: Mapping[str, Peer]) -> tuple[set[str | None], int]:
-        """The peers that there are, and how many were shut down."""
+        """Return the present peers and the number of connections that were shut down."""
         self._known = self._listed(time.monotonic())
         present = {each.peer for each in self._known.values()}
         return present, sum(self._relieve(port, most - most // _FREE, peers) for port, most in self.most.items())
 
     def _listed(self, now: float) -> dict[_Socket, _Connection]:
-        """Every socket of the process."""
+        """Return all sockets of the process."""
         assert _FOLDER is not None
         found = {}
         for number in map(int, os.listdir(_FOLDER)):
@@ -150,7 +151,8 @@ class Connections:
         return cut
 
     def _shut(self, name: _Socket) -> bool:
-        """Shut a socket down, through a duplicate that is looked at once more: its number may be another's by now."""
+        """Shut down a socket through a duplicate whose ends are checked again, since its descriptor may have been
+        reused."""
         wanted = self._known.pop(name)
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(name[0])) as copy:
             if _ends_of(copy) == (wanted.port, wanted.peer):
@@ -160,8 +162,7 @@ class Connections:
 
 
 def _rank(connection: _Connection, peer: Peer | None) -> tuple[bool, int, float]:
-    """Rank who gives way first: strangers before those who were served, and the idle before those who have calls; of
-    each kind who has waited longest."""
+    """Return the eviction rank: never-authorised connections first, idle before busy ones, then by idle time."""
     if peer is None:
         return False, 0, connection.seen
     kind = 2 if peer.last is not None else int(peer.running > 0)
@@ -174,24 +175,24 @@ def _ends(number: int) -> tuple[int, str | None]:
 
 
 def _ends_of(copy: socket.socket) -> tuple[int, str | None]:
-    """Return our port, and the peer if there is one."""
+    """Return the local port, and the peer if there is one."""
     if copy.family not in (socket.AF_INET, socket.AF_INET6):
         return 0, None
     try:
         host, port, *_ = copy.getpeername()
-    except OSError:  # a listener
+    except OSError:  # a listening socket
         return copy.getsockname()[1], None
     return copy.getsockname()[1], f"{_ip(host)} {port}"
 
 
 def plain(peer: str) -> str:
-    """gRPC's name of a peer, ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``, as address and port."""
+    """Convert gRPC's name of a peer, ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``, to address and port."""
     host, _, port = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")
     return f"{_ip(host.strip('[]'))} {port}"
 
 
 def address_of(peer: str) -> str:
-    """Name who counts as one client: an IPv4 address, or the network of an IPv6 one that a single customer has."""
+    """Return the key that identifies a client: its IPv4 address, or the /64 network of its IPv6 address."""
     if peer.startswith("ipv4:"):
         return peer[5:].rpartition(":")[0]
     if not peer.startswith("ipv6:"):
@@ -201,6 +202,6 @@ def address_of(peer: str) -> str:
 
 
 def _ip(host: str) -> str:
-    """One form for each address: without a zone, and an IPv4 address within IPv6 as itself."""
+    """Normalize an address: without a zone, and IPv4-mapped IPv6 addresses as IPv4."""
     ip = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(ip, "ipv4_mapped", None) or ip)

@@ -1,4 +1,4 @@
-"""`jaxinfer.v1.Control`: for those who run the server."""
+"""Servicer of `jaxinfer.v1.Control`, for operators of the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_DRAIN_SECONDS = 24 * 3600.0
 
 @runtime_checkable
 class Startup(Protocol):
-    """Progress of the engine's start. ``phase`` is a name of `control_pb2.StartupEvent.Phase`, in any case."""
+    """Progress of the engine's startup. ``phase``: a name of `control_pb2.StartupEvent.Phase`, case-insensitive."""
 
     @property
     def phase(self) -> str: ...
@@ -38,34 +38,34 @@ class Startup(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """The engine's life, as the doors need to know it; see `jaxinfer.serve.core.supervisor.Supervisor`."""
+    """Lifecycle of the engine, as the API servers use it; see `jaxinfer.serve.core.supervisor.Supervisor`."""
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "dead" or "stopped"."""
+        """Engine state: "starting", "ready", "dead" or "stopped"."""
         ...
 
     @property
     def restarts(self) -> int: ...
 
     def watch_startup(self) -> AsyncIterator[Startup]:
-        """The way to READY or FAILED, from now on."""
+        """Yield startup progress from now on, until READY or FAILED."""
         ...
 
     async def start_profile(self) -> None: ...
 
     async def stop_profile(self) -> str:
-        """The folder where the trace is."""
+        """Stop profiling and return the folder of the trace."""
         ...
 
 
 class Control(ControlServicer):
-    """Every RPC of the service.
+    """All RPCs of the service.
 
     Args:
-        frontend: gives it, or raises `ServeError` while there is none.
-        drain_seconds: for a Drain that names no time.
-        profiling: whether there is a folder for traces.
+        frontend: returns the front end, or raises `ServeError` while there is none.
+        drain_seconds: timeout of a Drain that sets none.
+        profiling: whether a folder for traces is configured.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Control(ControlServicer):
 
     @override
     async def GetStats(self, request: pb.GetStatsRequest, rpc: Rpc) -> pb.Stats:
-        """An engine that does not run has no figures, but it has a state."""
+        """Return engine stats; only state and restarts if the engine does not run."""
         stats = pb.Stats(state=self._state(), restarts=self._engine.restarts)
         if self._engine.state == "ready":
             try:
@@ -91,7 +91,7 @@ class Control(ControlServicer):
             except ServeError as error:
                 if error.kind is not Kind.UNAVAILABLE:
                     raise
-                stats.state = self._state()  # it died meanwhile
+                stats.state = self._state()  # the engine died meanwhile
         return stats
 
     @override

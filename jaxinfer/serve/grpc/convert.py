@@ -1,7 +1,7 @@
-"""The messages of protos/jaxinfer/v1/inference.proto and the records of `jaxinfer.serve.calls`, both ways.
+"""Conversion between messages of protos/jaxinfer/v1/inference.proto and records of `jaxinfer.serve.calls`.
 
-Nothing is lost and nothing is added: a field that the client did not set is in no `Call`. Values are checked by the
-front end, not here; what cannot even be expressed there is refused here.
+The conversion is lossless: a field that the client did not set is not set in the `Call`. The front end validates
+values; only values that a `Call` cannot represent are rejected here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 
 TokenText = Callable[[int], str]
-"""A token's text, see `Frontend.token_text`."""
+"""Function that returns a token's text, see `Frontend.token_text`."""
 
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP,
@@ -35,13 +35,13 @@ _REASONS = {
     "abort": pb.FINISH_REASON_ABORT,
     TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
 }
-# Candidates in one message: log probabilities of a long prompt would else make one that no client takes (4 MiB).
+# Logprob candidates per message: logprobs of a long prompt could exceed the size that clients accept (4 MiB).
 _MAX_CANDIDATES = 16384
 _FEW, _SHORT_BYTES = 64, 16 << 10
 _CHUNK = 4096
 
 
-# ---- what comes in
+# ---- requests
 
 
 def call_of(
@@ -54,7 +54,7 @@ def call_of(
     """Convert a client's request to a call.
 
     Raises:
-        ServeError: it has no input, or a part of it is no JSON.
+        ServeError: the input is missing, or a field is not valid JSON.
     """
     return Call(
         prompt=input_of(request, "input"),
@@ -71,14 +71,14 @@ def call_of(
 
 
 def input_of(message: Any, oneof: str) -> Input:
-    """The text, ids or conversation in a message's ``oneof``.
+    """Return the text, token ids or conversation in a message's ``oneof``.
 
     Raises:
         ServeError: none is set.
     """
     match message.WhichOneof(oneof):
         case "token_ids":
-            ids: Sequence[int] = message.token_ids.ids  # as it is: it is counted before it is copied
+            ids: Sequence[int] = message.token_ids.ids  # not copied yet: the validator checks the length first
             return ids
         case "chat":
             return chat.conversation_of(message.chat)
@@ -98,7 +98,7 @@ def names_of(message: Any, oneof: str) -> dict[str, str]:
 
 
 def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
-    """The fields that are set. What is long is the message's own list or map."""
+    """Return the fields that are set. Long lists and maps are returned uncopied."""
     return {field.name: _bare(value) for field, value in message.ListFields()}
 
 
@@ -108,7 +108,7 @@ def _bare(value: Any) -> Any:
     if isinstance(value, pb.Speculation | pb.StructuredOutputs):
         return {field.name: _bare(each) for field, each in value.ListFields()}
     items = value.ids if isinstance(value, pb.TokenIds) else value
-    if len(items) > _CHUNK:  # it is counted before it is copied
+    if len(items) > _CHUNK:  # the validator checks the length before it copies
         return items
     return dict(items) if isinstance(items, Mapping) else list(items)
 
@@ -116,10 +116,10 @@ def _bare(value: Any) -> Any:
 async def converted[M: Message, **P, T](
     convert: Callable[Concatenate[M, P], T], request: M, limits: ServeLimits, *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """``convert(request, ...)``: in a thread, if the request holds much of a conversation.
+    """Return ``convert(request, ...)``, run in a thread if the request holds a long conversation.
 
     Raises:
-        ServeError: that has too many messages, or ``convert`` refuses it.
+        ServeError: the conversation has too many messages, or ``convert`` rejects it.
     """
     talk = getattr(request, "chat", None)
     if talk is not None and len(talk.messages) > limits.messages:
@@ -131,7 +131,7 @@ async def converted[M: Message, **P, T](
 
 
 def continuations_of(request: pb.ScoreRequest, limits: ServeLimits) -> list[str | Sequence[int]]:
-    """Raises `ServeError`: there are too many, or one of them is empty of both text and ids."""
+    """Return the continuations. Raises `ServeError`: there are too many, or one has neither text nor token ids."""
     if (many := len(request.continuations)) > (most := limits.score_continuations):
         raise ServeError(Kind.INVALID, f"continuations must be 1 to {most}, not {many}", field="continuations")
     found: list[str | Sequence[int]] = []
@@ -143,19 +143,19 @@ def continuations_of(request: pb.ScoreRequest, limits: ServeLimits) -> list[str 
     return found
 
 
-# ---- what goes out
+# ---- responses
 
 
 @dataclasses.dataclass(slots=True)
 class ParsedDelta(OutputDelta):
-    """A delta that a parser has read: ``text`` is content, ``finish_reason`` may be `TOOL_CALLS`."""
+    """A delta after parsing: ``text`` is content only, ``finish_reason`` may be `TOOL_CALLS`."""
 
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
 
 
 def parsed(delta: OutputDelta, output: ParsedOutput) -> ParsedDelta:
-    """The delta as ``output`` reads it."""
+    """Return the delta as parsed by ``output``."""
     events = output.read(delta)
     found = message_of(events)
     fields = {field.name: getattr(delta, field.name) for field in dataclasses.fields(delta)}
@@ -164,7 +164,7 @@ def parsed(delta: OutputDelta, output: ParsedOutput) -> ParsedDelta:
 
 
 def started(request_id: str, seed: int, prompt_tokens: int, model: str) -> pb.GenerateResponse:
-    """A seed of the upper half of 64 bits is told as the negative number that means the same."""
+    """Return the first response. A seed of 2^63 or more is sent as the equivalent negative int64."""
     signed = seed - 2**64 if seed >= 2**63 else seed
     told = pb.Started(seed=signed, prompt_tokens=prompt_tokens, model=model)
     return pb.GenerateResponse(request_id=request_id, started=told)
@@ -176,7 +176,7 @@ def finished(request_id: str, usage: Usage) -> pb.GenerateResponse:
 
 
 def deltas(request_id: str, delta: OutputDelta, token_text: TokenText) -> Iterator[pb.GenerateResponse]:
-    """One message, or several where its log probabilities are too many for one."""
+    """Yield one response, or several if there are too many log probabilities for one."""
     for part in (delta,) if not (delta.logprobs or delta.prompt_logprobs) else _parts(delta):
         response = pb.GenerateResponse(request_id=request_id)
         message = response.delta
@@ -212,8 +212,7 @@ def _set_stop_reason(message: pb.Delta, reason: int | str | None) -> None:
 
 
 def _parts(delta: OutputDelta) -> Iterator[OutputDelta]:
-    """Cut a delta by its log probabilities: those of the prompt, then those of the tokens. The text, and how it ends,
-    is in the last part."""
+    """Split a delta by its logprobs: prompt positions, then tokens. Text and finish reason are in the last chunk."""
     prompt = [position for position in delta.prompt_logprobs or () if position is not None]
     for first, end in _ranges(prompt):
         yield OutputDelta(delta.index, "", [], prompt_logprobs=[*prompt[first:end]])
@@ -244,7 +243,7 @@ def _candidate(candidate: TokenLogprob, token_text: TokenText) -> pb.TokenLogpro
 
 
 async def tokenized(ids: Sequence[int], max_model_len: int) -> pb.TokenizeResponse:
-    """Many ids are copied by a thread, some at a time."""
+    """Return the response; many ids are copied in slices by a thread."""
     response = pb.TokenizeResponse(max_model_len=max_model_len)
     if len(ids) <= _CHUNK:
         response.token_ids.extend(ids)
@@ -290,7 +289,7 @@ def model_info(card: ModelCard, limits: ServeLimits, *, has_tokenizer: bool, has
 
 
 def _defaults(card: ModelCard) -> pb.SamplingParams:
-    """Defaults of sampling. Seed and log probabilities have none, max_tokens depends on the prompt: all are unset."""
+    """Return the default sampling parameters. Seed, logprobs and max_tokens (it depends on the prompt) are unset."""
     params = SamplingParams(**{**card.defaults, "max_tokens": None})
     values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
@@ -311,7 +310,7 @@ def _limits(limits: ServeLimits) -> pb.Limits:
 
 
 def _struct_value(value: Any) -> Any:
-    """A setting as JSON-like data."""
+    """Convert an engine setting to JSON-like data."""
     if isinstance(value, Mapping):
         return {str(name): _struct_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Messages from bytes, but for those that become much more than they are.
+"""Decoding of protobuf messages, rejecting those that would expand excessively.
 
-An empty message within another has two bytes on the wire and some sixty as an object, and making it takes as long as
-reading a hundred characters. So the fields of a large message are counted before it is parsed. That is done in Python,
-by a thread that lets others have their turns, and ends at the first field that is one too many.
+An empty submessage has two bytes on the wire but about sixty as an object, and creating it takes as long as reading a
+hundred characters. So the fields of a large message are counted before it is parsed: in Python, in a thread that does
+not block the event loop, and only up to the first field above the limit.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from google.protobuf.message import DecodeError, Message
 from jaxinfer.serve.errors import Kind, ServeError
 
 MAX_NUMBERS = 4 << 20
-"""Numbers in lists of numbers, of one message."""
+"""Maximum count of numbers in repeated numeric fields of one message."""
 
 _SHORT_BYTES = 64 << 10
 _FIELDS = 4
-"""Fields of one value: as an entry of a Struct it has a name, a value, and that a kind."""
-_MAX_DEPTH = 100  # protobuf's own bound
+"""Fields per value: an entry of a Struct has a name, a value and the kind of the value."""
+_MAX_DEPTH = 100  # protobuf's own limit
 _SLICE = 1 << 18
-_ENDS = bytes(range(128, 256))  # bytes of a number that are not its last
+_ENDS = bytes(range(128, 256))  # varint bytes except the last one
 
 
 async def decode[M: Message](kind: type[M], raw: bytes, values: int) -> M:
-    """The message in ``raw``.
+    """Parse the message in ``raw``.
 
     Args:
-        values: that it may hold, all its messages together; see `ServeLimits.values`.
+        values: maximum number of values in all its submessages; see `ServeLimits.values`.
 
     Raises:
-        ServeError: INVALID: it is no such message (a string that is no UTF-8 is a reason too), or holds too much.
+        ServeError: INVALID: it is not a valid message (including strings that are not UTF-8), or exceeds limits.
     """
     if len(raw) <= _SHORT_BYTES:
         return _parsed(kind, raw)
@@ -59,7 +59,7 @@ def _no(kind: type[Message]) -> ServeError:
 
 
 class _Count:
-    """Count down the fields and numbers that a message may hold."""
+    """Countdown of the fields and numbers that a message may contain."""
 
     def __init__(self, raw: bytes, values: int) -> None:
         self._raw, self._values = raw, values
@@ -67,16 +67,16 @@ class _Count:
         self._path: list[str] = []
 
     def within(self, kind: Descriptor, at: int, end: int) -> None:
-        """Walks over the fields from ``at`` to ``end``, and those within them.
+        """Count the fields from ``at`` to ``end``, recursively.
 
         Raises:
-            IndexError: it is no message.
-            ServeError: INVALID: there are too many.
+            IndexError: the bytes are not a message.
+            ServeError: INVALID: there are too many fields or numbers.
         """
         fields, raw = kind.fields_by_number, self._raw
         while at < end:
             tag, at = raw[at], at + 1
-            if tag > 127:  # of a field beyond the fifteenth
+            if tag > 127:  # field number above 15
                 tag, at = self._varint(at - 1)
             self._fields -= 1
             if self._fields < 0:
@@ -96,7 +96,7 @@ class _Count:
                         raise IndexError
                     self._inside(fields.get(tag >> 3), at, at + size)
                     at += size
-                case _:  # groups: no message of ours has any
+                case _:  # groups, which no message here has
                     raise IndexError
         if at != end:
             raise IndexError
@@ -114,7 +114,7 @@ class _Count:
         self._path.pop()
 
     def _count(self, at: int, end: int) -> None:
-        while at < end:  # numbers, packed: slice by slice
+        while at < end:  # packed numbers, in slices
             chunk = self._raw[at : min(at + _SLICE, end)]
             self._numbers -= len(chunk.translate(None, _ENDS))
             at += len(chunk)
@@ -122,13 +122,13 @@ class _Count:
             raise self._refusal(f"more than {MAX_NUMBERS} numbers")
 
     def _refusal(self, what: str, last: FieldDescriptor | None = None) -> ServeError:
-        """Two names say where it is; the fields of sampling have the name that they have everywhere."""
+        """Return the error; its field path has two names, and sampling fields have the names of other APIs."""
         names = [*self._path, *([] if last is None else [last.name])]
         field = ".".join(names[:2]).removeprefix("sampling.")
         return ServeError(Kind.INVALID, f"{field or 'the request'} holds {what}", field or None)
 
     def _varint(self, at: int) -> tuple[int, int]:
-        """The number, and where it ends."""
+        """Return the varint at ``at`` and the index after it."""
         byte = self._raw[at]
         if byte < 128:
             return byte, at + 1

@@ -1,4 +1,4 @@
-"""grpc.health.v1: "" says that the front end lives, a service's name that it can be used."""
+"""Servicer of grpc.health.v1: "" reports liveness of the front end, a service's name reports readiness."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxinfer.serve.grpc.rpc import Rpc
 
 LIVENESS = ""
 POLL_SECONDS = 0.1
-"""Seconds between two looks at readiness: watchers hear of a change within this time."""
+"""Seconds between two readiness checks, which bounds the delay of Watch."""
 
 _SERVING = pb.HealthCheckResponse.SERVING
 _NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
@@ -22,13 +22,13 @@ _UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health(HealthServicer):
-    """Check, List and Watch.
+    """Health service: Check, List and Watch.
 
-    Readiness is asked for, not told: whoever changes it, and from whichever thread, cannot forget to tell.
+    Readiness is polled, so that code that changes it, in any thread, need not send notifications.
 
     Args:
         is_ready: whether requests are served now.
-        services: the names that stand for readiness.
+        services: service names that report readiness.
     """
 
     def __init__(self, is_ready: Callable[[], bool], services: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ class Health(HealthServicer):
                 self._wake()
 
     def close(self) -> None:
-        """Everything is NOT_SERVING from now on, and watchers are told so and released."""
+        """Report everything as NOT_SERVING from now on, and end all Watch calls after they have sent it."""
         self._closed = True
         self._wake()
 

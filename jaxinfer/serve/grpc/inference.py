@@ -1,4 +1,4 @@
-"""`jaxinfer.v1.Inference` over a `Frontend`."""
+"""Servicer of `jaxinfer.v1.Inference`, based on a `Frontend`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from jaxinfer.text.output import OutputDelta
 
 
 class Inference(InferenceServicer):
-    """Every RPC of the service.
+    """All RPCs of the service.
 
     Args:
-        frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
-        batch_size: prompts of one GenerateBatch that are in flight at most; more are not read before one has ended.
+        frontend: returns the front end, or raises `ServeError` while the model is loading.
+        batch_size: maximum number of prompts in flight per GenerateBatch; further ones are read when one has ended.
     """
 
     def __init__(self, frontend: Callable[[], Frontend], batch_size: int = 256) -> None:

@@ -1,4 +1,4 @@
-"""Adapters in the messages of `jaxinfer.v1`."""
+"""LoRA adapters in the messages of `jaxinfer.v1`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxinfer.serve.grpc.chat import optional
 
 
 def model_of(frontend: Frontend, request: pb.GenerateRequest | pb.ScoreRequest) -> str | None:
-    """The name of what is asked, as the front end takes it: of the adapter, where the request names one.
+    """Return the model name for the front end: the adapter name if the request names an adapter.
 
     Raises:
-        ServeError: NOT_FOUND: there is no such adapter; PRECONDITION: none are served; INVALID: ``model`` is another.
+        ServeError: NOT_FOUND: the adapter is unknown; PRECONDITION: LoRA is disabled; INVALID: ``model`` names another.
     """
     model, name = optional(request, "model"), optional(request, "lora_name")
     if name is None:
@@ -32,5 +32,5 @@ def model_of(frontend: Frontend, request: pb.GenerateRequest | pb.ScoreRequest) 
 
 
 def lora_message(loaded: LoadedLoRA, parent: str) -> control_pb2.Lora:
-    """``parent``: the name of the served model."""
+    """Return the message of a loaded adapter. ``parent``: name of the served model."""
     return control_pb2.Lora(**loaded._asdict(), parent=parent)

@@ -1,4 +1,4 @@
-"""Many requests in one stream, of any service."""
+"""Streams of many requests, for any service."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxinfer.serve.grpc.rpc import Rpc
 
 
 class ManyRequests[Request: Message, Response: Message](abc.ABC):
-    """One stream of requests, and the stream of their responses in the order in which they are made.
+    """A stream of requests and the stream of their responses, in the order in which they are produced.
 
-    A request is read when there is room for it: a client that sends more than ``size`` is held back by the transport.
+    A request is read when fewer than ``size`` are in flight: a client that sends more is blocked by flow control.
 
     Args:
-        rpc: owns the stream; its deadline is that of every request.
-        size: requests in flight at most.
+        rpc: owns the stream; its deadline applies to every request.
+        size: maximum number of requests in flight.
     """
 
     def __init__(self, frontend: Frontend, rpc: Rpc, size: int) -> None:
@@ -32,18 +32,18 @@ class ManyRequests[Request: Message, Response: Message](abc.ABC):
 
     @abc.abstractmethod
     async def answer(self, request: Request) -> None:
-        """Write all responses to one request. What it raises ends this request only."""
+        """Write all responses to one request. An exception ends only this request."""
 
     @abc.abstractmethod
     def failure(self, request: Request, error: ServeError) -> Response:
-        """The last response to a request that ended by an error."""
+        """Return the last response to a request that failed."""
 
     async def run(self) -> None:
         """Serve until the client has half-closed and all requests have ended.
 
         Raises:
-            ServeError: a message is no request at all (what is in flight is aborted), or the stream's deadline has
-                passed: each request that it ended has said so, and the stream ends as the client's own clock ends it.
+            ServeError: a message is not a valid request (requests in flight are aborted), or the deadline of the stream
+                has passed: the requests that it ended have reported it, and the stream ends with the same status.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -56,7 +56,7 @@ class ManyRequests[Request: Message, Response: Message](abc.ABC):
             raise expired()
 
     async def write(self, response: Response) -> None:
-        """One response at a time, as the transport wants it."""
+        """Write a response; responses are serialized, as the transport requires."""
         async with self._writing:
             await self.rpc.write(response)
 
@@ -67,7 +67,7 @@ class ManyRequests[Request: Message, Response: Message](abc.ABC):
     async def _serve(self, request: Request) -> None:
         try:
             await self.answer(request)
-        except aio.BaseError:  # the transport's: the stream is over
+        except aio.BaseError:  # raised by the transport: the stream has ended
             raise
         except Exception as fault:  # noqa: BLE001 - the border to the client: every fault gets an answer
             error = answer_to(fault)

@@ -1,6 +1,6 @@
-"""The Open Inference Protocol over a `Frontend`: what KServe's and Triton's clients speak.
+"""Servicer of the Open Inference Protocol, used by KServe's and Triton's clients, based on a `Frontend`.
 
-The model, and each of its adapters under a name of its own, has the inputs and outputs of Triton's LLM backends, see
+The model, and each LoRA adapter under its own name, has the inputs and outputs of Triton's LLM backends, see
 `jaxinfer.serve.grpc.oip_request`.
 """
 
@@ -25,21 +25,21 @@ from jaxinfer.text.output import OutputDelta
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 FINAL = "triton_final_response"
-"""The parameter of every response of a stream: whether it is its request's last one."""
+"""Parameter of every streamed response: whether it is the last one of its request."""
 ACCEPTANCE = "acceptance"
-"""The parameter of a response that ends an output whose drafts were kept by the rule that it names: "typical"."""
+"""Parameter of a response that ends an output: the acceptance rule of its draft tokens, if not exact ("typical")."""
 
 _VERSION = "1"
 _TENSOR = pb.ModelMetadataResponse.TensorMetadata
 
 
 class OpenInference(GRPCInferenceServiceServicer):
-    """Every RPC of `SERVICE`.
+    """All RPCs of `SERVICE`.
 
     Args:
-        frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
+        frontend: returns the front end, or raises `ServeError` while the model is loading.
         is_ready: whether requests are served now.
-        size: requests of one stream that are in flight at most; more are not read before one has ended.
+        size: maximum number of requests in flight per stream; further ones are read when one has ended.
     """
 
     def __init__(self, frontend: Callable[[], Frontend], is_ready: Callable[[], bool], size: int = 64) -> None:
@@ -113,7 +113,7 @@ class _Requests(ManyRequests[pb.ModelInferRequest, pb.ModelStreamInferResponse])
 
 
 class _Outputs:
-    """The ``n`` outputs of a request, made of deltas, by the names of `OUTPUTS`."""
+    """The ``n`` outputs of a request, accumulated from deltas, by the names of `OUTPUTS`."""
 
     def __init__(self, generation: Generation, deltas: Sequence[OutputDelta], before: str = "") -> None:
         texts = [[before] for _ in range(generation.n)]

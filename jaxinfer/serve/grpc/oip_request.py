@@ -1,7 +1,7 @@
-"""Read a ModelInferRequest: tensors and parameters as the LLM backends of Triton name them.
+"""Parsing of ModelInferRequest, with the tensor and parameter names of Triton's LLM backends.
 
-Sampling parameters come as request parameters, or in the input ``sampling_parameters``, a JSON object, where numbers
-may be written as strings. What is given in both is refused, as is everything that is not known.
+Sampling parameters are sent as request parameters or in the input ``sampling_parameters``, a JSON object in which
+numbers may be strings. Parameters that are given in both are rejected, as are unknown names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INPUTS: Mapping[str, str] = MappingProxyType(
         "return_num_output_tokens": "BOOL",
     }
 )
-"""Inputs and their datatypes, each of one element; all but the first are optional. ``prompt`` is another name of it."""
+"""Inputs and their datatypes, one element each; only the first is required. ``prompt`` is an alias of it."""
 OUTPUTS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {
         "text_output": ("BYTES", -1),
@@ -38,7 +38,7 @@ OUTPUTS: Mapping[str, tuple[str, int]] = MappingProxyType(
         "num_output_tokens": ("UINT32", -1),
     }
 )
-"""Outputs, their datatypes and sizes; -1: one element for each of ``n``."""
+"""Outputs, their datatypes and sizes; -1: one element for each of the ``n`` outputs."""
 
 _ALIAS = "prompt"
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
@@ -52,14 +52,14 @@ _MAX_SPELT_GRAMMAR = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A generation, and how to answer it.
+    """A generation request and its response format.
 
     Attributes:
-        stream: in pieces.
-        echo: the answer begins with the prompt.
-        outputs: names of `OUTPUTS`, in the order in which they are answered.
-        raw: the client writes raw contents, and reads them.
-        named: what the client calls the input with the prompt.
+        stream: stream the deltas.
+        echo: the answer starts with the prompt.
+        outputs: names of `OUTPUTS`, in the order of the response.
+        raw: the request uses raw contents, so the response does.
+        named: the request's name of the prompt input.
     """
 
     call: Call
@@ -71,7 +71,7 @@ class Ask:
 
 
 def ask_of(request: pb.ModelInferRequest, *, timeout: float | None, tenant: str, trace: Mapping[str, str]) -> Ask:
-    """Raises `ServeError` INVALID; the message names the tensor or the parameter."""
+    """Parse a request. Raises `ServeError` INVALID; the message names the tensor or the parameter."""
     inputs = _inputs(request)
     if "text_input" not in inputs:
         raise refuse("text_input", "the request must have this input")
@@ -113,7 +113,7 @@ def _inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
 
 
 def _outputs(request: pb.ModelInferRequest, inputs: Mapping[str, bytes | bool]) -> tuple[str, ...]:
-    """Outputs that the request names, or the text and what ``return_*`` asks for."""
+    """Return the outputs that the request names, by default the text and the outputs of its ``return_*`` inputs."""
     if len(request.outputs) > _MAX_PARAMETERS:
         raise refuse("outputs", f"there must be at most {_MAX_PARAMETERS}, not {len(request.outputs)}")
     for output in request.outputs:
@@ -127,8 +127,8 @@ def _outputs(request: pb.ModelInferRequest, inputs: Mapping[str, bytes | bool]) 
 
 
 def _sampling(parameters: dict[str, Any], encoded: bytes | bool | None) -> dict[str, Any]:
-    """``triton_enable_empty_final_response`` is left out: the last response says that it is the last, and is never
-    empty."""
+    """Return the sampling fields. ``triton_enable_empty_final_response`` is ignored: the last response is marked as
+    such and is never empty."""
     parameters.pop("triton_enable_empty_final_response", None)
     for name in sorted(parameters.keys() - _SAMPLING):
         raise refuse(name[:100], f"there is no such parameter: they are {', '.join(sorted(_SAMPLING))}")
@@ -149,7 +149,7 @@ def _decoded(encoded: bytes | bool) -> dict[str, Any]:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Strings that spell a number or a truth value become it; JSON's keys of logit_bias become token ids."""
+    """Convert strings that contain a number or boolean to it, and the string keys of logit_bias to token ids."""
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if _is_number(key) else key: bias for key, bias in value.items()}
     if name == "speculation":
@@ -161,13 +161,13 @@ def _typed(name: str, value: Any) -> Any:
         return value
     try:
         spelt = parse(value.encode())
-    except ServeError:  # no JSON: the validator refuses the string under its name
+    except ServeError:  # not JSON: the validator rejects the string, naming the parameter
         return value
     return spelt if isinstance(spelt, int | float) else value
 
 
 def _object(value: Any, most: int = _MAX_SPELT) -> Any:
-    """A JSON object, of which a parameter of the request has the text."""
+    """Parse a parameter that holds a JSON object as text."""
     if not isinstance(value, str) or len(value) > most:
         return value
     try:
@@ -186,7 +186,7 @@ def _value(parameter: pb.InferParameter) -> Any:
 
 
 def _earlier(seconds: float | None, microseconds: object) -> float | None:
-    """The deadline of the call, or Triton's parameter ``timeout``; 0 of it means none."""
+    """Return the earlier of the call's deadline and Triton's parameter ``timeout``, in seconds; 0 means no timeout."""
     if microseconds is None:
         return seconds
     if isinstance(microseconds, bool) or not isinstance(microseconds, int) or microseconds < 0:

@@ -1,4 +1,4 @@
-"""Write a generation to a stream of gRPC, for a little less than a task would cost."""
+"""Writer of a generation to a gRPC stream, at a lower cost per token than a blocked task."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxinfer.text.output import OutputDelta
 
 
 class Pump:
-    """Writes each piece of a generation when it comes.
+    """Writes each delta of a generation as it arrives.
 
-    To wake a call's task for each token, and for the end of each write again, through all that stands between it and
-    gRPC, costs more than the token's text and message. So a task of its own begins to write while the piece is handed
-    over, and ends when there is no more. Pieces that come during a write are merged, as for any slow reader.
+    Waking the call's task for each token and again for the end of each write, through all layers above gRPC, costs more
+    than the token's text and message. Instead, a new task starts to write eagerly while the delta is handed over, and
+    ends when there are no more deltas. Deltas that arrive during a write are merged, as for any slow reader.
 
     Args:
-        write: returns when the transport has taken the piece.
+        write: returns when the transport has accepted the delta.
     """
 
     def __init__(self, generation: Generation, write: Callable[[OutputDelta], Awaitable[None]]) -> None:
@@ -28,10 +28,10 @@ class Pump:
         self._writing = False
 
     async def run(self) -> None:
-        """Return when all is written. Once.
+        """Write the generation and return when all is written. May be called once.
 
         Raises:
-            Exception: whatever the generation or ``write`` raised.
+            Exception: any error raised by the generation or by ``write``.
         """
         self._generation.listen(self._begin)
         self._begin()
@@ -41,7 +41,7 @@ class Pump:
             if self._task is not None:
                 self._task.cancel()
             if self._ended.done() and not self._ended.cancelled():
-                self._ended.exception()  # seen, even if this call was cancelled at the same time
+                self._ended.exception()  # marks it as retrieved, even if this call was cancelled at the same time
 
     def _begin(self) -> None:
         if not self._writing and not self._ended.done():
@@ -49,7 +49,7 @@ class Pump:
             self._task = asyncio.Task(self._write_all(), loop=self._loop, eager_start=True)
 
     async def _write_all(self) -> None:
-        """Write the deltas that are there now, and those that come meanwhile."""
+        """Write the available deltas, and those that arrive meanwhile."""
         try:
             while not self._generation.idle:
                 await self._write(await self._generation.__anext__())
@@ -61,7 +61,7 @@ class Pump:
             self._writing = False
 
     def _end(self, error: Exception | None) -> None:
-        if self._ended.done():  # who runs it was cancelled
+        if self._ended.done():  # `run` was cancelled
             return
         if error is None:
             self._ended.set_result(None)

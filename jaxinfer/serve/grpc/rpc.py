@@ -1,12 +1,12 @@
-"""Connect grpc.aio and the servicers, once for all RPCs: keys, parsing, errors, readers that stop reading.
+"""Adapter between grpc.aio and the servicers, for all RPCs: authorisation, parsing, errors and slow clients.
 
 Servicers are written as for `grpc.aio`: methods ``(request, context)`` that return a message, write to the context, or
 yield messages, and for streams of requests ``(requests, context)`` with an asynchronous iterator. The context is an
-`Rpc`. They raise whatever they like: what is no `ServeError` becomes an opaque INTERNAL whose id the log explains.
+`Rpc`. Any exception that is not a `ServeError` becomes an opaque INTERNAL error whose id is in the log.
 
-To grpc.aio every RPC is one with a stream of requests, which on the wire is the same: its handlers begin when the
-metadata is there, those of single requests when the whole message is. So who may not call is told before the message is
-sent, and how many messages are under way, and for how long, is bounded (`jaxinfer.serve.grpc.bounds`).
+Every RPC is registered with a stream of requests, which is identical on the wire: such handlers start when the metadata
+has arrived, those of single requests only after the message. So unauthorised calls are rejected before the message is
+sent, and messages in transfer are limited in number and time (`jaxinfer.serve.grpc.bounds`).
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from jaxinfer.serve.grpc.decode import decode
 from jaxinfer.serve.request_log import asked
 
 Observer = Callable[[str, grpc.StatusCode, float], None]
-"""Told of every RPC that has ended: its full name ("package.Service/Method"), its status, how many seconds it took."""
+"""Callback at the end of every RPC: its full name ("package.Service/Method"), status, and duration in seconds."""
 
 Refused = Callable[[ServeError, str, str], None]
-"""Told of every error that an RPC, or a request of its stream, is answered with: its full name, and its caller's."""
+"""Callback for every error of an RPC or of a request in its stream: error, full name of the RPC, caller name."""
 
 _VALUES = ServeLimits().values
 _TRACE = ("traceparent", "tracestate")
 
 
 class Nobody:
-    """The caller of an RPC that asks for no key."""
+    """The caller of an RPC that requires no API key."""
 
     name = ""
 
 
 class Rpc:
-    """One call, as a servicer sees it: the part of `grpc.aio.ServicerContext` that we need, and who calls.
+    """A call as a servicer sees it: a subset of `grpc.aio.ServicerContext`, and the caller.
 
     Attributes:
-        caller: whose key it is.
-        writing_since: when the write began that has not ended yet, on the monotonic clock; None: there is none.
-        reading_since: the same of the only request of a call that has one.
+        caller: owner of the API key.
+        writing_since: start of the write in progress on the monotonic clock; None: there is none.
+        reading_since: start of the read of a single request on the monotonic clock; None: there is none.
     """
 
     def __init__(
@@ -83,36 +83,36 @@ class Rpc:
         return found
 
     def time_remaining(self) -> float | None:
-        """Seconds until the client's deadline; None: it has none."""
+        """Return the seconds until the client's deadline; None: it has none."""
         left: float | None = self._context.time_remaining()
         return left
 
     def peer(self) -> str:
-        """The client's end of the connection, in gRPC's words."""
+        """Return the client's end of the connection, in gRPC's format."""
         found: str = self._context.peer()
         return found
 
     def certificate(self) -> bytes | None:
-        """The client's, as DER, which the transport has verified; None: it showed none."""
+        """Return the client certificate as DER, verified by the transport; None: the client sent none."""
         found = self._context.auth_context().get("x509_pem_cert")
         return ssl.PEM_cert_to_DER_cert(found[0].decode()) if found else None
 
     def trace(self) -> dict[str, str]:
-        """The W3C trace context that the client sent."""
+        """Return the W3C trace context sent by the client."""
         return {n: v for n, v in self.invocation_metadata() if n in _TRACE and isinstance(v, str)}
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
-        """End the RPC, for servicers of other packages; ours raise `ServeError`."""
+        """End the RPC, for servicers of other packages; servicers of this package raise `ServeError`."""
         await self._context.abort(code, details)
 
     # ---- messages
 
     async def parse(self, raw: bytes) -> Message:
-        """Raises `ServeError`: it is no such message, or holds too much."""
+        """Parse a request. Raises `ServeError`: it is invalid or exceeds limits."""
         return await decode(self._class, raw, self._values)
 
     async def read(self) -> Message | None:
-        """The next request; None: the client sends no more."""
+        """Return the next request; None: the client sends no more."""
         raw = await self._context.read()
         return None if raw is aio.EOF else await self.parse(raw)
 
@@ -121,10 +121,10 @@ class Rpc:
             yield request
 
     async def only(self) -> Message:
-        """The request of a call that has one.
+        """Read the request of a call with a single request.
 
         Raises:
-            ServeError: there is none, or it is no such message, or holds too much.
+            ServeError: the request is missing, invalid or exceeds limits.
         """
         self.reading_since = time.monotonic()
         raw = await self._context.read()
@@ -134,7 +134,7 @@ class Rpc:
         return await self.parse(raw)
 
     async def write(self, message: Message) -> None:
-        """Return when the transport has taken it. One write at a time."""
+        """Write a message and return when the transport has accepted it. Only one write may be in progress."""
         self.writing_since = time.monotonic()
         if self._greeting is None:
             self._greeting = asyncio.ensure_future(self._context.send_initial_metadata(()))
@@ -143,29 +143,29 @@ class Rpc:
         await self._context.write(message.SerializeToString())
         self.writing_since = None
 
-    # ---- its end
+    # ---- end of the call
 
     def answered_with(self, error: ServeError) -> None:
-        """Tell the log that a request ends by ``error``."""
+        """Report to the log that a request ends with ``error``."""
         self._refused(error, self.caller.name)
 
     def cut(self, error: ServeError) -> None:
-        """End the call with ``error``, whatever its servicer does."""
+        """Cancel the servicer and end the call with ``error``."""
         if self._cut is None and self._task is not None:
             self._cut = error
             self._task.cancel()
 
     async def refuse(self, error: ServeError) -> None:
-        """Send ``error`` as the status. Where the client does not read, it waits behind what was written before, and
-        so does this method: nothing else of the call is left then."""
+        """Send ``error`` as the status. If the client does not read, the status and this method wait until earlier
+        writes are sent; no other state of the call is kept then."""
         self.writing_since = self.reading_since = None
         try:
-            # Left to the first write, the initial metadata would be sent once more, with the status, if that write is
-            # cancelled: gRPC refuses both then, and the client waits for ever.
+            # If the first write sent the initial metadata and were cancelled, they would be sent again with the status:
+            # gRPC then rejects both, and the client waits forever.
             if self._greeting is not None:
                 await self._greeting
             await status.abort(self._context, error)
-        except aio.InternalError:  # the client has gone
+        except aio.InternalError:  # the client has disconnected
             raise asyncio.CancelledError from None
 
     @property
@@ -174,12 +174,12 @@ class Rpc:
 
 
 class SlowClients:
-    """Cuts calls whose client takes nothing, or does not send its request: one look at all of them now and then costs
+    """Cancels calls of clients that stop reading or do not send their request. One periodic scan of all calls costs
     less than a timer per message.
 
     Args:
-        write_seconds: that a write may wait for the client.
-        read_seconds: for the request of a call that has one.
+        write_seconds: maximum seconds for which a write may wait for the client.
+        read_seconds: maximum seconds for the request of a call with a single request.
     """
 
     def __init__(self, write_seconds: float, read_seconds: float) -> None:
@@ -195,7 +195,7 @@ class SlowClients:
             self._calls.discard(rpc)
 
     async def run(self) -> None:
-        """Watch, until cancelled."""
+        """Scan all calls periodically, until cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self._write / 4, self._read / 4))
             self.look(time.monotonic())
@@ -209,15 +209,15 @@ class SlowClients:
 
 
 class Registrar:
-    """Makes grpc.aio handlers of servicers.
+    """Creates grpc.aio handlers from servicers.
 
     Args:
-        authoriser: checks the keys.
-        slow: is told of every call.
-        bounds: of messages that are under way, and of calls without a key.
-        observer: is told of every call's end.
-        refused: is told of every error.
-        values: that a request may hold, see `jaxinfer.serve.grpc.decode`.
+        authoriser: checks API keys.
+        slow: watches every call.
+        bounds: limits on messages in transfer and on calls without a key.
+        observer: called at the end of every call.
+        refused: called for every error.
+        values: maximum number of values in a request, see `jaxinfer.serve.grpc.decode`.
     """
 
     def __init__(
@@ -235,10 +235,10 @@ class Registrar:
         self._values = values
 
     def add(self, server: aio.Server, service: ServiceDescriptor, servicer: object, name: str | None = None) -> None:
-        """Serve all methods of a service, under ``name`` if it has another one too.
+        """Serve all methods of a service, under ``name`` instead of its full name if given.
 
         Raises:
-            KeyError: a method of it is not in `SCOPES`.
+            KeyError: a method is not in `SCOPES`.
         """
         name = name or service.full_name
         handlers = self.handlers(service, servicer, name)
@@ -248,10 +248,10 @@ class Registrar:
     def handlers(
         self, service: ServiceDescriptor, servicer: object, name: str | None = None
     ) -> dict[str, grpc.RpcMethodHandler]:
-        """Handlers of all methods of a service, by their names.
+        """Return the handlers of all methods of a service, by method name.
 
         Raises:
-            KeyError: a method of it is not in `SCOPES`.
+            KeyError: a method is not in `SCOPES`.
         """
         name = name or service.full_name
         return {method.name: self._handler(method, servicer, f"{name}/{method.name}") for method in service.methods}
@@ -290,7 +290,7 @@ class Registrar:
         except ServeError as error:
             code = error.kind.code
             rpc.answered_with(error)
-            # Who does not read is refused late: the frames of what failed, and all that they hold, need not wait.
+            # Sending the status to a slow reader takes long: free the frames of the failed call meanwhile.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             await rpc.refuse(error)
             return None
@@ -299,7 +299,8 @@ class Registrar:
                 self._observer(path, code, time.monotonic() - start)
 
     async def _guarded(self, rpc: Rpc, scope: str | None, run: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
-        """The one place where faults become answers. Raises `ServeError`, or what ends a call without one."""
+        """Authorise and run a call, converting all exceptions to `ServeError`, except cancellation and
+        `aio.AbortError`."""
         try:
             if scope is OPEN:
                 return await self._bounds.held(rpc, run, stranger=True)
@@ -313,7 +314,7 @@ class Registrar:
             raise rpc.cut_by from None
         except aio.AbortError:
             raise
-        except aio.InternalError:  # the transport's way to say that the client has gone
+        except aio.InternalError:  # raised by the transport if the client has disconnected
             raise asyncio.CancelledError from None
         except Exception as fault:  # noqa: BLE001 - the border to the client: every fault gets an answer
             raise answer_to(fault) from None

@@ -1,4 +1,4 @@
-"""The gRPC servers of one `ServeConfig`: a port for clients and, if asked for, one for operators."""
+"""gRPC servers of a `ServeConfig`: one port for clients and optionally one for operators."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from jaxinfer.serve.ports import listen
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 METADATA_BYTES = 16 << 10
-"""Bytes of a request's metadata; gRPC refuses more by chance, and twice as much always."""
+"""Maximum bytes of a request's metadata; gRPC rejects more with some probability, and twice as much always."""
 CONCURRENT_STREAMS = 1024
-"""Streams of one connection; a client that wants more waits, or opens another one."""
+"""Maximum streams of one connection; a client that needs more waits or opens another connection."""
 IDLE_SECONDS = 600.0
-"""Seconds without calls until a connection is asked to go. Clients of gRPC reconnect when they have a call."""
+"""Seconds without calls until a connection is closed gracefully. gRPC clients reconnect for their next call."""
 _KEEPALIVE_TIMEOUT_SECONDS = 20.0
 _WINDOW_BYTES = 65535
 _PENDING_CALLS = (1 << 31) - 1
-"""Calls that nobody has looked at: streams and connections bound them. gRPC's own bound, of 1000, cancels calls of a
-burst without a word; ours are told why, and when to come back."""
+"""Maximum pending calls; streams and connections limit them already. gRPC's default, 1000, cancels calls of a burst
+without a message, whereas errors of this package have a reason and a retry delay."""
 
 Service = tuple[ServiceDescriptor, object]
 """A service and its servicer, for `jaxinfer.serve.grpc.rpc.Registrar`."""
 
 
 class GrpcServers:
-    """Serves Inference, health and reflection on one port, Control, health and reflection on another.
+    """gRPC servers: Inference, health and reflection on one port, Control, health and reflection on another.
 
-    All of it belongs to the event loop that `start` runs in.
+    All methods belong to the event loop in which `start` runs.
 
     Args:
-        frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
+        frontend: returns the front end, or raises `ServeError` while the model is loading.
         more: further services of the first port.
-        observer: is told of every call's end.
-        refused: is told of every error that a call is answered with.
-        cut: is told of every connection that had to give way to others.
+        observer: called at the end of every call.
+        refused: called for every error of a call.
+        cut: called for every connection that was evicted.
 
     Attributes:
-        port, control_port: where it listens, once it is started; control_port is None without Control.
+        port, control_port: listening ports, once started; control_port is None without Control.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class GrpcServers:
         return self._engine.state == "ready" and self._frontend().is_open
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """Handlers of Inference's RPCs by name, for a port of somebody else's. They take and give bytes, and every
-        call has a stream of requests: see `jaxinfer.serve.grpc.rpc`."""
+        """Return handlers of the Inference RPCs by name, for use in another gRPC server. They take and return bytes,
+        and every call has a stream of requests: see `jaxinfer.serve.grpc.rpc`."""
         service, servicer = self._inference[0]
         return self._registrar.handlers(service, servicer)
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            ServeConfigError: a port cannot be had, or a certificate cannot be read.
+            ServeConfigError: a port is not available, or a certificate cannot be read.
         """
         config = self._config
         self._watchers.append(self._background.start("grpc_slow_clients", self._slow.run))
@@ -117,7 +117,7 @@ class GrpcServers:
         self._watchers.append(self._background.start("grpc_connections", self._connections.run))
 
     async def stop(self, grace: float) -> None:
-        """Accept no more calls, leave those that run ``grace`` seconds to end, and cut the others."""
+        """Accept no more calls, give running calls ``grace`` seconds, then cancel the remaining ones."""
         for health in self._healths:
             health.close()
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
@@ -144,20 +144,20 @@ class GrpcServers:
     def _bind(self, server: aio.Server, host: str, setting: str) -> int:
         port = getattr(self._config, setting)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        listen(host, port, setting).close()  # gRPC itself would say so twice: in lines of its own, too
+        listen(host, port, setting).close()  # gRPC itself would report an error twice, also in its own log
         credentials = credentials_of(self._config)
         try:
             if credentials is None:
                 return server.add_insecure_port(address)
             return server.add_secure_port(address, credentials)
-        except RuntimeError as error:  # somebody was faster, or anything else of gRPC's
+        except RuntimeError as error:  # another process took the port meanwhile, or another gRPC error
             raise ServeConfigError(f"{setting}={port}: cannot listen on {host}: {error}") from error
 
 
 def options_of(config: ServeConfig, connections: int) -> list[tuple[str, Any]]:
-    """Channel arguments. A client may be silent for a minute while its prompt is worked on: idle connections are
-    pinged, and those who ping us are not sent away for it. What a call may send before it is read has one window and
-    does not grow with what its client measures; a message that is read has one of its size."""
+    """Return the channel arguments. A client may be silent for a minute while its prompt is processed: idle connections
+    are pinged, and clients may ping at any rate. Unread data of a call is limited to one flow control window, which
+    does not grow with the measured bandwidth; a message that is read gets a window of its size."""
     ping = int(config.keepalive_seconds * 1000)
     return [
         ("grpc.so_reuseport", 0),
@@ -182,8 +182,8 @@ def options_of(config: ServeConfig, connections: int) -> list[tuple[str, Any]]:
 
 
 class _Pools:
-    """Find descriptors for reflection: in the pools of services that have one of their own, where other packages
-    cannot have put the same names, then in the default one."""
+    """Descriptor lookup for reflection: in the private descriptor pools of services, where other packages cannot define
+    the same names, then in the default pool."""
 
     def __init__(self, files: Sequence[FileDescriptor]) -> None:
         default = descriptor_pool.Default()
@@ -205,7 +205,7 @@ class _Pools:
         return message.file.pool.FindAllExtensions(message)
 
     def _first(self, method: str, name: str) -> Any:
-        """Raises KeyError, as a pool does: no pool has it."""
+        """Look up in all pools. Raises KeyError, like a descriptor pool, if no pool has the name."""
         for pool in self._pools[:-1]:
             try:
                 return getattr(pool, method)(name)

@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol, as far as text needs them: BYTES, BOOL and UINT32."""
+"""Tensors of the Open Inference Protocol that text generation needs: BYTES, BOOL and UINT32."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from jaxinfer.serve.errors import Kind, ServeError
 _CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents", "UINT32": "uint_contents"}
 _LENGTH = struct.Struct("<I")
 
-_LONG = 9  # dimensions, of which no more are looked at
+_LONG = 9  # maximum number of dimensions that are read
 
 Value = bytes | bool | int
 
 
 def refuse(name: str, reason: str) -> ServeError:
-    """INVALID, about one tensor or parameter."""
+    """Return an INVALID error about one tensor or parameter."""
     return ServeError(Kind.INVALID, f"{name}: {reason}", field=name)
 
 
 def read_scalar(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, datatype: str) -> bytes | bool:
-    """The one element of an input.
+    """Read the single element of an input.
 
     Args:
         raw: its entry of raw_input_contents; None: the request has none, and the element is in ``contents``.
-        datatype: what the input must be: "BYTES" or "BOOL".
+        datatype: required datatype of the input: "BYTES" or "BOOL".
 
     Raises:
-        ServeError: INVALID: another datatype or shape, or the content is none of these.
+        ServeError: INVALID: the datatype, shape or content is wrong.
     """
     name, shape = tensor.name, list(tensor.shape[:_LONG])
     if tensor.datatype != datatype:
@@ -49,7 +49,7 @@ def read_scalar(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None
 
 
 def text_of(name: str, value: bytes | bool) -> str:
-    """A BYTES element as text.
+    """Decode a BYTES element as text.
 
     Raises:
         ServeError: INVALID: it is not UTF-8.
@@ -64,7 +64,7 @@ def text_of(name: str, value: bytes | bool) -> str:
 def add_output(
     response: pb.ModelInferResponse, name: str, datatype: str, values: Sequence[Value], *, raw: bool
 ) -> None:
-    """A one-dimensional output; ``raw``: in raw_output_contents."""
+    """Add a one-dimensional output; ``raw``: write it to raw_output_contents."""
     output = response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
     if raw:
         response.raw_output_contents.append(_packed(datatype, values))

@@ -1,7 +1,7 @@
-"""TLS for grpc.aio servers, with certificates that can be replaced while it serves.
+"""TLS for grpc.aio servers, with certificates that can be replaced while the server runs.
 
-gRPC asks for the certificates at each handshake (`grpc.dynamic_ssl_server_credentials`): new connections get what the
-files hold now, connections that exist keep what they have.
+gRPC requests the certificates at each handshake (`grpc.dynamic_ssl_server_credentials`): new connections use the
+current files, existing connections keep their certificates.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 _log = logging.getLogger("jaxinfer.serve")
 
-# Certificate, key and the clients' CA, each by what changes when a file is replaced.
+# mtime, size and inode of the certificate, key and client CA, which change when a file is replaced.
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Certificates:
-    """PEM files, read again when one of them changes.
+    """PEM files that are reloaded when one of them changes.
 
     Args:
-        certificate, key: the server's chain and its private key.
-        client_ca: who signs the certificates of clients; they must show one then.
+        certificate, key: certificate chain and private key of the server.
+        client_ca: CA of client certificates; clients must present one if it is set.
 
     Raises:
         ServeConfigError: a file cannot be read.
@@ -33,7 +33,7 @@ class Certificates:
 
     def __init__(self, certificate: str, key: str, client_ca: str | None = None) -> None:
         self._paths = [path for path in (certificate, key, client_ca) if path is not None]
-        self._lock = threading.Lock()  # handshakes run in threads of gRPC's own
+        self._lock = threading.Lock()  # handshakes run in gRPC's own threads
         try:
             self._stamp, self._current = self._read()
         except OSError as error:
@@ -45,7 +45,7 @@ class Certificates:
         )
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """Certificates from the files; those of before, if the files cannot be read now."""
+        """Return the certificates in the files, or the previous ones if the files cannot be read now."""
         with self._lock:
             try:
                 if self._stamps() != self._stamp:
@@ -66,7 +66,7 @@ class Certificates:
 
 
 def credentials_of(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """Make credentials from a server's settings; None: it speaks plain text.
+    """Create credentials from the server's settings; None: no TLS.
 
     Raises:
         ServeConfigError: a file cannot be read.

@@ -1,1 +1,1 @@
-"""The OpenAI API over HTTP. No jax."""
+"""HTTP API server: OpenAI-compatible and Anthropic-compatible endpoints. No jax."""

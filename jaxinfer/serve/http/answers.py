@@ -1,7 +1,7 @@
-"""Answers to generations: one JSON object, or a stream of server-sent events.
+"""Responses to generation requests: one JSON object, or a stream of server-sent events.
 
-A stream that has begun cannot change its status: what goes wrong then is told as an ``error`` event, and only a stream
-that is whole ends with ``[DONE]``. A client that goes away aborts its generations, in both forms.
+The status of a stream cannot change after it has started: later errors are sent as an ``error`` event, and only a
+complete stream ends with ``[DONE]``. A client that disconnects aborts its generations, in both forms.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from jaxinfer.serve.room import Place
 from jaxinfer.text.output import OutputDelta
 
 _AT_ONCE = 8
-"""Prompts, or outputs, of one request that are worked on in one round of the loop."""
+"""Prompts or outputs of one request that are processed in one iteration of the event loop."""
 STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Envelope:
-    """Fields of an answer around its choices. ``extra``: further fields of the whole."""
+    """Response fields around the choices. ``extra``: further top-level fields."""
 
     id: str
     object: str
@@ -45,13 +45,13 @@ class Envelope:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def around(self, choices: Sequence[str], usage: Usage) -> str:
-        """The JSON of it all; ``choices`` are JSON already, since there may be many."""
+        """Return the JSON of the response; ``choices`` are already JSON because there may be many."""
         head = json.dumps(self._head())[:-1]
         rest = json.dumps({"usage": usage_json(usage), **self.extra})[1:]
         return f'{head}, "choices": [{", ".join(choices)}], {rest}'
 
     def chunk(self, *, with_usage: bool, extra: bool = False) -> tuple[str, str]:
-        """The texts before and after the choices of a server-sent event."""
+        """Return the text before and after the choices of a server-sent event."""
         whole = self._head() | (self.extra if extra else {})
         after = '],"usage":null}\n\n' if with_usage else "]}\n\n"
         return f'data: {json.dumps(whole, separators=(",", ":"))[:-1]},"choices":[', after
@@ -65,8 +65,8 @@ class Reply:
     """A generation and its choices.
 
     Attributes:
-        echoes_logprobs: nothing is shown before those of the prompt are there.
-        shown: 0 if no token of the output is shown, else 1.
+        echoes_logprobs: output is held back until the prompt logprobs to echo are available.
+        shown: 0 if no output token is shown, else 1.
     """
 
     generation: Generation
@@ -76,7 +76,7 @@ class Reply:
     _waiting: list[OutputDelta] = dataclasses.field(default_factory=list)
 
     def ready(self, delta: OutputDelta) -> Sequence[OutputDelta]:
-        """Deltas that can be shown now that ``delta`` has come."""
+        """Return the deltas that can be shown after ``delta`` has arrived."""
         if not self.echoes_logprobs:
             return (delta,)
         self._waiting.append(delta)
@@ -99,10 +99,10 @@ async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mappi
     """Start all generations, or none.
 
     Args:
-        names: for each call, what its client calls the fields.
+        names: for each call, the request's field names.
 
     Raises:
-        ServeError: of the first one that is refused.
+        ServeError: error of the first call that is rejected.
     """
 
     turns = asyncio.Semaphore(_AT_ONCE)
@@ -117,7 +117,7 @@ async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mappi
         return [await one(calls[0], names[0])]
     places, tasks = frontend.reserve(calls), list[asyncio.Task[Generation]]()
     try:
-        with frontend.meant(calls[0]) as first:  # one adapter for all of them, whatever is loaded meanwhile
+        with frontend.meant(calls[0]) as first:  # all calls use the same adapter, even if it is reloaded meanwhile
             async for call, its, place in in_turn(zip(calls, names, places, strict=True)):
                 call = dataclasses.replace(call, lora=first.lora)
                 tasks.append(asyncio.ensure_future(one(call, its, place)))
@@ -128,16 +128,16 @@ async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mappi
         for found in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(found, Generation):
                 await found.aclose()
-        for place in places:  # also of tasks that were cancelled before they began
+        for place in places:  # includes slots of tasks that were cancelled before they started
             place.leave()
         raise
 
 
 async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``, which is cancelled when the client goes.
+    """Return the result of ``work``, which is cancelled if the client disconnects.
 
     Raises:
-        ServeError: CANCELLED: it went.
+        ServeError: CANCELLED: the client disconnected.
     """
     doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
     try:
@@ -157,7 +157,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def whole(envelope: Envelope, replies: Sequence[Reply]) -> str:
-    """The answer in one piece.
+    """Return the complete response as JSON.
 
     Raises:
         ServeError: one of the generations failed.
@@ -173,7 +173,7 @@ async def whole(envelope: Envelope, replies: Sequence[Reply]) -> str:
 
 
 async def in_turn[T](items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield each of ``items``, and let others get on after a few of them."""
+    """Yield each of ``items``, and yield to the event loop after every few of them."""
     for rank, item in enumerate(items):
         if rank % _AT_ONCE == _AT_ONCE - 1:
             await asyncio.sleep(0)
@@ -193,21 +193,21 @@ async def _all(replies: Sequence[Reply]) -> None:
 
 
 async def close(replies: Sequence[Reply]) -> None:
-    """Abort what still runs."""
+    """Abort the generations that are still running."""
     for reply in replies:
         await reply.generation.aclose()
 
 
 class ServerSentEvents(Response):
-    """A stream of events about generations, which are aborted when the client goes. While it waits for one, it says so
-    now and then: proxies and clients close what is silent.
+    """A server-sent event stream of generations, which are aborted when the client disconnects. A waiting stream sends
+    keep-alives, because proxies and clients close silent connections.
 
     Args:
-        door: knows how long it may be silent, and is told of an error that ends the stream.
+        door: gives the keep-alive interval, and counts the error that ends a stream.
     """
 
     waiting = b": waiting\n\n"
-    """The sign of life: a comment."""
+    """Keep-alive: a comment line."""
 
     def __init__(self, generations: Sequence[Generation], *, headers: Mapping[str, str], door: Door) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
@@ -217,7 +217,7 @@ class ServerSentEvents(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._write(send))
-        except ServeError as error:  # of the stream's own nothing is raised: the client has gone
+        except ServeError as error:  # only raised if the client disconnects: errors of the stream become events
             self._failed(error)
         finally:
             for generation in self._generations:
@@ -228,23 +228,23 @@ class ServerSentEvents(Response):
         try:
             async with _Pulse(send, self.waiting, self._seconds) as pulse:
                 await self._events(pulse.send)
-        except Exception as error:  # noqa: BLE001 - the stream has begun: whatever it is, the client is told
+        except Exception as error:  # noqa: BLE001 - the stream has started: every error is sent to the client
             answer = answer_to(error)
             self._failed(answer)
             await put(send, self._broken(answer))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, send: Send) -> None:
-        """Send them all."""
+        """Send all events."""
         raise NotImplementedError
 
     def _broken(self, error: ServeError) -> bytes:
-        """The event that ends a stream that is not whole."""
+        """Return the event that ends an incomplete stream."""
         return error_event(error)
 
 
 class _Pulse:
-    """Sends parts of a body, and ``sign`` after each ``seconds`` in which there was none."""
+    """Sends body chunks, and the keep-alive ``sign`` after every ``seconds`` without one."""
 
     def __init__(self, send: Send, sign: bytes, seconds: float) -> None:
         self._send, self._sign, self._seconds = send, sign, seconds
@@ -273,10 +273,10 @@ class _Pulse:
 
 
 class EventStream(ServerSentEvents):
-    """Chunks as server-sent events, one write for each delta.
+    """Chunks as server-sent events, one write per delta.
 
     Args:
-        with_usage: a last chunk has the usage, the others null.
+        with_usage: send usage in a last chunk, and null in all other chunks.
         headers, door: see `ServerSentEvents`.
     """
 
@@ -321,12 +321,12 @@ class EventStream(ServerSentEvents):
 
 
 async def put(send: Send, data: bytes) -> None:
-    """Send more of a body."""
+    """Send a body chunk."""
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, OutputDelta]]:
-    """The deltas of all, as they come. The first error ends it."""
+    """Merge the deltas of all generations as they arrive. The first error ends the stream."""
     if len(generations) == 1:
         async for delta in generations[0]:
             yield 0, delta
@@ -362,7 +362,7 @@ async def _start_pumps(
 async def _pump(
     place: int, generation: Generation, news: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None]
 ) -> None:
-    """Generations merge what is not fetched: the queue bounds what waits here."""
+    """Put deltas into the bounded queue; a generation merges the deltas that are not fetched."""
     try:
         async for delta in generation:
             await news.put((place, delta))
@@ -373,7 +373,7 @@ async def _pump(
 
 
 def _total(replies: Sequence[Reply]) -> Usage:
-    """Usage of all replies, as the client sees them."""
+    """Return the usage of all replies, counting only tokens that the client sees."""
     usages = [(reply.generation.usage, reply.shown) for reply in replies]
     counted = [count for reply in replies for each in reply.choices if (count := each.reasoning_tokens) is not None]
     return Usage(
@@ -396,10 +396,10 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def timeout_of(header: str | None) -> float | None:
-    """Seconds that the client waits, from the header X-Request-Timeout.
+    """Return the client's timeout in seconds, from the header X-Request-Timeout.
 
     Raises:
-        ServeError: INVALID: it is no finite number.
+        ServeError: INVALID: not a finite number.
     """
     if header is None:
         return None

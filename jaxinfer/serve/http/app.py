@@ -1,4 +1,4 @@
-"""The application: its routes, and what they say about themselves at /docs."""
+"""HTTP application: its routes, and their OpenAPI description at /docs."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _BODIES: Mapping[str, type[Body]] = {
     "/v1/load_lora_adapter": models.LoadLoRARequest,
     "/v1/unload_lora_adapter": models.UnloadLoRARequest,
 }
-"""Of the routes that are posted to."""
+"""Request body of each POST route."""
 _SCHEMAS = "#/components/schemas/"
 
 type _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def build_app(door: Door) -> Gate:
-    """The whole server as an ASGI application.
+    """Build the ASGI application with all routes.
 
     Raises:
         KeyError: a route has no entry in `SCOPES`.
@@ -63,7 +63,7 @@ def build_app(door: Door) -> Gate:
 
 
 def build_metrics_app(door: Door) -> Gate:
-    """/metrics, /health and /ready, and nothing else."""
+    """Build the ASGI application that serves only /metrics, /health and /ready."""
     app = FastAPI(openapi_url=None)
     _add_operations(app)
     return _gated(app, door)
@@ -105,7 +105,7 @@ def _add_routes(app: FastAPI) -> None:
 
 
 def _answered(handler: _Handler) -> _Handler:
-    """Every fault becomes a `ServeError` here: above, Starlette would answer in its own words."""
+    """Convert all exceptions to `ServeError` inside the route: Starlette would send its own error responses."""
 
     @functools.wraps(handler)
     async def wrapper(request: Request) -> Response:
@@ -128,7 +128,7 @@ async def _ready(request: Request) -> Response:
 
 
 def _condition(condition: Condition, status: int = 200) -> Response:
-    """Answer with the engine's condition and, where it does not run, when to come back."""
+    """Return the engine's condition and, unless it is ready, when to retry."""
     answer: dict[str, Any] = {"state": condition.state}
     if condition.state == READY:
         return _json(answer)
@@ -138,7 +138,7 @@ def _condition(condition: Condition, status: int = 200) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    """The server's own figures are there when the engine's are not."""
+    """Return Prometheus metrics. Server metrics are returned even if the engine's are not available."""
     door = _door(request)
     door.metrics.ready.set(door.is_ready)
     figures = door.metrics.render()
@@ -195,7 +195,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    """Answer where there is no such route, or not with this method."""
+    """Answer a request for an unknown route or an unsupported method."""
     assert isinstance(error, HTTPException)
     kind = Kind.NOT_FOUND if error.status_code == 404 else Kind.INVALID
     reason = " is not served; /docs shows what is" if error.status_code == 404 else f": {error.detail}"
@@ -205,11 +205,11 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
-# ---- the page
+# ---- OpenAPI
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's, with the bodies, which the routes read themselves."""
+    """Return FastAPI's schema with the request bodies added, since routes parse bodies themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         modes: Sequence[tuple[type[Body], Any]] = [(body, "validation") for body in _BODIES.values()]

@@ -1,7 +1,7 @@
-"""Bodies of requests: read within bounds, parsed strictly.
+"""Request bodies: read within limits and parsed strictly.
 
-JSON leaves open what a server does with duplicate keys, NaN, depth and bad characters; two readers that decide
-differently can be played against each other, so all of them are refused here.
+JSON leaves open how to treat duplicate keys, NaN, deep nesting and invalid characters. All of them are rejected here,
+because parsers that treat them differently can be exploited.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from starlette.requests import ClientDisconnect, Request
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 
-_LONG = 1 << 16  # characters from which on every number is looked at: below, Python's own bound is enough
-_MOST_DIGITS = 400  # thousands of numbers of thousands of digits take a third of a second to read
+_LONG = 1 << 16  # characters; in longer texts, the digits of every number are limited to _MOST_DIGITS
+_MOST_DIGITS = 400  # thousands of numbers with thousands of digits take a third of a second to parse
 MAX_DEPTH = 64
-"""Lists and objects within one another. What templates and validators do with a value may recurse."""
+"""Maximum nesting depth of lists and objects. Templates and validators may recurse over the value."""
 
-# A string, closed or not, or one bracket. Nothing in it goes back: the scan is linear in the text.
+# A string, closed or not, or one bracket. Possessive quantifiers prevent backtracking: the scan is linear in the text.
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 _SHORT_BYTES = 256 << 10
-_FEW = 4096  # values or escapes: some milliseconds
+_FEW = 4096  # values or escapes: a few milliseconds
 _TIMES = 8
-_MAX_NUMBERS = 4 << 20  # of one body: as many as a text may have characters
+_MAX_NUMBERS = 4 << 20  # per body: as many as a text may have characters
 
 type Reader = Callable[[bytes, str], Awaitable[Any]]
-"""Reads a long body as `parse` does, but that lists of token ids may be arrays."""
+"""Parser of long bodies; like `parse`, but lists of token ids may be returned as arrays."""
 
 
 async def read_json(request: Request, limits: ServeLimits, read_long: Reader) -> dict[str, Any]:
-    """The object that a request's body holds.
+    """Read and parse the body of a request, which must be a JSON object.
 
     Raises:
         ServeError: TOO_LARGE beyond ``limits.message_bytes``, INVALID for anything but a JSON object in UTF-8 or for
-            too many values, CANCELLED if the client goes.
+            too many values, CANCELLED if the client disconnects.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # also keeps web pages of others out: browsers ask before they send this type
+    if kind != "application/json":  # also blocks cross-site requests: browsers send a preflight for this type
         _refuse(f"content-type={kind[:100]!r} must be application/json")
     body = await read_body(request, limits.message_bytes)
     value = parse(body) if is_short(body, limits.values) else await read_long(body, request.state.tenant)
@@ -54,10 +54,10 @@ async def read_json(request: Request, limits: ServeLimits, read_long: Reader) ->
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Read at most ``limit`` bytes, however they are sent.
+    """Read at most ``limit`` bytes, with or without a content length.
 
     Raises:
-        ServeError: TOO_LARGE, as soon as it is known; CANCELLED if the client goes.
+        ServeError: TOO_LARGE, as soon as it is known; CANCELLED if the client disconnects.
     """
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared[:20]) > limit:
@@ -74,45 +74,44 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def is_short(body: bytes, values: int) -> bool:
-    """Whether a body can be read at once: few bytes, few values (what looks like one in a text counts, too)."""
+    """Return whether a body is small enough to parse inline: few bytes, few values (also counting those in strings)."""
     return len(body) <= _SHORT_BYTES and sum(map(body.count, b"[{,\\")) <= min(values, _FEW)
 
 
 def check_count(body: bytes, values: int) -> None:
-    """Check the count before anything is made of the values: an empty list has 2 bytes here and 64 as an object.
+    """Check the number of values before parsing: an empty list has 2 bytes here and 64 as an object.
 
     Raises:
-        ServeError: INVALID: there are many times as many values, or more than four million numbers. What is less is
-            parsed, to know which field has too many.
+        ServeError: INVALID: there are many times more values than allowed, or more than four million numbers. Smaller
+            excesses are parsed, to report which field has too many values.
     """
     bare, strings = _STRING.subn(b"", body)
-    if sum(map(bare.count, b"[{")) > _TIMES * values or strings > 2 * _TIMES * values:  # a string may be a name, too
+    if sum(map(bare.count, b"[{")) > _TIMES * values or strings > 2 * _TIMES * values:  # keys are strings, too
         _refuse(f"the body holds more than {values} values (limits.values)")
     if bare.count(b",") > _MAX_NUMBERS:
         _refuse(f"the body holds more than {_MAX_NUMBERS} numbers")
 
 
 def values_in(text: bytes) -> int:
-    """How many values a JSON text may hold, looked at without parsing it: lists, objects and commas outside of
-    strings."""
+    """Return an upper bound of the values in a JSON text without parsing: lists, objects and commas outside strings."""
     few = sum(map(text.count, b"[{,"))
     return few if few <= _FEW else sum(map(_STRING.sub(b"", text).count, b"[{,"))
 
 
 def gone_away() -> ServeError:
-    """Make an error for the figures: nobody is there to read it."""
+    """Return the error of a disconnected client, which only shows in metrics."""
     return ServeError(Kind.CANCELLED, "the client has gone")
 
 
 def parse(data: bytes, what: str = "the body", field: str | None = None, depth: int = MAX_DEPTH) -> Any:
-    """A JSON text in UTF-8, without duplicate keys, NaN, infinite numbers, lone surrogates or much depth.
+    """Parse JSON in UTF-8; duplicate keys, NaN, infinite numbers, lone surrogates and deep nesting are rejected.
 
     Args:
-        what: the text's name in a refusal.
-        field: of the request, which holds the text.
+        what: name of the text in error messages.
+        field: request field that holds the text.
 
     Raises:
-        ServeError: INVALID, what is wrong and where.
+        ServeError: INVALID, with the error and its position.
     """
     try:
         return _parse(data, depth)
@@ -121,7 +120,7 @@ def parse(data: bytes, what: str = "the body", field: str | None = None, depth: 
 
 
 class _Broken(Exception):
-    """A text is no such JSON: what is wrong, without the text's name."""
+    """Invalid JSON text; the message does not name the text."""
 
 
 def _parse(data: bytes, depth: int) -> Any:
@@ -134,7 +133,7 @@ def _parse(data: bytes, depth: int) -> Any:
         value = (_DECODER if len(text) <= _LONG else _LONG_DECODER).decode(text)
     except json.JSONDecodeError as cause:
         raise _Broken(f"is not JSON: {cause.msg} at character {cause.pos}") from cause
-    except ValueError as cause:  # Python bounds the digits of a number that it reads, by 4,300
+    except ValueError as cause:  # Python limits the digits of an integer to 4,300
         raise _Broken("holds a number of too many digits") from cause
     if _SURROGATE.search(text):
         _check_characters(value)
@@ -142,7 +141,7 @@ def _parse(data: bytes, depth: int) -> Any:
 
 
 def _check_depth(text: str, most: int) -> None:
-    """Check the depth before parsing: the parser recurses."""
+    """Check the depth before parsing, because the parser recurses."""
     if text.count("[") + text.count("{") <= most:
         return
     depth = 0

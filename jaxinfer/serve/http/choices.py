@@ -1,6 +1,6 @@
-"""One output of a generation in OpenAI's shape, whole or chunk by chunk.
+"""Choices of completion and chat responses in OpenAI's format, complete or as streaming chunks.
 
-Most chunks carry a text and nothing else: these are put together from strings that are made once for each output.
+Most chunks carry only text; these are assembled from strings that are built once per output.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity; the value is vLLM's."""
+"""Log probability sent in place of -inf, which JSON cannot represent; the value is vLLM's."""
 
 
 @runtime_checkable
 class Words(Protocol):
-    """Tokens by themselves; `jaxinfer.serve.frontend.Frontend` knows them."""
+    """Text and bytes of single tokens; implemented by `jaxinfer.serve.frontend.Frontend`."""
 
     def token_text(self, token: int) -> str: ...
     def token_bytes(self, token: int) -> bytes: ...
@@ -28,11 +28,11 @@ class Words(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Parts that a choice shows besides its text.
+    """Optional fields of a choice in addition to its text.
 
     Attributes:
-        logprobs, prompt_logprobs, token_ids: asked for.
-        hidden: tokens that are no part of the text: the special ones where they are skipped.
+        logprobs, prompt_logprobs, token_ids: whether the request asked for them.
+        hidden: token ids that produce no text (special tokens when they are skipped).
     """
 
     logprobs: bool = False
@@ -43,11 +43,11 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Echo:
-    """A prompt that is repeated in front of the output.
+    """A prompt that is echoed before the output.
 
     Attributes:
-        logprobs: of its tokens, where the output has some: the first is None.
-        only: nothing of the output is shown.
+        logprobs: of the prompt tokens, if the output has logprobs; the first is None.
+        only: the output itself is not shown.
     """
 
     text: str
@@ -58,31 +58,31 @@ class Echo:
 
 @runtime_checkable
 class Choice(Protocol):
-    """An output; it takes its deltas either for chunks or for the whole."""
+    """An output of a response; it takes its deltas either to produce chunks or to produce the complete choice."""
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of its thought so far; None: it has no place for one."""
+        """Number of reasoning tokens so far; None if the endpoint does not report it."""
         ...
 
     def opening(self) -> str:
-        """A chunk's choice before the first delta, "" if there is none."""
+        """Return the choice of the chunk before the first delta, "" if there is none."""
         ...
 
     def chunks(self, delta: OutputDelta) -> Sequence[str]:
-        """The choices of the chunks that a delta makes, as JSON."""
+        """Return the choices of the chunks for a delta, as JSON."""
         ...
 
     def take(self, delta: OutputDelta) -> None: ...
 
     def whole(self) -> dict[str, Any]:
-        """The choice, once all deltas are taken."""
+        """Return the complete choice after all deltas were taken."""
         ...
 
 
 @dataclasses.dataclass
 class _Parts:
-    """The sum of an output's deltas."""
+    """Accumulated deltas of an output."""
 
     text: list[str] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -114,7 +114,7 @@ class _Parts:
 
 
 class TextChoice:
-    """Choice of ``/v1/completions``. ``index``: of the choice; ``echo``: goes in front of the first delta."""
+    """Choice of ``/v1/completions``. ``index``: index of the choice; ``echo``: prompt shown before the first delta."""
 
     reasoning_tokens = None
 
@@ -164,7 +164,7 @@ class TextChoice:
         return choice | self._extras(delta, tokens)
 
     def _extras(self, delta: OutputDelta, tokens: Sequence[int]) -> dict[str, Any]:
-        prompt, self._prompt = self._prompt, None  # once, in the first chunk
+        prompt, self._prompt = self._prompt, None  # sent once, in the first chunk
         return _extras(delta, tokens, prompt, self._wanted, self._words)
 
     def _logprobs(self, tokens: Sequence[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class TextChoice:
         }
 
     def _best(self, position: PositionLogprobs) -> dict[str, float]:
-        """Log probabilities by text: of two tokens with the same one, the likelier stays."""
+        """Return log probabilities by token text; if two tokens have the same text, the more likely one is kept."""
         found: dict[str, float] = {}
         for candidate in (*position.top, position.chosen):
             found.setdefault(self._words.token_text(candidate.token_id), _finite(candidate.logprob))
@@ -233,11 +233,11 @@ class ChatChoice:
 
 
 class Offsets:
-    """Offsets of tokens in a text, in characters: a token within a character begins where that one does.
+    """Character offsets of tokens in a text; tokens within one character share the offset of its first token.
 
     Args:
-        spell: the bytes of a token.
-        hidden: tokens that are no part of the text.
+        spell: returns the bytes of a token.
+        hidden: token ids that produce no text.
     """
 
     def __init__(self, spell: Callable[[int], bytes], hidden: frozenset[int]) -> None:
@@ -246,7 +246,7 @@ class Offsets:
         self._count = 0
 
     def begin(self, text: str, token_ids: Sequence[int]) -> None:
-        """``text`` is what these tokens made, which need not be their bytes: some tokenizers put a space in front."""
+        """Start after the ``text`` of these tokens. It may exceed their bytes: some tokenizers prepend a space."""
         ahead = Offsets(self._spell, self._hidden)
         for token in token_ids:
             ahead.next(token)
@@ -260,7 +260,7 @@ class Offsets:
 
 
 def position_json(position: PositionLogprobs, words: Words) -> dict[str, Any]:
-    """A position as chat answers have it: the token, and ``top_logprobs``."""
+    """Return the logprobs of a position in chat format: the chosen token and ``top_logprobs``."""
     return {**_token(position.chosen, words), "top_logprobs": [_token(each, words) for each in position.top]}
 
 
@@ -272,7 +272,7 @@ def _token(candidate: TokenLogprob, words: Words) -> dict[str, Any]:
 def _extras(
     delta: OutputDelta, tokens: Sequence[int], prompt: Sequence[int] | None, wanted: Wanted, words: Words
 ) -> dict[str, Any]:
-    """vLLM's fields, and how drafts were accepted, where they were asked for or say something."""
+    """Return vLLM's extension fields that were requested or are set, and how draft tokens were accepted."""
     found: dict[str, Any] = {}
     if delta.acceptance is not None:
         found["speculation"] = {"acceptance": delta.acceptance}

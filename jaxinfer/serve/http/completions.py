@@ -1,4 +1,4 @@
-"""``/v1/completions`` and ``/v1/chat/completions``."""
+"""Endpoints ``/v1/completions`` and ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from jaxinfer.types import LoRARef
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A chat that has begun.
+    """A chat request whose generation has started.
 
     Attributes:
-        body: as it was asked for, or what another door made of its own body.
-        name: the request's id.
-        parsers: that read its answers.
+        body: the client's body, or the chat body that another API (Messages, Responses) built from its own.
+        name: the request id.
+        parsers: reasoning and tool parsers that read its outputs.
     """
 
     frontend: Frontend
@@ -52,13 +52,13 @@ class Chat:
 
     @property
     def model(self) -> str:
-        """The name of the model, or of the adapter in its place."""
+        """Name of the model, or of the LoRA adapter that the request selected."""
         lora = self.generation.lora
         return self.frontend.card.name if lora is None else lora.name
 
 
 async def complete(request: Request) -> Response:
-    """Texts or token ids in, one choice for each of them and each of ``n`` outputs."""
+    """Serve ``/v1/completions``: prompts as text or token ids, ``n`` choices for each prompt."""
     door: Door = request.app.state.door
     body = checked(CompletionRequest, await read_json(request, door.limits, door.long.read))
     frontend, texts = door.serving(), prompts.prompts_of(body, door.limits)
@@ -85,7 +85,7 @@ async def complete(request: Request) -> Response:
 
 
 async def chat(request: Request) -> Response:
-    """Messages in, through the checkpoint's template."""
+    """Serve ``/v1/chat/completions``: messages rendered with the chat template of the checkpoint."""
     door: Door = request.app.state.door
     body = checked(ChatCompletionRequest, await read_json(request, door.limits, door.long.read))
     chat = await begin_chat(request, body)
@@ -98,10 +98,10 @@ async def chat(request: Request) -> Response:
 
 
 async def begin_chat(request: Request, body: ChatCompletionRequest) -> Chat:
-    """The one way from the body of a chat to its generation, for all doors that have chats.
+    """Start the generation of a chat body; shared by the chat, Messages and Responses endpoints.
 
     Raises:
-        ServeError: it is refused, in the words of ``body``.
+        ServeError: the request is rejected; fields are named as in ``body``.
     """
     door: Door = request.app.state.door
     frontend, name = door.serving(), _id(request, body)
@@ -115,7 +115,7 @@ async def begin_chat(request: Request, body: ChatCompletionRequest) -> Chat:
 
 
 def id_headers(body: Sampling) -> dict[str, str]:
-    """The header that tells a client the id that its body has."""
+    """Return the ``x-request-id`` header if the body sets a usable request id."""
     return {"x-request-id": body.request_id} if body.request_id and usable_id(body.request_id) else {}
 
 
@@ -161,7 +161,7 @@ def _call(
 
 
 def _chat_choices(door: Door, chat: Chat) -> list[ChatChoice]:
-    """A choice for each output, each with a parser of its own where there is something to parse."""
+    """Return a choice for each output; outputs that need a reasoning or tool parser get their own parser."""
     body, frontend = chat.body, chat.frontend
     wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
     names = () if body.include_reasoning is False else door.reasoning_fields

@@ -1,13 +1,12 @@
-"""Connections that cannot be held open for nothing.
+"""HTTP connections with limits on size, time and count, so that clients cannot hold them open without cost.
 
-uvicorn bounds how long an idle connection is kept, and the application what a body may hold. What is bounded here:
-the size of a request's head and of what frames its body, the time for the head and again for the body, how many
-requests wait for the answers to others, how long a client may leave an answer unread, and how many connections there
-are: where there are too many, the one that is idle longest gives way. One sweep a second looks at all of them: a token
-costs nothing.
+uvicorn limits how long an idle connection is kept, and the application limits the body. This module limits the size of
+the head and of the body framing, the time for the head and for the body, the number of pipelined requests, the time for
+which a client may leave a response unread, and the number of connections: above the limit, the longest idle one is
+closed. One sweep per second checks all connections, so there is no cost per token.
 
-What a connection's bytes mean is decided once: heads that leave it open are refused (`jaxinfer.serve.http.framing`),
-trailers are never headers, and nobody is upgraded.
+Ambiguous heads are rejected (`jaxinfer.serve.http.framing`), trailers are never treated as headers, and protocol
+upgrades are not supported.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from jaxinfer.serve.http import framing, idle
 from jaxinfer.serve.http.gate import ALLOWED, CERTIFICATE, CROWDED
 
 _CHUNK_BYTES = 24
-"""Bytes that frame a chunk without extensions: its size, and line ends; as long as a size of 64 bits may be."""
+"""Bytes that frame a chunk without extensions: its size (as long as a 64-bit size may be) and line endings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Bounds of one connection, but for ``connections``.
+    """Limits of one connection, except ``connections``.
 
     Attributes:
-        connections: at once.
-        pipelined: requests that wait for the answers to others.
-        head_bytes: of the request line and the headers; again of a body's trailers and of what chunks have beside
-            their contents.
-        waste_bytes: of what a client goes on to send after an answer that ends its connection.
-        read_seconds: for a request's head, and again for its body.
-        stall_seconds: for which a client may leave unread what was sent.
+        connections: connections of the server at the same time.
+        pipelined: requests that wait for the responses to earlier ones.
+        head_bytes: bytes of the request line and headers; the same limit applies to the trailers of a body and to its
+            chunk framing.
+        waste_bytes: bytes that a client may still send after a response that ends its connection.
+        read_seconds: seconds for the head of a request, and again for its body.
+        stall_seconds: seconds for which a client may leave sent data unread.
     """
 
     connections: int = 1024
@@ -54,31 +53,31 @@ class Bounds:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection within bounds.
+    """uvicorn's HTTP connection with limits.
 
     Args:
-        bounds: see there.
-        waiting: of the whole server.
-        cut: told why a connection is closed on its client: "connections", "head", "body" or "reader".
-        settings: of uvicorn.
+        bounds: the limits.
+        waiting: idle connections of the whole server.
+        cut: called with the reason when a connection is closed: "connections", "head", "body" or "reader".
+        settings: arguments of uvicorn's protocol.
     """
 
     def __init__(self, *, bounds: Bounds, waiting: idle.Idle, cut: Callable[[str], None], **settings: Any) -> None:
         super().__init__(**settings)
         self._bounds, self._waiting, self._cut = bounds, waiting, cut
         self._account = idle.STRANGER
-        self._due: float | None = None  # when what is being read must be there
+        self._due: float | None = None  # deadline of the head or body that is being read
         self._in_head = self._in_body = False
         self._head_bytes = self._framing = self._waste = 0
-        self._active: RequestResponseCycle | None = None  # the one that was begun last
-        self._upgrading = False  # what is being read asks for another protocol, and is read again without that
+        self._active: RequestResponseCycle | None = None  # the last request that was started
+        self._upgrading = False  # the current request asks for an upgrade and is parsed again without it
         self._refusal: tuple[int, str] | None = None
-        self._broken: bytes | None = None  # the last answer, to what cannot be read: behind all others
-        self._ending = False  # the last answer is written: what still comes is thrown away
-        self._early = False  # an answer began before its request's body was there
-        self._stalled: tuple[int, float] | None = None  # unread bytes, and since when they are no fewer
+        self._broken: bytes | None = None  # last response, to unparsable input: sent after all other responses
+        self._ending = False  # the last response is written: further input is discarded
+        self._early = False  # a response started before its request body was complete
+        self._stalled: tuple[int, float] | None = None  # unread bytes, and the time since they last decreased
 
-    # ---- asyncio's side
+    # ---- asyncio callbacks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -94,10 +93,10 @@ class Connection(HttpToolsProtocol):
         self._waiting.add(self, self._account)
 
     def give_way(self) -> None:
-        """Another connection needs the place."""
+        """Close the connection because another one needs the slot."""
         if self._account == idle.KNOWN:
             self._cut("connections")
-            self.transport.close()  # its last answer may still be on its way
+            self.transport.close()  # close() still flushes the last response
         else:
             self.connections.discard(self)
             self._close("connections")
@@ -111,23 +110,23 @@ class Connection(HttpToolsProtocol):
         self._parse(data)
         if self._ending or self._broken is not None or self.transport.is_closing():
             return
-        if self._in_head and in_head:  # what a head holds that is not complete is known from outside only
+        if self._in_head and in_head:  # the parser reports only complete elements: count bytes of incomplete ones here
             self._count_head(len(data))
         elif self._in_body and in_body:
             self._count_framing(len(data))
         elif not (self._in_head or self._in_body) and self.timeout_keep_alive_task is None and self._idle:
-            self._due = self._due or self._expect()  # blank lines keep no connection open
+            self._due = self._due or self._expect()  # blank lines must not keep a connection open
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.discard(self)
-        if self._active is not None and not self._active.response_complete:  # uvicorn tells the request read last
+        if self._active is not None and not self._active.response_complete:  # uvicorn notifies only the last request
             self._active.disconnected = True
             self._active.message_event.set()
         super().connection_lost(exc)
 
     def _parse(self, data: bytes) -> None:
-        """Whoever asks for another protocol is answered in this one (RFC 9110, 7.8). The parser would take a request's
-        body for that protocol, so it is given the request again, as if nobody had asked."""
+        """Parse input; requests for a protocol upgrade are answered in HTTP/1.1 (RFC 9110, 7.8). The parser would treat
+        the body as data of the new protocol, so a new parser gets the request without its ``Upgrade`` header."""
         try:
             while (rest := self._fed(data)) is not None:
                 self.parser, data = self._new_parser(), rest
@@ -137,7 +136,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response(message)
 
     def _fed(self, data: bytes) -> bytes | None:
-        """Feed the parser. Returns what a new parser is to read from its beginning; None: nothing."""
+        """Feed the parser. Return the bytes that a new parser must read from the start, or None."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -148,11 +147,11 @@ class Connection(HttpToolsProtocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does: it is thrown away
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn: such data is discarded
         return parser
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP, in OpenAI's shape, behind the answers to what came before it."""
+        """Answer input that is not valid HTTP, in OpenAI's error format, after the responses to earlier requests."""
         if self._ending or self._broken is not None:
             return
         status, message = self._refusal or self._version_refusal or (400, msg)
@@ -165,7 +164,8 @@ class Connection(HttpToolsProtocol):
         self._end_broken()
 
     def _drop_request(self) -> None:
-        """The one whose body cannot be read: it is not answered by the application, unless it has begun to."""
+        """Drop the request whose body cannot be parsed, without a response from the application unless it has
+        started."""
         if self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
         elif self._active is not None and not self._active.response_started:
@@ -173,13 +173,13 @@ class Connection(HttpToolsProtocol):
             self._active.message_event.set()
 
     def _end_broken(self) -> None:
-        """Say what was wrong, if all that came before is answered."""
+        """Send the error response if all earlier requests are answered."""
         if self._broken is not None and self._idle and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self.transport.write(self._broken)
             self._linger()
 
-    # ---- the parser's side
+    # ---- parser callbacks
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -192,7 +192,7 @@ class Connection(HttpToolsProtocol):
         self._parsed(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else it is a trailer: whoever answers may have read the headers already
+        if self._in_head:  # else it is a trailer: the application may have read the headers already
             super().on_header(name, value.rstrip(b" \t"))
         self._parsed(len(name) + len(value))
 
@@ -228,12 +228,12 @@ class Connection(HttpToolsProtocol):
         self._in_body, self._due = False, None
         super().on_message_complete()
 
-    # ---- answers
+    # ---- responses
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active = cycle
         if cycle.more_body:
-            self._expect()  # its body's time was not counted while it waited for another's answer
+            self._expect()  # the time limit of its body did not run while it waited for an earlier response
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -251,7 +251,7 @@ class Connection(HttpToolsProtocol):
             self._end_broken()
 
     def _watch_answer(self, cycle: RequestResponseCycle) -> None:
-        """See whether its answer begins before the request's body is there: a refusal that nobody needs to read for."""
+        """Detect a response that starts before the request body is complete, such as a rejection."""
         plain = cycle.send
 
         def send(message: Message) -> Coroutine[Any, Any, None]:
@@ -261,27 +261,28 @@ class Connection(HttpToolsProtocol):
         cycle.send = send  # type: ignore[method-assign, assignment]
 
     async def _answer_early(self, cycle: RequestResponseCycle, send: Send, message: Message) -> None:
-        """The rest of the body would be taken for the next request's head, or read for nothing: no request follows."""
+        """Send a response before the body is complete and then end the connection: the rest of the body would be parsed
+        as the next request's head, or read for nothing."""
         self._early = True
-        cycle.keep_alive = False  # says so to the client
+        cycle.keep_alive = False  # adds "connection: close"
         await send(message)
-        cycle.keep_alive = True  # uvicorn would close at once
+        cycle.keep_alive = True  # otherwise uvicorn would close at once
 
     def _linger(self) -> None:
-        """Say nothing more. What the client goes on to send is read for a while and thrown away: closing at once would
-        reset the connection, and the client would never see the answer."""
+        """Stop writing, and discard what the client still sends for a while: closing at once would reset the
+        connection, and the client would not see the response."""
         self._ending, self._in_head, self._in_body, self._waste = True, False, True, 0
         try:
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-        except OSError:  # the client has gone, which nobody here has noticed yet
+        except OSError:  # the client has disconnected, which was not reported yet
             self.transport.close()
         self._expect()
 
     # ---- the sweep
 
     def sweep(self, now: float) -> None:
-        """Close the connection if its time is up; ``now`` as `time.monotonic`."""
+        """Close the connection if its time is up. ``now``: time of `time.monotonic`."""
         if self._due is not None and now >= self._due:
             self._overdue()
         elif self.flow.write_paused or self.transport.is_closing():
@@ -299,18 +300,19 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _watch_reader(self, now: float) -> None:
-        """Close on a client that reads nothing. Nothing is written meanwhile, so what is left can only become less."""
+        """Close the connection of a client that does not read. The buffer can only shrink: nothing is written
+        meanwhile."""
         left = self.transport.get_write_buffer_size()
         if self._stalled is None or left < self._stalled[0]:
             self._stalled = left, now
         elif now - self._stalled[1] >= self._bounds.stall_seconds:
             self._close("reader")
 
-    # ----
+    # ---- helpers
 
     @property
     def _idle(self) -> bool:
-        """Whether no request is being answered, and none waits for that."""
+        """Whether no request is being answered or waiting."""
         return not self.pipeline and (self._active is None or self._active.response_complete)
 
     def _expect(self) -> float:
@@ -318,7 +320,7 @@ class Connection(HttpToolsProtocol):
         return self._due
 
     def _refuse(self, status: int, message: str) -> NoReturn:
-        """Stop the parser, which ends in `send_400_response`."""
+        """Stop the parser; uvicorn then calls `send_400_response`."""
         self._refusal = status, message
         raise ValueError(message)
 
@@ -334,7 +336,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _count_framing(self, size: int) -> None:
-        """Count bytes of a body that neither begins nor ends in them: its contents are taken off by `on_body`."""
+        """Count the bytes of a data block within one body; `on_body` subtracts the body content."""
         self._framing += size
         if self._framing > self._bounds.head_bytes:
             self._refusal = 431, f"the body has more than {self._bounds.head_bytes} bytes beside its contents"
@@ -347,9 +349,9 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _version_refusal(self) -> tuple[int, str] | None:
-        """Status and sentence for a version that the parser has refused by itself."""
+        """Status and message for an HTTP version that the parser itself rejected."""
         version = self.parser.get_http_version() if self._in_head else framing.VERSIONS[0]
-        known = version in ("0.0", *framing.VERSIONS)  # 0.0: it has not come so far
+        known = version in ("0.0", *framing.VERSIONS)  # 0.0: the version was not read yet
         return None if known else (505, f"HTTP/{version} is not served")
 
     def _discard(self, size: int) -> None:
@@ -364,7 +366,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _certificate(transport: asyncio.Transport) -> bytes | None:
-    """The client's, as DER: none where the server asks for none."""
+    """Return the client certificate as DER, None if the server does not request one."""
     tls = transport.get_extra_info("ssl_object")
     return None if tls is None else tls.getpeercert(binary_form=True)
 

@@ -1,4 +1,4 @@
-"""State that the routes share, and the table of who may use which."""
+"""State shared by all HTTP routes, and the scope that each route requires."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ SCOPES: Mapping[str, str | None] = {
     "/v1/unload_lora_adapter": ADMIN,
     "/reset_prefix_cache": ADMIN,
 }
-"""The scope that each route needs; None: no key at all. What is not listed is refused to those without a key too."""
+"""Scope that each route requires; None: no API key. A route that is not listed is rejected without a key, too."""
 
 _MODEL, _PAGE = "/v1/models/", "/docs/"
 
 
 @dataclasses.dataclass
 class Door:
-    """One server's state. All of it belongs to the event loop.
+    """State of the HTTP API server; used only from the event loop.
 
     Attributes:
         frontend: None while the model is loading.
-        authoriser: knows the keys; without a file of them everybody may do everything.
-        engine: how that is; asked by /health, /ready and /metrics.
-        version: jaxinfer's.
-        requests: has a line for what is refused here.
-        reasoning_fields: what messages call their reasoning.
-        operated: operators may use their routes here: they are told apart by keys, or nobody else comes here.
-        stream_ping_seconds: after so long a stream that waits gives a sign of life.
-        long: reads long bodies.
+        authoriser: checks API keys; without a keys file every client has all scopes.
+        engine: returns the engine's condition; read by /health, /ready and /metrics.
+        version: version of jaxinfer.
+        requests: request log, which records rejected requests.
+        reasoning_fields: names of the reasoning field in messages.
+        operated: whether admin routes are served: operators have API keys, or only operators can reach this server.
+        stream_ping_seconds: seconds of silence after which a waiting stream sends a keep-alive.
+        long: parses long bodies.
     """
 
     version: str
@@ -77,7 +77,7 @@ class Door:
         self.long = BodyReader(self.limits)
 
     def serving(self) -> Frontend:
-        """Raises `ServeError` UNAVAILABLE while there is nothing to serve."""
+        """Return the front end. Raises `ServeError` UNAVAILABLE while the model is loading."""
         if self.frontend is None:
             raise unavailable("the model is loading: try again later")
         return self.frontend
@@ -89,7 +89,7 @@ class Door:
 
     @property
     def condition(self) -> Condition:
-        """The engine's, or why no generation would be accepted although it runs."""
+        """The engine's condition, or the reason why generations are rejected although the engine runs."""
         found = self.engine()
         if found.state != READY:
             return found
@@ -101,21 +101,21 @@ class Door:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether clients should take their next request elsewhere."""
+        """Whether the server is draining, so that clients should send their next request elsewhere."""
         return self.frontend is not None and not self.frontend.is_open
 
     def refused(self, error: ServeError, state: Mapping[str, str]) -> None:
-        """A request is answered by an error; ``state``: what the gate knows of it."""
+        """Record that a request is answered with an error. ``state``: request state set by the gate."""
         self.failed(error)
         self.requests.refused(error, state["route"], state["tenant"], state["request_id"])
 
     def failed(self, error: ServeError) -> None:
-        """A client is told of an error."""
+        """Count an error that was sent to a client."""
         self.metrics.http_errors.labels(error.kind.name.lower()).inc()
 
 
 def route_of(path: str) -> str | None:
-    """The entry of `SCOPES` that serves a path."""
+    """Return the entry of `SCOPES` that serves a path."""
     if path in SCOPES:
         return path
     if path.startswith(_PAGE):
@@ -124,7 +124,7 @@ def route_of(path: str) -> str | None:
 
 
 def fingerprint(frontend: Frontend, version: str, lora: LoRARef | None = None) -> str:
-    """The same for servers that give the same answers: of program, model, adapter and settings."""
+    """Return a hash of version, model, adapter and engine settings: equal for servers that give equal outputs."""
     card = frontend.card
     known = [version, card.name, card.architecture, card.dtype, {str(k): str(v) for k, v in card.engine.items()}]
     known += [] if lora is None else [lora.identity]

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Error bodies and headers in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pydantic
 
 from jaxinfer.serve.errors import Kind, ServeError, short
 
-# ``type`` and ``code`` of each kind; clients choose their exception by the status.
+# ``type`` and ``code`` of each error kind; OpenAI clients choose the exception class by the HTTP status.
 _NAMES: Mapping[Kind, tuple[str, str | None]] = {
     Kind.INVALID: ("invalid_request_error", None),
     Kind.UNAUTHENTICATED: ("authentication_error", "invalid_api_key"),
@@ -29,10 +29,10 @@ _NAMES: Mapping[Kind, tuple[str, str | None]] = {
 
 
 def error_body(error: ServeError, *, code: str | None = None) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code"}}``."""
+    """Return ``{"error": {"message", "type", "param", "code"}}``."""
     kind, usual = _NAMES[error.kind]
     message = error.message
-    if error.context is not None:  # clients look for OpenAI's words, and shorten the history
+    if error.context is not None:  # clients match OpenAI's wording and then shorten the history
         (size, most), usual, what = error.context, "context_length_exceeded", error.field or "prompt"
         message = (
             f"This model's maximum context length is {most} {size.rpartition(' ')[2]}. However, your {what} resulted "
@@ -42,12 +42,12 @@ def error_body(error: ServeError, *, code: str | None = None) -> dict[str, Any]:
 
 
 def error_event(error: ServeError) -> bytes:
-    """Encode the event that ends a stream of server-sent events that has begun."""
+    """Encode the error event that ends a server-sent event stream after it has started."""
     return b"event: error\ndata: " + json.dumps(error_body(error)).encode() + b"\n\n"
 
 
 def error_headers(error: ServeError) -> dict[str, str]:
-    """Headers that say when to come back, in seconds and in milliseconds, and how to log in."""
+    """Return the retry headers (in seconds and in milliseconds) and the authentication challenge of an error."""
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
@@ -58,7 +58,7 @@ def error_headers(error: ServeError) -> dict[str, str]:
 
 
 def from_pydantic(error: pydantic.ValidationError, place: str = "") -> ServeError:
-    """The first thing that is wrong, with field and value. ``place``: where the fields are, with a dot behind it."""
+    """Convert the first validation error, with field and value. ``place``: field path prefix with a trailing dot."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = place + _path(first["loc"])
     match first["type"]:
@@ -70,6 +70,6 @@ def from_pydantic(error: pydantic.ValidationError, place: str = "") -> ServeErro
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """``messages[0].role``. Names may be the client's own."""
+    """Return a path such as ``messages[0].role``; names may be arbitrary client text."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:100]}" for part in loc]
     return "".join(parts).removeprefix(".")

@@ -1,9 +1,9 @@
-"""Fields of bodies: which are served, and what becomes of the others.
+"""Field tables of request bodies: which fields are served, and how the remaining fields are treated.
 
-Fields that are not served are of three kinds. Without one the answer would be wrong: it is refused by name unless it
-asks for nothing (null, or OpenAI's default). Without another the answer is as good: it is accepted, and a header of
-the answer names it (`jaxinfer.serve.ignored`). Labels change no answer anywhere. All other fields are refused with the
-nearest name that there is: they are mistakes.
+There are three kinds of fields that are not served. Unserved fields would change the answer: they are rejected by name
+unless their value requests nothing (null, or OpenAI's default). Fields without effect are accepted, and a response
+header names them (`jaxinfer.serve.ignored`). Labels never change an answer. All other fields are mistakes and are
+rejected with the nearest known name.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _DATED = re.compile(r"_([0-9]{8}|[0-9]{4}_[0-9]{2}_[0-9]{2})\Z")
 
 
 class Body(pydantic.BaseModel):
-    """A body with these fields and no others."""
+    """A request body with exactly these fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are refused, and the values of them that ask for nothing."""
+    """Rejected fields, and the values of each that request nothing and are accepted."""
     without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are accepted, and the values of them that need not be named in the answer's header."""
+    """Fields that are accepted and ignored, and the values of each that the response header need not name."""
     labels: ClassVar[frozenset[str]] = frozenset()
-    """Fields that change no answer."""
+    """Fields that never change an answer."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Names that others have, and what to write here."""
+    """Field names of other APIs, and the field to use here instead."""
 
 
 def checked[B: Body](kind: type[B], fields: Mapping[str, Any], at: str = "") -> B:
-    """A body of this kind.
+    """Validate fields as a body of this kind.
 
     Args:
-        at: where it is in the request; "": it is the request.
+        at: path of the body within the request; "": it is the request itself.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -61,22 +61,22 @@ def checked[B: Body](kind: type[B], fields: Mapping[str, Any], at: str = "") -> 
 
 
 def left_out(path: str, kind: Any, kinds: Mapping[str, type[Body] | None]) -> bool:
-    """Whether something of the type ``kind``, which may end with a date, is left out of the prompt, which is noted:
-    ``kinds`` has None for it."""
+    """Return whether an item of type ``kind`` (which may end with a date) is left out of the prompt, i.e. ``kinds``
+    maps it to None; if so, note it as ignored."""
     name = kind if not isinstance(kind, str) or kind in kinds else undated(kind)
     return isinstance(name, str) and kinds.get(name, Body) is None and ignore(f"{path}.type={kind}")
 
 
 def undated(kind: str) -> str:
-    """The type without the date of its version."""
+    """Return the type without its version date."""
     return _DATED.sub("", kind)
 
 
 def _is_passed_over(kind: type[Body], name: str, value: Any, place: str) -> bool:
-    """Whether a field is not served; one without effect is noted.
+    """Return whether a field is skipped; a field without effect is noted as ignored.
 
     Raises:
-        ServeError: INVALID: it is no field, or one without which the answer would be wrong.
+        ServeError: INVALID: the field is unknown, or unserved with a value that would change the answer.
     """
     if name in kind.model_fields:
         return False
@@ -101,6 +101,6 @@ def _no_field(kind: type[Body], name: str, place: str) -> ServeError:
 
 @functools.cache
 def _parts(kind: type[Body]) -> Mapping[str, type[Body]]:
-    """Bodies within a body, by their fields."""
+    """Return the nested body classes by field name."""
     kinds = ((name, (field.annotation, *get_args(field.annotation))) for name, field in kind.model_fields.items())
     return {name: each for name, found in kinds for each in found if isinstance(each, type) and issubclass(each, Body)}

@@ -1,7 +1,7 @@
-"""Check the head of a request before anybody acts on it (RFC 9112).
+"""Validation of HTTP request heads before the request is processed (RFC 9112).
 
-Where two servers that read the same bytes disagree where a request ends, one client can put words into another's mouth.
-The parser is strict about characters, line ends and lengths; what it leaves open is decided here, by refusing.
+If two servers disagree on where a request ends, one client can inject bytes into another client's request (request
+smuggling). The parser is strict about characters, line endings and lengths; this module rejects other ambiguities.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 Headers = Sequence[tuple[bytes, bytes]]
-"""Names in small letters."""
+"""Header fields as (name, value); names in lower case."""
 
 VERSIONS = ("1.0", "1.1")
 
@@ -19,14 +19,14 @@ _TARGET = re.compile(rb"(?:https?://[^/?#@]+)?/[^#]*", re.IGNORECASE)
 
 
 def fault_of(method: bytes, version: str, target: bytes, headers: Headers) -> tuple[int, str] | None:
-    """The status and the sentence for a head that is refused; None: it may be acted on."""
+    """Return the status and message for a head that is rejected, or None if the request may be processed."""
     if version not in VERSIONS:
         return 505, f"HTTP/{version} is not served, only {' and '.join(VERSIONS)}"
     return _of_target(method, target) or _of_host(version, headers) or _of_body(version, headers)
 
 
 def without_upgrade(method: bytes, version: str, target: bytes, headers: Headers) -> bytes:
-    """The head as it would be, had its client not asked for another protocol."""
+    """Return the request head without its ``Upgrade`` header."""
     lines = (name + b": " + value for name, value in headers if name != b"upgrade")
     return b"\r\n".join([b"%s %s HTTP/%s" % (method, target, version.encode()), *lines, b"", b""])
 

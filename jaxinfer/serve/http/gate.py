@@ -1,4 +1,4 @@
-"""Middleware that every request passes: its id, its key, its figures, and the last word on what goes wrong."""
+"""Outermost ASGI middleware: request ids, authorisation, metrics and last-resort error handling."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from jaxinfer.serve.http.errors import error_body, error_headers
 from jaxinfer.serve.request_log import asked
 
 CROWDED = "jaxinfer.crowded"
-"""Set in the scope of requests on connections beyond those that are allowed."""
+"""Scope key, set for requests on connections above the connection limit."""
 ALLOWED = "jaxinfer.allowed"
-"""Set in the scope of requests whose caller may make them; not of those that anybody may make."""
+"""Scope key, set for requests that were authorised; not for routes that are open to all."""
 
 CERTIFICATE = "jaxinfer.certificate"
-"""Set in the scope of requests on connections whose client has shown a certificate, which was verified: as DER."""
+"""Scope key for the verified client certificate of the connection, as DER."""
 
-_UNKNOWN = "other"  # paths are the client's own: as labels they would have no bound
+_UNKNOWN = "other"  # metric label for unknown paths, which clients choose freely
 _MAX_ID = 128
 
 
 class Gate:
-    """ASGI, around the application.
+    """ASGI middleware around the application.
 
-    A request without a key reaches nothing but `door.OPEN`: a route that is not in the table needs one too.
+    Without a key, only the routes in `door.OPEN` can be reached: routes that are not in `SCOPES` need a key, too.
 
     Attributes:
         inner: the application.
@@ -66,7 +66,7 @@ class Gate:
     def _enter(
         self, scope: Scope, route: str | None, request_id: str, leash: _Leash
     ) -> contextlib.AbstractContextManager[None]:
-        """Authorise a request, and watch its key within the context. Raises `ServeError` for those who may not."""
+        """Authorise a request and watch its key within the context. Raises `ServeError` if it is not allowed."""
         state = scope.setdefault("state", {})
         state["request_id"], state["tenant"], state["route"] = request_id, "", route or _UNKNOWN
         if route in OPEN:
@@ -85,7 +85,7 @@ class Gate:
         return self._door.authoriser.during(caller, needed, leash.cut)
 
     async def _end(self, error: ServeError, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        """End a request whose task was cancelled: a stream of events by an error, as any other that fails."""
+        """End a request whose task was cancelled; an event stream ends with an error event, like any failed stream."""
         if not answer.streams:
             if not answer.status:
                 await self._refuse(error, scope, receive, answer)
@@ -96,7 +96,7 @@ class Gate:
         await answer.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        if answer.status:  # too late to say anything: the connection is closed before the answer is complete
+        if answer.status:  # the status is sent already: the connection is closed before the response is complete
             raise error
         refusal = answer_to(error)
         self._door.refused(refusal, scope["state"])
@@ -107,7 +107,7 @@ class Gate:
 
 
 class _Leash:
-    """Ends the task that answers a request when the request's key is taken away, and says why it was ended."""
+    """Cancels the task of a request when its API key is revoked, and keeps the reason."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
@@ -119,17 +119,17 @@ class _Leash:
             self._task.cancel()
 
     def taken(self) -> ServeError:
-        """Return why the task was ended, which ends nothing else: by `cut`, or since the server stops."""
+        """Clear the cancellation and return its reason: the error given to `cut`, or else that the server stops."""
         assert self._task is not None
         self._task.uncancel()
         return self._error or unavailable("the server stops: try another, or later")
 
 
 class _Answer:
-    """Sends, and notices the status (0: nothing is sent yet) and whether events are being streamed.
+    """Sender of a response that records the status (0: nothing sent yet) and whether it is an event stream.
 
     Args:
-        last: ends the connection behind it: a client that keeps it open would come back to a server that leaves.
+        last: close the connection after the response: the server drains, and clients should reconnect elsewhere.
 
     Attributes:
         ignored: fields that have no effect.
@@ -162,10 +162,10 @@ def error_response(error: ServeError, state: Mapping[str, str]) -> Response:
 
 
 def error_json(error: ServeError, state: Mapping[str, str], *, code: str | None = None) -> bytes:
-    """The body of an error as the clients of its route expect it.
+    """Return the error body in the format of the route's API.
 
     Args:
-        state: what the gate knows of the request.
+        state: request state set by the gate.
         code: see `jaxinfer.serve.http.errors.error_body`.
     """
     if state["route"] in anthropic.ROUTES:
@@ -174,19 +174,18 @@ def error_json(error: ServeError, state: Mapping[str, str], *, code: str | None 
 
 
 def request_id(headers: Headers) -> str:
-    """The header X-Request-Id, where it can be used as it is, else a new one."""
+    """Return the header X-Request-Id if it is usable, else a new id."""
     sent = headers.get("x-request-id", "")
     return sent if usable_id(sent) else uuid.uuid4().hex
 
 
 def usable_id(text: str) -> bool:
-    """Whether ``text`` can be both an id and a header."""
+    """Whether ``text`` is usable both as a request id and as a header value."""
     return 0 < len(text) <= _MAX_ID and text.isascii() and text.isprintable()
 
 
 def api_key(headers: Headers) -> str | None:
-    """The key of ``Authorization: Bearer`` or, as Anthropic's clients send it, of ``X-Api-Key``. Of several that
-    differ none counts."""
+    """Return the key of ``Authorization: Bearer`` or Anthropic's ``X-Api-Key``; None if several keys differ."""
     sent = {text.strip() for text in headers.getlist("x-api-key")}
     if not sent:
         return bearer(headers)
@@ -196,7 +195,7 @@ def api_key(headers: Headers) -> str | None:
 
 
 def bearer(headers: Headers) -> str | None:
-    """The key of ``Authorization: Bearer``. Of several such headers none counts."""
+    """Return the key of ``Authorization: Bearer``; None if there are several such headers."""
     values: Iterable[str] = headers.getlist("authorization")
     kinds = [text.strip().partition(" ") for text in values]
     if len(kinds) != 1 or kinds[0][0].lower() != "bearer":

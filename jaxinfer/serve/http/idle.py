@@ -1,11 +1,11 @@
-"""Choose the connection that gives way where there is no room: the one of least account that waits longest."""
+"""Eviction at the connection limit: the longest idle connection of the least trusted class is closed."""
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
 CROWDED, STRANGER, KNOWN = range(3)
-"""Accounts: beyond those that are allowed; never had a request that anybody was allowed to make; had one."""
+"""Connection classes: above the connection limit; has made no authorised request yet; has made one."""
 
 
 @runtime_checkable
@@ -16,26 +16,26 @@ class Waiting(Protocol):
 
 
 class Idle:
-    """The connections of one server on which no request is being answered, by account and in order of time.
+    """Idle connections of one server, by class and in order of idle time.
 
-    An entry or two for each request, none for a token.
+    Updated once or twice per request, never per token.
     """
 
     def __init__(self) -> None:
         self._waiting: tuple[dict[Waiting, None], ...] = ({}, {}, {})
 
     def add(self, connection: Waiting, account: int) -> None:
-        """Enter a connection that begins to wait. ``account``: one of the three above."""
+        """Register a connection that becomes idle. ``account``: `CROWDED`, `STRANGER` or `KNOWN`."""
         self.discard(connection)
         self._waiting[account][connection] = None
 
     def discard(self, connection: Waiting) -> None:
-        """Remove a connection that waits no more, or has ended."""
+        """Remove a connection that is no longer idle, or has ended."""
         for waiting in self._waiting:
             waiting.pop(connection, None)
 
     def make_room(self, *accounts: int) -> bool:
-        """Let the one go that waits longest, of the first of these accounts that has any; whether there was one."""
+        """Close the longest idle connection of the first of these classes that has any; return whether one was."""
         for waiting in (self._waiting[account] for account in accounts):
             if waiting:
                 longest = next(iter(waiting))

@@ -1,4 +1,4 @@
-"""Answers that may be long, made in pieces: the JSON of a million numbers, in one, holds everybody up."""
+"""Long responses, serialized in chunks: one JSON dump of a million numbers would block the event loop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _CHUNK = 4096
 
 
 async def off_loop[*A, T](work: int, function: Callable[[*A], T], *args: *A) -> T:
-    """``function(*args)``, in a thread if there are more than a few items to ``work`` on."""
+    """Return ``function(*args)``, run in a thread if there are more than a few items (``work``) to process."""
     return function(*args) if work <= _INLINE else await asyncio.to_thread(function, *args)
 
 
 def tokens_answer(about: Mapping[str, int], ids: Sequence[int], spell: Callable[[int], str] | None) -> Response:
-    """``about``, the ids as ``tokens`` and, with ``spell``, their texts as ``token_strs``.
+    """Return ``about``, the ids as ``tokens`` and, with ``spell``, their texts as ``token_strs``.
 
-    Many ids are written as they are read, by a thread: the whole would be several times the text.
+    A thread serializes long lists while they are sent: the complete JSON would be several times the text's size.
     """
     chunks = _tokens_json(about, ids, spell)
     if len(ids) <= _INLINE:
@@ -30,7 +30,7 @@ def tokens_answer(about: Mapping[str, int], ids: Sequence[int], spell: Callable[
 
 
 def text_json(name: str, text: str) -> bytes:
-    """An object of one text."""
+    """Return a JSON object with one text."""
     parts = (json.dumps(chunk)[1:-1].encode() for chunk in _chunks(text))
     return b'{%s: "%s"}' % (json.dumps(name).encode(), b"".join(parts))
 
@@ -40,7 +40,7 @@ def _tokens_json(about: Mapping[str, int], ids: Sequence[int], spell: Callable[[
     yield from _commas(map(list, _chunks(ids)))
     yield b'], "token_strs": ' + (b"null}" if spell is None else b"[")
     if spell is not None:
-        known = functools.cache(spell)  # of this text alone: what others have asked must not show in its time
+        known = functools.cache(spell)  # cached per request: a shared cache would reveal other requests by timing
         yield from _commas(list(map(known, chunk)) for chunk in _chunks(ids))
         yield b"]}"
 
@@ -50,6 +50,6 @@ def _chunks[S: (str, Sequence[int])](whole: S) -> Iterator[S]:
 
 
 def _commas(chunks: Iterable[list[int] | list[str]]) -> Iterator[bytes]:
-    """Write the items of a list that comes in pieces, without its brackets."""
+    """Serialize a list that comes in chunks, without its brackets."""
     for number, chunk in enumerate(chunks):
         yield (b", " if number else b"") + json.dumps(chunk)[1:-1].encode()

@@ -1,4 +1,4 @@
-"""Chat choices whose text is read by a parser: content, reasoning and tool calls in OpenAI's shape."""
+"""Chat choices parsed into content, reasoning and tool calls, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.text.output import OutputDelta
 
 
 class MessageChoice(ChatChoice):
-    """Choice of ``/v1/chat/completions`` that a parser reads: ``output`` is its own; ``names``: of its reasoning."""
+    """Choice of ``/v1/chat/completions`` read by a parser (``output``); ``names``: fields that hold the reasoning."""
 
     def __init__(self, index: int, words: Words, wanted: Wanted, output: ParsedOutput, names: Sequence[str]) -> None:
         super().__init__(index, words, wanted)
@@ -51,7 +51,7 @@ class MessageChoice(ChatChoice):
         return self._shape(delta, "message", message, self._output.reason(delta))
 
     def _fields(self, events: Sequence[Event]) -> dict[str, Any]:
-        """A chunk's part of the message. Events in one chunk come from one delta, which may hold much."""
+        """Return the message fields of a chunk. All events of a chunk come from one delta, which may be large."""
         part = message_of([event for event in events if isinstance(event, Content | Reasoning)])
         found = dict.fromkeys(self._names, part.reasoning) if part.reasoning else {}
         if part.content:
@@ -61,7 +61,7 @@ class MessageChoice(ChatChoice):
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:
-    """OpenAI's delta: the first of a call has its id, its type and its name."""
+    """Return OpenAI's tool call delta; the first delta of a call has its id, type and name."""
     if call.id is None or call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **tool_call(call.id, call.name, call.arguments)}

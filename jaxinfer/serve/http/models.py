@@ -1,4 +1,4 @@
-"""``/v1/models``, and vLLM's routes that load and unload adapters."""
+"""Endpoint ``/v1/models``, and vLLM's routes to load and unload LoRA adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxinfer.serve.loras import LoRAs, required
 
 
 class LoadLoRARequest(Body):
-    """``POST /v1/load_lora_adapter``: an adapter from a folder below ``lora_root``. For operators."""
+    """Load a LoRA adapter from a folder below ``lora_root`` (``POST /v1/load_lora_adapter``). For operators."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (None, False)}
 
@@ -29,7 +29,7 @@ class LoadLoRARequest(Body):
 
 
 class UnloadLoRARequest(Body):
-    """``POST /v1/unload_lora_adapter``: requests that run end with it. For operators."""
+    """Unload a LoRA adapter (``POST /v1/unload_lora_adapter``); running requests finish with it. For operators."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"lora_int_id": (None,)}
 
@@ -37,7 +37,7 @@ class UnloadLoRARequest(Body):
 
 
 async def list_models(request: Request) -> Response:
-    """Return the model, and the adapters that may be named in its place."""
+    """Return the model and the LoRA adapters that requests may name instead."""
     frontend = _door(request).serving()
     adapters = frontend.loras.list() if frontend.loras is not None else []
     found = [_model_json(frontend.card), *(_adapter_json(frontend.card, each) for each in adapters)]
@@ -45,21 +45,21 @@ async def list_models(request: Request) -> Response:
 
 
 async def describe_model(request: Request) -> Response:
-    """Return one of them."""
+    """Return the model or one adapter."""
     frontend, name = _door(request).serving(), request.path_params["model"]
     frontend.check_model(name)
     return _json(_model_json(frontend.card) if name == frontend.card.name else _adapter_named(frontend, name))
 
 
 async def load_lora(request: Request) -> Response:
-    """Load an adapter; replace one of its name only where the request says so."""
+    """Load an adapter; replace an adapter of the same name only if ``load_inplace`` is set."""
     body, loras = await _asked(request, LoadLoRARequest)
     await loras.load(body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 async def unload_lora(request: Request) -> Response:
-    """Let no further request name an adapter."""
+    """Unload an adapter, so that new requests can no longer name it."""
     body, loras = await _asked(request, UnloadLoRARequest)
     await loras.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -89,7 +89,7 @@ def _model_json(card: ModelCard) -> dict[str, Any]:
 
 
 def _adapter_json(card: ModelCard, adapter: LoadedLoRA) -> dict[str, Any]:
-    """An adapter, as vLLM tells of one: its root is its folder, its parent the model."""
+    """Return an adapter in vLLM's format: its root is its folder, its parent the model."""
     return _model_json(card) | {"id": adapter.name, "root": adapter.path, "parent": card.name}
 
 

@@ -1,4 +1,4 @@
-"""vLLM's routes for operators that are no adapter's."""
+"""vLLM's admin routes, except those for LoRA adapters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from starlette.responses import Response
 from jaxinfer.serve.errors import Kind, ServeError
 
 _UNSERVED = ("reset_running_requests", "reset_external")
-"""vLLM's parameters of its reset: to stop what runs, and to empty caches elsewhere. Their default is served."""
+"""Unsupported parameters of vLLM's reset (stop running requests; reset external caches); false is accepted."""
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget every cached page, and answer with how many there were."""
+    """Drop all cached pages and return their number."""
     for name, value in request.query_params.items():
         if name not in _UNSERVED or value.lower() not in ("false", "0"):
             raise ServeError(Kind.INVALID, f"{name}={value[:100]!r} is not served", name)

@@ -1,4 +1,4 @@
-"""The OpenAPI page at /docs: Swagger UI, all of it from this server."""
+"""OpenAPI page at /docs: Swagger UI, with all files served by this server."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ FILES: Mapping[str, str] = {
     "swagger-ui.css": "text/css",
     "favicon-32x32.png": "image/png",
 }
-"""The page's files, and their types."""
+"""Static files of the page and their media types."""
 
-# A browser that finds anything from elsewhere in the page refuses it.
+# The browser blocks resources from other origins.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 )
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page at /docs and its files below."""
+    """Serve the page at /docs and its static files below that path."""
     app.add_api_route("/docs", _page, include_in_schema=False)
     app.add_api_route("/docs/{file}", _file, include_in_schema=False)
 
 
 async def _page(request: Request) -> Response:
-    """Addresses are relative: a proxy may serve all this below a path of its own."""
+    """Return the Swagger UI page. URLs are relative because a proxy may serve the API under a path prefix."""
     answer = get_swagger_ui_html(
         openapi_url="openapi.json",
         title=request.app.title,

@@ -1,4 +1,4 @@
-"""Convert bodies to prompts and sampling parameters for the front end."""
+"""Conversion of request bodies to prompts and sampling parameters for the front end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from jaxinfer.serve.faults import prompt_as
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, TokenizeRequest
 
 MAX_PROMPTS = 1024
-"""Prompts of one request for completions."""
+"""Maximum number of prompts of one completion request."""
 _FEW = 256
 
 
 def prompts_of(body: CompletionRequest, limits: ServeLimits) -> list[str | Sequence[int]]:
-    """A prompt, or a list of prompts, each a text or token ids. The texts together are no longer than one may be.
+    """Return the prompts, each as text or token ids. ``prompt`` may be one prompt or a list; the limit on prompt
+    characters applies to all texts together.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -42,8 +43,8 @@ def prompts_of(body: CompletionRequest, limits: ServeLimits) -> list[str | Seque
 
 
 def sampling_of_completion(body: CompletionRequest, limits: ServeLimits) -> dict[str, Any]:
-    """The fields for the validator. ``echo`` with ``logprobs`` asks for those of the prompt; with ``max_tokens`` 0 for
-    nothing but the prompt: one token is made then, which nobody sees.
+    """Return the sampling fields for the validator. ``echo`` with ``logprobs`` also requests prompt logprobs; with
+    ``max_tokens`` 0 it only scores the prompt: one token is generated and not shown.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -61,19 +62,19 @@ def sampling_of_completion(body: CompletionRequest, limits: ServeLimits) -> dict
 
 
 def scores_only(body: CompletionRequest) -> bool:
-    """Whether nothing is to be generated."""
+    """Whether the request only scores the prompt and shows no output."""
     return bool(body.echo) and body.max_tokens == 0 and not isinstance(body.max_tokens, bool)
 
 
 def terms_of(body: ChatCompletionRequest) -> ChatTerms:
-    """What ``body`` says of its answer."""
+    """Return the fields of ``body`` that describe the answer (tools, reasoning, continued text)."""
     last = f"messages[{len(body.messages) - 1}]"
     begun = _message(last, body.messages[-1]).get("content") or "" if body.continue_final_message else None
     return ChatTerms(body.tools, body.tool_choice, body.parallel_tool_calls, body.include_reasoning, begun)
 
 
 def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[str, Any]:
-    """The fields for the validator, without what the tools make of them.
+    """Return the sampling fields for the validator, before tool constraints are added.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -91,18 +92,18 @@ def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[s
 
 
 def names_in_chat(body: ChatCompletionRequest) -> Mapping[str, str]:
-    """Map the validator's fields to their names in ``body``, where these differ."""
+    """Map the validator's field names to their names in ``body``, where they differ."""
     names = {**names_in_messages(), **names_in_format(body), "logprobs": "top_logprobs"}
     return names if body.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 
 
 def names_in_messages() -> dict[str, str]:
-    """The same, of a conversation alone."""
+    """Map the validator's field names of a conversation to the request's names."""
     return {**prompt_as("messages"), "template": "chat_template", "variables": "chat_template_kwargs"}
 
 
 def names_in_format(body: Sampling) -> dict[str, str]:
-    """The same, of what constrains the output."""
+    """Map the validator's field name of the output constraint to its name in ``body``."""
     if body.structured_outputs is not None:
         return {}
     if body.guided:
@@ -112,14 +113,14 @@ def names_in_format(body: Sampling) -> dict[str, str]:
 
 
 def names_in_prompts(body: CompletionRequest) -> list[dict[str, str]]:
-    """The same, for each prompt of ``body``."""
+    """Map the validator's field names to the request's names, for each prompt of ``body``."""
     several = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list | array)
     prompts = [f"prompt[{i}]" for i in range(len(body.prompt))] if several else ["prompt"]
     return [{**prompt_as(each), **names_in_format(body)} for each in prompts]
 
 
 async def conversation_of(body: ChatCompletionRequest | TokenizeRequest, limits: ServeLimits) -> Conversation:
-    """The messages with text in place of text parts, see `_conversation`. Many are looked at by a thread.
+    """Return the conversation with text in place of text parts, see `_conversation`; long ones use a thread.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -136,7 +137,7 @@ async def conversation_of(body: ChatCompletionRequest | TokenizeRequest, limits:
 
 
 def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
-    """The messages with text in place of text parts. ``tool_choice`` "none" hides the tools from the template.
+    """Return the conversation with text in place of text parts. ``tool_choice`` "none" hides tools from the template.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -171,7 +172,7 @@ def _message(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ids_of(field: str, ids: Any) -> Sequence[int]:
-    """Token ids, as a list or as the array that a long list was made.
+    """Return token ids as a list, or as the array into which a long list was parsed.
 
     Raises:
         ServeError: INVALID, naming field and value.

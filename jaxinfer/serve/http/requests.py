@@ -1,8 +1,8 @@
-"""Bodies of requests: OpenAI's fields, and vLLM's names for what it has beyond them.
+"""Request bodies: OpenAI's fields, and vLLM's names for extensions.
 
-Which fields are served, and what becomes of the others, is told by tables (`jaxinfer.serve.http.fields`).
-Sampling parameters are passed on as they came: one validator serves all doors (`jaxinfer.serve.admission`), and here
-they are only described. What is declared with a type is strict: no string is taken for a number.
+Tables define which fields are served and how the remaining fields are treated (`jaxinfer.serve.http.fields`). Sampling
+parameters are passed on unchecked, because one validator serves all APIs (`jaxinfer.serve.admission`); here they are
+only described. Fields declared with a type are strict: a string is not accepted as a number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxinfer.serve.http.response_format import GUIDED, constraint_of
 _TOKEN_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
 
-# Described for the OpenAPI page, checked elsewhere.
+# Types described for the OpenAPI page and validated elsewhere.
 Integer = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "null"}]})]
 Number = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]})]
 Boolean = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})]
@@ -66,7 +66,7 @@ _FORMAT: dict[str, Any] = {
     "required": ["type"],
 }
 Format = Annotated[Any, WithJsonSchema({"anyOf": [_FORMAT, {"type": "null"}]})]
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]  # the first that is none is told: there may be many
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]  # fail_fast: lists may be long
 Prompt = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]}),
@@ -74,7 +74,7 @@ Prompt = Annotated[
 
 _CHOICES = ["none", "auto", "required", None]
 
-# By the names that `SamplingParams` has too.
+# Sampling fields; `SamplingParams` has the same names.
 SAMPLING = (
     "n",
     "temperature",
@@ -109,7 +109,7 @@ ACCOUNTING: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
     "user": NOTHING,
 }
-"""OpenAI's fields about its own service: who asks, what is kept, what it costs."""
+"""OpenAI's account-related fields (user, storage, billing), and the values that are accepted silently."""
 _BACKENDS = dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), NOTHING)
 HOSTED: Mapping[str, None] = dict.fromkeys(
     (
@@ -127,20 +127,20 @@ HOSTED: Mapping[str, None] = dict.fromkeys(
         *("web_fetch", "web_search", "web_search_preview"),
     )
 )
-"""Types of tools that others run, or whose calls are no JSON. They are left out of the prompt: the model does not see
-them, so it cannot call them."""
+"""Types of tools that run on OpenAI's or Anthropic's side, or whose calls are not JSON. They are left out of the
+prompt: the model does not see them, so it cannot call them."""
 _CONTINUES = "The answer goes on where the last message, the assistant's, ends."
 
 
 def _functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The tools that are no `HOSTED` ones."""
+    """Return the tools whose type is not in `HOSTED`."""
     if tools is None:
         return None
     return [tool for rank, tool in enumerate(tools) if not left_out(f"tools[{rank}]", tool.get("type"), HOSTED)]
 
 
 class StreamOptions(Body):
-    """Options of a stream: ``include_usage`` adds a last chunk with the usage."""
+    """Stream options; ``include_usage`` adds a last chunk with the usage."""
 
     without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
 
@@ -148,7 +148,7 @@ class StreamOptions(Body):
 
 
 class Sampling(Body):
-    """Fields that both kinds of completion share."""
+    """Fields shared by completions and chat completions."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("regex", "guided_pattern"), "structured_outputs.regex"),
@@ -201,8 +201,8 @@ class Sampling(Body):
     cache_salt: str | None = None
 
     def sampling(self, most_biases: int) -> dict[str, Any]:
-        """The fields that were set. JSON has only strings for the keys of ``logit_bias``: at most so many become token
-        ids, since more are refused anyway."""
+        """Return the sampling fields that were set. JSON keys of ``logit_bias`` are strings: up to ``most_biases`` of
+        them are converted to token ids, since a larger map is rejected anyway."""
         values = ((name, getattr(self, name)) for name in SAMPLING)
         fields = {name: value for name, value in values if value is not None}
         if isinstance(fields.get("logit_bias"), dict) and len(fields["logit_bias"]) <= most_biases:
@@ -211,12 +211,12 @@ class Sampling(Body):
 
     @property
     def guided(self) -> dict[str, Any]:
-        """The fields of `GUIDED` that were set."""
+        """Fields of `GUIDED` that were set."""
         return {name: getattr(self, name) for name in GUIDED if getattr(self, name) is not None}
 
 
 class CompletionRequest(Sampling):
-    """``POST /v1/completions``. ``max_tokens`` is 16 where it is not given; null is all that the context leaves."""
+    """Create a text completion (``POST /v1/completions``). ``max_tokens``: default 16; null: the context limit."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": (None, "")}
     without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_BACKENDS, "user": NOTHING}
@@ -230,7 +230,7 @@ class CompletionRequest(Sampling):
 
 
 class ChatCompletionRequest(Sampling):
-    """``POST /v1/chat/completions``. What the model may call is told to its template."""
+    """Create a chat completion (``POST /v1/chat/completions``); tools are passed to the chat template."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": NOTHING,
@@ -273,7 +273,7 @@ class ChatCompletionRequest(Sampling):
 
 
 class TokenizeRequest(Body):
-    """``POST /tokenize``: a ``prompt``, or the ``messages`` of a chat."""
+    """Tokenize a ``prompt`` or the ``messages`` of a chat (``POST /tokenize``)."""
 
     model: str | None = None
     prompt: str | None = None
@@ -290,7 +290,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """``POST /detokenize``."""
+    """Convert token ids to text (``POST /detokenize``)."""
 
     model: str | None = None
     tokens: Annotated[Any, WithJsonSchema(_TOKEN_IDS)]

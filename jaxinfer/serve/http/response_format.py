@@ -1,4 +1,4 @@
-"""OpenAI's ``response_format``, as ``structured_outputs`` has it."""
+"""Conversion of OpenAI's ``response_format`` to ``structured_outputs``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _ELSEWHERE = {kind: f"structured_outputs.{kind}" for kind in GUIDED.values()} | 
     "ebnf": "structured_outputs.grammar",
     "json": "response_format of type json_schema",
 }
-"""Types that others have, and what there is in their place."""
+"""Types of other APIs, and the field to use here instead."""
 
 
 def constraint_of(
     response_format: Any, structured_outputs: Any, guided: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The field ``structured_outputs`` of the sampling parameters; nothing where nothing asks for any.
+    """Return ``{"structured_outputs": ...}`` for the sampling parameters, or {} if no constraint is requested.
 
-    A schema is held exactly whether ``strict`` is true or not: what cannot be is refused.
+    A schema is enforced exactly even if ``strict`` is not true; a schema that cannot be enforced is rejected.
 
     Args:
         guided: values by the names of `GUIDED`.
 
     Raises:
-        ServeError: INVALID: ``response_format`` is no such thing, or several constrain the output.
+        ServeError: INVALID: ``response_format`` is malformed, or several fields constrain the output.
     """
     guided = guided or {}
     for place, name in enumerate(guided):
@@ -60,7 +60,7 @@ def _of_format(response_format: Any, structured_outputs: Any) -> dict[str, Any]:
     if kind == "structural_tag":
         return {"structured_outputs": {"structural_tag": response_format}}
     if kind == "json_object":
-        schema = response_format.get("schema")  # as llama.cpp, Together and Fireworks have it
+        schema = response_format.get("schema")  # a field of llama.cpp, Together and Fireworks
         if schema is not None and not isinstance(schema, dict):
             _refuse("response_format.schema", schema, "must be an object")
         return {"structured_outputs": {"json": schema} if schema else {"json_object": True}}

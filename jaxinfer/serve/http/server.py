@@ -1,4 +1,4 @@
-"""uvicorn within the process's own event loop. It handles no signals: whoever starts it does."""
+"""HTTP server: uvicorn in the process's event loop. It installs no signal handlers; the caller does."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from jaxinfer.serve.ports import listen
 from jaxinfer.serve.settings import ServeConfig
 
 KEEP_ALIVE_SECONDS = 75
-"""Seconds for which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
+"""Seconds for which an idle connection is kept: longer than clients keep connections, so that clients close first."""
 
 _BACKLOG = 2048
-_WASTE = 4  # times the limit of a body: whoever sends no more than that learns why it was refused
-_CLOSING_SECONDS = 0.2  # for connections on which nothing happens
+_WASTE = 4  # times the body limit: a client that sends no more than that can read the error response
+_CLOSING_SECONDS = 0.2  # shutdown timeout for idle connections
 
 
 class HttpServer:
-    """Serves a `Door`.
+    """HTTP server for a `Door`.
 
     Args:
-        config: ``host``, ``http_port``, the files of TLS, ``max_connections``, ``header_seconds``,
+        config: ``host``, ``http_port``, TLS files, ``max_connections``, ``header_seconds``,
             ``slow_reader_seconds``, ``allowed_origins`` and ``limits``.
-        app: in place of ours, for a wrapper around it.
+        app: application to serve instead of the default, e.g. a wrapper around it.
         metrics: serve `build_metrics_app` on ``metrics_host`` and ``metrics_port`` instead.
 
     Raises:
-        ServeConfigError: the files of TLS cannot be used.
+        ServeConfigError: the TLS files cannot be used.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The one that it listens on."""
+        """Port that the server listens on."""
         assert self._port is not None, "the server is not started"
         return self._port
 
     async def start(self) -> None:
-        """Listen, and return when it does.
+        """Start the server and return once it listens.
 
         Raises:
             ServeConfigError: the address cannot be used.
@@ -89,7 +89,7 @@ class HttpServer:
         self._tasks = [serving, self._background.start("http_connections", self._sweep)]
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Accept nothing more, give running answers ``grace`` seconds, and cut those that are left."""
+        """Accept no more connections, give running responses ``grace`` seconds, then abort the remaining ones."""
         if not self._tasks:
             return
         serving, sweeping = self._tasks
@@ -131,7 +131,7 @@ class HttpServer:
         self._door.metrics.http_cut.labels(reason).inc()
 
     async def _sweep(self) -> None:
-        """Several times within the shortest bound, but no more often than it is worth."""
+        """Sweep the connections several times within the shortest timeout, at least once per second."""
         shortest = min(self._config.header_seconds, self._config.slow_reader_seconds)
         while True:
             await asyncio.sleep(min(1.0, shortest / 4))
@@ -142,14 +142,15 @@ class HttpServer:
             self.reload()
 
     def reload(self) -> None:
-        """Read the certificate again if its file has changed."""
+        """Reload the certificate if its file has changed."""
         if self._tls is not None:
             self._tls.reload()
 
 
 def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let pages of these origins use ``app`` from a browser (CORS). It stands before the keys are looked at: a browser
-    asks first, without the page's key. Keys come in a header, never in a cookie: no page can use another's."""
+    """Allow web pages of these origins to use ``app`` (CORS). CORS is handled before keys are checked, because browsers
+    send preflight requests without the key. Keys are sent in a header, never in a cookie, so a page cannot use another
+    page's key."""
     if not origins:
         return app
     methods, shown = ("GET", "POST"), ("x-request-id", "request-id", "retry-after", "retry-after-ms", HEADER)
@@ -172,7 +173,7 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int, name: str) -> socket.socket:
     listener = listen(host, port, name, _BACKLOG)
-    # Connections inherit it. asyncio sets it only where the socket names its protocol, which this one does not; without
-    # it each second write waits for the client's delayed acknowledgement, 40 ms.
+    # Inherited by connections. asyncio sets TCP_NODELAY only if the socket names its protocol, which this one does not;
+    # without it every second write waits for the client's delayed ACK, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -1,4 +1,4 @@
-"""TLS whose files may change while it serves."""
+"""TLS context whose certificate files can be replaced while the server runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 class ReloadingContext(ssl.SSLContext):
-    """A server's context that hands every new connection to the context of the files as they were last read.
+    """Server TLS context that creates each connection with the most recently loaded certificates.
 
     Args:
-        config: ``tls_cert``, ``tls_key`` and, for clients that must show a certificate, ``tls_client_ca``.
+        config: ``tls_cert``, ``tls_key`` and, for required client certificates, ``tls_client_ca``.
 
     Raises:
         ServeConfigError: the files cannot be used.
@@ -31,7 +31,8 @@ class ReloadingContext(ssl.SSLContext):
         self._current = self._read()
 
     def reload(self) -> bool:
-        """Read the files again if they changed. Files that cannot be used are logged, and the old ones stay."""
+        """Reload the files if they changed. Files that cannot be used are logged, and the previous certificate stays in
+        use."""
         stamps = self._stamps()
         if stamps == self._seen:
             return False
@@ -58,7 +59,7 @@ class ReloadingContext(ssl.SSLContext):
             if config.tls_client_ca is not None:
                 context.load_verify_locations(config.tls_client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
-        except OSError as cause:  # ssl.SSLError is one
+        except OSError as cause:  # covers ssl.SSLError
             names = ", ".join(file for file in self._files())
             raise ServeConfigError(f"tls_cert={config.tls_cert!r}: {names} cannot be used: {cause}") from cause
         return context

@@ -1,1 +1,1 @@
-"""Which pages are cached, for routers outside: what the engine tells, numbered, kept, told on (docs/kv_events.md)."""
+"""KV cache events for external routers: numbered, buffered and published (docs/kv_events.md)."""

@@ -1,4 +1,4 @@
-"""KV events of a server: made of its settings, fed by its supervisor. No jax."""
+"""KV events of a server: configured by its settings, fed by its supervisor. No jax."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from jaxinfer.serve.kv_events.settings import OFF, KvEventsConfig
 
 try:
     from jaxinfer.serve.kv_events.publisher import Publisher
-except ImportError:  # the extra `routing` is not installed: settings that need it are refused
+except ImportError:  # the extra `routing` is not installed: settings that need it are rejected
     Publisher = None  # type: ignore[assignment, misc]
 
 BEGUN = ("ready", "dead")
-"""States of the engine in which all that was known before is void."""
+"""Engine states that invalidate all earlier events."""
 
 _log = logging.getLogger("jaxinfer.serve.kv_events")
 
 
 class KvEventsDoor:
-    """What the engine tells of its cache, for all who subscribe.
+    """The KV events of a server, for all subscribers.
 
     Args:
-        ranks: replicas of the engine.
-        model: the name of what is served; asked when there is something to tell.
+        ranks: number of engine replicas.
+        model: returns the served model name; called when a message is sent.
 
     Attributes:
-        hub: None where the settings ask for no events.
+        hub: event hub; None if KV events are disabled.
     """
 
     def __init__(self, config: KvEventsConfig, ranks: int, model: Callable[[], str]) -> None:
@@ -40,7 +40,7 @@ class KvEventsDoor:
 
     @property
     def endpoint(self) -> str | None:
-        """Where the publisher listens."""
+        """Endpoint of the publisher."""
         return None if self._publisher is None else self._publisher.endpoint
 
     @property
@@ -48,20 +48,20 @@ class KvEventsDoor:
         return None if self._publisher is None else self._publisher.replay_endpoint
 
     def take(self, events: pb.KvEvents) -> None:
-        """What an engine has told."""
+        """Pass the engine's events to the hub."""
         if self.hub is not None:
             self.hub.take(events)
 
     def changed(self, state: str) -> None:
-        """The engine has entered a state, see `Supervisor`."""
+        """Handle a new engine state, see `Supervisor`."""
         if self.hub is not None and state in BEGUN:
             self.hub.begin()
 
     def start(self, background: Background) -> None:
-        """Open the addresses.
+        """Open the endpoints.
 
         Raises:
-            ServeConfigError: one cannot be had.
+            ServeConfigError: an address is not available.
         """
         config = self._config
         if self.hub is None or {config.kv_events_endpoint, config.kv_events_replay_endpoint or OFF} == {OFF}:

@@ -1,4 +1,4 @@
-"""KV events as vLLM's subscribers read them: messages of msgpack, events as maps or as arrays. No jax."""
+"""KV event encoding for vLLM's subscribers: msgpack messages, events as maps or as arrays. No jax."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxinfer.serve.kv_events.hub import Batch
 from jaxinfer.serve.kv_events.tokens import lora_id, token_ids
 
 END = (-1).to_bytes(8, signed=True)
-"""The number behind the last batch of a replay."""
+"""Sequence number that ends a replay."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one message holds. Always an array."""
+    """The content of one message. Always an array."""
 
     ts: float
     events: list[Any]
@@ -24,7 +24,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """Blocks that have come to a medium; fields without a default are always sent."""
+    """Blocks that were stored on a medium; fields without a default are always sent."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -37,18 +37,18 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
 
 
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
-    """Blocks that have left one."""
+    """Blocks that were removed from a medium."""
 
     block_hashes: list[bytes]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
-    """All blocks of all mediums."""
+    """The removal of all blocks from all mediums."""
 
 
 class StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, omit_defaults=True, gc=False):
-    """`BlockStored` as an array, its tag in front; so are the next two."""
+    """`BlockStored` as an array, its tag first; the next two classes are arrays too."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -76,14 +76,14 @@ _KINDS: dict[str, tuple[Any, Any, Any]] = {
 
 
 class Encoder:
-    """Batches to bytes; ``form``: "map" or "array"."""
+    """An encoder of batches; ``form``: "map" or "array"."""
 
     def __init__(self, form: str) -> None:
         self._stored, self._removed, self._cleared = _KINDS[form]
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, batch: Batch) -> bytes:
-        """The message's last frame."""
+        """Return the last frame of a message."""
         return self._encoder.encode(EventBatch(batch.timestamp, list(self._events(batch.events)), batch.events.rank))
 
     def _events(self, events: pb.KvEvents) -> Iterable[Any]:
@@ -96,7 +96,7 @@ class Encoder:
 
 
 def stored_fields(run: pb.KvStored) -> dict[str, Any]:
-    """A run of pages in vLLM's words."""
+    """Convert a run of pages to the fields of vLLM's event."""
     hashes, tokens = list(run.hashes), token_ids(run.tokens)
     return {
         "block_hashes": hashes,
@@ -111,5 +111,5 @@ def stored_fields(run: pb.KvStored) -> dict[str, Any]:
 
 
 def number_bytes(number: int) -> bytes:
-    """The message's second frame."""
+    """Return the second frame of a message."""
     return number.to_bytes(8)

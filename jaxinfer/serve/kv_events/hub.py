@@ -1,4 +1,4 @@
-"""KV events between the engine, whichever runs, and whoever subscribes: numbered, and kept for a while. No jax."""
+"""Hub between the engine and KV event subscribers: numbers batches and keeps recent ones. No jax."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.kv_events.mirror import Copy, Mirror, cut
 
 BATCHES = 10_000
-"""Batches that are kept for subscribers who come back, as in vLLM."""
+"""Batches that are kept for subscribers that reconnect, as in vLLM."""
 _KEPT_BYTES = 1 << 28
-"""Bound on their size: what is beyond is left to snapshots."""
+"""Bytes of the kept batches; a subscriber that needs older ones gets a snapshot."""
 CHUNK_BLOCKS = 512
 """Pages in one chunk of a snapshot: some 5 ms of work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one step changed in one replica's cache, or an engine's end.
+    """The changes of one step in one replica's cache, or its reset at the end of an engine.
 
     Attributes:
-        number: one more than that of the batch before.
+        number: sequence number, one more than the previous batch's.
         timestamp: seconds since 1970.
-        epoch: name of the engine's life.
+        epoch: id of the engine run.
     """
 
     number: int
@@ -39,10 +39,10 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """A part of what was cached when the batch ``number + count - 1 - index`` had come.
+    """A chunk of a snapshot of the pages that were cached as of batch ``number + count - 1 - index``.
 
     Attributes:
-        first: whether it begins what is known of its replica: all that was known before is void.
+        first: whether the chunk is the first of its replica, which invalidates all earlier state of the replica.
         total: pages in the whole snapshot, each copy counted.
     """
 
@@ -58,11 +58,11 @@ class Chunk:
 
 
 class LaggedError(Exception):
-    """A subscriber has not taken what came for so long that the rest is not kept for it."""
+    """Error for a subscriber that lags too far: its batches are not kept."""
 
 
 class Subscription:
-    """One subscriber's batches, in order and without a gap; to be closed."""
+    """The batches of one subscriber, in order and without a gap; must be closed."""
 
     def __init__(self, begin: Sequence[Batch | Chunk], leave: Callable[[Subscription], None]) -> None:
         self._items: collections.deque[Batch | Chunk] = collections.deque(begin)
@@ -78,10 +78,10 @@ class Subscription:
         self._news.set()
 
     async def next(self, seconds: float | None = None) -> Batch | Chunk | None:
-        """The next one; None: none came in time.
+        """Return the next item; None: none came in time.
 
         Raises:
-            LaggedError: too much came that was not taken.
+            LaggedError: the subscriber lags too far.
         """
         if not self._items and not self._lagged:
             self._news.clear()
@@ -102,14 +102,14 @@ class Subscription:
 
 
 class Hub:
-    """Numbers batches, keeps the latest, and knows what is cached. Belongs to one event loop.
+    """The hub of a server's KV events, which also knows the cached pages; must be used from one event loop.
 
-    Numbers begin with the time in microseconds at which the doors were opened: so those of a later life are larger, and
-    whoever comes back with a number of an earlier one is told from the beginning.
+    Numbers begin with the server's start time in microseconds: those of a later run are larger, so a subscriber that
+    returns with a number of an earlier run starts again with a snapshot.
 
     Args:
-        ranks: replicas of the engine.
-        clock: in seconds since 1970.
+        ranks: number of engine replicas.
+        clock: clock in seconds since 1970.
     """
 
     def __init__(self, ranks: int = 1, clock: Callable[[], float] = time.time) -> None:
@@ -124,29 +124,29 @@ class Hub:
 
     @property
     def ranks(self) -> int:
-        """Replicas of the engine."""
+        """Number of engine replicas."""
         return len(self._mirrors)
 
     @property
     def number(self) -> int:
-        """That of the last batch, or of none before the first one."""
+        """Sequence number of the last batch, or one less than that of the first."""
         return self._number
 
     def mirror(self, rank: int = 0) -> Mirror:
         return self._mirrors[rank]
 
     def listen(self, listener: Callable[[Batch], object]) -> None:
-        """Call it with each batch; it must not wait."""
+        """Call ``listener`` with each batch; it must not wait."""
         self._listeners.append(listener)
 
     def begin(self) -> None:
-        """An engine begins or has ended: nothing is cached any more."""
+        """Clear all replicas: an engine begins or has ended, so no page is cached."""
         self.epoch = secrets.token_hex(8)
         for rank in sorted(self._mirrors):
             self.take(pb.KvEvents(rank=rank, cleared=True))
 
     def take(self, events: pb.KvEvents) -> None:
-        """Number what the engine has told, and tell it on."""
+        """Number a batch of the engine's events, and pass it to listeners and subscribers."""
         self._mirrors[events.rank].apply(events)
         self._number += 1
         batch = Batch(self._number, self._clock(), self.epoch, events)
@@ -163,14 +163,14 @@ class Hub:
             self._bytes -= self._kept.popleft().events.ByteSize()
 
     def since(self, number: int) -> list[Batch] | None:
-        """The batches from a number on; None: some of them are not kept, or it was never given."""
+        """Return the batches from a number on; None: some of them are not kept, or the number was never used."""
         first = self._kept[0].number if self._kept else self._number + 1
         if not first <= number <= self._number + 1:
             return None
         return list(itertools.islice(self._kept, number - first, None))
 
     def subscribe(self, number: int = 0) -> Subscription:
-        """Everything from a batch's number on; from a snapshot where that is not kept, or for number 0."""
+        """Subscribe from a batch's number on; begins with a snapshot if that batch is not kept, or for number 0."""
         kept = self.since(number) if number else None
         begin: Sequence[Batch | Chunk] = self.snapshot() if kept is None else kept
         subscription = Subscription(begin, lambda gone: self._subscriptions.pop(gone, None))
@@ -178,7 +178,7 @@ class Hub:
         return subscription
 
     def snapshot(self) -> list[Chunk]:
-        """What is cached now, in chunks whose numbers end at that of the last batch."""
+        """Return the cached pages in chunks, with numbers that end at that of the last batch."""
         copies = {rank: mirror.copies() for rank, mirror in sorted(self._mirrors.items())}
         parts = [
             (rank, part, place == 0) for rank in copies for place, part in enumerate(cut(copies[rank], CHUNK_BLOCKS))

@@ -1,4 +1,4 @@
-"""The pages that are cached now, as the events have told of them. No jax."""
+"""Mirror of the cached pages, built from KV events. No jax."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Block(NamedTuple):
     """A cached page, on each of its mediums.
 
     Attributes:
-        parent: hash of the page above it.
-        tokens: int32 [page_size].
+        parent: hash of the parent page.
+        tokens: token ids, int32 [page_size].
         lora: name and identity of the adapter that computed it.
-        extra: stands for its scope and salt, "" where there is neither.
-        mediums: where it lies, in the order in which it came there.
+        extra: opaque key of its cache scope and salt, "" if there is neither.
+        mediums: mediums that hold it, in the order in which it came there.
     """
 
     parent: bytes | None
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One copy of a page: its hash, its page and its medium."""
+    """A copy of a page on one medium, with the page's hash."""
 
     digest: bytes
     block: Block
@@ -38,7 +38,7 @@ class Copy(NamedTuple):
 
 
 class Mirror:
-    """The pages of one replica, by their hashes; parents before their children."""
+    """The pages of one replica by hash; parents before their children."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
@@ -49,11 +49,11 @@ class Mirror:
 
     @property
     def blocks(self) -> dict[bytes, Block]:
-        """A copy: its entries do not change any more."""
+        """A copy of the pages by hash: its entries do not change any more."""
         return dict(self._blocks)
 
     def apply(self, events: pb.KvEvents) -> None:
-        """Take what has changed."""
+        """Apply the changes."""
         if events.cleared:
             self._blocks.clear()
             self._copies = 0
@@ -89,12 +89,12 @@ class Mirror:
             del self._blocks[digest]
 
     def copies(self) -> list[Copy]:
-        """Every copy of every page, parents before their children; what happens later does not change it."""
+        """Return all copies of all pages, parents before their children; later events do not change the list."""
         return [Copy(digest, block, medium) for digest, block in self._blocks.items() for medium in block.mediums]
 
 
 def stored_of(copies: Sequence[Copy]) -> list[pb.KvStored]:
-    """Events that store copies, in their order."""
+    """Convert copies to stored events, in their order."""
     chains: list[list[Copy]] = []
     for copy in copies:
         last = chains[-1][-1] if chains else None
@@ -118,5 +118,5 @@ def _stored(chain: Sequence[Copy]) -> pb.KvStored:
 
 
 def cut(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
-    """Parts of at most so many copies; one that is empty where there are none."""
+    """Yield slices of at most ``most`` copies; a single empty one if there are no copies."""
     yield from (tuple(part) for part in itertools.batched(copies, most)) if copies else ((),)

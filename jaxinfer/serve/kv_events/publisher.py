@@ -1,4 +1,4 @@
-"""KV events over ZMQ, as vLLM publishes them. No jax."""
+"""KV event publisher over ZMQ, in vLLM's format. No jax."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from jaxinfer.serve.kv_events.settings import OFF, KvEventsConfig
 from jaxinfer.serve.settings import ServeConfigError
 
 _HWM = 100_000
-"""Messages that wait for a slow subscriber; it misses later ones, and may ask for them."""
+"""Messages that wait for a slow subscriber; it misses later ones, and may request a replay."""
 _REQUEST_BYTES = 64
-_TURN = 64  # batches of a replay between two looks at what else is to be done, and that wait for one who reads slowly
-_REPLAYS = 16  # at once
+_TURN = 64  # batches of a replay between two yields to the event loop, and in the queue of a slow peer
+_REPLAYS = 16  # concurrent replays
 _PAUSE_SECONDS, _SLOW_SECONDS = 0.02, 10.0
-"""Seconds between two attempts to send to a peer that does not read, and until its replay is given up."""
+"""Seconds between two attempts to send to a peer that does not read, and until its replay is aborted."""
 
 _log = logging.getLogger("jaxinfer.serve.kv_events")
 
 
 class Publisher:
-    """A PUB socket with all batches of a hub, and a ROUTER socket for those who have missed some.
+    """A PUB socket with all batches of a hub, and a ROUTER socket for replays.
 
-    A message is [topic, number, batch]. To a request ["", number] the answers are ["", topic, number, batch], of each
-    batch from that number on that is kept, and one with number -1 and nothing else.
+    A message is [topic, number, batch]. To a request ["", number] the answers are ["", topic, number, batch], one for
+    each kept batch from that number on, and a last one with number -1 and nothing else.
 
     Args:
-        topic: asked when there is something to tell.
+        topic: returns the topic; called when a message is sent.
 
     Raises:
-        ServeConfigError: an address cannot be had.
+        ServeConfigError: an address is not available.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Publisher:
             self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
             self._router.set(zmq.MAXMSGSIZE, _REQUEST_BYTES)
             self._router.set_hwm(_TURN)
-            self._router.set(zmq.ROUTER_MANDATORY, 1)  # one that does not read is an error, and not silence
+            self._router.set(zmq.ROUTER_MANDATORY, 1)  # a peer that does not read is an error, not a silent drop
             self.replay_endpoint = _bind(
                 self._router, "kv_events_replay_endpoint", config.kv_events_replay_endpoint or ""
             )
@@ -76,7 +76,7 @@ class Publisher:
         self._hub.listen(self.publish)
 
     def publish(self, batch: Batch) -> None:
-        """Send a batch. It does not wait for anybody."""
+        """Send a batch without waiting."""
         payload = self._encoder.encode(batch)
         self._kept.append((batch.number, payload))
         if self._pub is not None:
@@ -96,7 +96,7 @@ class Publisher:
             self._replays[frames[0]] = replay
 
     async def _replay(self, router: zmq.asyncio.Socket, who: bytes, begin: int) -> None:
-        """Send what is kept from a number on. What waits for a peer is bounded: one that does not read is given up."""
+        """Send the kept batches from a number on. The replay of a peer that does not read is aborted."""
         topic = self._topic().encode()
         try:
             for place, (number, payload) in enumerate([each for each in self._kept if each[0] >= begin]):
@@ -125,7 +125,7 @@ class Publisher:
 
 
 async def _send(router: zmq.asyncio.Socket, frames: Sequence[bytes]) -> None:
-    """Send to a peer, as soon as it reads. `TimeoutError`: it does not."""
+    """Send to a peer as soon as it reads. `TimeoutError`: it does not."""
     async with asyncio.timeout(_SLOW_SECONDS):
         while True:
             try:
@@ -137,7 +137,7 @@ async def _send(router: zmq.asyncio.Socket, frames: Sequence[bytes]) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, setting: str, endpoint: str) -> str:
-    """Listen there, and return where that is."""
+    """Bind a socket and return its actual address."""
     asked = endpoint.removesuffix("0") + "*" if endpoint.endswith(":0") else endpoint
     if "[" in asked:
         socket.set(zmq.IPV6, 1)

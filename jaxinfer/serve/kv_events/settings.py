@@ -17,20 +17,20 @@ _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):(?P<port>
 
 
 def _or_off(value: Any) -> Any:
-    return OFF if value is False else value  # YAML reads ``off`` so
+    return OFF if value is False else value  # YAML reads ``off`` as false
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvEventsConfig:
-    """KV events: which pages are cached, told as they come and go (docs/kv_events.md).
+    """KV events: cached pages, reported as they come and go (docs/kv_events.md).
 
     Attributes:
-        kv_events: tell routers: over ZMQ, and by SubscribeKvEvents of vllm.grpc.engine.
-        kv_events_endpoint: address of the ZMQ publisher, tcp://HOST:PORT (0: any free one) or ipc:///PATH; off: none.
-        kv_events_replay_endpoint: address at which subscribers ask for what they have missed (default: none).
-        kv_events_topic: what messages begin with (default: kv@HOSTNAME@MODEL).
-        kv_events_format: "map": events are maps, as vLLM's are; "array": as they were before.
-        kv_events_insecure: allow ZMQ addresses beyond loopback: whoever reaches them reads all prompts, without a key.
+        kv_events: publish events for routers: over ZMQ, and by SubscribeKvEvents of vllm.grpc.engine.
+        kv_events_endpoint: address of the ZMQ publisher, tcp://HOST:PORT (0: a free port) or ipc:///PATH; off: none.
+        kv_events_replay_endpoint: address at which subscribers request missed events (default: none).
+        kv_events_topic: topic of the messages (default: kv@HOSTNAME@MODEL).
+        kv_events_format: "map": events are maps, as in vLLM; "array": as in older versions of vLLM.
+        kv_events_insecure: allow ZMQ addresses beyond loopback; any client there reads all prompts, without a key.
     """
 
     kv_events: bool = False
@@ -42,7 +42,7 @@ class KvEventsConfig:
 
 
 def refusal(config: KvEventsConfig, caching: bool) -> tuple[str, object, str] | None:
-    """The first setting that cannot be served: its name, its value, and what is wrong. None: all is well.
+    """Return the first setting that cannot be served: its name, its value, and the reason. None: all are valid.
 
     Args:
         caching: whether the engine keeps cached pages.
@@ -63,7 +63,7 @@ def refusal(config: KvEventsConfig, caching: bool) -> tuple[str, object, str] | 
 
 
 def _wrong(endpoint: str, config: KvEventsConfig) -> str:
-    """Say what is wrong with an address, "" if nothing is."""
+    """Return what is wrong with an address, "" if it is valid."""
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None or (found["port"] not in (None, "*") and int(found["port"]) > 65535):
         return "must be tcp://HOST:PORT or ipc:///PATH"

@@ -1,7 +1,7 @@
-"""Formats of quantised weights in safetensors: an adapter each, picked by what config.json says.
+"""Quantised-weight formats in safetensors: one adapter per format, selected by the quantisation config.
 
-An adapter turns the tensors of its format into `StoredWeight`s. All that a file says is checked, in Python's own
-integers, before an array is made of it.
+An adapter turns the tensors of its format into `StoredWeight`s. All values from a file are checked as Python integers
+before an array is allocated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxinfer.weights.safetensors.checkpoint import Tensors
 
 _log = logging.getLogger("jaxinfer")
 
-_OF_FILES_BESIDE = (".qweight", ".weight_scale")  # what the formats have that a file beside config.json describes
+_OF_FILES_BESIDE = (".qweight", ".weight_scale")  # tensor suffixes of formats described next to config.json
 
 Adapter = Callable[[RawTensors, Fields], dict[str, StoredWeight]]
 
@@ -56,18 +56,18 @@ ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
 def quantized_weights(
     checkpoint: Tensors, config_json: Mapping[str, Any], file: str = CONFIG_FILE
 ) -> tuple[Mapping[str, StoredWeight], set[str]]:
-    """The weights that a checkpoint stores quantised.
+    """Return the weights that a checkpoint stores quantised.
 
     Args:
-        config_json: its config.json.
-        file: the one that its quantisation was read of (`jaxinfer.weights.formats.beside`).
+        config_json: contents of its config.json.
+        file: the file that the quantisation config was read from (`jaxinfer.weights.formats.beside`).
 
     Returns:
-        the weights by their names in a plain checkpoint, and the names of the tensors that they are made of. Both are
-        empty where config.json says nothing of a quantisation.
+        The weights by their names in an unquantized checkpoint, and the names of the tensors that store them. Both are
+            empty if config.json declares no quantisation.
 
     Raises:
-        CheckpointError: the format is not known, or the checkpoint is not as its format has it.
+        CheckpointError: the format is unknown, or the checkpoint does not match its format.
     """
     config = _config(config_json, file)
     if config is None:
@@ -86,7 +86,7 @@ def quantized_weights(
 
 
 def _config(config_json: Mapping[str, Any], file: str) -> Fields | None:
-    """Read the quantisation's fields at the top of config.json, or of ``text_config`` within one for images."""
+    """Return the quantisation fields at the top of config.json, or of ``text_config`` in a multimodal one."""
     within = config_json.get("text_config")
     for values in (config_json, within if isinstance(within, Mapping) else {}):
         for name in PLACES:

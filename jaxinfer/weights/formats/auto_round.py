@@ -1,8 +1,8 @@
-"""Checkpoints of auto-round (https://github.com/intel/auto-round): weights as GPTQ or as AWQ packs them.
+"""Checkpoints of auto-round (https://github.com/intel/auto-round): weights packed as in GPTQ or AWQ.
 
-The field ``packing_format`` says which, in the words of its releases: "auto_round:auto_gptq", "auto_round:auto_awq",
-"auto_round:gptq:exllamav2", "auto_round". Those that name neither, and "auto_round:gptqmodel", are GPTQ's with zero
-points as they are (version 2). The first releases have the field ``backend`` for it.
+The field ``packing_format`` selects the packing; its spelling varies by release: "auto_round:auto_gptq",
+"auto_round:auto_awq", "auto_round:gptq:exllamav2", "auto_round". Values that name neither, and "auto_round:gptqmodel",
+mean GPTQ version 2, with unmodified zero points. The first releases use the field ``backend`` instead.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _OURS = "auto_round"
 _AWQ = ("auto_awq", "awq")
 _GPTQ = ("auto_gptq", "gptq", "auto")
 _AS_THEY_ARE = ("", "gptqmodel")
-# What may stand behind: the library that a release was to run the file with. It changes nothing in the file.
+# Optional suffix: the library that a release was to run the file with. It does not affect the file's contents.
 _LIBRARIES = ("", "exllamav2", "triton", "tritonv2", "torch", "qbits", "ipex", "hpu")
 _BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     require_integers(config)
     config.require_empty("rotation_config", "spinquant_config", "super_bits", "super_group_size")
@@ -39,7 +39,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
 
 
 def _packing(config: Fields) -> str:
-    """The packing's name, without the words around it."""
+    """Return the packing's name without prefix and library suffix."""
     backend = config.get("backend")
     old = config.get("packing_format") is None and isinstance(backend, str) and backend.startswith(_OURS)
     field = "backend" if old else "packing_format"

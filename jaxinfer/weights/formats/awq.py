@@ -19,21 +19,21 @@ from jaxinfer.weights.quantized import StoredWeight
 _END = ".qweight"
 _BITS = 4
 _PACK = 8
-_OTHER = "llm-awq"  # packs words of its own
-_OUTPUT = (0, 2, 4, 6, 1, 3, 5, 7)  # of the eight of a word, which one a nibble holds, lowest nibble first
+_OTHER = "llm-awq"  # uses a different packing
+_OUTPUT = (0, 2, 4, 6, 1, 3, 5, 7)  # output index, among the eight of a word, of each nibble, lowest nibble first
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     config.choice("version", ("gemm",), "gemm")
     if str(config.get("backend")).lower() == _OTHER:
         raise config.refused("backend", ("autoawq", "others that read its files"))
     config.choice("bits", (_BITS,), _BITS)
-    config.flag("zero_point", True)  # without, each of them is stored as half of the range
+    config.flag("zero_point", True)  # if false, every zero point is stored as half of the range
     overrides, size = Overrides(tensors, config), config.groups()
 
     def group_size(module: str) -> int | None:
@@ -65,7 +65,7 @@ def _weight(tensors: RawTensors, module: str, size: int | None) -> StoredWeight:
 
 
 def _by_outputs(words: np.ndarray) -> np.ndarray:
-    """Nibbles of ``[rows, out / 8]`` as uint8 ``[out, rows]``."""
+    """Unpack the nibbles of ``[rows, out / 8]`` as uint8 ``[out, rows]``."""
     turned = transposed(words).view(np.uint32)
     result = np.empty((turned.shape[0], _PACK, turned.shape[1]), np.uint8)
     for nibble, output in enumerate(_OUTPUT):

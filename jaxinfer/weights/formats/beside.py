@@ -1,4 +1,4 @@
-"""Where a folder says how its weights are stored: in config.json, or in a file of the tool's own beside it."""
+"""Location of the quantisation config: in config.json, or in a tool's own file next to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxinfer.weights.formats.fields import CONFIG_FILE
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
 
 PLACES = ("quantization_config", "compression_config")
-# Of AutoGPTQ and GPTQModel, of AutoAWQ, and of ModelOpt's older exports: the method that a file is of if it names none.
+# Files of AutoGPTQ and GPTQModel, of AutoAWQ, and of older ModelOpt exports, with the default method of each.
 FILES: Mapping[str, str] = MappingProxyType(
     {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 )
@@ -19,7 +19,7 @@ _METHOD = "quant_method"
 _SAME: Mapping[str, str] = MappingProxyType(
     {"intel/auto-round": "auto-round", "auto_round": "auto-round", "autoround": "auto-round"}
 )
-# Fields that one method alone has, where none is named.
+# Fields that identify a method if none is named.
 _SIGNS: Mapping[str, str] = MappingProxyType(
     {"w_bit": "awq", "q_group_size": "awq", "zero_point": "awq", "quant_algo": "modelopt"}
 )
@@ -27,10 +27,10 @@ _BITSANDBYTES = ("load_in_8bit", "load_in_4bit")
 
 
 def with_quantization(config_json: Mapping[str, Any], folder: pathlib.Path) -> tuple[Mapping[str, Any], str]:
-    """A config.json with the ``quantization_config`` of a file beside it, where it has none itself.
+    """Return config.json, with the ``quantization_config`` of a file next to it if it has none itself.
 
     Returns:
-        it, and the name of the file that the quantisation is read of.
+        The config, and the name of the file that the quantisation is read from.
 
     Raises:
         CheckpointError: see `read_json_object`.
@@ -45,10 +45,10 @@ def with_quantization(config_json: Mapping[str, Any], folder: pathlib.Path) -> t
 
 
 def with_method(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A ``quantization_config`` that names its method in the word that is known here, if it names or shows one."""
+    """Return a ``quantization_config`` with the canonical name of its method, if it names or implies one."""
     method = quantization.get(_METHOD) or quantization.get("method")
     if any(quantization.get(name) for name in _BITSANDBYTES):
-        method = "bitsandbytes"  # as in transformers, whatever is named
+        method = "bitsandbytes"  # as in transformers, whatever method is named
     elif not method:
         method = next((shown for sign, shown in _SIGNS.items() if quantization.get(sign) is not None), None)
     if isinstance(method, str):
@@ -58,7 +58,7 @@ def with_method(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _described(values: Mapping[str, Any], method: str) -> Mapping[str, Any]:
-    """The fields of a file beside config.json; ModelOpt's are an object within."""
+    """Return the fields of a file next to config.json; ModelOpt nests them in an object."""
     inner = values.get("quantization")
     fields = inner if method == "modelopt" and isinstance(inner, Mapping) else values
     found = with_method(fields)

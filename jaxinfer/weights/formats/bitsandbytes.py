@@ -1,9 +1,9 @@
-"""Checkpoints of bitsandbytes: LLM.int8() (https://arxiv.org/abs/2208.07339) and QLoRA (https://arxiv.org/abs/2305.14314).
+"""bitsandbytes checkpoints: LLM.int8() (https://arxiv.org/abs/2208.07339) and QLoRA (https://arxiv.org/abs/2305.14314).
 
-8 bits: ``X`` int8 [out, in] and ``X's SCB`` float32 [out]: weight = code * SCB / 127. 4 bits: ``X`` holds the codes of
-the flattened weight, first one in the high nibble; ``X.quant_map`` their 16 values; ``X.absmax`` a scale for each block
-of the flattened weight, so that blocks cross rows; and a tensor of JSON its shape and block size. With double
-quantisation, scales are codes of ``X.nested_quant_map`` in blocks of their own.
+8 bits: ``X`` int8 [out, in] and its ``SCB`` float32 [out]: weight = code * SCB / 127. 4 bits: ``X`` has the codes of
+the flattened weight, first in the high nibble; ``X.quant_map`` their 16 values; ``X.absmax`` a scale for each block of
+it, so blocks cross rows; and a JSON tensor the shape and block size. With double quantisation, scales are codes of
+``X.nested_quant_map`` in their own blocks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _KINDS = ("nf4", "fp4")
 _STATE = ".quant_state.bitsandbytes__"
 _LONGEST_STATE = 4096
 _LARGEST_BLOCK = 1 << 20
-_BYTES = ("U8", "I8", "F16", "BF16", "F32")  # the codes' bytes may stand in a tensor of any of these
+_BYTES = ("U8", "I8", "F16", "BF16", "F32")  # dtypes of tensors that may hold the codes' bytes
 _ROW_MAJOR = 0
-_OF_127 = float(np.float32(1 / 127))  # the tool multiplies by it: a division would differ in the last bit
+_OF_127 = float(np.float32(1 / 127))  # as in bitsandbytes: a division would differ in the last bit
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     if config.flag("load_in_8bit", False):
         modules = [name.removesuffix(".SCB") for name in tensors.ending(".SCB")]
@@ -60,18 +60,18 @@ def _int8(tensors: RawTensors, module: str, outliers: float) -> StoredWeight:
         "codes": lambda: tensors.read(codes),
         "scales": lambda: tensors.scales(scales).reshape(out, 1),
     }
-    # inputs are rounded, but for outliers, where somebody asks for it: without, results are nearer to the model's
+    # inputs except outliers are rounded only on request: unrounded inputs are closer to the original model
     layout = Grouped("int8", inputs, factor=_OF_127, outliers=outliers)
     return tensors.stored((out, inputs), layout, parts, (codes, scales))
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """Quantisation state of a weight, from its JSON."""
+    """Quantisation state of a weight, from its JSON tensor."""
 
     shape: tuple[int, int]
     block: int
-    nested: int  # blocks that share a nested scale; 0: scales are plain
+    nested: int  # blocks that share a nested scale; 0: scales are not nested
     offset: float
 
     @property
@@ -117,7 +117,7 @@ def _codes(stored: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _by_rows(scales: np.ndarray, state: _State, group: int, block: int) -> np.ndarray:
-    """A scale for each block of the flattened weight as one for each ``group`` inputs of a row."""
+    """Expand a scale for each block of the flattened weight to one for each ``group`` inputs of a row."""
     starts = np.arange(0, math.prod(state.shape), group)
     return scales[starts // block].reshape(state.shape[0], -1)
 

@@ -1,4 +1,4 @@
-"""Groups of inputs that share a scale: in the inputs' order, or as an index says (act-order)."""
+"""Scale groups along the inputs: contiguous, or assigned by an index (act-order)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ INDICES = ("I32", "I64")
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Groups of the columns of a weight.
+    """Scale groups of a weight's columns.
 
     Attributes:
-        group: that many neighbours share a scale: what divides both the file's groups and the inputs, where the last
-            group of the file is a shorter one.
-        scale: for each of these, which of the file's groups it belongs to.
-        order: at which input a column stands, sorted by groups; None: columns stand as inputs do.
+        group: adjacent columns that share a scale: a divisor of both the file's group size and the number of inputs, as
+            the last group of the file may be shorter.
+        scale: index of the file's group of each of these groups.
+        order: input index of each column, sorted by group; None: columns are in input order.
     """
 
     group: int
@@ -28,15 +28,15 @@ class Columns:
     order: np.ndarray | None
 
     def scales(self, stored: np.ndarray) -> np.ndarray:
-        """Scales or zeros ``[out, groups of the file]`` as ``[out, in / group]``, a copy."""
+        """Expand scales or zero points ``[out, groups of the file]`` to ``[out, in / group]``, a copy."""
         return np.ascontiguousarray(stored[:, self.scale])
 
 
 def size_of(tensors: RawTensors, scales: str, inputs: int, size: int | None) -> int:
-    """Inputs that share a scale, 0 for all: as the configuration says, or as many as there are scales for.
+    """Return the group size in inputs, 0 for all: from the configuration, else from the number of scales.
 
     Raises:
-        CheckpointError: it says nothing, and the scales are not of equal groups.
+        CheckpointError: the configuration gives none, and the scales do not divide the inputs into equal groups.
     """
     if size is not None:
         return size
@@ -47,13 +47,13 @@ def size_of(tensors: RawTensors, scales: str, inputs: int, size: int | None) -> 
 
 
 def columns_of(tensors: RawTensors, inputs: int, size: int, index: str | None = None) -> Columns:
-    """Groups of ``size`` inputs (0: of all).
+    """Return the groups of ``size`` inputs (0: one group of all).
 
     Args:
-        index: name of a tensor ``[in]`` that says each input's group; it must give ``size`` inputs to each.
+        index: name of a tensor ``[in]`` with the group of each input; each group must have ``size`` inputs.
 
     Raises:
-        CheckpointError: the index is not such a tensor.
+        CheckpointError: the index is invalid.
     """
     size = min(size or inputs, inputs)
     group = math.gcd(size, inputs)
@@ -66,7 +66,7 @@ def _order(tensors: RawTensors, index: str, inputs: int, size: int) -> np.ndarra
     tensors.take(index, INDICES, (inputs,))
     groups = tensors.read(index)
     plain = np.arange(inputs) // size
-    if np.array_equal(groups, plain) or not groups.any():  # all 0: a file of neighbours, whose writer left it empty
+    if np.array_equal(groups, plain) or not groups.any():  # all 0: contiguous groups, index left unset by the writer
         return None
     many = pieces(inputs, size)
     if groups.min() < 0 or groups.max() >= many:

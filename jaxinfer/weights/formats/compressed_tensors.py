@@ -1,13 +1,13 @@
 """Checkpoints of compressed-tensors, which llm-compressor writes (https://github.com/vllm-project/compressed-tensors).
 
-Weights belong to the groups of ``config_groups``, each with a format of its own:
+Weights belong to the groups of ``config_groups``, each with its own format:
 
 - float-quantized, int-quantized: ``X.weight`` and ``X.weight_scale``, with "static" ``X.input_scale``;
-- pack-quantized: ``X.weight_packed`` int32 [out, in * bits / 32], packed along the inputs, ``X.weight_scale``
-  [out, groups], ``X.weight_shape``; asymmetric ``X.weight_zero_point`` int32 [out * bits / 32, groups], packed along
-  the outputs; with act-order ``X.weight_g_idx`` [in];
-- nvfp4 and mxfp4: ``X.weight_packed`` uint8 [out, in / 2] with scales for 16 or 32 inputs. NVFP4 has besides
-  ``X.weight_global_scale`` [1], which scales are divided by.
+- pack-quantized: ``X.weight_packed`` int32 [out, in * bits / 32], packed along the inputs, ``X.weight_scale`` [out,
+  groups], ``X.weight_shape``; asymmetric ``X.weight_zero_point`` int32 [out * bits / 32, groups], packed along the
+  outputs; with act-order ``X.weight_g_idx`` [in];
+- nvfp4 and mxfp4: ``X.weight_packed`` uint8 [out, in / 2] with a scale for 16 or 32 inputs. NVFP4 also has
+  ``X.weight_global_scale`` [1], a divisor of the scales.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PACKED, _PLAIN = ".weight_packed", ".weight_scale"
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
-    Activations that a group has quantised in another way than `Grouped.activations` can say stay as they are.
+    Activation quantisation that `Grouped.activations` cannot express is ignored: those activations are not rounded.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     schemes = Schemes(config)
     tensors.drop(*CACHE_SCALES)
@@ -103,7 +103,7 @@ def _packed(tensors: RawTensors, module: str, scheme: Scheme) -> StoredWeight:
 
 
 def _inputs(tensors: RawTensors, module: str, packed: tuple[int, int], each: int) -> int:
-    """Number of inputs, from ``weight_shape``: the last word of a row need not be full."""
+    """Return the number of inputs, from ``weight_shape``: the last word of a row need not be full."""
     name = f"{module}.weight_shape"
     tensors.take(name, ("I64", "I32"), (2,))
     out, inputs = (int(value) for value in tensors.view(name))

@@ -1,11 +1,11 @@
-"""FP8 checkpoints of FBGEMM's kernels (https://github.com/pytorch/FBGEMM), as Llama-3.1-405B-FP8 is one.
+"""FP8 checkpoints for FBGEMM's kernels (https://github.com/pytorch/FBGEMM), for example Llama-3.1-405B-FP8.
 
-A weight X is ``X.weight`` float8_e4m3fn [out, in] with ``X.weight_scale`` [out, 1], which multiplies. Experts that
-transformers keeps as one tensor are ``X`` [experts, in, out] with ``X_scale``: [experts, 1, out] of gate and up,
-[experts, out, 1] of down. Modules that were not converted have a plain ``X.weight``.
+A weight X is ``X.weight`` float8_e4m3fn [out, in] with the multiplicative scale ``X.weight_scale`` [out, 1]. Experts
+that transformers stacks in one tensor are ``X`` [experts, in, out] with ``X_scale``: [experts, 1, out] of gate and up,
+[experts, out, 1] of down. Modules that were not converted have an unquantized ``X.weight``.
 
-Inputs are rounded token by token. A scale is a token's largest number, at most ``activation_scale_ub``, over 448:
-inputs beyond that bound become it.
+Inputs are rounded token by token. The scale is the token's largest magnitude, at most ``activation_scale_ub``, over
+448: larger inputs are clipped to that bound.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxinfer.weights.quantized import StoredWeight
 _CODES = ("F8_E4M3",)
 _END = ".weight_scale"
 _STACKS = ("gate_up_proj", "down_proj")
-_BOUND = 1200.0  # of transformers, where config.json says nothing
+_BOUND = 1200.0  # default of transformers if config.json gives no bound
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     bound = config.number("activation_scale_ub", _BOUND)
     if not bound:
@@ -43,7 +43,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
 
 
 def _stack(tensors: RawTensors, name: str, bound: float) -> StoredWeight:
-    """All experts' weights, turned to ``[experts, out, in]``."""
+    """Return the weights of all experts, transposed to ``[experts, out, in]``."""
     experts, inputs, out = tensors.take(name, _CODES, (None, None, None)).shape
     form = (experts, 1, out) if name.endswith(_STACKS[0]) else (experts, out, 1)
     info = tensors.take(f"{name}_scale", FLOATS, form)

@@ -1,4 +1,4 @@
-"""Fields of config.json that nobody vouches for: each is checked as it is read, and refused with its name."""
+"""Untrusted fields of a quantisation config: each is checked as it is read, and errors name the field."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LARGEST_GROUP = 1 << 20
 _LARGEST_NUMBER = 1 << 20
 _LONGEST_NAME = 64
 
-# Other names of a field: of llm-awq (w_bit, q_group_size), GPTQ-for-LLaMa (wbits, groupsize), and GPTQModel, for which
-# the format of all methods is one field, and auto-round's first releases.
+# Alternative field names: of llm-awq (w_bit, q_group_size), GPTQ-for-LLaMa (wbits, groupsize), GPTQModel, which uses
+# one format field for all methods, and the first releases of auto-round.
 _SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "bits": ("w_bit", "wbits"),
@@ -36,11 +36,11 @@ _REPACK = (
 
 
 class Fields:
-    """A JSON object out of a file that describes how weights are stored. A field that is null is absent.
+    """A JSON object from a file that describes how weights are stored. A null field counts as absent.
 
     Attributes:
-        path: what messages call it, "quantization_config.weights" for example; empty: it is the whole file.
-        file: its name.
+        path: its name in messages, "quantization_config.weights" for example; empty: the whole file.
+        file: name of the file.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str, file: str = CONFIG_FILE) -> None:
@@ -49,10 +49,10 @@ class Fields:
         self.file = file
 
     def spelled(self, name: str) -> str:
-        """The name that the object has for a field.
+        """Return the spelling of a field that the object uses.
 
         Raises:
-            CheckpointError: it has two, with different values.
+            CheckpointError: it uses two, with different values.
         """
         found = [one for one in (name, *_SPELLINGS.get(name, ())) if self.values.get(one) is not None]
         if len({_comparable(self.values[one]) for one in found}) > 1:
@@ -61,14 +61,14 @@ class Fields:
         return found[0] if found else name
 
     def get(self, name: str) -> Any:
-        """Value of a field, by whatever name the object has for it; None where it is absent."""
+        """Return the value of a field under any of its spellings; None if it is absent."""
         return self.values.get(self.spelled(name))
 
     def choice(self, name: str, known: Sequence[_Known], default: _Known | None = None) -> _Known:
-        """A value out of ``known``, strings in either case; ``default`` where it is absent.
+        """Return a value out of ``known``, strings in any case; ``default`` if it is absent.
 
         Raises:
-            CheckpointError: it is another one, or absent without a default.
+            CheckpointError: it is none of them, or absent without a default.
         """
         value = self.get(name)
         if value is None and default is not None:
@@ -80,7 +80,7 @@ class Fields:
         raise self.refused(name, known)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Boolean of a field; anything else raises CheckpointError."""
+        """Return a boolean field; raise CheckpointError for any other value."""
         value = self.get(name)
         found = default if value is None else json_values.flag(value)
         if found is None:
@@ -88,11 +88,11 @@ class Fields:
         return found
 
     def groups(self, default: int | None = None) -> int | None:
-        """``group_size`` as `group_size` reads it; ``default`` where it is absent."""
+        """Return ``group_size`` as `group_size` reads it; ``default`` if it is absent."""
         return default if self.get("group_size") is None else self.group_size("group_size")
 
     def group_size(self, name: str, default: int | None = None) -> int:
-        """Number of inputs that share a scale; 0 for all of them, which files write as -1."""
+        """Return the number of inputs that share a scale; 0 means all inputs, written as -1 in files."""
         value = self.get(name)
         size = default if value is None else json_values.whole(value)
         if size is None or not (size == -1 or 1 <= size <= _LARGEST_GROUP):
@@ -100,7 +100,7 @@ class Fields:
         return 0 if size == -1 else size
 
     def number(self, name: str, default: float) -> float:
-        """A number that is neither negative nor too large; anything else raises CheckpointError."""
+        """Return a number that is neither negative nor too large; raise CheckpointError otherwise."""
         value = self.get(name)
         number = default if value is None else json_values.real(value)
         if number is None or not 0 <= number <= _LARGEST_NUMBER:
@@ -108,7 +108,7 @@ class Fields:
         return number
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns that share a scale, from [128, 128] or "128x128"; None where it is absent."""
+        """Return the rows and columns that share a scale, from [128, 128] or "128x128"; None if absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -119,24 +119,24 @@ class Fields:
         raise self.refused(name, (f"[1 to {_LARGEST_GROUP}, 1 to {_LARGEST_GROUP}]",))
 
     def child(self, name: str) -> Fields:
-        """An object within; raises CheckpointError where it is none."""
+        """Return a nested object; raise CheckpointError if the field is no object."""
         value = self.values.get(name)
         if not isinstance(value, Mapping):
             raise self.refused(name, ("an object",))
         return Fields(value, self._within(name), self.file)
 
     def optional(self, name: str) -> Fields | None:
-        """An object within, or None where it is absent or empty."""
+        """Return a nested object, or None if it is absent or empty."""
         return self.child(name) if self.values.get(name) else None
 
     def require_empty(self, *names: str) -> None:
-        """Raises CheckpointError where one of the fields says anything."""
+        """Raise CheckpointError if one of the fields is set."""
         for name in names:
             if self.values.get(name):
                 raise self.refused(name, ("null",))
 
     def refused(self, name: str, known: Sequence[object]) -> CheckpointError:
-        """The error for a value that is not known."""
+        """Return the error for an unknown value."""
         name = self.spelled(name)
         listed = ", ".join(str(one) for one in known)
         advice = f". {_REPACK}" if name in _PACKINGS else ""
@@ -154,11 +154,11 @@ class Fields:
 
 
 def _printable(name: str) -> str:
-    """A field's name, which can be the file's own."""
+    """Format a field name for a message; it can come from the file."""
     return name if name.isidentifier() and len(name) < _LONGEST_NAME else quoted(name)
 
 
 def _comparable(value: object) -> object:
-    """A value as those of one meaning compare: strings in lower case, numbers as numbers."""
+    """Return a normalised value for comparison: strings in lower case, numbers by value."""
     number = json_values.real(value)
     return number if number is not None else value.lower() if isinstance(value, str) else repr(value)

@@ -1,8 +1,8 @@
-"""FP8 checkpoints in the manner of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 3.3) and of transformers.
+"""FP8 checkpoints in the format of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 3.3) and of transformers.
 
-A weight X is ``X`` float8_e4m3fn [out, in] with ``X_scale_inv``, which values are multiplied by in spite of its name:
-[ceil(out / rows), ceil(in / columns)] for blocks, the last ones of which may be partial, or one value for all. Scales
-of format "ue8m0" are powers of two, which some files store as their exponents.
+A weight X is ``X`` float8_e4m3fn [out, in] with ``X_scale_inv``, a multiplicative scale despite its name: [ceil(out /
+rows), ceil(in / columns)] for blocks, where the last blocks may be partial, or a single value. Scales of format "ue8m0"
+are powers of two, which some files store as exponents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import TensorInfo
 
 FP8 = "float8_e4m3fn"
-# Of a cache in 8 bits, as a tool calibrated it.
+# Scales of an 8-bit KV cache from calibration.
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _CODES = ("F8_E4M3",)
 _POWERS = ("F8_E8M0", "U8")
@@ -28,10 +28,10 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     block = config.block("weight_block_size")
     schemes = ("dynamic", "static") if block is None else ("dynamic",)
@@ -56,19 +56,19 @@ def _weight(tensors: RawTensors, module: str, scales: str, block: tuple[int, int
 def block_weight(
     tensors: RawTensors, module: str, scales: str, block: tuple[int, int], layout: Grouped
 ) -> StoredWeight:
-    """A weight ``[out, in]`` with scales for blocks of rows and columns.
+    """Return a weight ``[out, in]`` with scales for blocks of rows and columns.
 
     Args:
-        layout: what it will have, besides its group and the dtype of its scales.
+        layout: its layout, except the group and the dtype of the scales.
 
     Raises:
-        CheckpointError: tensors are not as the format has them.
+        CheckpointError: tensors do not match the format.
     """
     codes = f"{module}.weight"
     out, inputs = tensors.take(codes, _CODES, (None, None)).shape
     grid = (pieces(out, block[0]), pieces(inputs, block[1]))
     info = tensors.take(scales, (*FLOATS, *_POWERS), grid)
-    # divides both the blocks and the inputs, so that a partial block at the edge is of whole groups
+    # a divisor of both the block and the inputs, so that a partial block at the edge has whole groups
     group = math.gcd(min(block[1], inputs), inputs)
     dtype = POWERS.name if info.dtype in _POWERS else dtype_name(info)
 
@@ -83,15 +83,15 @@ def block_weight(
 def channel_weight(
     tensors: RawTensors, module: str, scales: str, layout: Grouped, dtypes: tuple[str, ...], input_scale: str
 ) -> StoredWeight:
-    """A weight ``[out, in]`` with a scale for each output or one for all.
+    """Return a weight ``[out, in]`` with a scale for each output or a single one.
 
     Args:
-        layout: what it will have, besides its group and the dtype of its scales.
-        dtypes: what its codes may be stored as.
-        input_scale: the tensor that holds the inputs' scale, if the layout says that there is one.
+        layout: its layout, except the group and the dtype of the scales.
+        dtypes: allowed dtypes of the stored codes.
+        input_scale: name of the tensor with the scale of the inputs, used if the layout is static.
 
     Raises:
-        CheckpointError: tensors are not as the format has them.
+        CheckpointError: tensors do not match the format.
     """
     codes = f"{module}.weight"
     out, inputs = tensors.take(codes, dtypes, (None, None)).shape
@@ -115,7 +115,7 @@ def channel_weight(
 
 
 def _take_scales(tensors: RawTensors, name: str, out: int) -> TensorInfo:
-    """A scale for each output or one for all: ``[out, 1]``, ``[out]``, ``[1]`` or ``[]``."""
+    """Take scales, one for each output or a single one: ``[out, 1]``, ``[out]``, ``[1]`` or ``[]``."""
     stored = tensors.shape(name)
     channels = 1 if stored[:1] == (1,) else out
     return tensors.take(name, FLOATS, (channels, 1)[: len(stored)])

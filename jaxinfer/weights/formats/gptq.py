@@ -1,11 +1,11 @@
 """GPTQ checkpoints of AutoGPTQ, GPTQModel and auto-round, versions 1 and 2 (https://arxiv.org/abs/2210.17323).
 
-A weight X is ``X.qweight`` int32 [in * bits / 32, out], packed along the inputs; ``X.qzeros`` int32
-[groups, out * bits / 32], packed along the outputs; ``X.scales`` [groups, out]; and ``X.g_idx`` int32 [in]:
-weight[i, o] = scales[g, o] * (code[i, o] - zero[g, o]) with g = g_idx[i].
+A weight X is ``X.qweight`` int32 [in * bits / 32, out], packed along the inputs; ``X.qzeros`` int32 [groups, out * bits
+/ 32], packed along the outputs; ``X.scales`` [groups, out]; and ``X.g_idx`` int32 [in]: weight[i, o] = scales[g, o] *
+(code[i, o] - zero[g, o]) with g = g_idx[i].
 
-Version 1 stores zero - 1. Where ``sym`` is true each zero is half of the range, so what is stored shows the version,
-whatever the configuration calls it; elsewhere nothing but ``checkpoint_format`` does.
+Version 1 stores zero - 1. If ``sym`` is true, every zero point is half of the range, so the stored values show the
+version regardless of the configuration; otherwise only ``checkpoint_format`` gives it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WORD = 32
 
 
 class Scheme(NamedTuple):
-    """Storage of a module.
+    """Quantisation scheme of a module.
 
     Attributes:
-        size: inputs that share a scale; 0: all; None: what the scales are of.
-        first: zero points are those of version 1.
-        ordered: groups are not of neighbours, so that nothing but an index says which they are.
+        size: inputs that share a scale; 0: all; None: implied by the shape of the scales.
+        first: zero points are stored as in version 1.
+        ordered: act-order: groups are not contiguous and need an index.
     """
 
     bits: int
@@ -44,10 +44,10 @@ class Scheme(NamedTuple):
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     first = config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
     if config.flag("is_marlin_format", False):
@@ -58,11 +58,11 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
 
 
 def modules(tensors: RawTensors, config: Fields, whole: Scheme, known: tuple[int, ...]) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Args:
-        whole: the scheme of modules of which the configuration says nothing of their own.
-        known: numbers of bits that there may be.
+        whole: the scheme of modules that the configuration does not override.
+        known: allowed bit widths.
 
     Raises:
         CheckpointError: see `weights`.
@@ -121,7 +121,7 @@ def _weight(tensors: RawTensors, module: str, scheme: Scheme) -> StoredWeight:
 
 
 def _require_half(tensors: RawTensors, zeros: str, bits: int, out: int) -> None:
-    """Sees that zero points are all half of the range, in one version or the other."""
+    """Check that all zero points are half of the range, in either version."""
     half = 1 << (bits - 1)
     stored = tensors.read(zeros, lambda tensor: fields(tensor, bits)[:, :out])
     if not any((stored == value).all() for value in (half - 1, half)):
@@ -133,10 +133,10 @@ def _require_half(tensors: RawTensors, zeros: str, bits: int, out: int) -> None:
 
 
 def _zeros(words: np.ndarray, bits: int, out: int, first: bool) -> np.ndarray:
-    """Zero points [groups, out] less half of the range.
+    """Return the zero points [groups, out] minus half of the range.
 
-    Version 1 has one less in each. It is subtracted from whole words, so that a 0 borrows from the next one; those of
-    bits that do not divide a word lie across words, and each is subtracted from by itself (GPTQModel 7.7).
+    Version 1 stores each minus one. Its writer subtracts from whole words, so a 0 borrows from the next field; fields
+    whose bits do not divide a word can straddle two words, and each field is decremented separately (GPTQModel 7.7).
     """
     words = np.ascontiguousarray(words).view(np.uint32)
     divides = _WORD % bits == 0

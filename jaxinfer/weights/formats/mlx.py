@@ -1,14 +1,14 @@
 """Folders of MLX (https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html).
 
-A weight X is ``X.weight`` uint32 [..., out, in * bits / 32], each row one stream of bits, lowest first, with
-``X.scales`` [..., out, in / group], and by its mode
+A weight X is ``X.weight`` uint32 [..., out, in * bits / 32], each row one bit stream, lowest bits first, with
+``X.scales`` [..., out, in / group], and depending on the mode
 
-- affine: ``X.biases`` like the scales: weight = code * scale + bias, of 2, 3, 4, 5, 6 or 8 bits;
-- mxfp4, mxfp8: E2M1 or E4M3 times a power of two, of which ``X.scales`` uint8 has the exponent;
-- nvfp4: E2M1 times an E4M3, of which ``X.scales`` uint8 has the bits.
+- affine: ``X.biases`` like the scales: weight = code * scale + bias, with 2, 3, 4, 5, 6 or 8 bits;
+- mxfp4, mxfp8: E2M1 or E4M3 times a power of two, whose exponent is ``X.scales`` uint8;
+- nvfp4: E2M1 times an E4M3, whose bits are ``X.scales`` uint8.
 
-Embeddings and heads are weights like others; experts are one tensor [experts, out, in]. The field ``quantization`` of
-config.json has the mode, the bits and the group of all, and by their names those of modules that differ.
+Embeddings and heads are stored like other weights; experts are one tensor [experts, out, in]. The field
+``quantization`` of config.json has the default mode, bits and group, and overrides by module name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORD = 32
 
 
 class _Mode(NamedTuple):
-    """Bits and groups that there are; the first of each is meant where nothing is said."""
+    """Supported bit widths and group sizes; the first of each is the default."""
 
     bits: tuple[int, ...]
     groups: tuple[int, ...]
@@ -48,7 +48,7 @@ _MODES: Mapping[str, _Mode] = MappingProxyType(
         "nvfp4": _Mode((4,), (16,)),
     }
 )
-# What holds the codes and the scales of modes without biases, and what the scales' bytes are.
+# Layout of modes without biases, and the dtype of the scales' bytes.
 _FLOATS: Mapping[str, tuple[Layout, np.dtype[Any]]] = MappingProxyType(
     {
         "mxfp4": (Codebook(E2M1, 32, POWERS.name), POWERS),
@@ -65,7 +65,7 @@ class _Scheme(NamedTuple):
 
 
 def described(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json whose ``quantization`` is MLX's, as those of other formats say it."""
+    """Return config.json with an MLX ``quantization`` field rewritten as ``quantization_config``."""
     found = config_json.get(FIELD)
     if not isinstance(found, dict) or not {"bits", "group_size"} <= found.keys():
         return config_json
@@ -74,10 +74,10 @@ def described(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     config = Fields(config.values, FIELD)
     whole = _scheme(config)
@@ -86,7 +86,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
 
 
 def _scheme_of(config: Fields, module: str, whole: _Scheme) -> _Scheme:
-    """The module's own, of which what is left out is the mode's default and not what all have."""
+    """Return the scheme of a module; a field missing from its override takes the mode's default."""
     own = config.values.get(module)
     if own is None or own is True:
         return whole

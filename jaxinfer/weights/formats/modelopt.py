@@ -1,11 +1,11 @@
-"""Checkpoints of NVIDIA's ModelOpt (https://github.com/NVIDIA/TensorRT-Model-Optimizer), as it exports them.
+"""Checkpoints exported by NVIDIA's ModelOpt (https://github.com/NVIDIA/TensorRT-Model-Optimizer).
 
 - FP8: ``X.weight`` float8_e4m3fn [out, in], ``X.weight_scale`` [] or [out], ``X.input_scale`` [];
-- FP8_PER_CHANNEL_PER_TOKEN: the same, inputs scaled token by token;
-- NVFP4: ``X.weight`` uint8 [out, in / 2], two E2M1 a byte, ``X.weight_scale`` float8_e4m3fn [out, in / 16], which
-  ``X.weight_scale_2`` [] multiplies. Inputs stay as they are: ``X.input_scale`` is not used.
+- FP8_PER_CHANNEL_PER_TOKEN: the same tensors, with inputs scaled per token;
+- NVFP4: ``X.weight`` uint8 [out, in / 2], two E2M1 per byte, ``X.weight_scale`` float8_e4m3fn [out, in / 16],
+  multiplied by ``X.weight_scale_2`` []. Inputs are not rounded: ``X.input_scale`` is unused.
 
-Modules that were left out have a plain ``X.weight``.
+Excluded modules have an unquantized ``X.weight``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SCALE, _SECOND = ".weight_scale", ".weight_scale_2"
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+        CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     algorithm = config.choice("quant_algo", _ALGORITHMS)
     tensors.drop(*CACHE_SCALES)

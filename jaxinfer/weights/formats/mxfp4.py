@@ -1,7 +1,7 @@
-"""MXFP4 experts as gpt-oss has them (OCP Microscaling Formats 1.0: 32 4-bit floats share a power of two).
+"""MXFP4 experts in the format of gpt-oss (OCP Microscaling Formats 1.0: 32 4-bit floats share a power of two).
 
-A stack of weights X is ``X_blocks`` uint8 [experts, out, in / 32, 16], pairs of neighbours with the first in the low
-nibble, and ``X_scales`` uint8 [experts, out, in / 32], exponents with a bias of 127.
+A stack of weights X is ``X_blocks`` uint8 [experts, out, in / 32, 16], adjacent pairs with the first in the low nibble,
+and ``X_scales`` uint8 [experts, out, in / 32], exponents with a bias of 127.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _END = "_blocks"
 
 
 def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint, by name.
+    """Return all weights of a checkpoint, by name.
 
     Raises:
-        CheckpointError: tensors are not as the format has them.
+        CheckpointError: tensors do not match the format.
     """
     del config
     return {name.removesuffix(_END): _weight(tensors, name.removesuffix(_END)) for name in tensors.ending(_END)}

@@ -1,8 +1,7 @@
-"""What a configuration says of single modules, over what it says of all: GPTQModel's ``dynamic``, auto-round's
-``extra_config``.
+"""Per-module overrides in quantisation configs: ``dynamic`` of GPTQModel and ``extra_config`` of auto-round.
 
-Modules are called what they are called in the model that was quantised, tensors what the file calls them. Around a text
-model within another these differ, so a module is looked up by each name that it may have (`jaxinfer.wrapped.names_of`).
+Overrides use the module names of the model that was quantised, tensors the names in the file. These differ for a text
+model inside another model, so a module is looked up by each name that it may have (`jaxinfer.wrapped.names_of`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _PLAIN_BITS = 16
 
 
 class Overrides:
-    """The fields of modules that differ.
+    """Overrides of the quantisation fields, by module.
 
     Raises:
         CheckpointError: the field is no object of objects.
@@ -33,10 +32,10 @@ class Overrides:
         self._tensors = tensors
 
     def of(self, module: str) -> Fields | None:
-        """The fields of a module that is stored quantised; None where nothing is said of it.
+        """Return the overrides of a module that is stored quantised; None if there are none.
 
         Raises:
-            CheckpointError: the configuration says that it is not quantised, or one of its patterns is refused.
+            CheckpointError: the configuration declares it unquantized, or rejects one of its patterns.
         """
         names = names_of(module)
         found = self._dynamic.first(names, self._dynamic_fits) or self._extra.first(names, str.__eq__)
@@ -52,24 +51,24 @@ class Overrides:
         return fields
 
     def _dynamic_fits(self, rule: str, name: str) -> bool:
-        """The first pattern counts that matches at the beginning of a name (GPTQModel 7.7)."""
+        """Return whether a pattern matches at the start of a name; the first matching rule applies (GPTQModel 7.7)."""
         return self._dynamic.patterns.match(rule.removeprefix(_WITH).removeprefix(_WITHOUT), name)
 
     def _extra_fits(self, rule: str, name: str) -> bool:
-        """A key that is no module's name is a pattern, which matches anywhere (auto-round 0.16)."""
+        """Return whether a key that is no module's name matches anywhere as a pattern (auto-round 0.16)."""
         is_module = f"{rule}.qweight" in self._tensors or f"{rule}.weight" in self._tensors
         return not is_module and self._extra.patterns.search(rule, name)
 
 
 def require_integers(fields: Fields) -> None:
-    """Sees that weights are integers in words of 32 bits, and inputs as they come; else raises CheckpointError."""
+    """Raise CheckpointError unless weights are integers in 32-bit words and inputs are unquantized."""
     fields.choice("data_type", ("int", "int_sym", "int_asym"), "int")
     fields.choice("act_bits", (16, 32), 16)
     fields.choice("pack_dtype", ("int32",), "int32")
 
 
 class _Rules:
-    """An object of objects in a configuration, each by the modules that it is about."""
+    """An object of objects in a configuration, keyed by module name or pattern."""
 
     def __init__(self, config: Fields, name: str) -> None:
         fields = config.optional(name)
@@ -79,7 +78,7 @@ class _Rules:
         self.patterns = Patterns(name)
 
     def first(self, names: tuple[str, ...], fits: Callable[[str, str], bool]) -> tuple[str, Fields] | None:
-        """The first rule that fits one of a module's names."""
+        """Return the first rule that fits one of a module's names."""
         return next(
             ((rule, fields) for rule, fields in self._rules.items() if any(fits(rule, name) for name in names)), None
         )

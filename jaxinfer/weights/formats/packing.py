@@ -1,18 +1,18 @@
-"""Small integers that several tools pack into words, as arrays of one value an entry."""
+"""Unpacking of small integers from words, as packed by several tools, to arrays with one value per element."""
 
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
 
-_UNITS = {3: 3, 5: 5, 6: 3, 7: 7}  # bytes that hold whole fields of so many bits; others divide a byte
-_ROWS = 128  # at a time: two blocks of a transposition stay in the second-level cache
+_UNITS = {3: 3, 5: 5, 6: 3, 7: 7}  # bytes that hold whole fields of these bits; other widths divide a byte
+_ROWS = 128  # rows at a time: two blocks of a transposing copy fit in the L2 cache
 
 
 def fields(words: np.ndarray, bits: int) -> np.ndarray:
-    """The fields of little-endian words ``[..., words]``, lowest bits first: uint8 ``[..., fields]``.
+    """Unpack the fields of little-endian words ``[..., words]``, lowest bits first: uint8 ``[..., fields]``.
 
-    The words of the last axis are one stream of bits: fields of 3, 5, 6 or 7 bits may lie across two of them.
+    The words of the last axis are one bit stream: fields of 3, 5, 6 or 7 bits may straddle two words.
     """
     stream = np.array(words, order="C").view(np.uint8)
     if bits == 8:
@@ -27,9 +27,9 @@ def fields(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def by_rows(words: np.ndarray, bits: int, count: int, order: np.ndarray | None = None) -> np.ndarray:
-    """The first ``count`` fields of each row, in another ``order`` if there is one: uint8 ``[rows, count]``.
+    """Unpack the first ``count`` fields of each row, permuted by ``order`` if given: uint8 ``[rows, count]``.
 
-    A few rows at a time: beside the result nothing of its size is made.
+    Works on a few rows at a time, so temporaries stay small compared with the result.
     """
     result = np.empty((words.shape[0], count), np.uint8)
     for row in range(0, words.shape[0], _ROWS):
@@ -39,20 +39,20 @@ def by_rows(words: np.ndarray, bits: int, count: int, order: np.ndarray | None =
 
 
 def signed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Values that count from 0, moved down by half of their range, in place: int4 for up to 4 bits, else int8."""
-    values -= 1 << (bits - 1)  # wraps around: the lower bits are those of the signed number
+    """Shift unsigned values down by half of their range, in place: int4 for up to 4 bits, else int8."""
+    values -= 1 << (bits - 1)  # wraps around: the low bits are those of the signed number
     if bits > 4:
         return values.view(np.int8)
     return np.bitwise_and(values, 0x0F, out=values).view(ml_dtypes.int4)
 
 
 def lowered(values: np.ndarray, bits: int) -> np.ndarray:
-    """Zero points that count from 0, moved down by half of the codes' range: int8."""
+    """Shift unsigned zero points down by half of the codes' range: int8."""
     return (values.astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
 
 
 def nibbles(stored: np.ndarray, high_first: bool = False) -> np.ndarray:
-    """Two 4-bit codes a byte: uint4 ``[..., 2 * bytes]``."""
+    """Unpack two 4-bit codes per byte: uint4 ``[..., 2 * bytes]``."""
     result = np.empty((*stored.shape, 2), np.uint8)
     np.bitwise_and(stored, 0x0F, out=result[..., int(high_first)])
     np.right_shift(stored, 4, out=result[..., int(not high_first)])
@@ -60,7 +60,7 @@ def nibbles(stored: np.ndarray, high_first: bool = False) -> np.ndarray:
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:
-    """A copy with rows as columns, in blocks: two to three times as fast as in one."""
+    """Return a transposed copy, made in blocks: two to three times as fast as in one step."""
     result = np.empty(matrix.shape[::-1], matrix.dtype)
     for row in range(0, matrix.shape[0], _ROWS):
         for column in range(0, matrix.shape[1], _ROWS):
@@ -70,7 +70,7 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
 
 
 def _of_bytes(stream: np.ndarray, size: int) -> np.ndarray:
-    """Words of ``size`` bytes each; the last is filled up with zeros."""
+    """Combine ``size`` bytes each into words; the last is zero-padded."""
     missing = -stream.shape[-1] % size
     whole = np.concatenate([stream, np.zeros((*stream.shape[:-1], missing), np.uint8)], axis=-1)
     parts = whole.reshape(*whole.shape[:-1], -1, size)

@@ -1,4 +1,4 @@
-"""Regular expressions out of config.json, matched for a bounded time: Python's own can take exponentially long."""
+"""Untrusted regular expressions from config.json, with bounded matching time: Python's can be exponential."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxinfer.weights.errors import CheckpointError, quoted
 _GROUP = re.compile(r"\([^()]*\)")
 _LONGEST = 1024
 _MOST_WAYS = 2 * 10**9
-_END = re.compile(r"((?<!\\)\.\*)+\$?$")  # at the end of what need not match all of a name it says nothing
+_END = re.compile(r"((?<!\\)\.\*)+\$?$")  # redundant at the end of a pattern that need not match the whole name
 
 
 class Patterns:
-    """The patterns of one field, on names of modules.
+    """The patterns of one field, matched against module names.
 
     Args:
-        field: as messages call it.
+        field: its name in messages.
     """
 
     def __init__(self, field: str) -> None:
@@ -26,15 +26,15 @@ class Patterns:
         self._spent = 0
 
     def match(self, pattern: str, module: str) -> bool:
-        """Whether a pattern matches at the beginning of a module's name.
+        """Return whether a pattern matches at the start of a module's name.
 
         Raises:
-            CheckpointError: it is no regular expression, or all together take too long.
+            CheckpointError: the regular expression is invalid, or all matches together take too long.
         """
         return self._prepared(pattern, len(module)).match(module) is not None
 
     def search(self, pattern: str, module: str) -> bool:
-        """Whether a pattern matches anywhere in a module's name; raises as `match` does."""
+        """Return whether a pattern matches anywhere in a module's name; raises as `match` does."""
         return self._prepared(pattern, len(module), len(module) + 1).search(module) is not None
 
     def _prepared(self, pattern: str, length: int, starts: int = 1) -> re.Pattern[str]:
@@ -57,7 +57,7 @@ class Patterns:
 
 
 def _ways(pattern: str, length: int) -> int:
-    """Bound of the ways to match that are tried on a name, where no repetition contains another."""
+    """Return a bound on the number of match attempts on a name, assuming no nested repetitions."""
     alternatives = [group.count("|") + 1 for group in (*_GROUP.findall(pattern), _GROUP.sub("", pattern))]
     repetitions = len(re.findall(r"[*+{]", pattern))
     return math.prod(alternatives) * 2 ** pattern.count("?") * math.comb(length + repetitions, repetitions)

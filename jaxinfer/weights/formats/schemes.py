@@ -1,4 +1,4 @@
-"""Schemes of the ``config_groups`` of compressed-tensors, and the group that a weight belongs to."""
+"""Schemes of the ``config_groups`` of compressed-tensors, and the assignment of weights to groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.patterns import Patterns
 
 _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
-_NAIVE = "naive-quantized"  # what older versions call the first two
+_NAIVE = "naive-quantized"  # name of the first two formats in older versions
 _STRATEGIES = {
     "float-quantized": ("tensor", "channel", "block"),
     "int-quantized": ("tensor", "channel"),
@@ -27,14 +27,14 @@ _REGEX = "re:"
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """Storage of a group's weights.
+    """Quantisation scheme of a group of weights.
 
     Attributes:
         format: one of float-, int-, pack-, nvfp4-pack- and mxfp4-pack-quantized.
-        bits: of a code.
+        bits: bits per code.
         strategy: unit that has a scale: "tensor", "channel", "group", "block" or "tensor_group".
         group: inputs that share a scale; 0: all.
-        block: rows and columns that do.
+        block: rows and columns that share a scale.
         symmetric: there are no zero points.
         activations, activation_group, static: as in `Grouped`.
     """
@@ -54,7 +54,7 @@ class Schemes:
     """The groups of a configuration.
 
     Raises:
-        CheckpointError: one of them, or what is said of all, is not known.
+        CheckpointError: a group or a global field has an unknown value.
     """
 
     def __init__(self, config: Fields) -> None:
@@ -67,10 +67,10 @@ class Schemes:
             raise config.refused("config_groups", ("one group or more",))
 
     def of(self, module: str) -> Scheme:
-        """The scheme of a module: its name goes before patterns, and these before classes.
+        """Return the scheme of a module: exact names take precedence over patterns, and patterns over classes.
 
         Raises:
-            CheckpointError: there are several groups, and none has it for a target.
+            CheckpointError: there are several groups, and none targets the module.
         """
         if len(self._groups) == 1:
             return self._groups[0][1]
@@ -81,7 +81,7 @@ class Schemes:
         raise CheckpointError(f"{quoted(module)} is quantised, but no group of config_groups has it among its targets")
 
     def _fits(self, target: str, module: str) -> bool:
-        """Whether a target "re:..." matches at the beginning of a module's name."""
+        """Return whether a target "re:..." matches at the start of a module's name."""
         return target.startswith(_REGEX) and self._patterns.match(target.removeprefix(_REGEX), module)
 
 
@@ -112,7 +112,7 @@ def _format(config: Fields, group: Fields, weights: Fields) -> str:
 
 
 def _with_activations(scheme: Scheme, group: Fields) -> Scheme:
-    """Activations of another kind, or of more than one scale a batch, are left alone: that is nearer to the model."""
+    """Add activation rounding; unsupported kinds are ignored, as unrounded inputs are closer to the model."""
     inputs = group.optional("input_activations")
     if inputs is None:
         return scheme
@@ -144,5 +144,5 @@ def _refuse_unless_empty(config: Fields, name: str) -> None:
 
 
 def _is_class(target: str, module: str) -> bool:
-    """Whether a target names the class of a module: "Linear" for all that is quantised but embeddings."""
+    """Return whether a target names the class of a module: "Linear" for all quantised modules except embeddings."""
     return target == ("Embedding" if module.endswith("embed_tokens") else "Linear")

@@ -1,4 +1,4 @@
-"""The raw tensors of a quantised checkpoint, as an adapter takes them: every shape and dtype is checked on the way."""
+"""Raw tensors of a quantised checkpoint, read by format adapters with every shape and dtype checked."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from jaxinfer.weights.safetensors.reader import DTYPES, TensorInfo
 
 FLOATS = ("F16", "BF16", "F32")
 POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
-# The values of a 4-bit float of the OCP Microscaling formats (E2M1), sign in the highest bit.
+# Values of the 4-bit float of the OCP Microscaling formats (E2M1), sign in the highest bit.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 Parts = Mapping[str, Callable[[], np.ndarray]]
 
 
 class RawTensors:
-    """A checkpoint of which tensors are taken.
+    """A checkpoint from which format adapters take tensors.
 
     Attributes:
-        taken: names that stored weights are made of: no parameter is to ask for them.
+        taken: names of the tensors that make up stored weights; no parameter may read them.
     """
 
     def __init__(self, checkpoint: Tensors) -> None:
@@ -38,14 +38,14 @@ class RawTensors:
         return name in self._checkpoint.tensors
 
     def ending(self, *suffixes: str) -> list[str]:
-        """All names with one of these ends."""
+        """Return all names with one of these suffixes."""
         return [name for name in self._checkpoint.tensors if name.endswith(suffixes)]
 
     def take(self, name: str, dtypes: Sequence[str], shape: Sequence[int | None]) -> TensorInfo:
-        """A tensor of one of these dtypes and of this shape (None: any extent but 0), which is now taken.
+        """Take a tensor of one of these dtypes and of this shape (None: any extent except 0), and mark it as taken.
 
         Raises:
-            CheckpointError: there is none, or it is another one.
+            CheckpointError: it is missing, or has another dtype or shape.
         """
         info = self._checkpoint.tensors.get(name)
         if info is None:
@@ -59,70 +59,70 @@ class RawTensors:
         return info
 
     def take_one(self, name: str, dtypes: Sequence[str]) -> TensorInfo:
-        """A tensor of a single value, ``[]`` or ``[1]``."""
+        """Take a tensor with a single value, ``[]`` or ``[1]``."""
         return self.take(name, dtypes, (1,) if len(self.shape(name)) == 1 else ())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; () where it is absent."""
+        """Return the shape of a tensor; () if it is absent."""
         info = self._checkpoint.tensors.get(name)
         return () if info is None else info.shape
 
     def drop(self, *suffixes: str) -> None:
-        """Takes what nothing is made of."""
+        """Mark unused tensors with one of these suffixes as taken."""
         self.taken.update(self.ending(*suffixes))
 
     def drop_one(self, name: str) -> None:
-        """Takes a tensor that may be absent, for nothing."""
+        """Mark an unused tensor as taken; it may be absent."""
         if name in self:
             self.taken.add(name)
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor as a read-only view of the file."""
+        """Return a tensor as a read-only view of the file."""
         return self._checkpoint.read(name)
 
     def read(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.array) -> np.ndarray:
-        """Read a tensor, apply ``change``, which makes a new array of it, and release the file's memory."""
+        """Read a tensor, apply ``change``, which copies it to a new array, and release the file's memory."""
         result = change(self._checkpoint.read(name))
         self._checkpoint.release(name)
         return result
 
     def scales(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.array) -> np.ndarray:
-        """Read scales as `read` does; raises CheckpointError where one is infinite or NaN."""
+        """Read scales as `read` does; raise CheckpointError if one is infinite or NaN."""
         result = self.read(name, change)
         if not np.isfinite(result.astype(np.float32)).all():
             raise self.wrong(name, "holds scales that are NaN or infinite")
         return result
 
     def one(self, name: str, positive: bool = False) -> np.ndarray:
-        """A single finite value as float32 ``[]``."""
+        """Return a single finite value as float32 ``[]``."""
         value = self.scales(name, lambda tensor: np.array(tensor.reshape(()), np.float32))
         if positive and not value > 0:
             raise self.wrong(name, f"is {value}, not a positive number")
         return value
 
     def wrong(self, name: str, what: str) -> CheckpointError:
-        """The error for a tensor that ``what`` is said of."""
+        """Return the error for a tensor; ``what`` completes the message."""
         return CheckpointError(f"tensor {quoted(name)} of {self._checkpoint.folder} {what}")
 
     def stored(self, shape: Sequence[int], layout: Layout, parts: Parts, names: Sequence[str]) -> StoredWeight:
-        """A weight that is read by ``parts`` out of the tensors ``names``."""
+        """Return a weight that ``parts`` reads from the tensors ``names``."""
         nbytes = sum(self._checkpoint.tensors[name].nbytes for name in names)
         digest = _digest([parts[name]() for name in layout.input_parts(shape[-1])])
         return StoredWeight(tuple(shape), layout, lambda name: parts[name](), nbytes, digest)
 
 
 def dtype_name(info: TensorInfo) -> str:
-    """Name of a tensor's dtype in numpy and ml_dtypes."""
+    """Return the name of a tensor's dtype in numpy and ml_dtypes."""
     return DTYPES[info.dtype].name
 
 
 def pieces(whole: int, size: int) -> int:
-    """Number of parts of a size, the last of which may be smaller."""
+    """Return the number of chunks of a size, the last of which may be smaller."""
     return math.ceil(whole / size)
 
 
 def spread(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, int], group: int) -> np.ndarray:
-    """Scales of blocks ``[out / rows, in / columns]`` as those of each row and ``group`` inputs."""
+    """Expand block scales ``[out / rows, in / columns]`` to one for each row and ``group`` inputs."""
     rows = np.arange(shape[0]) // block[0]
     columns = np.arange(0, shape[1], group) // block[1]
     return scales[rows[:, None], columns]

@@ -1,7 +1,7 @@
-"""Convert blocks of a GGUF file to the parts of a layout, and to plain numbers.
+"""Conversion of GGUF blocks to the arrays of a layout, and to float32.
 
-Where a layout of codes and scales has the same values to the last bit, blocks become that: a product with it needs no
-unpacking of bytes. The others stay as they are.
+Block kinds with a codes-and-scales layout of bitwise identical values are converted to it, which saves unpacking bytes
+in a product. Other blocks stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxinfer.quant import ggml
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout
 from jaxinfer.weights.errors import CheckpointError
 
-# uint8 [out, blocks of a row, bytes] to an array [out, ...]
+# Converts uint8 [out, blocks of a row, bytes] to an array [out, ...].
 Extract = Callable[[np.ndarray], np.ndarray]
 
 _LAYOUTS: Mapping[str, Layout] = MappingProxyType(
@@ -32,25 +32,25 @@ _LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 
 
 def layout_of(kind: str) -> Layout:
-    """Layout in which blocks of a kind lie in memory."""
+    """Return the in-memory layout for blocks of a kind."""
     return _LAYOUTS.get(kind) or Blocks(kind)
 
 
 def part_of(kind: str, part: str, blocks: np.ndarray) -> np.ndarray:
-    """A part of the kind's layout, in a new buffer.
+    """Return an array of the kind's layout, in a new buffer.
 
     Args:
         blocks: uint8 [out, blocks of a row, bytes].
 
     Raises:
-        CheckpointError: scales are no numbers.
+        CheckpointError: a scale is NaN.
     """
     extract: Extract = np.array if part == "blocks" else _PARTS[kind, part]
     return extract(blocks)
 
 
 def numbers(kind: str, blocks: np.ndarray) -> np.ndarray:
-    """Dequantise blocks to float32 [out, in]."""
+    """Dequantize blocks to float32 [out, in]."""
     values = ggml.KINDS[kind].dequantize(jnp.asarray(np.ascontiguousarray(blocks)))
     return np.asarray(values).reshape(blocks.shape[0], -1)
 
@@ -64,7 +64,7 @@ def _halves(blocks: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(data: np.ndarray, width: int) -> np.ndarray:
-    """Unpack the nibbles of each ``width`` bytes, all the low ones before all the high ones."""
+    """Unpack the nibbles of each ``width`` bytes, all low ones before all high ones."""
     groups = data.reshape(*data.shape[:-1], -1, 1, width)
     return np.concatenate([groups & 15, groups >> 4], axis=-2)
 
@@ -95,7 +95,7 @@ def _unsigned_floats(blocks: np.ndarray) -> np.ndarray:
     scales = _rows(blocks[..., :4])
     if (scales > 127).any():
         raise CheckpointError("scales of NVFP4 that are below 0")
-    # a NaN, which ggml takes for 0
+    # ggml reads this NaN as 0
     return np.where(scales == 127, np.uint8(0), scales).view(ml_dtypes.float8_e4m3fn)
 
 

@@ -1,6 +1,6 @@
-"""GGUF files (llama.cpp) as checkpoints: a model's config.json, its plain tensors, and its quantised weights.
+"""GGUF files (llama.cpp) as checkpoints: a model's config.json, its unquantized tensors, and its quantised weights.
 
-``docs/gguf.md`` lists the architectures and the types of blocks.
+``docs/gguf.md`` lists the architectures and the block types.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class GgufCheckpoint:
 
     Attributes:
         folder: the (first) file.
-        config_json: what config.json would say.
-        metadata: the file's key-value pairs: the tokenizer's are read by `jaxinfer.text.gguf`.
-        tensors: the plain ones.
-        weights: those in blocks.
+        config_json: the equivalent of config.json.
+        metadata: key-value pairs of the file; `jaxinfer.text.gguf` reads those of the tokenizer.
+        tensors: the unquantized tensors.
+        weights: the block-quantised weights.
     """
 
     def __init__(self, files: list[GgufFile]) -> None:
@@ -65,15 +65,15 @@ class GgufCheckpoint:
         )
 
     def read(self, name: str) -> np.ndarray:
-        """A plain tensor: a read-only view of the file, or a new buffer where the file has it in another form."""
+        """Return an unquantized tensor: a read-only view of the file, or a new buffer if its form differs."""
         return self._plain[name].read()
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """Prefetch a part of a tensor, a view of what `read` gave, into memory."""
+        """Prefetch a slice of a tensor, a view of the array that `read` returned, into memory."""
         self._plain[name].expect(part)
 
     def release(self, name: str) -> None:
-        """Gives back the memory behind a tensor that was read."""
+        """Release the mapped pages of a tensor that was read."""
         self._plain[name].release()
 
     def _sort(self, file: GgufFile, name: str, weights: dict[str, StoredWeight]) -> None:
@@ -89,7 +89,7 @@ class GgufCheckpoint:
                 self._plain[target.name] = plain
 
     def _join_latents(self, homes: Mapping[str, GgufFile]) -> None:
-        """Join DeepSeek's ``kv_b_proj``, which newer files hold in two parts, one of them transposed."""
+        """Join DeepSeek's ``kv_b_proj``, which newer files split in two tensors, one of them transposed."""
         for keys in [name for name in self._plain if name.endswith(".attn_k_b.weight")]:
             values = keys.replace(".attn_k_b.", ".attn_v_b.")
             layer = keys.split(".")[1]
@@ -101,7 +101,7 @@ class GgufCheckpoint:
                 self._plain[f"model.layers.{layer}.self_attn.kv_b_proj.weight"] = joined
 
     def _join(self, homes: Mapping[str, GgufFile], weights: dict[str, StoredWeight]) -> None:
-        """Join what a checkpoint has in one tensor: gates and ups of all experts, projections of a recurrence."""
+        """Join tensors that the checkpoint has as one: gate and up of all experts, projections of a recurrent layer."""
         latest = Latest()
         for join in joins(self._model):
             parts = tuple(Plain(homes[part], part, Target(part)) for part in join.parts)
@@ -117,15 +117,15 @@ class GgufCheckpoint:
 
 
 def open_gguf(path: pathlib.Path) -> GgufCheckpoint:
-    """Opens a GGUF file, or the first of several that make one model, and checks all of its headers.
+    """Open a GGUF file, or the first file of a split model, and check all headers.
 
     Raises:
-        CheckpointError: a file is missing or damaged, its model is of an unknown architecture, or its metadata lacks
-            what the model cannot do without.
+        CheckpointError: a file is missing or damaged, the architecture is unknown, or the metadata lacks a required
+            key.
     """
     try:
         return GgufCheckpoint(_files(path))
-    except GgufError as error:  # of an array of the metadata, which is read only now
+    except GgufError as error:  # of a metadata array, which is parsed only on access
         raise CheckpointError(str(error)) from error
 
 
@@ -156,7 +156,7 @@ def _homes(files: list[GgufFile]) -> dict[str, GgufFile]:
 
 
 def _usual_dtype(homes: Mapping[str, GgufFile]) -> str:
-    """Dtype of the matrices where all are plain; bfloat16 for a model in blocks."""
+    """Return the dtype of the matrices if none is block-quantised; bfloat16 for a block-quantised model."""
     kinds = {file.tensors[name].kind for name, file in homes.items() if len(file.tensors[name].shape) > 1}
     if kinds <= {"F16"} and kinds:
         return "float16"

@@ -1,7 +1,7 @@
-"""Convert the metadata of a GGUF file to what `transformers` would write into config.json.
+"""Conversion of GGUF metadata to the config.json that `transformers` would write.
 
-Keys are those of llama.cpp's writer (``gguf-py/gguf/constants.py``). What a key leaves open is taken as llama.cpp's
-readers take it; where they have no answer either, the file is refused.
+Keys are those of llama.cpp's writer (``gguf-py/gguf/constants.py``). Missing keys take the defaults of llama.cpp's
+readers; where there is no default either, the file is rejected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jaxinfer.weights.gguf.fields import (
 from jaxinfer.weights.gguf.hybrids import HYBRIDS
 from jaxinfer.weights.gguf.per_layer import PER_LAYER
 
-_GROUP_LIMITED_V2 = 160  # experts of the V2 models that choose among groups
+_GROUP_LIMITED_V2 = 160  # number of experts of the V2 models with group-limited routing
 
 
 def config_json(model: Described) -> Json:
-    """A config.json for the architecture.
+    """Return a config.json for the architecture.
 
     Raises:
-        CheckpointError: the architecture is unknown, or its metadata lacks what our configuration needs.
+        CheckpointError: the architecture is unknown, or its metadata lacks a key that the configuration needs.
     """
     architecture = model.architecture
     if architecture not in ARCHITECTURES:
@@ -126,7 +126,7 @@ def _gemma3(model: Described) -> Json:
 
 
 def _score_size(model: Described, largest: int) -> int:
-    """Square of the scores' divisor: no key says it; llama.cpp knows the 27B models by their layers."""
+    """Return ``query_pre_attn_scalar``; no key has it, and llama.cpp recognises the 27B models by their layer count."""
     heads, hidden = model.heads, model.count("embedding_length")
     by_width = model.layers == largest
     return hidden // heads if by_width else model.count("attention.key_length")
@@ -180,7 +180,7 @@ def _falcon(model: Described) -> Json:
 
 def _deepseek2(model: Described) -> Json:
     heads, rope = model.heads, model.count("rope.dimension_count")
-    # The keys with "mla" are of files whose other lengths are those of the latents.
+    # In files with the "mla" keys, the other length keys are those of the latents.
     key, value = (
         model.count(f"attention.{name}_length_mla", model.count(f"attention.{name}_length"))
         for name in ("key", "value")
@@ -211,7 +211,7 @@ def _deepseek_rope(model: Described) -> Json:
     if scaling is None or scaling["rope_type"] != "yarn":
         return {} if scaling is None else {"rope_scaling": scaling}
     if model.get("rope.scaling.yarn_log_multiplier") is not None:
-        # written as a tenth of it
+        # the file has a tenth of it
         scale = round(10 * model.number("rope.scaling.yarn_log_multiplier"), 6)
         scaling |= {"mscale": scale, "mscale_all_dim": scale}
     return {"rope_scaling": scaling}
@@ -232,7 +232,7 @@ def _deepseek_experts(model: Described) -> Json:
 
 
 def _deepseek_gate(model: Described) -> Json:
-    """GLM 4.7 Flash and older files do not say which gate: only sigmoids are corrected."""
+    """Return the router fields; in files without a gate (GLM 4.7 Flash, older) a correction bias implies sigmoid."""
     corrected = any(name.endswith(".exp_probs_b.bias") for name in model.shapes)
     gate = model.count("expert_gating_func", 0) or (SIGMOID if corrected else SOFTMAX)
     groups: Json = {}

@@ -1,4 +1,4 @@
-"""Config.json of the dense architectures that were added to llama.cpp beside Llama, Qwen, Gemma and the first ones."""
+"""Config.json of dense architectures added to llama.cpp after Llama, Qwen, Gemma and the other early ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxinfer.weights.gguf.fields import (
     sizes,
 )
 
-_EXAONE_32B = 64  # layers: the one EXAONE 4 that has windows, whether the file says so or not
+_EXAONE_32B = 64  # layer count of the only EXAONE 4 with sliding windows, even if the file has no window
 _ATTENTION, _MLP = {"attention_bias": "attn_q"}, {"mlp_bias": "ffn_down"}
 
 
@@ -33,7 +33,7 @@ def llama_biases(model: Described) -> Json:
 
 
 def _mistral3(model: Described) -> Json:
-    """Ministral 3, whose queries grow with their position, or Mistral Small 3, whose do not."""
+    """Return the config of Ministral 3, which scales queries with position, or of Mistral Small 3, which does not."""
     fields = common(model)
     if model.get("attention.temperature_scale") is None:
         return {**fields, **llama_biases(model), **named("LlamaForCausalLM", "llama")}
@@ -61,7 +61,7 @@ def _granite(model: Described) -> Json:
 
 
 def _olmo2(model: Described) -> Json:
-    """OLMo 2, or OLMo 3, whose layers with a window have a plain rotary embedding."""
+    """Return the config of OLMo 2, or of OLMo 3, whose sliding-window layers use unscaled RoPE."""
     fields = {**common(model), **biases(model, **_ATTENTION)}
     window = model.count("attention.sliding_window", 0)
     if not window:
@@ -76,7 +76,7 @@ def _olmo2(model: Described) -> Json:
 
 
 def _smollm3(model: Described) -> Json:
-    """Every fourth layer knows no positions: no key says so, and all published models have it so."""
+    """Return the config of SmolLM3: every fourth layer has no RoPE, as in all published models; no key gives it."""
     return {
         **common(model),
         **llama_biases(model),
@@ -86,7 +86,7 @@ def _smollm3(model: Described) -> Json:
 
 
 def _phi2(model: Described) -> Json:
-    """The converter writes four times the width as the MLP's, whatever it is."""
+    """Return the config of Phi-2; the MLP size is read from a tensor, as the converter always writes 4 * hidden."""
     return {
         **_layer_normed(model, "layer_norm_eps"),
         **named("PhiForCausalLM", "phi"),
@@ -141,7 +141,7 @@ def _ernie(model: Described) -> Json:
 
 
 def _hunyuan(model: Described) -> Json:
-    """The converter writes what ``alpha`` makes of theta."""
+    """Return the config of Hunyuan; the converter has already applied ``alpha`` to theta."""
     fields = {**common(model), **biases(model, **_ATTENTION)}
     return {**fields, **named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")}
 
@@ -162,7 +162,7 @@ def _gptneox(model: Described) -> Json:
 
 
 def _starcoder2(model: Described) -> Json:
-    """The window is not in the file: llama.cpp knows none."""
+    """Return the config of StarCoder 2; llama.cpp ignores its sliding window, so the file has none."""
     return {
         **_layer_normed(model, "norm_epsilon"),
         **biases(model, use_bias="attn_q"),

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: metadata of the right types and within bounds."""
+"""Model description from a GGUF file: metadata with checked types and bounds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAX_EXPERTS = 1 << 12
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """Metadata and tensor shapes of a GGUF file, as its model's description.
+    """Metadata and tensor shapes of a GGUF file.
 
     Attributes:
-        path: for messages.
-        metadata: its key-value pairs.
-        shapes: of its tensors, by ggml's names, as [out, in].
-        read: a one-dimensional tensor of plain numbers, by its name.
+        path: path of the file, for messages.
+        metadata: key-value pairs of the file.
+        shapes: shapes of its tensors, by ggml's names, as [out, in].
+        read: returns a one-dimensional unquantized tensor by name.
     """
 
     path: pathlib.Path
@@ -37,11 +37,11 @@ class Described:
         return self.text("general.architecture")
 
     def get(self, key: str) -> Any:
-        """A value by its key behind the architecture's name, such as "block_count"; None where there is none."""
+        """Return the value of a key below the architecture's name, such as "block_count"; None if it is absent."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-        """A whole number; one for each layer must be the same for all."""
+        """Return an integer; a per-layer list must have equal entries."""
         value = self.get(key)
         if isinstance(value, list) and len(set(map(str, value))) == 1:
             value = value[0]
@@ -52,7 +52,7 @@ class Described:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Number that config.json had: the shortest decimal that is the same float32 as the stored one."""
+        """Return the number that config.json had: the shortest decimal that rounds to the stored float32."""
         value = self.get(key)
         if value is None:
             value = default
@@ -77,7 +77,7 @@ class Described:
         return tensor in self.shapes
 
     def rows(self, tensor: str) -> int:
-        """Number of outputs of a matrix."""
+        """Return the number of outputs of a matrix."""
         shape = self.shapes.get(tensor, ())
         if len(shape) != 2:
             raise CheckpointError(f"{self.path} has no matrix {tensor}")
@@ -85,8 +85,8 @@ class Described:
 
     @property
     def layers(self) -> int:
-        """Number of layers, at most that of tensors: each has one at least. Those that predict further tokens do not
-        count."""
+        """Number of layers without multi-token prediction layers, bounded by the number of tensors, as each layer has
+        at least one."""
         blocks = self.count("block_count", most=len(self.shapes))
         return blocks - self.count("nextn_predict_layers", 0, most=blocks)
 

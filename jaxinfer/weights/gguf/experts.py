@@ -1,4 +1,4 @@
-"""Config.json of the mixtures of experts that were added to llama.cpp beside those of Mistral, Qwen and DeepSeek."""
+"""Config.json of mixture-of-experts architectures added to llama.cpp after those of Mistral, Qwen and DeepSeek."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxinfer.weights.gguf.fields import (
     rotated_share,
 )
 
-SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of gates
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's ids of router gates
 
-_MAVERICK = 128  # experts of the Llama 4 whose queries and keys are not normalised
+_MAVERICK = 128  # number of experts of the Llama 4 without QK norm
 _LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True}
 
 
@@ -33,7 +33,7 @@ def _with_gate(model: Described, known: int) -> None:
 
 
 def _gpt_oss(model: Described) -> Json:
-    """The ends of YaRN's ramp are not rounded, and the GLU is clamped, as all published models have it."""
+    """Return the config of gpt-oss; as in all published models, YaRN ramp ends are not rounded, the GLU is clamped."""
     fields = common(model)
     scaling = fields.pop("rope_scaling", {"rope_type": "default"})
     return {
@@ -49,7 +49,7 @@ def _gpt_oss(model: Described) -> Json:
 
 
 def _llama4(model: Described) -> Json:
-    """Chunks and the growth of queries are the published models', as in llama.cpp."""
+    """Return the config of Llama 4; chunk size and query scaling are those of the published models, as in llama.cpp."""
     fields = {
         **common(model),
         **_counts(model, "num_local_experts"),
@@ -128,7 +128,7 @@ def _minimax_m2(model: Described) -> Json:
 
 
 def _ernie_moe(model: Described) -> Json:
-    """The last layer with experts is the last that has them."""
+    """Return the config of ERNIE 4.5 MoE; ``moe_layer_end_index`` is the last layer with a router."""
     sparse = [index for index in range(model.layers) if model.has(f"blk.{index}.ffn_gate_inp.weight")]
     return {
         **common(model),

@@ -1,4 +1,4 @@
-"""Fields of a config.json that many architectures of GGUF files share: sizes, rotary embedding, experts, windows."""
+"""Config.json fields shared by many GGUF architectures: sizes, RoPE, experts and sliding windows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jaxinfer.weights.gguf.described import Described
 
 Json = dict[str, Any]
 
-# Llama 3.1 and later: the converter writes the factors that these give, and not the numbers themselves.
+# Llama 3.1 and later: the converter writes the resulting factors instead of these parameters.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def common(model: Described) -> Json:
-    """Fields that all descendants of Llama share."""
+    """Return the fields shared by all Llama-like models."""
     return {**sizes(model), "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"), "hidden_act": "silu"}
 
 
 def sizes(model: Described) -> Json:
-    """Fields of `common` for models with any norm and activation."""
+    """Return the fields of `common` that do not depend on norm and activation."""
     heads, head_dim = model.heads, _head_dim(model)
     if model.count("attention.value_length", head_dim) != head_dim:
         raise model.bad("attention.value_length", model.get("attention.value_length"))
@@ -63,22 +63,22 @@ def _head_dim(model: Described) -> int:
 
 
 def _share(rotated: int, head_dim: int) -> float:
-    """A fraction that makes ``rotated`` of ``head_dim`` again, where the product is rounded down to an integer."""
+    """Return a fraction for which int(head_dim * fraction) is exactly ``rotated``."""
     share = rotated / head_dim
     return share if int(head_dim * share) == rotated else math.nextafter(share, 2.0)
 
 
 def rotated_share(model: Described) -> float:
-    """Read how much of a head is rotated: for families whose default is not all of it."""
+    """Return the rotated fraction of a head, for families whose default is not the whole head."""
     head_dim = _head_dim(model)
     return _share(model.count("rope.dimension_count", head_dim), head_dim)
 
 
 def rope_scaling(model: Described) -> Json | None:
-    """The scaling that the metadata describe, as llama.cpp reads it; None: there is none.
+    """Return the RoPE scaling in the metadata, as llama.cpp reads it; None if there is none.
 
-    Without a type it is linear; of two keys of the factor the older one (``rope.scale_linear``) counts less; and
-    ``attn_factor`` multiplies cosines and sines whatever the type is.
+    The default type is linear; ``rope.scaling.factor`` takes precedence over the older ``rope.scale_linear``;
+    ``attn_factor`` multiplies cosines and sines for every type.
     """
     kind = model.get("rope.scaling.type") or "linear"
     if kind not in ("none", "linear", "yarn"):
@@ -94,7 +94,7 @@ def rope_scaling(model: Described) -> Json | None:
 
 
 def _factor(model: Described) -> float:
-    """By which positions are divided; 0 is written for none."""
+    """Return the divisor of the positions; files write 0 for none."""
     key = "rope.scaling.factor" if model.get("rope.scaling.factor") is not None else "rope.scale_linear"
     factor = model.number(key, 0.0)
     if factor < 0.0:
@@ -103,7 +103,7 @@ def _factor(model: Described) -> float:
 
 
 def _growth(model: Described) -> float:
-    """By which cosines and sines are multiplied."""
+    """Return the multiplier of cosines and sines."""
     growth = model.number("rope.scaling.attn_factor", 1.0)
     if growth <= 0.0:
         raise model.bad("rope.scaling.attn_factor", growth)
@@ -118,7 +118,7 @@ def _yarn(model: Described, factor: float, growth: float) -> Json:
             scaling[name] = model.number(f"rope.scaling.yarn_{name}")
     own = model.get("rope.scaling.yarn_attn_factor")
     if growth != 1.0 and model.get("rope.scaling.yarn_log_multiplier") is not None:
-        raise model.bad("rope.scaling.attn_factor", growth)  # a factor of a factor that is another one
+        raise model.bad("rope.scaling.attn_factor", growth)  # ambiguous: scales a factor that the log multiplier sets
     if own is not None or growth != 1.0:
         usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
         scaling["attention_factor"] = growth * model.number("rope.scaling.yarn_attn_factor", usual)
@@ -126,7 +126,7 @@ def _yarn(model: Described, factor: float, growth: float) -> Json:
 
 
 def _longrope(model: Described, rotated: int) -> Json:
-    """Two tensors of factors, and by how much cosines and sines grow."""
+    """Return LongRoPE scaling: two tensors of factors, and the multiplier of cosines and sines."""
     scaling: Json = {"rope_type": "longrope"}
     for name in ("short", "long"):
         scaling[f"{name}_factor"] = _as_decimals(_factors(model, f"rope_factors_{name}.weight", rotated))
@@ -137,9 +137,9 @@ def _longrope(model: Described, rotated: int) -> Json:
 
 
 def _by_factors(model: Described, theta: float, rotated: int, scaling: Json | None) -> Json:
-    """Factors for each frequency: as Llama 3's where they are its, so that they are computed from the same numbers.
+    """Return scaling by per-frequency factors: as "llama3" if they match, to compute them from its parameters.
 
-    A linear ``scaling`` divides frequencies once more.
+    A linear ``scaling`` also divides the frequencies.
     """
     factors = _factors(model, "rope_freqs.weight", rotated)
     if scaling is None:
@@ -153,7 +153,7 @@ def _by_factors(model: Described, theta: float, rotated: int, scaling: Json | No
 
 
 def _stretched(model: Described, factors: np.ndarray, growth: float) -> Json:
-    """A divisor for each frequency, at every length, and by how much cosines and sines grow."""
+    """Return scaling with one divisor per frequency at every length, and a multiplier of cosines and sines."""
     listed, context = _as_decimals(factors), model.count("context_length")
     fixed = {"factor": 1.0, "attention_factor": growth, "original_max_position_embeddings": context}
     return {"rope_type": "longrope", "short_factor": listed, "long_factor": listed, **fixed}
@@ -173,7 +173,7 @@ def _factors(model: Described, name: str, rotated: int) -> np.ndarray:
 
 
 def _llama3_factors(scaling: Json, theta: float, rotated: int) -> np.ndarray:
-    """Divisors of the frequencies in `RopeConfig`'s "llama3"."""
+    """Return the frequency divisors of "llama3" in `RopeConfig`."""
     inverse = theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -183,7 +183,7 @@ def _llama3_factors(scaling: Json, theta: float, rotated: int) -> np.ndarray:
 
 
 def expert_size(model: Described) -> int:
-    """The first converters do not write it; the experts' own shape says it, too."""
+    """Return the intermediate size of an expert, from a tensor's shape for early converters, which omit the key."""
     if model.get("expert_feed_forward_length") is not None:
         return model.count("expert_feed_forward_length")
     return rows_of_first(model, "ffn_gate_exps.weight")
@@ -198,7 +198,7 @@ def rows_of_first(model: Described, tensor: str) -> int:
 
 
 def layer_types(model: Described, every: int) -> list[str]:
-    """Read the type of each layer: all but each ``every``th have a sliding window, unless a key says otherwise."""
+    """Return the type of each layer: all except every ``every``th have a sliding window, unless a key overrides it."""
     windows = model.get("attention.sliding_window_pattern")
     if not isinstance(windows, list):
         period = model.count("attention.sliding_window_pattern", every)
@@ -209,7 +209,7 @@ def layer_types(model: Described, every: int) -> list[str]:
 
 
 def biases(model: Described, **tensors: str) -> Json:
-    """Read from the first layer's tensors which biases there are, by the names that config.json has for them."""
+    """Return which biases exist, from the first layer's tensors, by their config.json fields."""
     return {name: model.has(f"blk.0.{tensor}.bias") for name, tensor in tensors.items()}
 
 

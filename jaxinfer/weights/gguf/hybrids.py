@@ -1,4 +1,4 @@
-"""Config.json of models with recurrent layers beside those of attention."""
+"""Config.json of hybrid models with recurrent and attention layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxinfer.weights.gguf.recurrent import Heads
 
 
 def _hybrid(architecture: str, model_type: str) -> Callable[[Described], Json]:
-    """A layer is what its tensors are: recurrent with a convolution, and a mixture of experts with a router."""
+    """Return a config builder; a layer is recurrent if it has a convolution tensor, and MoE if it has a router."""
 
     def fields(model: Described) -> Json:
         recurrent = [model.has(f"blk.{index}.ssm_conv1d.weight") for index in range(model.layers)]
@@ -30,7 +30,7 @@ def _hybrid(architecture: str, model_type: str) -> Callable[[Described], Json]:
 
 
 def _experts(model: Described) -> Json:
-    """Weights of experts are always normalised."""
+    """Return the fields of the experts; routing weights are always normalised."""
     return {
         "num_experts": model.experts,
         "num_experts_per_tok": model.count("expert_used_count"),

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that a GGUF file has in several parts: latents' up-projections, experts' gates beside ups."""
+"""Checkpoint tensors that a GGUF file splits: MLA up-projections, gate and up of experts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jaxinfer.weights.safetensors.reader import TensorInfo
 
 
 class Latest:
-    """The array that was asked for last: the parameters take a stack of experts one by one, each time by its name."""
+    """Cache of the last array: parameters take the experts of a stack one by one, each time by the stack's name."""
 
     def __init__(self) -> None:
         self._name, self._array = "", np.empty(0)
 
     def get(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         if name != self._name:
-            self._name, self._array = "", np.empty(0)  # not two of them at once
+            self._name, self._array = "", np.empty(0)  # free the old array before making the new one
             self._array = make()
             self._name = name
         return self._array
 
 
 class _Made:
-    """What is made in memory of several tensors of a file."""
+    """Base of tensors assembled in memory from several tensors of a file."""
 
     parts: tuple[Plain, ...]
 
@@ -39,7 +39,7 @@ class _Made:
         return sum(part.source.nbytes for part in self.parts)
 
     def expect(self, part: np.ndarray) -> None:
-        del part  # it is in memory
+        del part  # already in memory
 
     def release(self) -> None:
         for part in self.parts:
@@ -48,10 +48,10 @@ class _Made:
 
 @dataclasses.dataclass(frozen=True)
 class Joined(_Made):
-    """A stack [experts, in, out], or biases [experts, out], of parts [experts, out, in] or [experts, out].
+    """A stack [experts, in, out], or biases [experts, out], joined from parts [experts, out, in] or [experts, out].
 
     Attributes:
-        interleaved: outputs of the parts take turns; otherwise they stand one part behind the other.
+        interleaved: outputs of the parts alternate; otherwise the parts are concatenated.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Joined(_Made):
 
     @property
     def in_blocks(self) -> bool:
-        """All parts are stored alike, and so is what they make."""
+        """Whether the result can stay in blocks: all parts have one block type and are stacks of matrices."""
         kinds = {part.source.kind for part in self.parts}
         return len(kinds) == 1 and kinds <= KINDS.keys() and len(self.parts[0].shape) == 3
 
@@ -86,7 +86,7 @@ class Joined(_Made):
         return self.latest.get(self.name, self._numbers)
 
     def stored(self) -> StoredWeight:
-        """The stack in blocks."""
+        """Return the stack as a block-quantised weight."""
         layout = layout_of(self.parts[0].source.kind)
 
         def read(part: str) -> np.ndarray:
@@ -114,10 +114,10 @@ class Joined(_Made):
 
 @dataclasses.dataclass(frozen=True)
 class Rows(_Made):
-    """A matrix [out, in] whose rows stand in several, in another order.
+    """A matrix [out, in] whose rows are in several tensors, in another order.
 
     Attributes:
-        order: by number of a row, where it is among those of the parts, one behind the other.
+        order: given the number of rows, returns the index of each row among the concatenated rows of the parts.
     """
 
     parts: tuple[Plain, ...]
@@ -130,7 +130,7 @@ class Rows(_Made):
 
     @property
     def in_blocks(self) -> bool:
-        """All parts are stored alike, and so is what they make."""
+        """Whether the result can stay in blocks: all parts have one block type."""
         kinds = {part.source.kind for part in self.parts}
         return len(kinds) == 1 and kinds <= KINDS.keys()
 
@@ -159,7 +159,7 @@ class Rows(_Made):
 
 
 def _part_of_stack(plain: Plain, part: str) -> np.ndarray:
-    """A part of the layout of a stack's blocks: [experts, out, ...]."""
+    """Return an array of the layout of a stack's blocks: [experts, out, ...]."""
     blocks = plain.stored()
     try:
         array = part_of(plain.source.kind, part, blocks.reshape(-1, *blocks.shape[-2:]))
@@ -170,7 +170,7 @@ def _part_of_stack(plain: Plain, part: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class LatentUp:
-    """``kv_b_proj`` [heads * (nope + value), rank] of keys [heads, rank, nope] and values [heads, value, rank]."""
+    """``kv_b_proj`` [heads * (nope + value), rank], joined from [heads, rank, nope] and [heads, value, rank]."""
 
     keys: Plain
     values: Plain
@@ -191,7 +191,7 @@ class LatentUp:
         return joined.reshape(-1, joined.shape[-1])
 
     def expect(self, part: np.ndarray) -> None:
-        del part  # it is in memory
+        del part  # already in memory
 
     def release(self) -> None:
         self.keys.release()

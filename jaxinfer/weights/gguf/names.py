@@ -1,7 +1,7 @@
-"""Map the tensors of a GGUF file to those of a Hugging Face checkpoint, and undo what the converter changed.
+"""Mapping of GGUF tensors to Hugging Face names, including the inverse of the converter's changes.
 
-The converter (llama.cpp's ``convert_hf_to_gguf.py``) turns the rows of queries and keys for another form of the rotary
-embedding, stacks experts, adds one to Gemma's norms, and more: a `Target` says how to undo it.
+The converter (llama.cpp's ``convert_hf_to_gguf.py``) permutes the rows of queries and keys for another RoPE layout,
+stacks experts, adds one to Gemma's norms, and more: a `Target` describes how to undo it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.naming import Join, Names, Target
 from jaxinfer.weights.gguf.tables import FALCON_40B, TABLES
 
-_BARE = r"ssm_a|(?:ffn_gate_inp|ffn_down_exps)\.scale"  # without ".weight"
+_BARE = r"ssm_a|(?:ffn_gate_inp|ffn_down_exps)\.scale"  # names without ".weight"
 _LAYER = re.compile(rf"blk\.(\d{{1,5}})\.(?:(.+)\.(weight|bias)|({_BARE}))", re.ASCII)
 _ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,5})", re.ASCII)
 
-# Read with the configuration, or made by every reader for itself.
+# Read with the configuration, or computed by every reader.
 IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def joins(model: Described) -> list[Join]:
-    """Tensors of the checkpoint that are made of several, where the file has all of them."""
+    """Return the checkpoint tensors that are joined from several, if the file has all of them."""
     names = _names(model)
     made = [
         Join(
@@ -38,9 +38,9 @@ def joins(model: Described) -> list[Join]:
 
 
 def targets(model: Described, name: str) -> list[Target]:
-    """Tensors of the checkpoint that a tensor of the file becomes: none, one, or one for each expert.
+    """Return the checkpoint tensors for a tensor of the file: none, one, or one for each expert.
 
-    A tensor that the architecture does not know keeps its name, under which nobody asks for it.
+    A tensor unknown to the architecture keeps its name, which no parameter requests.
     """
     names = _names(model)
     if name in IGNORED or name.endswith(".attn_rot_embd.weight"):
@@ -65,7 +65,7 @@ def targets(model: Described, name: str) -> list[Target]:
     renamed = names.layer.get(stem)
     expert = _ONE_EXPERT.fullmatch(stem)
     if expert is not None and f"{expert[1]}_exps" in names.stacks:
-        # before stacks there was a tensor for each
+        # older files have one tensor per expert instead of a stack
         renamed = names.stacks[f"{expert[1]}_exps"].removesuffix(".weight").format(int(expert[2]))
     return [names.target(model, stem, None if renamed is None else prefix + renamed, kind, name)]
 
@@ -77,7 +77,7 @@ def _names(model: Described) -> Names:
 
 
 def _cut(model: Described, names: Names, prefix: str, kind: str, name: str) -> list[Target]:
-    """Cut queries, keys and values that stand in one tensor, one behind the other."""
+    """Split a fused tensor of queries, keys and values into the three."""
     heads, rows = model.heads, model.shapes[name][0]
     kv_heads = names.fused_kv_heads(model, int(name.split(".")[1])) if names.fused_kv_heads else model.kv_heads
     if rows % (heads + 2 * kv_heads):

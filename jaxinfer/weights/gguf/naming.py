@@ -1,4 +1,4 @@
-"""How tensors of a GGUF file are called in a checkpoint, and how what the converter changed of them is undone."""
+"""Data types of the GGUF name mapping: renaming of tensors, and the inverse of the converter's changes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 
 from jaxinfer.weights.gguf.described import Described
 
-# Corrections of routers, sinks and scales have whole names of their own.
+# Complete names, which take no ".weight" or ".bias": router corrections, sinks and scales.
 _WITHOUT_KIND = ("_bias", ".sinks", "_scale", ".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A tensor, or the part of a stack that belongs to one expert, under its Hugging Face name.
+    """A tensor, or the slice of a stack that belongs to one expert, under its Hugging Face name.
 
     Attributes:
-        order: by number of a row, where the file has it (None: rows stand as they are).
-        shift: what is added to plain numbers.
-        transposed: plain numbers stand as [in, out].
-        matrix: a vector is a matrix of one row.
-        expert: which matrix of a stack it is, or which row of one.
-        rows: which rows of a fused matrix it is, from the first to before the second.
-        columns: as ``order``, of the inputs of a matrix.
-        undo: what makes the checkpoint's numbers of the file's; raises ValueError.
-        taps: a matrix [channels, taps] is a convolution [channels, 1, taps].
-        plain: it is no weight of a product, and cannot stay in blocks.
+        order: given the number of rows, returns the index of each row in the file (None: unchanged).
+        shift: value added to unquantized values.
+        transposed: unquantized values are stored as [in, out].
+        matrix: a vector becomes a matrix with one row.
+        expert: index of the matrix in a stack, or of the row in a matrix.
+        rows: start and stop of the rows of a fused matrix.
+        columns: like ``order``, for the inputs of a matrix.
+        undo: inverse of a change to the values; raises ValueError.
+        taps: a matrix [channels, taps] becomes a convolution [channels, 1, taps].
+        plain: no product reads it as a weight, so it must be dequantized.
     """
 
     name: str
@@ -47,15 +47,15 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """A tensor of the checkpoint that is in several of the file, or one in which the file has it turned.
+    """A checkpoint tensor that is split over several tensors of the file, or transposed in the file.
 
-    Of stacks [experts, out, in], or of biases [experts, out], the outputs are joined, and stacks are turned to
-    [experts, in, out]. Of matrices [out, in] with an ``order`` the rows are.
+    For stacks [experts, out, in] and biases [experts, out] the outputs are joined, and stacks are transposed to
+    [experts, in, out]. For matrices [out, in] with an ``order`` the rows are joined.
 
     Attributes:
         parts: tensors of the file.
-        interleaved: outputs of the parts take turns; otherwise they stand one part behind the other.
-        order: by number of a row of the checkpoint's matrix, where it is among those of all parts.
+        interleaved: outputs of the parts alternate; otherwise the parts are concatenated.
+        order: given the number of rows, returns the index of each row among the rows of all parts.
     """
 
     name: str
@@ -69,21 +69,21 @@ class Names:
     """Tensor names of one architecture.
 
     Attributes:
-        whole: those outside of the layers, without ".weight".
-        layers: what the names of all layers begin with.
-        layer: those within a layer.
-        stacks: of all experts: the whole name for one, with braces in the place of its number; those outside of layers
-            are of as many matrices as there are.
-        orders: of which the rows were moved, by what undoes it.
-        shift: what the norms lack.
-        transposed: matrices stand as [in, out].
+        whole: names outside of the layers, without ".weight".
+        layers: name prefix of all layers.
+        layer: names within a layer.
+        stacks: full names of stacks, with braces for the expert's number; a stack outside of the layers has as many
+            matrices as its first dimension.
+        orders: inverse row permutations, by tensor.
+        shift: value to add to the norms.
+        transposed: matrices stored as [in, out].
         vectors: tensors that lost their first dimension, of size 1.
-        joins: what several tensors of a layer become, and whether their outputs are ``interleaved``: see `Join`.
-        row_orders: of joined matrices, by the name of what they become.
-        amended: tensors of which more was changed, by what says how to undo it.
-        kept: norms that are not shifted.
-        fused_kv_heads: KV heads of a layer whose queries, keys and values stand in one; none: all layers have as many.
-        behind: what the names of layers that predict further tokens begin with; none: what all do.
+        joins: tensors of a layer to join, by the result's name; ``interleaved`` if outputs alternate: see `Join`.
+        row_orders: row orders of joined matrices, by the result's name.
+        amended: further inverse changes, by tensor.
+        kept: norms without a shift.
+        fused_kv_heads: returns the KV heads of a layer with fused QKV; None: the same in all layers.
+        behind: name prefix of multi-token prediction layers; empty: the same as other layers.
     """
 
     whole: Mapping[str, str]
@@ -107,7 +107,7 @@ class Names:
         return frozenset(part for parts in self.joins.values() for part in parts)
 
     def stacked(self, model: Described, stem: str, shape: tuple[int, ...]) -> int:
-        """How many a stack holds: matrices of all experts, or rows of all heads; 0: it is none."""
+        """Return the number of entries of a stack: matrices of all experts, or rows of all heads; 0 if it is none."""
         if stem.endswith("_exps"):
             return model.experts if shape[:-2] == (model.experts,) else 0
         return shape[0] if shape[:-1] in ((model.heads,), (model.kv_heads,)) else 0
@@ -128,13 +128,13 @@ class Names:
 
 
 def in_numbers(model: Described, target: Target) -> Target:
-    """What no product reads."""
+    """Mark a tensor that no product reads, which must be dequantized."""
     del model
     return dataclasses.replace(target, plain=True)
 
 
 def fused_kv_heads(model: Described, layer: int) -> int:
-    """What rows of a layer's ``attn_qkv`` leave for KV heads; a head is as large as the norm of queries."""
+    """Return the number of KV heads that the rows of ``attn_qkv`` leave; the head size is that of the query norm."""
     heads, rows = model.heads, model.rows(f"blk.{layer}.attn_qkv.weight")
     size = math.prod(model.shapes.get(f"blk.{layer}.attn_q_norm.weight", ()))
     if not size or rows <= heads * size or rows % (2 * size) != heads * size % (2 * size):
@@ -143,7 +143,7 @@ def fused_kv_heads(model: Described, layer: int) -> int:
 
 
 def _turned(model: Described, heads: int) -> Callable[[int], np.ndarray]:
-    """Order that puts rows of heads, whose pairs lie side by side, back to one half behind the other."""
+    """Return the order that converts rows of heads from interleaved RoPE pairs back to two halves."""
 
     def order(rows: int) -> np.ndarray:
         if rows % (2 * heads):
@@ -162,7 +162,7 @@ def turned_keys(model: Described) -> Callable[[int], np.ndarray]:
 
 
 def grouped(model: Described) -> Callable[[int], np.ndarray]:
-    """Order that puts Falcon's queries, keys and values, one behind the other, back to groups of each KV head."""
+    """Return the order that regroups Falcon's concatenated queries, keys and values by KV head."""
     heads, kv_heads = model.heads, model.kv_heads
 
     def order(rows: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Config.json of Gemma 3n and Gemma 4, whose layers have embeddings, sizes and rotary embeddings of their own."""
+"""Config.json of Gemma 3n and Gemma 4, which have per-layer embeddings, sizes and RoPE."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def _common(model: Described) -> Json:
 
 
 def _layer_types(model: Described) -> list[str]:
-    """No period is taken for granted: files have a list."""
+    """Return the layer types; these files have a list of them and no default period."""
     if not isinstance(model.get("attention.sliding_window_pattern"), list):
         raise model.bad("attention.sliding_window_pattern", model.get("attention.sliding_window_pattern"))
     return layer_types(model, 0)
 
 
 def _hidden_sizes(model: Described) -> list[int]:
-    """Read the size of each layer's MLP."""
+    """Return the MLP size of each layer."""
     sizes = model.get("feed_forward_length")
     if not isinstance(sizes, list):
         return [model.count("feed_forward_length")] * model.layers
@@ -75,7 +75,7 @@ def _gemma3n(model: Described) -> Json:
 
 
 def _sparsity(model: Described) -> list[float]:
-    """Shares of a normal variable below so many deviations, which files have; of none of it that is minus infinity."""
+    """Return the sparsity of each layer: the normal CDF of the scale in standard deviations; minus infinity means 0."""
     scales = model.get("activation_sparsity_scale")
     known = isinstance(scales, list) and all(type(scale) is float and scale < math.inf for scale in scales)
     if not known:
@@ -129,7 +129,7 @@ def _expect(model: Described, key: str, value: int) -> None:
 
 
 def _kv_heads(model: Described, kinds: list[str], kind: str) -> int:
-    """KV heads of layers of a kind, by their keys: metadata say what configurations said, whether it is used or not."""
+    """Return the KV heads of a kind of layer, from the shape of its keys, as the metadata may give unused values."""
     size = model.count(f"attention.key_length{'_swa' if kind.startswith('sliding') else ''}")
     if kind not in kinds:
         return 0
@@ -143,7 +143,7 @@ def _kv_heads(model: Described, kinds: list[str], kind: str) -> int:
 
 
 def _rotated(model: Described, head_dim: int) -> float:
-    """How much of a head is rotated: the factors of other frequencies are beyond all bounds."""
+    """Return the rotated fraction of a head: the other frequencies have huge factors."""
     if model.shapes.get(_FREQUENCIES) != (head_dim // 2,):
         raise CheckpointError(f"{model.path} has not {head_dim // 2} numbers in {_FREQUENCIES}, one for each frequency")
     turning = model.read(_FREQUENCIES).astype(np.float64) == 1.0

@@ -1,7 +1,7 @@
-"""What the converter changed of gated DeltaNet's tensors (Qwen3-Next, Qwen3.5), and how it is undone.
+"""Converter changes to gated DeltaNet tensors (Qwen3-Next, Qwen3.5), and their inverse.
 
-In checkpoints value heads stand by the key head that they belong to. Files of Qwen3.5 have the first of every key head,
-then the second of each (``_LinearAttentionVReorderBase`` of ``convert_hf_to_gguf.py``).
+In checkpoints value heads are grouped by key head. Files of Qwen3.5 have the first value head of every key head, then
+the second of each (``_LinearAttentionVReorderBase`` of ``convert_hf_to_gguf.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALLEST = np.finfo(np.float32).tiny
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Heads of the recurrent layers: ``keys`` with ``values`` each, of ``key_dim`` and ``value_dim`` numbers."""
+    """Heads of the recurrent layers: ``keys`` key heads with ``values`` value heads each, and their dimensions."""
 
     keys: int
     values: int
@@ -31,7 +31,7 @@ class Heads:
 
     @staticmethod
     def of(model: Described) -> Heads:
-        """Raises CheckpointError: the metadata lacks a size, or sizes do not divide each other."""
+        """Read the heads; raise CheckpointError if the metadata lacks a size or the sizes do not divide each other."""
         keys, total = (model.count(f"ssm.{name}", most=MAX_HEADS) for name in ("group_count", "time_step_rank"))
         inner, size = model.count("ssm.inner_size"), model.count("ssm.state_size")
         if not keys or not total or total % keys:
@@ -41,7 +41,7 @@ class Heads:
         return Heads(keys, total // keys, size, inner // total)
 
     def fields(self, model: Described) -> Json:
-        """What config.json calls them."""
+        """Return the sizes as config.json fields."""
         return {
             "linear_conv_kernel_dim": model.count("ssm.conv_kernel"),
             "linear_num_key_heads": self.keys,
@@ -52,7 +52,7 @@ class Heads:
 
 
 def by_heads(model: Described) -> Order:
-    """Rows of queries, keys, values and gates, one kind behind the other, to those of each key head together."""
+    """Return the order that regroups concatenated queries, keys, values and gates by key head."""
     heads = Heads.of(model)
     widths = (heads.key_dim, heads.key_dim, *2 * (heads.values * heads.value_dim,))
 
@@ -66,7 +66,7 @@ def by_heads(model: Described) -> Order:
 
 
 def decays(model: Described, target: Target) -> Target:
-    """A file has the decays, and a checkpoint their logarithms."""
+    """Convert decays, which the file stores, to their logarithms, which the checkpoint stores."""
     del model
     return dataclasses.replace(target, undo=_logarithms)
 
@@ -76,7 +76,7 @@ def tiled_decays(model: Described, target: Target) -> Target:
 
 
 def tiled(model: Described, target: Target) -> Target:
-    """Rows of value heads, of as many numbers as there are, back to the key heads that they belong to."""
+    """Regroup rows of value heads, of any equal size, by key head."""
     return dataclasses.replace(target, order=_untiled(model))
 
 
@@ -85,13 +85,13 @@ def tiled_columns(model: Described, target: Target) -> Target:
 
 
 def channels(model: Described, target: Target) -> Target:
-    """A convolution's taps [channels, taps] have an input of one channel between them."""
+    """Add the input-channel dimension of size 1 to a convolution's taps [channels, taps]."""
     del model
     return dataclasses.replace(target, taps=True)
 
 
 def tiled_values(model: Described, target: Target) -> Target:
-    """Rows of values, behind those of queries and keys."""
+    """Regroup the rows of values, which follow those of queries and keys."""
     heads, behind = Heads.of(model), _untiled(model)
     first = 2 * heads.keys * heads.key_dim
 
@@ -119,7 +119,7 @@ def _untiled(model: Described) -> Order:
 
 
 def _logarithms(numbers: np.ndarray) -> np.ndarray:
-    """Raises ValueError: a number is above 0, or none."""
+    """Return logarithms of the negated decays; raise ValueError if a decay is positive or NaN."""
     if not (numbers <= 0).all():
         raise ValueError("decays that are not at most 0")
     return np.log(np.maximum(-numbers.astype(np.float32), _SMALLEST))

@@ -1,4 +1,4 @@
-"""Tensor names by architecture: those of GGUF files (``gguf-py/gguf/tensor_mapping.py``), and of checkpoints."""
+"""Tensor names by architecture: of GGUF files (``gguf-py/gguf/tensor_mapping.py``) and of checkpoints."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ _FALCON = Names(
     },
     orders={"attn_qkv": grouped},
 )
-# The first norm of a layer with two is that of its MLP.
+# In a layer with two norms, the first is that of the MLP.
 FALCON_40B = dataclasses.replace(_FALCON, layer={**_FALCON.layer, "attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
 _SHARED_EXPERTS = {ours: theirs.format("shared_experts") for ours, theirs in _SHARED.items()}
-# What layers that predict further tokens have besides; nobody asks for them here.
+# Additional tensors of multi-token prediction layers, which no parameter requests.
 _PREDICTORS = {
     "nextn.eh_proj": "eh_proj",
     "nextn.enorm": "enorm",
@@ -112,7 +112,7 @@ _DEEPSEEK = {
 
 _TURNED = {"attn_q": turned_queries, "attn_k": turned_keys}
 _TURNED_LLAMA = dataclasses.replace(_DECODER, orders=_TURNED)
-_BEHIND = {  # norms behind attention and MLP, none before them
+_BEHIND = {  # post-norm: norms after attention and MLP, none before them
     **{ours: theirs for ours, theirs in _ATTENTION.items() if not ours.endswith("norm")},
     **_QK_NORM,
     "post_attention_norm": "post_attention_layernorm",

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files as a checkpoint has them: rows back in their order, parts joined, blocks as storages."""
+"""GGUF tensors in checkpoint form: row order restored, fused rows split, blocks exposed as stored weights."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class GgufFile:
     """The tensors of one GGUF file.
 
     Attributes:
-        path: where the file is.
-        metadata: its key-value pairs.
-        tensors: what it holds, by ggml's names.
+        path: path of the file.
+        metadata: key-value pairs of the file.
+        tensors: the tensors by ggml's names.
 
     Raises:
-        CheckpointError: the file is missing, truncated, or not what the format allows.
+        CheckpointError: the file is missing, truncated or invalid.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -55,7 +55,7 @@ class GgufFile:
         self.path, self.metadata, self.tensors, self._map = path, header.metadata, header.tensors, header.data
 
     def read(self, name: str, matrix: int | None = None) -> np.ndarray:
-        """The tensor, or one matrix of a stack, as a read-only view: numbers, or uint8 [*out, blocks, bytes]."""
+        """Return a tensor, or one matrix of a stack, as a read-only view: values, or uint8 [*out, blocks, bytes]."""
         info = self.tensors[name]
         shape = info.shape if matrix is None else info.shape[1:]
         start, _ = self.span(name, matrix)
@@ -66,18 +66,18 @@ class GgufFile:
         return np.ndarray(shape, _DTYPES[info.kind], buffer=self._map, offset=start)
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """Tells the operating system that a view of a whole tensor, or a part of it, is needed soon."""
+        """Advise the operating system to prefetch a view of a tensor, unless the view is scattered."""
         begin = np.lib.array_utils.byte_bounds(self.read(name))[0]
         low, high = np.lib.array_utils.byte_bounds(part)
         if high - low <= part.nbytes:
             self._advise("MADV_WILLNEED", self.tensors[name].start + low - begin, high - low)
 
     def release(self, name: str, matrix: int | None = None) -> None:
-        """Lets the operating system take back the memory behind what `read` gave; views of it stay valid."""
+        """Let the operating system reclaim the pages of a tensor; views of it stay valid."""
         self._advise("MADV_DONTNEED", *self.span(name, matrix))
 
     def span(self, name: str, matrix: int | None = None) -> tuple[int, int]:
-        """Offset in the file of a tensor, or of one matrix of it, and its number of bytes."""
+        """Return the offset in the file of a tensor, or of one matrix of a stack, and its size in bytes."""
         info = self.tensors[name]
         if matrix is None:
             return info.start, info.nbytes
@@ -88,14 +88,14 @@ class GgufFile:
         if not hasattr(mmap, advice):
             return
         begin = start - start % mmap.PAGESIZE
-        # only a hint: a file system that does not know it reads well without
+        # only a hint: file systems that do not support it still read correctly
         with contextlib.suppress(OSError):
             self._map.madvise(getattr(mmap, advice), begin, start + nbytes - begin)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """Numbers of a tensor as its target has them; blocks are dequantised."""
+    """Values of a tensor in the form of its target; blocks are dequantized."""
 
     file: GgufFile
     name: str
@@ -125,7 +125,7 @@ class Plain:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the checkpoint's weight is in blocks: no number of them has to be changed or to leave its block."""
+        """Whether the weight can stay in blocks: its values are unchanged and permutations only move whole blocks."""
         target, blocks = self.target, self.source.kind in KINDS and len(self.shape) == 2
         return (
             blocks
@@ -136,7 +136,7 @@ class Plain:
         )
 
     def stored(self) -> np.ndarray:
-        """Numbers or blocks, rows in the model's order, and columns, where whole blocks have only to be moved."""
+        """Return values or blocks with rows in checkpoint order, and columns too if only whole blocks move."""
         rows = self.file.read(self.name, self.target.expert)
         if self.target.rows is not None:
             rows = rows[slice(*self.target.rows)]
@@ -144,7 +144,7 @@ class Plain:
         return rows if self.target.columns is None or not self.in_blocks else rows[:, self._columns(blocks=True)]
 
     def _columns(self, *, blocks: bool) -> np.ndarray | slice | None:
-        """Where columns are, or blocks of them; None: blocks would have to be cut."""
+        """Return the order of the columns, or of blocks of them; None if blocks would have to be split."""
         if self.target.columns is None:
             return slice(None)
         places = self.target.columns(self.source.shape[-1])
@@ -200,7 +200,7 @@ def stored_weight(plain: Plain) -> StoredWeight:
 
 
 def stored_part(plain: Plain, part: str) -> np.ndarray:
-    """A part of the layout of a matrix' blocks."""
+    """Return an array of the layout of a matrix in blocks."""
     try:
         return part_of(plain.source.kind, part, plain.stored())
     except CheckpointError as error:

@@ -1,1 +1,1 @@
-"""Converted folders: an Orbax checkpoint for each part of the parameters, and a manifest."""
+"""Converted folders: an Orbax checkpoint for each top-level parameter subtree, and a manifest."""

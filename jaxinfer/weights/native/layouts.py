@@ -1,4 +1,4 @@
-"""Quantised weights of a converted folder in words of JSON: how each lies, for the manifest."""
+"""JSON encoding of the layouts of quantised weights, for the manifest of a converted folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_PIECES = 1000
 
 
 def describe(specs: ParamTree, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Encode the layouts of a tree's quantised weights as JSON by name, for `described`. Arrays are not named."""
+    """Encode the layouts of a tree's quantised weights as JSON by name, for `described`; skip other arrays."""
     found: dict[str, Any] = {}
     for key, node in specs.items():
         if isinstance(node, Quantized | Split):
@@ -39,13 +39,13 @@ def _plain(node: Any) -> dict[str, Any]:
 
 
 def described(specs: ParamTree, storages: Mapping[str, Any], dtype: str) -> ParamTree:
-    """The parameters of plain tensors with storages in the places that a manifest names.
+    """Return the specs with quantised storages for the weights that a manifest names.
 
     Args:
-        dtype: of the model.
+        dtype: dtype of the model.
 
     Raises:
-        CheckpointError: the manifest describes what cannot be.
+        CheckpointError: the manifest is inconsistent with the specs.
     """
     left = dict(storages)
     made = _with_storages(specs, left, dtype, ())
@@ -81,7 +81,7 @@ def _stored(name: str, spec: ParamSpec, plain: Any, dtype: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Storage:
-    """Makes the specs of a weight ``[*out, in]``."""
+    """Builds the specs of a weight ``[*out, in]``."""
 
     axes: tuple[str | None, ...]
     inputs: int
@@ -135,7 +135,7 @@ def _layout(plain: Mapping[str, Any]) -> Layout:
 
 
 def _value(kind: str, value: Any) -> Any:
-    """A field's value, of exactly the type that the field has."""
+    """Return a field's value if its type is exactly that of the field, else raise ValueError."""
     if kind.startswith("tuple") and isinstance(value, list | tuple):
         return tuple(float(_value("float", each)) for each in value[:256])
     wanted = {"int": int, "str": str, "bool": bool, "float": float}.get(kind)

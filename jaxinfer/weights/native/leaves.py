@@ -1,4 +1,4 @@
-"""The arrays that are written: how each is cut, and where its value comes from."""
+"""Arrays to be written to a converted folder: their chunk shapes and the source of their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.parallel.mesh import RULES
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights.native.manifest import DTYPES, NIBBLES, StoredArray, array_name
 
-# A dimension that devices share is cut into so many pieces at most: on as many devices each reads its own alone.
+# Most chunks along a sharded dimension: on up to as many devices, each reads only its own chunks.
 _PIECES = 8
 _SMALLEST_CHUNK = 1 << 20  # bytes
 
@@ -24,7 +24,7 @@ class Leaf:
 
     Attributes:
         axes: the logical axis of each dimension (see `ParamSpec`).
-        read: gives the array, when its turn comes.
+        read: returns the array; called when it is written.
     """
 
     shape: tuple[int, ...]
@@ -45,10 +45,10 @@ class Leaf:
         return dataclasses.replace(whole, chunk=chunk_of(whole.stored_shape, self.axes, whole.stored_dtype.itemsize))
 
     def value(self, array: StoredArray) -> np.ndarray:
-        """The array as it is stored.
+        """Return the array in its stored encoding.
 
         Raises:
-            ValueError: it is not what it was said to be.
+            ValueError: its shape or dtype is not the declared one.
         """
         value = np.asarray(self.read())
         if value.shape != self.shape or value.dtype != self.dtype:
@@ -60,7 +60,7 @@ class Leaf:
 
 
 def chunk_of(shape: Sequence[int], axes: Sequence[str | None], itemsize: int) -> tuple[int, ...]:
-    """The shape of an array's chunks: dimensions that devices share are cut, as long as chunks stay large."""
+    """Return the chunk shape of an array: sharded dimensions are halved as long as chunks stay large."""
     chunk, going = list(shape), True
     while going:
         going = False
@@ -74,10 +74,10 @@ def chunk_of(shape: Sequence[int], axes: Sequence[str | None], itemsize: int) ->
 
 
 def leaves_of(specs: ParamTree, params: Any) -> dict[str, Leaf]:
-    """The arrays of parameters by name, see `array_name`.
+    """Return the arrays of parameters by name, see `array_name`.
 
     Raises:
-        ValueError: a parameter is missing, has another shape than its spec, or is not all in this process.
+        ValueError: a parameter is missing, has another shape than its spec, or is not entirely in this process.
     """
     return {array_name(path): _leaf(path, spec, params) for path, spec in walk_specs(specs)}
 

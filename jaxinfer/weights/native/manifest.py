@@ -1,11 +1,11 @@
-"""Manifest of a converted folder: the arrays that it holds, their chunks, and a checksum of each chunk.
+"""Manifest of a converted folder: its arrays, their chunks, and a checksum of each chunk.
 
 A converted folder is ``config.json``, the tokenizer's files, ``params/`` and ``jaxinfer_manifest.json``, which is
-written last. Under ``params/`` is one Orbax checkpoint for each name at the top of the parameter tree, in it an array
-of Zarr version 3 for each parameter, and in that a file for each chunk: the values, little-endian and in C order, and
-behind them their CRC-32C (Zarr's codec ``crc32c``, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/crc32c/),
-which is for other readers: the manifest has a CRC-32 (that of gzip, RFC 1952) of each chunk's values. No path stands in
-the manifest: where an array lies follows from its name in the model, so no file can lead out of the folder.
+written last. ``params/`` has one Orbax checkpoint for each top-level name of the parameter tree, with a Zarr version 3
+array for each parameter, and a file for each chunk: the values, little-endian and in C order, followed by their CRC-32C
+(Zarr's codec ``crc32c``, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/crc32c/) for other readers. The manifest
+has a CRC-32 (that of gzip, RFC 1952) of each chunk's values. The manifest has no paths: an array's path follows from
+its name in the model, so no manifest can point outside of the folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNFINISHED = "jaxinfer_unfinished.jsonl"
 PARAMS = "params"
 FORMAT, VERSION = "jaxinfer checkpoint", 1
 
-# What arrays may be of. TensorStore's Zarr knows all but the last two, which are kept two to a byte (`StoredArray`).
+# Supported array dtypes. TensorStore's Zarr driver lacks the last two, which are packed two to a byte (`StoredArray`).
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         np.dtype(kind).name: np.dtype(kind)
@@ -61,15 +61,15 @@ _CHECKSUM = re.compile(r"[0-9a-f]{8}", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array as it lies in a converted folder.
+    """An array as stored in a converted folder.
 
-    Values of 4 bits lie as bytes: two neighbours along the last dimension in one, the first in its lower half; where
-    that dimension is odd, each in a byte of its own.
+    4-bit values are stored as bytes: two neighbours along the last dimension per byte, the first in the low nibble; if
+    that dimension is odd, one value per byte.
 
     Attributes:
         dtype: a name in `DTYPES`.
         chunk: the shape of its chunks, which divides `stored_shape`.
-        checksums: of each chunk, in C order, see `checksum`.
+        checksums: checksum of each chunk, in C order, see `checksum`.
     """
 
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class StoredArray:
 
     @property
     def paired(self) -> bool:
-        """Whether two values are in a byte."""
+        """Whether two values share a byte."""
         return self.dtype in NIBBLES and bool(self.shape) and self.shape[-1] % 2 == 0
 
     @property
@@ -110,11 +110,11 @@ class StoredArray:
         return self.value_bytes + _ZARR_CHECKSUM
 
     def chunks(self) -> Iterator[str]:
-        """The files of its chunks below the array's folder, in the order of the checksums."""
+        """Yield the chunk files relative to the array's folder, in the order of the checksums."""
         return (chunk_file(place) for place in itertools.product(*map(range, self.grid)))
 
     def zarr(self) -> dict[str, Any]:
-        """Contents of the array's ``zarr.json``: arrays are written and read as this, whatever the file says."""
+        """Return the contents of the array's ``zarr.json``; the reader uses these and ignores the file."""
         return {
             "zarr_format": 3,
             "node_type": "array",
@@ -128,12 +128,12 @@ class StoredArray:
 
 
 def checksum(values: bytes | memoryview) -> str:
-    """CRC-32 of a chunk in hexadecimal."""
+    """Return the CRC-32 of a chunk in hexadecimal."""
     return f"{zlib.crc32(values):08x}"
 
 
 def chunk_file(place: tuple[int, ...]) -> str:
-    """The file of the chunk at a place in the grid (Zarr's default chunk keys)."""
+    """Return the file of the chunk at a grid index (Zarr's default chunk keys)."""
     return "/".join(["c", *map(str, place)])
 
 
@@ -142,10 +142,10 @@ class Manifest:
     """Contents of the manifest.
 
     Attributes:
-        architecture: as config.json names it.
-        dtype: the model's.
-        arrays: by their names, see `array_name`.
-        storages: of quantised weights, how they lie; see `jaxinfer.weights.native.layouts`.
+        architecture: name of the architecture in config.json.
+        dtype: dtype of the model.
+        arrays: the arrays by name, see `array_name`.
+        storages: layouts of the quantised weights; see `jaxinfer.weights.native.layouts`.
     """
 
     architecture: str
@@ -159,10 +159,10 @@ class Manifest:
 
 
 def array_name(path: Path) -> str:
-    """The name of the parameter at a path.
+    """Return the array name of the parameter at a path.
 
     Raises:
-        ValueError: a key cannot be the name of a file.
+        ValueError: a key is not a valid file name.
     """
     if not path or not all(_NAME.fullmatch(key) for key in path):
         raise ValueError(f"a parameter named {'/'.join(path)!r} cannot be stored: only A-Z, a-z, 0-9, _ and - may be")
@@ -170,21 +170,21 @@ def array_name(path: Path) -> str:
 
 
 def array_folder(name: str) -> str:
-    """Folder of an array in a converted folder: Orbax's naming, below the part that the parameter belongs to."""
+    """Return the folder of an array in a converted folder: Orbax's naming, below the parameter's top-level name."""
     part, _, rest = name.partition("/")
     return f"{PARAMS}/{part}/{leaf_key(rest)}"
 
 
 def leaf_key(rest: str) -> str:
-    """The folder of an array in its part's checkpoint. A part that is a single array has one of this name."""
+    """Return the folder of an array in its Orbax checkpoint; "value" if the checkpoint is a single array."""
     return rest.replace("/", ".") or "value"
 
 
 def is_converted(folder: pathlib.Path) -> bool:
-    """Whether `jaxinfer.convert` wrote this folder.
+    """Return whether `jaxinfer.convert` wrote this folder.
 
     Raises:
-        CheckpointError: it has begun to, and was interrupted.
+        CheckpointError: the conversion was interrupted.
     """
     if (folder / MANIFEST).exists():
         return True
@@ -197,7 +197,7 @@ def is_converted(folder: pathlib.Path) -> bool:
 
 
 def write_manifest(folder: pathlib.Path, manifest: Manifest, made_by: Mapping[str, str]) -> None:
-    """Writes the manifest. ``made_by``: versions, for people."""
+    """Write the manifest. ``made_by``: versions, for information only."""
     plain = {
         "format": FORMAT,
         "version": VERSION,
@@ -212,10 +212,10 @@ def write_manifest(folder: pathlib.Path, manifest: Manifest, made_by: Mapping[st
 
 
 def read_manifest(folder: pathlib.Path) -> Manifest:
-    """The manifest of a folder, and whether every file that it speaks of is there and has the right size.
+    """Read the manifest of a folder, and check that every file it implies exists and has the right size.
 
     Raises:
-        CheckpointError: it is not what `write_manifest` writes, or a file is missing or has another size.
+        CheckpointError: the manifest is invalid, or a file is missing or has another size.
     """
     path = folder / MANIFEST
     plain = read_json_object(path)
@@ -243,7 +243,7 @@ def array_to_json(array: StoredArray) -> dict[str, Any]:
 
 
 def array_from_json(plain: Any) -> StoredArray | None:
-    """An array of a manifest; None where it cannot be one."""
+    """Decode an array of a manifest; None if it is invalid."""
     if not isinstance(plain, dict) or not isinstance(plain.get("dtype"), str) or plain["dtype"] not in DTYPES:
         return None
     shape, chunk, checksums = plain.get("shape"), plain.get("chunk"), plain.get("crc32")
@@ -275,7 +275,7 @@ def _is_shape(value: Any) -> TypeGuard[list[int]]:
 
 
 def check_files(folder: pathlib.Path, name: str, array: StoredArray) -> None:
-    """Raises CheckpointError where a chunk's file is missing or has another size."""
+    """Raise CheckpointError if a chunk's file is missing or has another size."""
     below = f"{folder}/{array_folder(name)}"
     for file in array.chunks():
         found = _size(f"{below}/{file}")

@@ -1,4 +1,4 @@
-"""Read a converted folder's parameters: each part of an array straight into the buffer that a device takes."""
+"""Reader of converted folders: each slice of an array is read directly into the buffer that a device takes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from jaxinfer.weights.native.manifest import (
 )
 from jaxinfer.weights.tree import Index, Path, Place, dtype_of
 
-# Of parameters, each of which holds a buffer; and of chunks, of all parameters together.
+# Parameters restored at a time, each of which holds a buffer; and chunks read at a time, over all parameters.
 _AT_ONCE = 2
 _MOST_CHUNKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """The arrays of a converted folder: what `load_params` takes in the place of tensors."""
+    """The arrays of a converted folder; `load_params` accepts it in place of a checkpoint of tensors."""
 
     folder: pathlib.Path
     manifest: Manifest
@@ -52,16 +52,16 @@ class ConvertedCheckpoint:
         progress: Callable[[int, int, str], None] | None = None,
         check_finite: bool = False,
     ) -> dict[str, Any]:
-        """See `jaxinfer.weights.load_params`. Nothing is rearranged on the way, and two parameters are on it at a time.
+        """Restore parameters as `jaxinfer.weights.load_params` does, two at a time and without rearranging any array.
 
-        Only the chunks that the asked for parts touch are read. Each is compared with its checksum in the manifest.
+        Only the chunks that the requested slices touch are read. Each is verified against its checksum in the manifest.
 
         Args:
-            specs: as the model is spread: with copies of KV heads, where there are fewer of them than devices.
-            target: the parameters' dtype; another one than the folder's is converted to, to nearest even.
+            specs: as the model is sharded: with replicated KV heads if there are fewer of them than devices.
+            target: dtype of the parameters; values of another dtype are converted, rounding to nearest even.
 
         Raises:
-            CheckpointError: manifest, model and files do not agree, or bytes are damaged.
+            CheckpointError: manifest, model and files do not agree, or data is corrupt.
         """
         leaves = [(array_name(path), path, spec) for path, spec in walk_specs(specs)]
         _check_names(self.folder, self.manifest, [name for name, _, _ in leaves])
@@ -86,7 +86,7 @@ def _check_names(folder: pathlib.Path, manifest: Manifest, wanted: Sequence[str]
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads arrays, from several threads, and counts the bytes."""
+    """Reads arrays from several threads, and counts the bytes."""
 
     folder: pathlib.Path
     manifest: Manifest
@@ -114,7 +114,7 @@ class _Reader:
             self.progress(self.done, self.manifest.nbytes, name)
 
     def check(self, name: str, spec: ParamSpec) -> None:
-        """Raises CheckpointError where an array cannot become the parameter."""
+        """Raise CheckpointError if the shape or dtype of an array does not fit the parameter."""
         array, label = self.manifest.arrays[name], f"array {quoted(name)} of {self.folder}"
         if array.shape != spec.shape and parts_of_copies(spec, array.shape, ()) is None:
             raise CheckpointError(
@@ -125,7 +125,7 @@ class _Reader:
             raise CheckpointError(f"{label} is stored as {array.dtype} and cannot be read as {wanted}")
 
     def fill(self, name: str, spec: ParamSpec, index: Index) -> np.ndarray:
-        """A new buffer with the part of a parameter at an index."""
+        """Return a new buffer with the slice of a parameter at an index."""
         array, dtype = self.manifest.arrays[name], dtype_of(spec, self.target)
         buffer = new_buffer(_shape_of(spec.shape, index), dtype)
         pieces = [((), _whole(index, spec.shape))] if array.shape == spec.shape else None
@@ -136,7 +136,7 @@ class _Reader:
         return buffer
 
     def _read(self, name: str, array: StoredArray, part: Index, into: np.ndarray) -> None:
-        """The part of a stored array, converted where the buffer has another dtype."""
+        """Read a slice of a stored array, converted if the buffer has another dtype."""
         stored = _paired(part) if array.paired else part
         same = into.dtype == array.stored_dtype and array.dtype not in NIBBLES
         raw = into if same else new_buffer(tuple(each.stop - each.start for each in stored), array.stored_dtype)
@@ -162,12 +162,12 @@ class _Reader:
 
 
 def _paired(part: Index) -> Index:
-    """A part of values of which two lie in a byte, as bytes."""
+    """Return the byte index of a slice of values stored two to a byte."""
     return (*part[:-1], slice(part[-1].start // 2, -(-part[-1].stop // 2)))
 
 
 def _nibbles(raw: np.ndarray, array: StoredArray, part: Index) -> np.ndarray:
-    """Values of 4 bits in bytes of their own."""
+    """Unpack 4-bit values to one value per element."""
     if array.paired:
         begin = part[-1].start % 2
         both = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
@@ -178,13 +178,13 @@ def _nibbles(raw: np.ndarray, array: StoredArray, part: Index) -> np.ndarray:
 
 
 def _at(buffer: np.ndarray, where: Index) -> np.ndarray:
-    """A view, also of a buffer without dimensions."""
+    """Return a view of a buffer, which may have no dimensions."""
     view: np.ndarray = buffer[(*where, ...)]  # type: ignore[arg-type]
     return view
 
 
 def _touched(array: StoredArray, part: Index) -> Iterator[tuple[int, ...]]:
-    """The places in the grid of the chunks of which a part has something."""
+    """Return the grid indices of the chunks that overlap a slice."""
     ranges = (range(each.start // size, -(-each.stop // size)) for each, size in zip(part, array.chunk, strict=True))
     return itertools.product(*ranges)
 
@@ -192,7 +192,7 @@ def _touched(array: StoredArray, part: Index) -> Iterator[tuple[int, ...]]:
 def _read_chunk(
     folder: pathlib.Path, array: StoredArray, part: Index, into: np.ndarray, place: tuple[int, ...]
 ) -> None:
-    """Read the overlap of a part and a chunk into the part; without a copy where that is the chunk, and contiguous.
+    """Read the overlap of a slice and a chunk into the slice; without a copy if it is the whole chunk and contiguous.
 
     Raises:
         CheckpointError: the chunk is not the one that was written.
@@ -227,7 +227,7 @@ def _flat(place: tuple[int, ...], grid: tuple[int, ...]) -> int:
 
 
 def _whole(index: Index, shape: tuple[int, ...]) -> Index:
-    """The index with a beginning and an end for every dimension."""
+    """Return the index with a start and a stop for every dimension."""
     parts = index or (slice(None),) * len(shape)
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
 

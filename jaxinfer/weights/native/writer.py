@@ -1,8 +1,8 @@
-"""Writing a converted folder: an Orbax checkpoint for each part of the parameters, and the manifest last.
+"""Writer of converted folders: an Orbax checkpoint for each top-level parameter subtree, and the manifest last.
 
-Orbax (https://orbax.readthedocs.io) makes each checkpoint: its metadata, its folder under a temporary name, the rename
-when it is complete; whoever has Orbax can restore it. `_Handler` puts the arrays into it: in chunks that go along the
-borders of devices, uncompressed, each with its checksum. `jaxinfer.weights.native.reader` reads them.
+Orbax (https://orbax.readthedocs.io) creates each checkpoint: its metadata, its folder under a temporary name, and the
+rename on completion; any Orbax installation can restore it. `_Handler` writes the arrays: in chunks aligned with device
+shards, uncompressed, each with a checksum. `jaxinfer.weights.native.reader` reads them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ Progress = Callable[[int, int, str], None]
 
 
 class _Handler(ocp.type_handlers.TypeHandler):
-    """Write a `Leaf` as Orbax's handler: one array at a time. ``written`` has what was written, by Orbax's names.
+    """Orbax type handler that writes a `Leaf`, one array at a time. ``written`` has the written arrays by Orbax's
+    names.
 
-    In the checkpoint's metadata the arrays are numpy's, which is what they are restored as unless somebody asks for
-    something else.
+    The checkpoint's metadata declares numpy arrays, so Orbax restores numpy arrays by default.
     """
 
     def __init__(self, on_written: Callable[[str, int], None]) -> None:
@@ -85,14 +85,14 @@ class _Handler(ocp.type_handlers.TypeHandler):
 
 
 def _checksums(folder: pathlib.Path, array: StoredArray) -> Iterator[str]:
-    """Checksum each chunk as it lies on the disk, where a reader will find it."""
+    """Yield the checksum of each chunk as read back from disk."""
     for file in array.chunks():
         with (folder / file).open("rb") as opened:
             yield checksum(opened.read(array.value_bytes))
 
 
 async def _write(folder: pathlib.Path, array: StoredArray, value: np.ndarray, context: Any) -> None:
-    """A few chunks at a time, so that few are in memory twice."""
+    """Write a few chunks at a time, so that few are in memory twice."""
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{folder}/"},
@@ -110,16 +110,16 @@ async def _write(folder: pathlib.Path, array: StoredArray, value: np.ndarray, co
         await rest
 
 
-# ---- a folder
+# ---- folders
 
 
 @dataclasses.dataclass
 class Unfinished:
-    """A folder that is being written, under a temporary name beside the one that it will have; see `unfinished`.
+    """A folder being written under a temporary name next to its final name; see `unfinished`.
 
     Attributes:
-        arrays: those that are complete, also by an earlier run.
-        storages: how quantised weights lie of which `describe` was told, also by an earlier run.
+        arrays: the complete arrays, including those of an earlier run.
+        storages: layouts of quantised weights passed to `describe`, including those of an earlier run.
     """
 
     folder: pathlib.Path
@@ -129,10 +129,10 @@ class Unfinished:
     storages: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, leaves: Mapping[str, Leaf], progress: Progress | None = None) -> None:
-        """Writes arrays, part by part; a part is all that begins with one name. Those that are complete are kept.
+        """Write arrays, grouped by top-level name. Arrays that are already complete are kept.
 
         Args:
-            progress: called after each array with bytes done, bytes in all and its name.
+            progress: called after each array with bytes done, total bytes and its name.
         """
         parts: dict[str, dict[str, Leaf]] = {}
         for name, leaf in leaves.items():
@@ -156,24 +156,24 @@ class Unfinished:
         self.note({"arrays": {name: array_to_json(array) for name, array in written.items()}})
 
     def keep(self, name: str) -> None:
-        """Note a complete file of the folder, for a resumed run to find; all others are removed."""
+        """Record a complete file of the folder for a resumed run, which removes unrecorded files."""
         self.note({"file": name})
 
     def describe(self, storages: Mapping[str, Any]) -> None:
-        """Notes how quantised weights lie, before they are written: for `finish`, also that of a run that goes on."""
+        """Record the layouts of quantised weights before they are written, for `finish`, also of a resumed run."""
         self.storages |= storages
         self.note({"storages": dict(storages)})
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Adds a line to the journal."""
+        """Append a line to the journal."""
         self.journal.write(json.dumps(line) + "\n")
         self.journal.flush()
 
     def finish(self, architecture: str, dtype: str, storages: Mapping[str, Any]) -> None:
-        """Writes the manifest and gives the folder its name.
+        """Write the manifest and rename the folder to its final name.
 
         Raises:
-            CheckpointError: something of that name has appeared meanwhile.
+            CheckpointError: the final name was created meanwhile.
         """
         for name, array in self.arrays.items():
             check_files(self.folder, name, array)
@@ -182,10 +182,10 @@ class Unfinished:
         self.publish()
 
     def publish(self) -> None:
-        """Gives a folder that is complete its name.
+        """Rename a complete folder to its final name.
 
         Raises:
-            CheckpointError: something of that name has appeared meanwhile.
+            CheckpointError: the final name was created meanwhile.
         """
         refuse_existing(self.destination)
         (self.folder / UNFINISHED).unlink()
@@ -211,7 +211,7 @@ def _orbax(registry: Any) -> Any:
 
 
 def _nested(tree: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Keys with dots as a tree, whose paths Orbax joins by dots again."""
+    """Return keys with dots as a tree, whose paths Orbax joins with dots again."""
     nested: dict[str, Any] = {}
     for key, leaf in tree.items():
         *above, last = key.split(".")
@@ -224,7 +224,7 @@ def _nested(tree: Mapping[str, Leaf]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Orbax, which speaks of every step; a warning would be lost among the lines of a progress bar."""
+    """Silence Orbax, which logs every step; a warning would be lost among the lines of a progress bar."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -235,23 +235,23 @@ def _quiet() -> Iterator[None]:
 
 
 def refuse_existing(destination: pathlib.Path) -> None:
-    """Raises CheckpointError where there is something of that name already."""
+    """Raise CheckpointError if the destination exists."""
     if destination.exists() or destination.is_symlink():
         raise CheckpointError(f"{destination} exists already, and is not written over")
 
 
 @contextlib.contextmanager
 def unfinished(destination: pathlib.Path, identity: Mapping[str, Any]) -> Iterator[Unfinished]:
-    """A folder to be written, or one that an interrupted run has left, if that had the same ``identity``.
+    """Yield a folder to be written, or the folder of an interrupted run with the same ``identity``.
 
-    What a run with another identity has left is removed.
+    The files of an interrupted run with another identity are removed.
 
     Raises:
-        CheckpointError: ``destination`` exists, somebody else is writing it, or its temporary name is another's.
+        CheckpointError: ``destination`` exists, another process is writing it, or its temporary name is in use.
     """
     refuse_existing(destination)
     folder = destination.with_name(f"{destination.name}.unfinished")
-    # Without a journal but with a manifest: a run was interrupted just before it gave the folder its name.
+    # A manifest without a journal: a run was interrupted just before it renamed the folder.
     ours = (folder / UNFINISHED).exists() or (folder / MANIFEST).exists()
     if folder.exists() and any(folder.iterdir()) and not ours:
         raise CheckpointError(f"{folder} is in the way: it was not made by an interrupted conversion")
@@ -267,7 +267,7 @@ def unfinished(destination: pathlib.Path, identity: Mapping[str, Any]) -> Iterat
 
 
 def _take_up(started: Unfinished, identity: Any) -> None:
-    """Keeps what is complete of an earlier run, and nothing else."""
+    """Keep the complete files of an earlier run and remove all other files."""
     started.journal.seek(0)
     lines = list(_lines(started.journal))
     if not lines or lines[0] != {"identity": identity}:
@@ -285,14 +285,14 @@ def _take_up(started: Unfinished, identity: Any) -> None:
 
 
 def _clear(folder: pathlib.Path, names: Collection[str]) -> None:
-    """Removes all of a folder but what has one of these names."""
+    """Remove everything in a folder except these names."""
     for path in folder.glob("*"):
         if path.name not in names:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _lines(journal: TextIO) -> Iterator[dict[str, Any]]:
-    """The journal's lines up to one that was cut short."""
+    """Yield the journal's lines up to one that was truncated."""
     for text in journal:
         try:
             yield json.loads(text)
@@ -300,12 +300,12 @@ def _lines(journal: TextIO) -> Iterator[dict[str, Any]]:
             return
 
 
-# ---- from Python
+# ---- Python API
 
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """A folder that is being written by a thread of its own."""
+    """A folder that a background thread is writing."""
 
     _result: concurrent.futures.Future[None]
 
@@ -314,7 +314,7 @@ class Saving:
         return self._result.done()
 
     def wait(self) -> None:
-        """Wait until the folder is complete and has its name; raises what went wrong."""
+        """Wait until the folder is complete and has its final name; raise the error of the write if it failed."""
         self._result.result()
 
 
@@ -327,15 +327,15 @@ def save_params(
     beside: str | pathlib.Path | None = None,
     wait: bool = True,
 ) -> Saving:
-    """Writes parameters as a folder that ``--model`` takes, as ``jaxinfer convert`` does.
+    """Write parameters as a folder that ``--model`` accepts, as ``jaxinfer convert`` does.
 
     Args:
-        folder: must not exist. It appears under its name when all of it is written.
-        params: of the form of ``specs``; arrays of this process alone.
+        folder: must not exist. It appears under its name when it is complete.
+        params: of the form of ``specs``; arrays entirely in this process.
         config_json: written as config.json.
-        beside: a model's folder whose tokenizer and other small files are copied.
-        wait: False: the parameters are copied to the host, and written by a thread while the caller goes on, also with
-            a step that donates them. It takes as much memory of the host as they are large.
+        beside: a model folder whose tokenizer and other companion files are copied.
+        wait: False: copy the parameters to the host and write them in a background thread; the caller may go on, even
+            with a step that donates them. Takes host memory of the size of the parameters.
 
     Raises:
         CheckpointError: ``folder`` exists or is being written.
@@ -360,7 +360,7 @@ def save_params(
 
 
 def _snapshot(leaf: Leaf) -> Callable[[], np.ndarray]:
-    """The array as it is now, whatever becomes of its buffer."""
+    """Copy the array now, so that its buffer may be donated."""
     value = np.array(leaf.read())
     return lambda: value
 
@@ -373,14 +373,14 @@ def write_folder(
     source: pathlib.Path | None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes all of a folder and gives it its name.
+    """Write all of a folder and rename it to its final name.
 
     Args:
-        leaves: of the parameters of ``specs``, see `leaves_of`.
-        source: a folder whose small files are copied.
+        leaves: arrays of the parameters of ``specs``, see `leaves_of`.
+        source: a folder whose companion files are copied.
 
     Raises:
-        ValueError: the parameters are not of one dtype that a model can have, but for those that have their own.
+        ValueError: the parameters without a fixed dtype do not share one dtype that a model can have.
     """
     dtypes = {leaves[array_name(path)].dtype.name for path, spec in walk_specs(specs) if spec.dtype is None}
     if len(dtypes) != 1 or not dtypes <= set(FLOATS):
@@ -395,7 +395,7 @@ def write_folder(
 def complete_folder(
     started: Unfinished, config_json: Mapping[str, Any], dtype: str, storages: Mapping[str, Any]
 ) -> None:
-    """Gives a folder whose arrays are written its config.json, its manifest and its name.
+    """Write config.json and the manifest of a folder whose arrays are complete, and rename it to its final name.
 
     Args:
         storages: see `Manifest`.

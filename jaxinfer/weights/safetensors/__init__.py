@@ -1,1 +1,1 @@
-"""Hugging Face folders: reading safetensors files that nobody vouches for, and writing them."""
+"""Hugging Face folders: reader of untrusted safetensors files, and writer."""

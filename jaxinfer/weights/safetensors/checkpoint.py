@@ -1,4 +1,4 @@
-"""A model folder seen as one set of named tensors, whether it is one file or many shards."""
+"""A model folder as one set of named tensors, for a single file or many shards."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "
 
 @runtime_checkable
 class Tensors(Protocol):
-    """Source that `load_params` reads: a `Checkpoint`, a GGUF file, or one of these with stored weights.
+    """Protocol of a tensor source for `load_params`: a `Checkpoint`, a GGUF file, or either with stored weights.
 
     Attributes:
-        folder: where it comes from, for messages.
-        tensors: what it holds, by name.
+        folder: the path, for messages.
+        tensors: the tensors by name.
     """
 
     @property
@@ -36,15 +36,15 @@ class Tensors(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, read-only or in a new buffer."""
+        """Return a tensor, read-only or in a new buffer."""
         ...
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """See `Checkpoint.expect`."""
+        """Prefetch data, see `Checkpoint.expect`."""
         ...
 
     def release(self, name: str) -> None:
-        """See `Checkpoint.release`."""
+        """Release memory, see `Checkpoint.release`."""
         ...
 
 
@@ -66,25 +66,25 @@ class Checkpoint:
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(infos)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of its file."""
+        """Return a tensor as a read-only view of its file."""
         return self._files[name].read(name)
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """Prefetch a part of a tensor, a view of what `read` gave, into memory."""
+        """Prefetch a slice of a tensor, a view of the array that `read` returned, into memory."""
         self._files[name].expect(name, part)
 
     def release(self, name: str) -> None:
-        """Gives back the memory behind a tensor that was read."""
+        """Release the mapped pages of a tensor that was read."""
         self._files[name].release(name)
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
-    """Opens a folder and checks all its headers; reads no tensor.
+    """Open a folder and check all its headers; reads no tensor.
 
-    It takes ``model.safetensors``, else the shards of ``model.safetensors.index.json``, else the only safetensors file.
+    Uses ``model.safetensors``, else the shards of ``model.safetensors.index.json``, else the only safetensors file.
 
     Raises:
-        CheckpointError: there are no such files, one is missing or damaged.
+        CheckpointError: there are no such files, or one is missing or damaged.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
@@ -97,7 +97,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
 
 
 def read_json_object(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON file that must hold an object.
+    """Read a JSON file that must hold an object.
 
     Raises:
         CheckpointError: it does not exist, cannot be read, is larger than 100 MB, or is not a JSON object.
@@ -143,7 +143,7 @@ def _only_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Map tensor names to shards. A shard is a plain file name, so that an index cannot point out of its folder."""
+    """Map tensor names to shards. A shard must be a bare file name, so an index cannot point outside its folder."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
@@ -158,7 +158,7 @@ def _is_plain_name(shard: str) -> bool:
 
 
 def _open_shards(folder: pathlib.Path, weight_map: Mapping[str, str]) -> dict[str, SafetensorsFile]:
-    """All tensors of the shards that the index names, wherever it says that they are, as transformers reads them."""
+    """Map all tensors of the shards to their shard, even if the index lists another one, as transformers does."""
     shards = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
     found = {name: file for file in shards.values() for name in file.tensors}
     return found | {name: shards[shard] for name, shard in weight_map.items() if name in shards[shard].tensors}

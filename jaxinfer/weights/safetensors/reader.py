@@ -1,11 +1,11 @@
-"""Reading safetensors files that nobody vouches for.
+"""Reader of untrusted safetensors files.
 
 A file is 8 bytes of header length (little-endian), a JSON header that gives each tensor a dtype, a shape and a byte
 range, and the data (https://github.com/huggingface/safetensors#format).
 
-Why not the safetensors library: its numpy tensors are copies made on top of its own mapping, so that one tensor costs
-its size twice, and it accepts a header that names a tensor twice. Here a tensor is a read-only view of the mapping, and
-its pages can be given back as soon as it was read. The library is the oracle of the tests.
+The safetensors library is not used because its numpy tensors are copies in addition to its own mapping, so that a
+tensor takes twice its size, and because it accepts duplicate names in a header. Here a tensor is a read-only view of
+the mapping, whose pages can be released once it was read. The tests compare with the library.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     }
 )
 
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _MAX_DIMENSIONS = 32
 _MAX_EXTENT = 2**62
 _PREFIX = 8
@@ -56,11 +56,11 @@ _PREFIX = 8
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """One checked entry of a header.
+    """A checked entry of a header.
 
     Attributes:
-        start: bytes from the beginning of the file.
-        listed: whether the folder's index lists it; a model need not have a place for one that it does not.
+        start: offset in bytes from the beginning of the file.
+        listed: whether the folder's index lists it; unlisted tensors may be unused.
     """
 
     name: str
@@ -72,17 +72,17 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """A mapped safetensors file whose header passed every check.
+    """A memory-mapped safetensors file whose header is valid.
 
     The mapping lives as long as the object or any array read from it. The file must not shrink meanwhile: the operating
-    system ends a process that touches a page which is gone.
+    system kills a process that touches a truncated page.
 
     Attributes:
-        path: where the file is.
-        tensors: what it holds, by name.
+        path: path of the file.
+        tensors: the tensors by name.
 
     Raises:
-        CheckpointError: the file is missing, truncated, or its header is not what the format allows.
+        CheckpointError: the file is missing or truncated, or its header is invalid.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -94,36 +94,36 @@ class SafetensorsFile:
             raise CheckpointError(f"{path} is not a valid safetensors file: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the file, without a copy; ``name`` must be one of ``tensors``."""
+        """Return a tensor as a read-only view of the file, without a copy; ``name`` must be one of ``tensors``."""
         info = self.tensors[name]
         return np.ndarray(info.shape, DTYPES[info.dtype], buffer=self._map, offset=info.start)
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """Tells the operating system that a view of what `read` gave is needed soon, unless it is scattered."""
+        """Advise the operating system to prefetch a view of the array that `read` returned, unless scattered."""
         info, begin = self.tensors[name], np.lib.array_utils.byte_bounds(self.read(name))[0]
         low, high = np.lib.array_utils.byte_bounds(part)
         if high - low <= part.nbytes:
             self._advise(dataclasses.replace(info, start=info.start + low - begin, nbytes=high - low), "MADV_WILLNEED")
 
     def release(self, name: str) -> None:
-        """Lets the operating system take back the memory behind a tensor; views of it stay valid."""
+        """Let the operating system reclaim the pages of a tensor; views of it stay valid."""
         self._advise(self.tensors[name], "MADV_DONTNEED")
 
     def _advise(self, info: TensorInfo, advice: str) -> None:
         if not hasattr(mmap, advice) or info.nbytes == 0:
             return
         begin = info.start - info.start % mmap.PAGESIZE
-        # only a hint: a file system that does not know it reads well without
+        # only a hint: file systems that do not support it still read correctly
         with contextlib.suppress(OSError):
             self._map.madvise(getattr(mmap, advice), begin, info.start + info.nbytes - begin)
 
 
 class _HeaderError(ValueError):
-    """Fault of a header, told without the file's name."""
+    """Error of a header, without the file's name."""
 
 
 def _map_file(path: pathlib.Path) -> mmap.mmap:
-    # is_file first: opening a pipe would wait for ever
+    # is_file first: opening a pipe would block forever
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist or is not a file")
     try:
@@ -171,7 +171,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, value: object, data_start: int) -> TensorInfo:
-    """Checks one tensor's own numbers. Python integers do not overflow, so no product can wrap around."""
+    """Check one tensor's own values. Python integers do not overflow, so no product can wrap around."""
     label = f"tensor {quoted(name)}"
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
@@ -196,7 +196,7 @@ def _is_count(value: object) -> bool:
 
 
 def _check_layout(tensors: Iterable[TensorInfo], data_start: int, size: int) -> None:
-    """The data must be covered exactly once: no tensor past the end, no overlap, no hole, nothing after the last."""
+    """Check that tensors cover the data exactly once: none past the end, no overlap, no gap, no trailing data."""
     reached, previous = data_start, ""
     for info in sorted(tensors, key=lambda info: (info.start, info.nbytes)):
         label = f"tensor {quoted(info.name)}"

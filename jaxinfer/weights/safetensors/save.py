@@ -1,4 +1,4 @@
-"""Parameters back into an ordinary Hugging Face folder."""
+"""Saving parameters as a standard Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def save_params(
     config_json: Mapping[str, Any],
     dtype: str | None = None,
 ) -> None:
-    """Writes config.json and model.safetensors in the checkpoint's own names and shapes: the inverse of loading.
+    """Write config.json and model.safetensors in the checkpoint's names and shapes: the inverse of loading.
 
-    One parameter at a time is brought to the host. The file appears under its name only when it is complete.
+    Parameters are brought to the host one at a time. The file appears under its name only when it is complete.
 
     Args:
-        folder: made if it does not exist; the two files in it are replaced.
+        folder: created if it does not exist; the two files in it are replaced.
         params: a nested dict of the form of ``specs``.
-        specs: what the parameters are; a tensor that is the source of two parameters must be equal in both.
-        config_json: written as config.json, with the weights' dtype where they all have one.
-        dtype: "float32", "bfloat16" or "float16", but for parameters that keep theirs; None keeps each one's own.
+        specs: specs of the parameters; a tensor that is the source of two parameters must be equal in both.
+        config_json: written as config.json, with the weights' dtype if they all share one.
+        dtype: "float32", "bfloat16" or "float16", except for parameters with a fixed dtype; None keeps each dtype.
 
     Raises:
         ValueError: a parameter is missing or has another shape than its spec, or one tensor would get two values.
@@ -56,7 +56,7 @@ def save_params(
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A parameter to write. ``value`` may be on a device; it is fetched when its turn comes."""
+    """A parameter to write. ``value`` may be on a device; it is fetched when it is written."""
 
     spec: ParamSpec
     value: Any
@@ -90,7 +90,7 @@ def _write_tensors(file: BinaryIO, leaves: Sequence[_Leaf]) -> None:
 
 
 def _write(file: BinaryIO, offset: int, dtype: np.dtype[Any], source: Source, value: np.ndarray, written: bool) -> None:
-    """Put a source's value into its tensor, which begins at ``offset``, or check that it is there already."""
+    """Write a source's value into its tensor, which begins at ``offset``; if already written, compare it."""
     if not value.size:
         return
     tensor: Any = np.memmap(file, dtype, "r+", offset, source.shape or (1,))
@@ -102,9 +102,9 @@ def _write(file: BinaryIO, offset: int, dtype: np.dtype[Any], source: Source, va
 
 
 def _layout(leaves: Sequence[_Leaf]) -> tuple[bytes, dict[str, int], int]:
-    """The JSON header, padded to the format's alignment, where each tensor's data begins behind it, and its bytes.
+    """Return the JSON header, padded to the format's alignment, the offset of each tensor, and the data size in bytes.
 
-    Wide types come first, so that every tensor is aligned to its own size.
+    Wide dtypes come first, so that every tensor is aligned to its element size.
     """
     kinds = {source.name: (source, leaf.dtype) for leaf in leaves for source in leaf.spec.sources}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,4 +1,4 @@
-"""Writing safetensors, one file at a time, under their names only when they are complete."""
+"""Writing safetensors files atomically: each appears under its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ALIGN = 8
 
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> int:
-    """A safetensors file of these tensors, which replaces one of that name; its bytes of data.
+    """Write a safetensors file of these tensors, replacing an existing one; return the data size in bytes.
 
     Raises:
-        KeyError: a dtype is none of the format's.
-        OSError: it cannot be written.
+        KeyError: safetensors does not support a dtype.
+        OSError: the file cannot be written.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # aligned, each to its own size
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # aligned to element size
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:

@@ -1,1 +1,1 @@
-"""vLLM's gRPC service over a `Frontend`, for routers outside. Its messages are `smg-grpc-proto`'s."""
+"""vLLM's gRPC service based on a `Frontend`, for external routers, with the messages of `smg-grpc-proto`."""

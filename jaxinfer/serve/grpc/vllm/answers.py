@@ -1,4 +1,4 @@
-"""`OutputDelta`s as the messages of `vllm.grpc.engine`, streamed or whole."""
+"""Conversion of `OutputDelta`s to messages of `vllm.grpc.engine`, streamed or complete."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from jaxinfer.types import PositionLogprobs
 
 
 class Answer:
-    """Makes the messages of one request.
+    """Creates the response messages of one request.
 
     Args:
-        stream: tokens come in chunks when they are made, and each output ends with a message that repeats its ids, but
-            not their log probabilities. Otherwise there is one message for each output, after the last of them has
-            ended.
+        stream: send tokens in chunks as they are generated; each output ends with a message that repeats its ids, but
+            not their log probabilities. Otherwise send one message per output, after all outputs have ended.
     """
 
     def __init__(self, generation: Generation, *, stream: bool) -> None:
@@ -29,7 +28,7 @@ class Answer:
         self._prompt: Sequence[PositionLogprobs | None] | None = None
 
     def responses(self, delta: OutputDelta) -> Iterator[messages.pb.GenerateResponse]:
-        """Messages that a delta makes: at most a chunk, and one that completes its output."""
+        """Yield the messages for a delta: at most a chunk, and a message that completes its output."""
         self._ids[delta.index].extend(delta.token_ids)
         if self._stream:
             if delta.token_ids or delta.prompt_logprobs:
@@ -43,7 +42,7 @@ class Answer:
             self._ends[delta.index] = dataclasses.replace(delta, logprobs=self._logprobs[delta.index])
 
     def rest(self) -> Iterator[messages.pb.GenerateResponse]:
-        """Messages after the last delta: all of a whole answer."""
+        """Yield the messages after the last delta: all messages of a non-streamed response."""
         for _, end in sorted(self._ends.items()):
             complete = self._complete(end)
             _set_output_logprobs(complete, end.logprobs)
@@ -91,7 +90,7 @@ def _set_output_logprobs(message: Any, positions: Sequence[PositionLogprobs]) ->
 def _set_input_logprobs(
     message: Any, positions: Sequence[PositionLogprobs | None] | None, prompt: Sequence[int]
 ) -> None:
-    """The first token has none."""
+    """Set prompt logprobs; the first token has none."""
     if not positions:
         return
     found = message.input_logprobs
@@ -103,7 +102,7 @@ def _set_input_logprobs(
 
 
 def _add_top(found: Any, positions: Sequence[PositionLogprobs | None]) -> None:
-    """One entry for each position, where any has one."""
+    """Add one entry for each position, if any position has top logprobs."""
     if not any(position is not None and position.top for position in positions):
         return
     for position in positions:

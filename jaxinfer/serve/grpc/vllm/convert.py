@@ -1,7 +1,7 @@
-"""A GenerateRequest of `vllm.grpc.engine` as a `Call`: each field is mapped, or refused by name.
+"""Conversion of a GenerateRequest of `vllm.grpc.engine` to a `Call`: each field is mapped or rejected by name.
 
-As vLLM reads them: numbers that are not optional in the messages are not set where they are 0, and what is not set is
-vLLM's default, not the model's own: routers know that (``default_sampling_params_json``) and fill it in.
+As in vLLM, non-optional numbers count as unset if they are 0, and unset fields have vLLM's defaults, not the model's:
+routers fill in the model's defaults themselves (``default_sampling_params_json``).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ REFUSED: Mapping[str, str] = {
     "kv_transfer_params": "there are no transfers of cached pages between engines",
     "kv_transfer_params_json": "there are no transfers of cached pages between engines",
 }
-"""Fields of a request that are not served, and why."""
+"""Request fields that are not served, and the reasons."""
 
 WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens"})
-"""Fields of sampling that are about text which this service does not send."""
+"""Sampling fields that only affect text, which this service does not send."""
 
 REQUEST_FIELDS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"})
-"""Fields of a request that are served; `REFUSED` has the others."""
+"""Request fields that are served; all other fields are in `REFUSED`."""
 
 CONSTRAINTS: Mapping[str, str] = {
     "json_schema": "json",
@@ -51,7 +51,7 @@ SAMPLING_FIELDS = frozenset(
     {*_PLAIN, *_ZERO_IS_ONE, *_OPTIONAL, *_MANY, *CONSTRAINTS}
     | {"temperature", "truncate_prompt_tokens", "grammar_from_first_token"}
 )
-"""Fields of sampling that have an effect."""
+"""Sampling fields that have an effect."""
 
 _CHUNK = 4096
 
@@ -64,13 +64,13 @@ def call_of(
     tenant: str = "",
     trace: Mapping[str, str] | None = None,
 ) -> Call:
-    """Convert a client's request to a call, but for `truncation_of`.
+    """Convert a client's request to a call, except truncation (`truncation_of`).
 
     Args:
-        replicas: of the engine.
+        replicas: number of replicas of the engine.
 
     Raises:
-        ServeError: INVALID: it has no input, or what is not served.
+        ServeError: INVALID: the input is missing, or a field is not served.
     """
     _check_fields(request)
     _check_rank(request, replicas)
@@ -94,7 +94,7 @@ def _check_fields(request: messages.pb.GenerateRequest) -> None:
 
 
 def _set(message: Any) -> Iterator[str]:
-    """The names of fields that are set, those that this package of messages does not know among them."""
+    """Yield the names of the fields that are set, including fields unknown to the installed message package."""
     yield from (field.name for field, _ in message.ListFields())
     yield from (f"field {unknown.field_number}" for unknown in messages.unknown_fields(message))
 
@@ -113,7 +113,7 @@ def _check_rank(request: messages.pb.GenerateRequest, replicas: int) -> None:
 def _input_of(request: messages.pb.GenerateRequest) -> Input:
     match request.WhichOneof("input"):
         case "tokenized":
-            ids: Sequence[int] = request.tokenized.input_ids  # as it is: it is counted before it is copied
+            ids: Sequence[int] = request.tokenized.input_ids  # not copied yet: the validator checks the length first
             return ids
         case "text":
             text: str = request.text
@@ -131,7 +131,7 @@ def names_of(request: messages.pb.GenerateRequest) -> dict[str, str]:
 
 
 def sampling_of(message: messages.pb.SamplingParams) -> dict[str, Any]:
-    """Fields of `SamplingParams`, as vLLM reads the message. What is long is the message's own list or map."""
+    """Return the fields of `SamplingParams`, as vLLM interprets the message. Long lists and maps are not copied."""
     found: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
     found |= {name: getattr(message, name) or 1 for name in _ZERO_IS_ONE}
     found["temperature"] = message.temperature if message.HasField("temperature") else 1.0
@@ -151,17 +151,17 @@ def _constraint(message: messages.pb.SamplingParams, asked: str) -> dict[str, An
 
 
 def _few(items: Any) -> Sized:
-    """A copy of what is short."""
-    if len(items) > _CHUNK:  # it is counted before it is copied
+    """Return a copy of a short list or map; a long one is returned uncopied."""
+    if len(items) > _CHUNK:  # the validator checks the length before it copies
         return items
     return dict(items) if isinstance(items, Mapping) else list(items)
 
 
 def truncation_of(message: messages.pb.SamplingParams, max_model_len: int) -> int | None:
-    """How many of a prompt's last tokens are kept; None: all. -1 are as many as leave room for the output.
+    """Return how many of the last prompt tokens are kept; None: all. -1 leaves capacity for the output.
 
     Raises:
-        ServeError: INVALID: it is no such number.
+        ServeError: INVALID: the number is out of range.
     """
     if not message.HasField("truncate_prompt_tokens"):
         return None

@@ -1,4 +1,4 @@
-"""SubscribeKvEvents of `vllm.grpc.engine`: batches and snapshots of a hub as its messages, with the engine's load."""
+"""SubscribeKvEvents of `vllm.grpc.engine`: a hub's batches and snapshots as messages, with the engine's load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxinfer.serve.kv_events.mirror import TOKEN_BYTES, stored_of
 from jaxinfer.serve.kv_events.tokens import lora_id, token_ids
 
 LOOK_SECONDS, HEARTBEAT_SECONDS = 0.25, 1.0
-"""How often a stream looks at the engine's load, and how often it tells it where nothing has changed."""
+"""Seconds between two samples of the engine's load, and between two heartbeats if the load does not change."""
 
-_FIRST_SECONDS = 0.05  # that a stream's first message waits for the load
+_FIRST_SECONDS = 0.05  # maximum wait of a stream's first message for the load
 
 _LEVELS = {"GPU": 0, "CPU": 1}
 _TIERS = {"GPU": "DEVICE", "CPU": "HOST"}
@@ -31,20 +31,20 @@ _LOADS = {
 }
 """Fields of a SchedulerLoad, and their names in an EngineLoad."""
 _MORE_LOADS = ("cache_hit_rate", "num_used_tokens", "max_total_num_tokens")
-"""Fields of both that are sent with heartbeats alone."""
+"""Fields of both messages that are sent only with heartbeats."""
 
 type Load = Callable[[], Awaitable[Any]]
 type Write = Callable[[Any], Awaitable[None]]
 
 
 async def send_events(hub: Hub, request: Any, load: Load, write: Write) -> None:
-    """Write what a subscriber asks for, until it goes.
+    """Write KV cache events to a subscriber until it disconnects.
 
     Args:
-        load: the engine's SchedulerLoad; raises `ServeError` while the engine does not run.
+        load: returns the engine's SchedulerLoad; raises `ServeError` while the engine does not run.
 
     Raises:
-        ServeError: TOO_LARGE: it has not read for so long that it must subscribe again.
+        ServeError: TOO_LARGE: the subscriber has fallen behind and must subscribe again.
     """
     begin = request.start_sequence_number
     subscription = hub.subscribe(begin)
@@ -61,7 +61,7 @@ async def send_events(hub: Hub, request: Any, load: Load, write: Write) -> None:
 
 
 class _Stream:
-    """What one subscriber was told last.
+    """State of one subscriber's stream.
 
     Args:
         last: number of the batch before the first one.
@@ -70,7 +70,7 @@ class _Stream:
     def __init__(self, hub: Hub, load: Load, write: Write, last: int) -> None:
         self._hub, self._load, self._write, self._last = hub, load, write, last
         self._events = self._samples = 0
-        self._known: Any = None  # the load as it was sampled
+        self._known: Any = None  # the last sampled load
         self._told: Any = None
         self._sampled = self._beaten = 0.0
         self._sampling: asyncio.Task[None] | None = None
@@ -80,10 +80,10 @@ class _Stream:
             self._sampling.cancel()
 
     async def send(self, item: Batch | Chunk | None) -> None:
-        """Send a batch or a chunk with the load that is known; where nothing has come, the load if it is news."""
+        """Send a batch or a chunk with the last sampled load; without an item, send the load if it has changed."""
         asked = self._sampling is not None and not self._sampling.done()
         if not asked and time.monotonic() - self._sampled >= LOOK_SECONDS:
-            self._sampling = asyncio.create_task(self._sample())  # who answers may be in the middle of a step
+            self._sampling = asyncio.create_task(self._sample())  # the engine may reply after its current step
             await asyncio.wait({self._sampling}, timeout=0 if self._samples else _FIRST_SECONDS)
         if item is None:
             await self._send_load()
@@ -128,11 +128,11 @@ class _Stream:
 
 
 def batch_message(batch: Batch, ranks: int = 1, events: int = 0) -> Any:
-    """A batch in the messages of `vllm.grpc.engine`.
+    """Convert a batch to a message of `vllm.grpc.engine`.
 
     Args:
-        ranks: replicas of the engine; of one alone nothing says which it is.
-        events: that were sent before on the stream.
+        ranks: number of engine replicas; the rank is only set if there are several.
+        events: number of events sent before on the stream.
     """
     made = list(_events(batch.events.cleared, batch.events.stored, batch.events.removed))
     for number, event in enumerate(made, events + 1):
@@ -141,7 +141,7 @@ def batch_message(batch: Batch, ranks: int = 1, events: int = 0) -> Any:
 
 
 def chunk_message(chunk: Chunk, ranks: int = 1) -> Any:
-    """A part of a snapshot."""
+    """Convert a chunk of a snapshot."""
     made = list(_events(chunk.first, stored_of(chunk.copies), ()))
     message = _message(chunk.number, chunk.timestamp, made, chunk.rank if ranks > 1 else None)
     message.snapshot.index, message.snapshot.count, message.snapshot.blocks = chunk.index, chunk.count, chunk.total
@@ -164,7 +164,7 @@ def _events(cleared: bool, stored: Sequence[core.KvStored], removed: Sequence[co
 
 
 def _place(medium: str) -> dict[str, Any]:
-    """Where blocks lie, in old words and in new ones."""
+    """Return the storage tier of blocks, in the old and the new fields."""
     tiers = messages.common.KvCacheTier
     return {"cache_level": _LEVELS[medium], "tier": tiers.Value(f"KV_CACHE_TIER_{_TIERS[medium]}"), "medium": medium}
 
@@ -197,5 +197,5 @@ def _stored(run: core.KvStored) -> Any:
 
 
 def short(digest: bytes) -> int:
-    """The last 64 bits of a hash, signed: as routers cut those of vLLM."""
+    """Return the last 64 bits of a hash, signed, as routers truncate vLLM's hashes."""
     return int.from_bytes(digest[-8:], signed=True)

@@ -1,4 +1,4 @@
-"""What a server says of its model and of itself in the messages of `vllm.grpc.engine`."""
+"""Model info and server info in the messages of `vllm.grpc.engine`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxinfer.text.pieces import TokenizerError
 
 AUTO = "auto"
 AFTER_REASONING, FIRST_TOKEN = "after_reasoning", "first_token"
-"""Where the grammar of a request begins whose prompt has begun a thought."""
+"""Start of the grammar constraint if the prompt has opened a reasoning block."""
 
 
 @dataclasses.dataclass
 class Activity:
-    """When the server started, and when it last received a request, in seconds since 1970."""
+    """Start time of the server and time of the last request, in seconds since 1970."""
 
     started: float = dataclasses.field(default_factory=time.time)
     received: float = 0.0
@@ -32,7 +32,7 @@ class Activity:
 
 
 def model_type(folder: pathlib.Path) -> str:
-    """The ``model_type`` of config.json; "" where there is none."""
+    """Return the ``model_type`` of config.json; "" if there is none."""
     if folder.is_file():
         return ""
     try:
@@ -42,10 +42,10 @@ def model_type(folder: pathlib.Path) -> str:
 
 
 def model_info(frontend: Frontend, model: str, kind: str) -> messages.pb.GetModelInfoResponse:
-    """The answer to GetModelInfo.
+    """Return the response to GetModelInfo.
 
     Args:
-        model: as the setting names it.
+        model: value of the model setting.
         kind: see `model_type`.
     """
     card, tokenizer = frontend.card, frontend.tokenizer
@@ -72,7 +72,7 @@ def _json(defaults: Mapping[str, Any]) -> str:
 
 
 def server_info(frontend: Frontend, activity: Activity) -> messages.pb.GetServerInfoResponse:
-    """The answer to GetServerInfo. Fields of what there is none of are left out: transfers of pages, media."""
+    """Return the response to GetServerInfo. Fields of unsupported features (KV transfer, media) are left out."""
     card, reasoning = frontend.card, frontend.parsers.reasoning or ""
     engine = card.engine
     return messages.pb.GetServerInfoResponse(

@@ -1,4 +1,4 @@
-"""The engine's load in the messages of `vllm.grpc.engine`, as routers poll it."""
+"""Engine load in the messages of `vllm.grpc.engine`, as polled by routers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jaxinfer.serve.room import slots_of
 from jaxinfer.version import __version__
 
 SECONDS = 1.0
-"""Seconds that rates are taken over at least: who asks more often is told those of before."""
+"""Minimum averaging window of the rates in seconds; more frequent polls get the previous rates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Tokens generated per second, and the share of looked-up tokens that the prefix cache had."""
+    """Generated tokens per second, and prefix cache hit rate by tokens."""
 
     tokens: float = 0.0
     hits: float = 0.0
 
 
 class Loads:
-    """Answers GetLoads: the figures of all replicas as those of one rank, 0.
+    """GetLoads RPC: the aggregated figures of all replicas, reported as rank 0.
 
     Args:
         clock: in seconds.
@@ -38,7 +38,7 @@ class Loads:
         self._rates = Rates()
 
     async def of(self, frontend: Frontend, rank: int = 0) -> messages.pb.GetLoadsResponse:
-        """The load as of now; of another ``rank`` than 0 there is none.
+        """Return the current load; it is empty for a ``rank`` other than 0.
 
         Raises:
             ServeError: UNAVAILABLE: the engine does not run.
@@ -50,7 +50,7 @@ class Loads:
         )
 
     async def load(self, frontend: Frontend) -> messages.pb.SchedulerLoad:
-        """See `of`."""
+        """Return the current load of the engine, see `of`."""
         stats = await frontend.stats()
         rates = self._rates_of(stats)
         engine, waiting, slots = frontend.card.engine, sum(stats.waiting.values()), slots_of(frontend.card.engine)
@@ -62,7 +62,7 @@ class Loads:
             cache_hit_rate=rates.hits,
             utilization=stats.running / slots if slots else 0.0,
             max_running_requests=slots,
-            # What the cache may have of them is known when they begin: so many at most.
+            # An upper bound: prefix cache hits are known only when the requests start.
             num_waiting_uncached_tokens=frontend.room.waiting.tokens,
         )
         if (kv := stats.kv) is not None and kv.total:
@@ -73,7 +73,7 @@ class Loads:
 
     def _rates_of(self, now: EngineStats) -> Rates:
         at, (then, before) = self._clock(), self._last or (self._clock(), now)
-        if self._last is None or now.steps < before.steps:  # an engine that was started again counts from 0
+        if self._last is None or now.steps < before.steps:  # counters of a restarted engine begin at 0
             self._last, self._rates = (at, now), Rates()
         elif at - then >= SECONDS:
             queries = now.prefix_queries - before.prefix_queries

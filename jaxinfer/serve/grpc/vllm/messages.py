@@ -1,7 +1,7 @@
-"""The messages of `vllm.grpc.engine`, loaded when the first of them is asked for.
+"""Messages of `vllm.grpc.engine`, loaded on first access.
 
-They are those of the package `smg-grpc-proto` (extra ``routing``), which a server without them need not have. To load
-them puts names as general as ``common.proto`` into protobuf's pool for all.
+They are defined by the package `smg-grpc-proto` (extra ``routing``), which is optional. Loading them adds names as
+general as ``common.proto`` to the process-wide protobuf pool.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["common", "pb"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load both modules.
+    """Load both modules on first access.
 
     Raises:
-        ServeConfigError: the package is missing, or does not fit the installed protobuf.
+        ServeConfigError: the package is missing or incompatible with the installed protobuf.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if importlib.util.find_spec(ROUTING_PACKAGE) is None:
         raise ServeConfigError(f"vllm_grpc needs {ROUTING_PACKAGE}: pip install 'jaxinfer[routing]'")
     try:
-        # optional, and not to be loaded where nobody asks for it
+        # optional, and loaded only when needed
         from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
     except Exception as error:
         raise ServeConfigError(f"vllm_grpc: {ROUTING_PACKAGE} cannot be loaded: {error}") from error
@@ -41,5 +41,5 @@ def __getattr__(name: str) -> Any:
 
 
 def unknown_fields(message: Any) -> Iterable[Any]:
-    """Fields of a message that the installed package does not know, each with its ``field_number``."""
+    """Return the fields of a message that the installed package does not know, each with its ``field_number``."""
     return UnknownFieldSet(message)

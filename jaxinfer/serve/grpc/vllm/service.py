@@ -1,6 +1,6 @@
-"""`vllm.grpc.engine.VllmEngine` over a `Frontend`: what SMG and llm-d's picker speak to an engine.
+"""Servicer of `vllm.grpc.engine.VllmEngine`, used by SMG and llm-d's endpoint picker, based on a `Frontend`.
 
-What is mapped, and what is refused by name: docs/routing.md.
+docs/routing.md lists the mapped and the rejected fields.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jaxinfer.text.output import OutputDelta
 
 NAME = "vllm.grpc.engine.VllmEngine"
 MAX_IDS = 1024
-"""Requests that one Abort may name."""
+"""Maximum number of requests in one Abort."""
 
 
 class Service(NamedTuple):
-    """The part of a ServiceDescriptor that serving needs: methods that a newer package may have are left out."""
+    """Subset of a ServiceDescriptor that serving needs, without methods that only newer packages have."""
 
     full_name: str
     file: Any
@@ -42,14 +42,14 @@ class Service(NamedTuple):
 
 
 def service() -> Service:
-    """Raises `ServeConfigError`: its messages are not there."""
+    """Return the service. Raises `ServeConfigError`: the message package is not available."""
     found = messages.pb.DESCRIPTOR.services_by_name["VllmEngine"]
     return Service(NAME, found.file, [method for method in found.methods if f"{NAME}/{method.name}" in SCOPES])
 
 
 @runtime_checkable
 class Condition(Protocol):
-    """Health as everybody may know it; see `jaxinfer.serve.core.supervisor.Condition`."""
+    """Health of the server; see `jaxinfer.serve.core.supervisor.Condition`."""
 
     @property
     def state(self) -> str: ...
@@ -59,7 +59,7 @@ class Condition(Protocol):
 
 @runtime_checkable
 class Profiler(Protocol):
-    """Makes traces; see `jaxinfer.serve.grpc.control.Engine`."""
+    """Profiler of the engine; see `jaxinfer.serve.grpc.control.Engine`."""
 
     async def start_profile(self) -> None: ...
     async def stop_profile(self) -> str: ...
@@ -67,15 +67,15 @@ class Profiler(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What the service needs to know of the server besides its front end.
+    """Properties of the server that the service needs in addition to its front end.
 
     Attributes:
-        condition: as /ready says it; "ready" is the only state in which a generation would be accepted.
-        folder: of the tokenizer; asked once there is a front end.
-        model: as the setting names it.
-        profiling: whether there is a folder for traces.
-        operated: operators may use their RPCs here: they are told apart by keys, or nobody else comes here.
-        kv_events: what the engine tells of its cached pages; None: nobody wants to know.
+        condition: as reported by /ready; generations are accepted only in the state "ready".
+        folder: returns the tokenizer's folder; called once there is a front end.
+        model: value of the model setting.
+        profiling: whether a folder for traces is configured.
+        operated: whether admin RPCs are served: operators have API keys, or only operators can reach this server.
+        kv_events: KV cache events of the engine; None: disabled.
     """
 
     condition: Callable[[], Condition]
@@ -88,10 +88,10 @@ class Served:
 
 
 class VllmEngine:
-    """Every RPC of the service.
+    """All RPCs of the service.
 
     Args:
-        frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
+        frontend: returns the front end, or raises `ServeError` while the model is loading.
     """
 
     def __init__(self, frontend: Callable[[], Frontend], served: Served) -> None:
@@ -130,7 +130,7 @@ class VllmEngine:
         raise ServeError(Kind.UNIMPLEMENTED, "Embed is not served: jaxinfer has no embeddings")
 
     async def HealthCheck(self, request: Any, rpc: Rpc) -> Any:
-        self._frontend()  # while it loads: a router takes any answer for a server that can be asked what it serves
+        self._frontend()  # raises while loading: a router queries the model info after any response
         found = self._served.condition()
         healthy = found.state == "ready"
         return messages.pb.HealthCheckResponse(healthy=healthy, message="" if healthy else found.reason or found.state)
@@ -187,7 +187,7 @@ class VllmEngine:
             raise ServeError(Kind.FORBIDDEN, reason)
 
     def _check_profiling(self, request: Any) -> None:
-        """How to profile is the server's to say."""
+        """Reject profiling options of the client: the server's settings decide how to profile."""
         self._check_operated(type(request).__name__.removesuffix("Request"))
         if not self._served.profiling:
             raise ServeError(Kind.UNIMPLEMENTED, "profiling is off: the server was started without profile_dir")

@@ -1,6 +1,6 @@
-"""A model's tokenizer as an archive, for routers that have no copy of it: GetTokenizer.
+"""GetTokenizer: a model's tokenizer files as an archive, for routers that have no copy of them.
 
-The archive of a folder is the same wherever and whenever it is made, so that routers know replicas of one model by it.
+The archive of a folder is deterministic, so that routers recognise replicas of the same model by its hash.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ NAMES = frozenset(
     {
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
         *("vocab.json", "merges.txt", "chat_template.json"),
-        # what kind of model it is, and which of its tokens end an answer
+        # model type and EOS token ids
         *("config.json", "generation_config.json"),
     }
 )
 SUFFIXES = (".model", ".tiktoken", ".jinja")
-"""Files that are sent: those of these names, and those that end so. Nothing else of a folder is."""
+"""Names and suffixes of the files that are sent; no other files of the folder are."""
 
 MAX_BYTES = 256 << 20
-"""Bytes of all files together; routers take 200 MiB packed, and 500 MiB unpacked."""
+"""Maximum bytes of all files together; routers accept 200 MiB packed, and 500 MiB unpacked."""
 MAX_FILES = 32
 CHUNK_BYTES = 64 << 10
-_BEGINNING = (1980, 1, 1, 0, 0, 0)  # the earliest time of an archive
+_BEGINNING = (1980, 1, 1, 0, 0, 0)  # earliest ZIP timestamp
 
 
 class Bundle(NamedTuple):
-    """The bytes of an archive, and their SHA-256 in hexadecimal digits."""
+    """Bytes of an archive, and their SHA-256 as hexadecimal digits."""
 
     data: bytes
     sha256: str
 
 
 class Bundles:
-    """Makes the archive of a folder once. It stays in memory: some megabytes."""
+    """Creates the archive of a folder once and keeps it in memory (a few megabytes)."""
 
     def __init__(self) -> None:
         self._making = asyncio.Lock()
         self._made: tuple[pathlib.Path, Bundle] | None = None
 
     async def of(self, path: pathlib.Path) -> Bundle:
-        """The archive of a model's folder, or of what a GGUF file has in place of one.
+        """Return the archive of a model's folder, or of the tokenizer in a GGUF file.
 
         Raises:
             ServeError: PRECONDITION: there are no such files, or they cannot be sent.
@@ -68,7 +68,7 @@ class Bundles:
 
 
 def bundle(path: pathlib.Path) -> Bundle:
-    """See `Bundles.of`. Raises `TokenizerError` without the path, which is not the client's to know."""
+    """Create the archive, see `Bundles.of`. Raises `TokenizerError` without the path, which clients must not learn."""
     files = _texts(path) if path.is_file() else dict(_files(path))
     if not files:
         raise TokenizerError("the model's folder has no files of a tokenizer")
@@ -100,8 +100,8 @@ def _files(folder: pathlib.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _within(folder: pathlib.Path, name: str) -> pathlib.Path | None:
-    """Where a file is, links followed; None: not in the folder. A snapshot of the hub's cache is of links to files of
-    the same repository, which count as its own."""
+    """Return the real path of a file; None: it is outside the folder. In a snapshot of the Hugging Face cache, files
+    are symlinks to blobs of the same repository, which count as inside."""
     top = folder.resolve()
     blobs = top.parent.parent / "blobs" if top.parent.name == "snapshots" else top
     try:
@@ -112,7 +112,7 @@ def _within(folder: pathlib.Path, name: str) -> pathlib.Path | None:
 
 
 def chunks(made: Bundle) -> Iterator[messages.common.GetTokenizerChunk]:
-    """Messages of the archive in order; the last one has the sum."""
+    """Yield messages of the archive in order; the last one has the hash."""
     for first in range(0, len(made.data), CHUNK_BYTES):
         last = first + CHUNK_BYTES >= len(made.data)
         part = made.data[first : first + CHUNK_BYTES]

@@ -1,1 +1,1 @@
-"""Anthropic's Messages."""
+"""Anthropic's Messages API."""

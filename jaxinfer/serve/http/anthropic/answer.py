@@ -1,4 +1,4 @@
-"""A message: its blocks, and the events in which they come."""
+"""Messages API responses: content blocks, and the events that stream them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxinfer.types import FinishReason
 
 
 class MessageWriter:
-    """Writes the message that answers a chat; see `jaxinfer.serve.http.events.stream.Writer`.
+    """Serializer of the message that answers a chat; see `jaxinfer.serve.http.events.stream.Writer`.
 
     Args:
         max_tokens: of the request.
-        request_id: for an error within a stream.
+        request_id: sent in the error event of a stream.
     """
 
     waiting = event("ping", {}).encode()
@@ -30,7 +30,7 @@ class MessageWriter:
         self._begun = False
 
     def opening(self) -> str:
-        """Nothing: the first event says how much of the prompt was cached, which is known with the first token."""
+        """Return "": the first event contains the number of cached prompt tokens, known only with the first token."""
         return ""
 
     def events(self, delta: OutputDelta) -> str:
@@ -74,7 +74,7 @@ class MessageWriter:
         return {"stop_reason": "tool_use" if reader.called else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens; those of the prompt that were cached are counted apart from the others."""
+        """Return token counts; cached prompt tokens are not included in ``input_tokens``."""
         usage = self._chat.generation.usage
         return {
             "input_tokens": usage.prompt - usage.cached,
@@ -96,7 +96,7 @@ def _event(step: Step) -> str:
 
 
 def _block(part: Part) -> dict[str, Any]:
-    """The block as it begins."""
+    """Return the content block at its start, without text."""
     if part.kind == CALL:
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
     if part.kind == REASONING:
@@ -105,7 +105,7 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 def _said(part: Part) -> dict[str, Any]:
-    """What of a block comes while it is said."""
+    """Return the fields of a block that are streamed as deltas."""
     if part.kind == CALL:
         return {"input": arguments_of(part.text)}
     return {"thinking" if part.kind == REASONING else "text": part.text}

@@ -1,7 +1,7 @@
-"""Bodies of requests for messages, and the blocks of their contents.
+"""Request bodies of the Messages API, and the blocks of message contents.
 
-Which fields are served, and what becomes of the others, is told by tables (`jaxinfer.serve.http.fields`).
-``cache_control`` has no effect: prefixes are cached without being marked.
+Tables define which fields are served and how the remaining fields are treated (`jaxinfer.serve.http.fields`).
+``cache_control`` has no effect: prefixes are always cached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OBJECT: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
 
 class OutputConfig(Body):
-    """How much to think, and the form of the answer's text."""
+    """Reasoning effort, and the format of the output text."""
 
     without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"task_budget": NOTHING}
 
@@ -29,13 +29,13 @@ class OutputConfig(Body):
 
 
 class Metadata(Body):
-    """About the request."""
+    """Metadata of the request."""
 
     without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"user_id": NOTHING}
 
 
 class CountTokensRequest(Body):
-    """``POST /v1/messages/count_tokens``."""
+    """Count the tokens of a message request (``POST /v1/messages/count_tokens``)."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "container": NOTHING,
@@ -73,7 +73,7 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
-    """``POST /v1/messages``."""
+    """Create a message (``POST /v1/messages``)."""
 
     max_tokens: Annotated[int, Field(strict=True)]
     stop_sequences: Strings = None
@@ -108,11 +108,11 @@ PASSED = (
     "priority",
     "cache_salt",
 )
-"""Fields that a chat has by the same names."""
+"""Fields with the same name in a chat request."""
 
 
 class Message(Body):
-    """A message of the conversation; which blocks its content may hold depends on the role. Answers come back whole."""
+    """A message; its role determines the allowed blocks. Clients send complete answers back, hence the labels."""
 
     labels: ClassVar[frozenset[str]] = frozenset(
         {
@@ -133,7 +133,7 @@ class Message(Body):
 
 
 class TextBlock(Body):
-    """Text."""
+    """A text block."""
 
     labels: ClassVar[frozenset[str]] = _MARKED | {"citations", "parsed_output"}
 
@@ -142,7 +142,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """A thought that was answered before."""
+    """A reasoning block of an earlier answer."""
 
     labels: ClassVar[frozenset[str]] = frozenset({"signature"})
 
@@ -151,7 +151,7 @@ class ThinkingBlock(Body):
 
 
 class ToolUseBlock(Body):
-    """A call that the model has made."""
+    """A tool call made by the model."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "caller": (None, {"type": "direct"}),
@@ -166,7 +166,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call has returned. ``is_error`` is a label: what went wrong is in the content, which the model sees."""
+    """Result of a tool call. ``is_error`` is a label: the error is in the content, which the model sees."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"toolset_name": NOTHING}
     labels: ClassVar[frozenset[str]] = _MARKED | {"is_error"}
@@ -194,14 +194,14 @@ class Tool(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model must call."""
+    """Whether the model must call a tool."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
 class NamedToolChoice(Body):
-    """The model must call this tool."""
+    """A tool that the model must call."""
 
     type: Literal["tool"]
     name: str
@@ -209,7 +209,7 @@ class NamedToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model is to think: at all, or as it decides itself. ``budget_tokens``: the thought is closed then."""
+    """Reasoning mode: on, off, or adaptive. ``budget_tokens``: tokens after which the reasoning is closed."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -227,7 +227,7 @@ ASSISTANT: Mapping[str, type[Body] | None] = {
     **dict.fromkeys(("redacted_thinking", "server_tool_use", "mcp_tool_use")),
     **dict.fromkeys(f"{name}_tool_result" for name in (*_ELSEWHERE, "advisor", "web_fetch", "web_search")),
 }
-"""Of the assistant. Thoughts that others have encrypted, and calls of their tools, are left out."""
+"""Blocks of the assistant. Encrypted reasoning and calls of server-side tools are left out of the prompt."""
 TOOLS: Mapping[str, type[Body] | None] = {**HOSTED, "custom": Tool}
 CHOICES: Mapping[str, type[Body]] = {**dict.fromkeys(("auto", "any", "none"), ToolChoice), "tool": NamedToolChoice}
 THINKING: Mapping[str, type[Body]] = dict.fromkeys(("enabled", "disabled", "adaptive"), Thinking)

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients expect them. They choose their exception by the status, as OpenAI's do."""
+"""Error bodies in Anthropic's format. Like OpenAI's, its clients choose the exception class by the HTTP status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.serve.errors import Kind, ServeError
 
 ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
-"""Where errors have this shape."""
+"""Routes whose errors have this format."""
 
 _TYPES: Mapping[Kind, str] = {
     Kind.INVALID: "invalid_request_error",
@@ -27,9 +27,9 @@ _TYPES: Mapping[Kind, str] = {
 
 
 def error_body(error: ServeError, request_id: str) -> dict[str, Any]:
-    """``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+    """Return ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
     message = error.message
-    if error.context is not None:  # clients look for Anthropic's words, and shorten the history
+    if error.context is not None:  # clients match Anthropic's wording and then shorten the history
         size, most = error.context
         message = f"prompt is too long: {size} > {most} maximum"
     told = {"type": _TYPES[error.kind], "message": message}

@@ -1,4 +1,4 @@
-"""A request for a message, as the body of a chat."""
+"""Conversion of Messages API requests to chat bodies."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _CHOICE = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def in_its_words() -> contextlib.AbstractContextManager[None]:
-    """A refusal inside names fields of a chat as requests for messages call them."""
+    """Rename chat fields in errors raised inside to the field names of the Messages API."""
     return in_the_words_of(_NAMES, "input_schema")
 
 
 async def chat_of(body: CountTokensRequest, limits: ServeLimits, frontend: Frontend) -> ChatCompletionRequest:
-    """The body of the chat that a request is.
+    """Convert a request to a chat body.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -76,7 +76,7 @@ async def chat_of(body: CountTokensRequest, limits: ServeLimits, frontend: Front
 
 
 def _begun(body: CountTokensRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of a chat whose last message, the assistant's, goes on."""
+    """Return the chat fields that continue the last message, if it is the assistant's."""
     last = messages[-1] if messages else {"role": ""}
     if last["role"] != "assistant":
         return {}
@@ -87,7 +87,7 @@ def _begun(body: CountTokensRequest, messages: Sequence[Mapping[str, Any]]) -> d
 
 
 def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """The messages of a chat: each result of a tool is one of its own; neighbours of one role are one.
+    """Convert to chat messages: each tool result becomes a message; consecutive messages of a role are joined.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -133,7 +133,7 @@ def _say(turns: Turns, role: str, path: str, block: Body | None) -> None:
 
 
 def _renamed(body: CountTokensRequest) -> dict[str, Any]:
-    """Fields that a chat has by other names, or in another shape."""
+    """Return the fields that have other names or another format in a chat."""
     form = body.output_config and body.output_config.format
     return {
         "stop": getattr(body, "stop_sequences", None),
@@ -163,7 +163,7 @@ def _choice(value: Any) -> dict[str, Any]:
 
 
 def _format(given: Any) -> Any:
-    """As a chat has it, where a schema has a name."""
+    """Convert an output format to a chat's response_format, in which a schema has a name."""
     if not isinstance(given, dict) or given.get("type") != "json_schema":
         return given
     schema = {name: value for name, value in given.items() if name != "type"}
@@ -171,8 +171,8 @@ def _format(given: Any) -> Any:
 
 
 def _thinking(body: CountTokensRequest, frontend: Frontend) -> dict[str, Any]:
-    """The fields of a chat by which a template is told whether to think, and how much. What no template can be told has
-    no effect."""
+    """Return the chat fields that switch reasoning on or off and set its effort. Settings that the model does not
+    support have no effect."""
     effort = None if body.output_config is None else body.output_config.effort
     fields: dict[str, Any] = {"reasoning_effort": effort, "chat_template_kwargs": body.chat_template_kwargs}
     if body.thinking is None:
@@ -195,7 +195,7 @@ def _switched_on(variables: Any, frontend: Frontend) -> dict[str, Any]:
 
 
 def _switched_off(frontend: Frontend) -> dict[str, Any]:
-    """Nothing, where nothing thinks."""
+    """Return the field that switches reasoning off, {} if the model has no reasoning."""
     sources = _sources(frontend)
     if thinking_switches(sources) or any("reasoning_effort" in source for source in sources):
         return {"reasoning_effort": "none"}

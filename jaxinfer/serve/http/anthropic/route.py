@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+"""Endpoints ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxinfer.serve.http.prompts import conversation_of, names_in_messages, term
 
 
 async def create_message(request: Request) -> Response:
-    """Blocks in, blocks out; what is between is a chat."""
+    """Serve ``/v1/messages``: convert the blocks to a chat, and its output to blocks."""
     door: Door = request.app.state.door
     body = checked(MessagesRequest, await read_json(request, door.limits, door.long.read))
     asked = await chat_of(body, door.limits, door.serving())
@@ -30,7 +30,7 @@ async def create_message(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """The tokens that the same conversation has as the prompt of a message."""
+    """Serve ``/v1/messages/count_tokens``: count the prompt tokens of a conversation."""
     door: Door = request.app.state.door
     body = checked(CountTokensRequest, await read_json(request, door.limits, door.long.read))
     frontend = door.serving()

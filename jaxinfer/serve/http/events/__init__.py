@@ -1,1 +1,1 @@
-"""What HTTP doors with items, not choices, share: an answer as parts, and the steps in which they come."""
+"""Shared code of the item-based HTTP APIs (Messages, Responses): answers as parts, and their streaming steps."""

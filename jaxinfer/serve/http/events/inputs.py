@@ -1,4 +1,4 @@
-"""Bodies in items become bodies of chats: items checked one by one, in the words of their door."""
+"""Conversion of item-based request bodies (Messages, Responses) to chat bodies; errors use the API's field names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PATH = re.compile(r"[\w.\[\]]*")
 
 
 Kinds = Mapping[str, type[Body] | None]
-"""Bodies of items by their ``type``; None: items of this type are left out."""
+"""Body class of each item ``type``; None: items of this type are left out of the prompt."""
 
 
 def item_of(path: str, value: Any, kinds: Kinds) -> Body | None:
-    """An item by its ``type``. None: it is left out, which is noted.
+    """Parse an item by its ``type``. Return None if items of this type are left out, and note it as ignored.
 
     Args:
-        path: where it is, for a refusal.
+        path: path of the item, for error messages.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -43,7 +43,7 @@ def item_of(path: str, value: Any, kinds: Kinds) -> Body | None:
 
 
 def served(kinds: Kinds) -> str:
-    """The types that are served, for a refusal."""
+    """Return the types that are served, for an error message."""
     return ", ".join(sorted(name for name, body in kinds.items() if body is not None))
 
 
@@ -53,7 +53,7 @@ def _meant(kind: Any, kinds: Kinds) -> str:
 
 
 def items_of[T](field: str, values: Sequence[Any] | None, kinds: Kinds, made: Callable[[Any], T]) -> list[T] | None:
-    """What ``made`` makes of the items of a list, without those that are left out."""
+    """Convert the items of a list with ``made``, skipping those that are left out."""
     if values is None:
         return None
     items = (item_of(f"{field}[{rank}]", value, kinds) for rank, value in enumerate(values))
@@ -61,42 +61,42 @@ def items_of[T](field: str, values: Sequence[Any] | None, kinds: Kinds, made: Ca
 
 
 def text_of(path: str, content: Any, kinds: Kinds) -> str:
-    """The text of a content, see `jaxinfer.text.contents.text_of`, whose parts are of these kinds.
+    """Return the text of a content whose parts have these kinds, see `jaxinfer.text.contents.text_of`.
 
     Raises:
-        ServeError: INVALID, naming field and value: there is something that is no text.
+        ServeError: INVALID, naming field and value: a part is not text.
     """
     with by_place():
         return contents.text_of(path, content, lambda at, part: getattr(item_of(at, part, kinds), "text", ""), kinds)
 
 
 class Turns:
-    """Messages of a chat, made of smaller things: what the assistant thinks, says and calls in one turn is one message.
+    """Builder of chat messages from items; reasoning, text and tool calls of one assistant turn form one message.
 
-    Texts are joined at the end, in time linear in them.
+    Texts are joined at the end, in linear time.
     """
 
     def __init__(self) -> None:
         self._made: list[dict[str, Any]] = []
-        self._open = ""  # the role of the message that may go on
+        self._open = ""  # role of the message that may be extended
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """All of them. Content that is nothing is none beside calls, and else an empty text."""
+        """All messages. Empty content becomes None in a message with tool calls, else ""."""
         return [_joined(message) for message in self._made]
 
     @property
     def role(self) -> str:
-        """The last one's; "" before the first."""
+        """Role of the last message; "" before the first."""
         return self._made[-1]["role"] if self._made else ""
 
     def say(self, role: str, text: str, **fields: Any) -> None:
-        """A whole message."""
+        """Add a complete message."""
         self._open = ""
         self._made.append({"role": role, "content": [text], **fields})
 
     def ask(self, text: str) -> None:
-        """More of the user, in one message with what is just before it."""
+        """Add user text; consecutive user texts form one message."""
         turn = self._turn("user")
         turn["content"] += ["\n", text] if turn["content"] else [text]
 
@@ -104,7 +104,7 @@ class Turns:
         self._turn("assistant").setdefault("reasoning_content", []).append(text)
 
     def answer(self, text: str) -> None:
-        """Text of the assistant; behind calls it stands without a line end, as it was made."""
+        """Add assistant text; text after tool calls is joined without a newline, as it was generated."""
         turn = self._turn("assistant")
         turn["content"] += ["\n", text] if turn["content"] and "tool_calls" not in turn else [text]
 
@@ -129,21 +129,21 @@ def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_body(**fields: Any) -> ChatCompletionRequest:
-    """The body of a chat; fields that are None are not set.
+    """Return a chat body; fields that are None are not set.
 
     Raises:
-        ServeError: INVALID, in the chat's words: see `in_the_words_of`.
+        ServeError: INVALID, with the chat API's field names: see `in_the_words_of`.
     """
     return checked(ChatCompletionRequest, {name: value for name, value in fields.items() if value is not None})
 
 
 @contextlib.contextmanager
 def in_the_words_of(names: Mapping[str, str], parameters: str) -> Iterator[None]:
-    """A refusal inside names fields of a chat as another door calls them.
+    """Rename chat fields in errors raised inside to the field names of another API.
 
     Args:
-        names: of fields that have another name there.
-        parameters: what it calls the schema of a tool, which has no ``function`` around it there.
+        names: names in that API of fields that are named differently.
+        parameters: its name for the schema of a tool, which has no enclosing ``function`` object there.
     """
 
     def name(path: str) -> str:
@@ -172,7 +172,7 @@ def _renamed(name: Callable[[str], str]) -> Iterator[None]:
 
 
 async def off_loop[T](function: Callable[[], T], *lists: Any) -> T:
-    """``function()``, by a thread if what are lists of ``lists`` hold more than a few items and parts of these."""
+    """Return ``function()``, run in a thread if the lists among ``lists`` have many items and content parts."""
     items = [item for each in lists if isinstance(each, list) for item in each]
     contents = (item.get("content") for item in items if isinstance(item, dict))
     parts = sum(len(content) for content in contents if isinstance(content, list))
@@ -180,11 +180,11 @@ async def off_loop[T](function: Callable[[], T], *lists: Any) -> T:
 
 
 def check_count(field: str, items: Sequence[Any], most: int) -> None:
-    """Raises `ServeError` INVALID for more items than a conversation may have messages (``most``)."""
+    """Raise `ServeError` INVALID if there are more items than a conversation may have messages (``most``)."""
     if len(items) > most:
         raise ServeError(Kind.INVALID, f"{field} must be at most {most}, not {len(items)}", field)
 
 
 def refuse(field: str, value: Any, reason: str) -> NoReturn:
-    """Raises `ServeError` INVALID, which names field and value."""
+    """Raise `ServeError` INVALID, naming field and value."""
     raise ServeError(Kind.INVALID, f"{field}={short(value)} {reason}", field)

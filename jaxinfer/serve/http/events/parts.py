@@ -1,4 +1,4 @@
-"""An answer as the parts that it is made of, and the steps in which they come: a thought, a text, a call."""
+"""Parts of an answer (reasoning, text, tool call) and the steps in which they are streamed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CALL: Literal["call"] = "call"
 
 @dataclasses.dataclass
 class Part:
-    """One part of an answer.
+    """A part of an answer.
 
     Attributes:
-        index: among the parts.
-        id, name: of a call, as the model or its parser names them.
-        texts: what it says, piece by piece; of a call its arguments.
-        logprobs: of the tokens that said it, where they were asked for.
-        cut: the answer was cut within it.
+        index: index among the parts of the answer.
+        id, name: of a tool call, as the model or its parser gives them.
+        texts: its text in chunks; for a tool call its arguments.
+        logprobs: of the tokens of its text, if requested.
+        cut: whether the output was truncated within the part.
     """
 
     kind: Literal["reasoning", "text", "call"]
@@ -47,14 +47,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """A part begins; the one before has ended."""
+    """A part begins; the previous part has ended."""
 
     part: Part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class More:
-    """More of a part; ``logprobs`` as in `Part`."""
+    """More text of a part; ``logprobs`` as in `Part`."""
 
     part: Part
     texts: list[str]
@@ -67,7 +67,7 @@ class More:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Closed:
-    """A part is whole, or ``cut``."""
+    """A part is complete, or truncated (``cut``)."""
 
     part: Part
 
@@ -76,7 +76,7 @@ Step = Opened | More | Closed
 
 
 class PlainText:
-    """Parser of answers in which there is nothing to parse."""
+    """Parser for outputs without reasoning or tool calls."""
 
     def feed(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -86,16 +86,16 @@ class PlainText:
 
 
 class PartReader:
-    """Reads one output, token by token, so that each token is known by the part that it says something of.
+    """Parses one output token by token, so that each token is attributed to its part.
 
     Args:
-        parser: the output's own.
-        words: spell tokens.
-        hidden: tokens that are no part of the text.
+        parser: parser of this output.
+        words: converts tokens to bytes.
+        hidden: token ids that produce no text.
 
     Attributes:
-        parts: that have begun and are shown.
-        reasoning_tokens: those that have said the thought, be it shown or not. Markers are none of them.
+        parts: parts that have begun and are shown.
+        reasoning_tokens: number of reasoning tokens, shown or not, without markers.
         finish_reason, stop_reason: as in the last delta.
     """
 
@@ -109,7 +109,7 @@ class PartReader:
         self.stop_reason: int | str | None = None
 
     def read(self, delta: OutputDelta) -> list[Step]:
-        """The steps of a delta.
+        """Return the steps of a delta.
 
         Raises:
             ServeError: CANCELLED: the output was aborted.
@@ -125,7 +125,7 @@ class PartReader:
 
     @property
     def called(self) -> bool:
-        """A call is shown."""
+        """Whether a tool call is shown."""
         return any(part.kind == CALL for part in self.parts)
 
     def _finish(self, delta: OutputDelta, steps: list[Step]) -> None:

@@ -1,4 +1,4 @@
-"""Answers in items: one JSON object, or the events of a stream, by whatever names a door has for them."""
+"""Responses of the item-based APIs: one JSON object, or a stream of events in the API's own format."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from jaxinfer.text.output import OutputDelta
 
 @runtime_checkable
 class Writer(Protocol):
-    """Writes one answer: either its events or, once all deltas are taken, the whole.
+    """Serializer of one answer: either its events or, after all deltas were taken, the complete object.
 
     Attributes:
-        waiting: a sign of life, see `ServerSentEvents`.
+        waiting: keep-alive event, see `ServerSentEvents`.
     """
 
     waiting: bytes
 
     def opening(self) -> str:
-        """The events before the first delta."""
+        """Return the events before the first delta."""
         ...
 
     def events(self, delta: OutputDelta) -> str:
-        """The events that a delta makes; with the last one, those of the end."""
+        """Return the events for a delta; for the last delta including the final events."""
         ...
 
     def failed(self, error: ServeError) -> str:
-        """The event that ends a stream that is not whole."""
+        """Return the event that ends an incomplete stream."""
         ...
 
     def take(self, delta: OutputDelta) -> None: ...
@@ -48,7 +48,7 @@ class Writer(Protocol):
 
 
 class WrittenEvents(ServerSentEvents):
-    """The events of a writer, one write for each delta. ``settings``: of `ServerSentEvents`."""
+    """Stream of a writer's events, one write per delta. ``settings``: arguments of `ServerSentEvents`."""
 
     def __init__(self, generation: Generation, writer: Writer, **settings: Any) -> None:
         super().__init__([generation], **settings)
@@ -65,17 +65,17 @@ class WrittenEvents(ServerSentEvents):
 
 
 def reader_of(chat: Chat) -> PartReader:
-    """Of a chat's one output."""
+    """Return a reader for the single output of a chat."""
     tokenizer = chat.frontend.tokenizer
     (parser,) = new_parsers(chat.generation, chat.terms, chat.parsers, tokenizer)
     return PartReader(parser, Shown.of(chat.terms), chat.frontend, hidden_tokens(chat.parsers, tokenizer))
 
 
 async def written(request: Request, chat: Chat, writer: Writer) -> Response:
-    """The answer to a chat's body, whole or as a stream.
+    """Return the response to a chat body, complete or as a stream.
 
     Raises:
-        ServeError: its generation failed before there was an answer.
+        ServeError: the generation failed before the response started.
     """
     door: Door = request.app.state.door
     headers = id_headers(chat.body)
@@ -95,5 +95,5 @@ async def _collected(generation: Generation, writer: Writer) -> dict[str, Any]:
 
 
 def event(name: str, data: Mapping[str, Any]) -> str:
-    """A server-sent event; its data has the name, too, as ``type``."""
+    """Return a server-sent event; its data repeats the name as ``type``."""
     return f"event: {name}\ndata: {json.dumps({'type': name, **data}, separators=(',', ':'))}\n\n"

@@ -1,1 +1,1 @@
-"""OpenAI's Responses, without anything that is stored."""
+"""OpenAI's Responses API, without stored responses."""

@@ -1,4 +1,4 @@
-"""A response: its items, and the events in which they come."""
+"""Responses API output: items, and the events that stream them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SAME = {
     "truncation": "disabled",
     "service_tier": "default",
 }
-"""Fields that say the same in every response."""
+"""Fields with the same value in every response."""
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class ResponseWriter:
-    """Writes the response to a request; see `jaxinfer.serve.http.events.stream.Writer`."""
+    """Serializer of the response to a request; see `jaxinfer.serve.http.events.stream.Writer`."""
 
     waiting = ServerSentEvents.waiting
 
@@ -69,7 +69,7 @@ class ResponseWriter:
         return _COMPLETED if self._reader.finish_reason == FinishReason.STOP else _INCOMPLETE
 
     def _response(self, status: str) -> dict[str, Any]:
-        """All of it, as far as it has come."""
+        """Return the response object with the output so far."""
         done = status != _IN_PROGRESS
         return self._head | {
             "status": status,
@@ -95,21 +95,21 @@ class ResponseWriter:
 
 
 class _Items:
-    """Parts as items: a thought and a message have one content part each.
+    """Converts parts to output items; reasoning and message items have one content part each.
 
     Args:
-        name: the request's id, from which items have theirs.
+        name: request id, from which item ids are derived.
     """
 
     def __init__(self, name: str, words: Words) -> None:
         self._name, self._words = name, words
 
     def whole(self, part: Part) -> dict[str, Any]:
-        """An item, once its part is closed."""
+        """Return the item of a closed part."""
         return self._item(part, _INCOMPLETE if part.cut else _COMPLETED, part.text, [self._content(part)])
 
     def events(self, step: Step) -> list[tuple[str, dict[str, Any]]]:
-        """Names and data of the events of a step."""
+        """Return names and data of the events for a step."""
         match step:
             case Opened(part):
                 return self._opened(part)
@@ -156,7 +156,7 @@ class _Items:
         return {"type": "output_text", "text": part.text, "annotations": [], **told}
 
     def _told(self, part: Part, logprobs: Sequence[PositionLogprobs]) -> dict[str, Any]:
-        """The log probabilities of a text; an empty list where they were not asked for."""
+        """Return the log probabilities of a text part; an empty list if they were not requested."""
         if part.kind != TEXT:
             return {}
         return {"logprobs": [position_json(each, self._words) for each in logprobs]}
@@ -166,7 +166,7 @@ class _Items:
 
 
 def _head(body: ResponsesRequest, chat: Chat) -> dict[str, Any]:
-    """The fields that say what was asked for."""
+    """Return the response fields that repeat the request."""
     return {
         **_SAME,
         **_terms(body, chat.frontend.card.defaults),
@@ -194,5 +194,5 @@ def _terms(body: ResponsesRequest, defaults: Mapping[str, Any]) -> dict[str, Any
 
 
 def _number(given: Any, defaults: Mapping[str, Any], name: str) -> Any:
-    """The value that holds: the checkpoint's where none was given."""
+    """Return the effective value: the default of the checkpoint if the request sets none."""
     return defaults.get(name, 1.0) if given is None else given

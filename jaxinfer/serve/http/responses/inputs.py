@@ -1,4 +1,4 @@
-"""A request for a response, as the body of a chat."""
+"""Conversion of Responses API requests to chat bodies."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ _SUMMARY: Mapping[str, type[Body]] = {"summary_text": ReasoningText}
 
 
 def in_its_words() -> contextlib.AbstractContextManager[None]:
-    """A refusal inside names fields of a chat as requests for responses call them."""
+    """Rename chat fields in errors raised inside to the field names of the Responses API."""
     return in_the_words_of(_NAMES, "parameters")
 
 
 async def chat_of(body: ResponsesRequest, limits: ServeLimits) -> ChatCompletionRequest:
-    """The body of the chat that a request is.
+    """Convert a request to a chat body.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -74,7 +74,7 @@ async def chat_of(body: ResponsesRequest, limits: ServeLimits) -> ChatCompletion
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The messages of a chat: neighbouring items of the assistant are one.
+    """Convert input items to chat messages; consecutive assistant items form one message.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -121,14 +121,14 @@ def _say(turns: Turns, path: str, item: MessageItem) -> None:
 
 
 def _thought(path: str, item: ReasoningItem) -> str:
-    """The thought itself, or its summary where that is all that there is."""
+    """Return the reasoning text of an item, or its summary if there is no text."""
     if item.content:
         return text_of(f"{path}.content", item.content, _THOUGHT)
     return text_of(f"{path}.summary", item.summary or [], _SUMMARY)
 
 
 def _renamed(body: ResponsesRequest) -> dict[str, Any]:
-    """Fields that a chat has by other names, or in another shape."""
+    """Return the fields that have other names or another format in a chat."""
     return {
         "tool_choice": _choice(body.tool_choice),
         "max_tokens": body.max_output_tokens,
@@ -147,7 +147,7 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    """As a chat has it: a function's name one level further in."""
+    """Convert a tool choice to chat format, which nests the function name one level deeper."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
         return _named(choice)

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``."""
+"""Endpoint ``POST /v1/responses``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer.serve.http.responses.inputs import chat_of, in_its_words
 
 
 async def respond(request: Request) -> Response:
-    """Items in, items out; what is between is a chat."""
+    """Serve ``/v1/responses``: convert the input items to a chat, and its output to items."""
     door: Door = request.app.state.door
     body = checked(ResponsesRequest, await read_json(request, door.limits, door.long.read))
     asked = await chat_of(body, door.limits)
