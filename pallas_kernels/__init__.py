@@ -1,1 +1,1 @@
-"""Kernels in Pallas, for NVIDIA GPUs: each with its equation, a version in plain XLA, and refusals."""
+"""Pallas kernels for NVIDIA GPUs: each op has a reference equation, an XLA path and rejections in words."""

@@ -1,7 +1,7 @@
-"""Pools of float8 as bytes: what is uint8 holds the bits of float8_e4m3fn.
+"""float8 pools as bytes: a uint8 array holds the bits of float8_e4m3fn.
 
-XLA:CPU widens float8 for all but conversions: to write one token into a pool, it would convert the whole pool and back.
-Bytes it moves as they are. So a CPU's pools are bytes, and the plain-XLA paths take them; kernels want float8 itself.
+XLA:CPU widens float8 for everything except conversions: to write one token into a pool, it would convert the whole pool
+and back. It moves bytes unchanged. So pools on CPU are bytes, and the XLA paths take them; kernels take float8 itself.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from jaxtyping import Array, Float32, Num
 
 
 def meant(dtype: Any) -> jnp.dtype:
-    """The dtype of the numbers that an array of ``dtype`` holds."""
+    """Return the dtype of the numbers that an array of ``dtype`` holds."""
     return jnp.dtype(jnp.float8_e4m3fn if jnp.dtype(dtype) == jnp.uint8 else dtype)
 
 
 def numbers(x: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
-    """The numbers that ``x`` holds, in the dtype that is meant."""
+    """Return the numbers that ``x`` holds, in the dtype of `meant`."""
     return lax.bitcast_convert_type(x, meant(x.dtype)) if x.dtype == jnp.uint8 else x
 
 
 def widened(x: Num[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """The numbers in float32. Bits of float8 go by way of those of float16: the same three bits behind the leading one
-    and an exponent that is 8 less, exact for subnormal numbers too. XLA:CPU's own conversion takes twice as long.
+    """Return the numbers in float32. float8 bits are converted via float16 bits: the same three mantissa bits and an
+    exponent that is 8 less, exact for subnormal numbers too. XLA:CPU's own conversion takes twice as long.
 
-    The two codes for NaN become 480. `kv_write` writes one only beside a scale that is NaN itself.
+    The two codes for NaN become 480. `kv_write` writes one only together with a scale that is NaN itself.
     """
     if x.dtype != jnp.uint8:
         return x.astype(jnp.float32)
@@ -38,5 +38,5 @@ def widened(x: Num[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 
 def held(x: Num[Array, "*shape"], dtype: Any) -> jax.Array:
-    """Numbers in the dtype that is meant, as an array of ``dtype`` holds them: the inverse of `numbers`."""
+    """Return numbers in the dtype of `meant` as an array of ``dtype`` holds them: the inverse of `numbers`."""
     return lax.bitcast_convert_type(x, jnp.uint8) if jnp.dtype(dtype) == jnp.uint8 else x

@@ -1,10 +1,10 @@
 """Choice of the path of an op in a program, with its reason; every ``<op>/api.py`` uses it.
 
-The choice is made while a program is traced, from what it will be lowered for: the device of the abstract mesh where
-one is set, else JAX's default device. Mosaic GPU asks in the same order for the machine code to emit, so that the two
-cannot disagree. To compile for a GPU on a machine without one, trace under ``jax.sharding.use_abstract_mesh`` with an
-abstract device of platform "gpu" and a ``compute_capability``, or name the `Target`, or force a path. A program that
-is lowered for another platform without any of these takes the XLA path, which runs everywhere.
+The choice is made while a program is traced, from its lowering target: the device of the abstract mesh if one is set,
+else JAX's default device. Mosaic GPU looks up the machine code to emit in the same order, so the two cannot disagree.
+To compile for a GPU on a machine without one, trace under ``jax.sharding.use_abstract_mesh`` with an abstract device of
+platform "gpu" and a ``compute_capability``, or name the `Target`, or force a path. A program that is lowered for
+another platform without any of these takes the XLA path, which runs everywhere.
 
 ``jax.lax.platform_dependent`` would decide later, while lowering. It is not used: both branches would be traced in
 every layer on every platform, and it knows a platform's name, not which GPU.
@@ -29,7 +29,7 @@ HOPPER: Capability = (9, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The path taken, and a sentence that says why."""
+    """The path taken, and a sentence with the reason."""
 
     path: Literal["mosaic", "xla"]
     why: str
@@ -40,7 +40,7 @@ class Target:
     """The target that a program is lowered for.
 
     Attributes:
-        capability: an NVIDIA GPU's, (9, 0) for Hopper; None: not known, or none.
+        capability: compute capability of an NVIDIA GPU, (9, 0) for Hopper; None: not known, or none.
         device_kind: "NVIDIA H100 80GB HBM3" for example; None: not known.
     """
 
@@ -50,11 +50,11 @@ class Target:
 
 
 def lowering_target() -> Target:
-    """The target of the program that is being traced, see the module."""
+    """Return the target of the program that is being traced, see the module."""
     abstract, device = jax.sharding.get_abstract_mesh().abstract_device, _default_device()
     if abstract is None or (device is not None and abstract.device_kind == device.device_kind):
         abstract = device
-    if abstract is None:  # a default that is only a platform's name
+    if abstract is None:  # the default device is only a platform's name
         return Target(jax.default_backend())
     capability = _capability(getattr(abstract, "compute_capability", ""))
     return Target(abstract.platform, capability, abstract.device_kind)
@@ -80,17 +80,17 @@ def choose(
     most: Capability = HOPPER,
     target: Target | None = None,
 ) -> Choice:
-    """Choose the path for a kernel that refuses an op's operands for the reason ``refusal`` (None: it does them).
+    """Choose the path for a kernel that rejects an op's operands for the reason ``refusal`` (None: it supports them).
 
     Args:
-        op: its name among launches, see `pallas_kernels.launches`.
-        wish: "mosaic" and "xla" force a path whatever the platform.
+        op: name of the op in launches, see `pallas_kernels.launches`.
+        wish: "mosaic" and "xla" force a path on every platform.
         least: the lowest compute capability that the kernel was written for.
         most: the highest one.
-        target: what the program is lowered for; None: `lowering_target`.
+        target: lowering target of the program; None: `lowering_target`.
 
     Raises:
-        ValueError: "mosaic" is wished, and the kernel refuses, or failed its trial on this GPU.
+        ValueError: "mosaic" is requested, and the kernel rejects the operands or failed its trial on this GPU.
     """
     refusal = refusal or excluded(op)
     if wish == "xla":

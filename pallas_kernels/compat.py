@@ -1,7 +1,7 @@
-"""The only file that knows how Mosaic GPU differs between JAX releases (0.11.2 and 0.12).
+"""Compatibility of Mosaic GPU between JAX releases (0.11.2 and 0.12); no other file knows of the differences.
 
-Mosaic GPU calls itself unstable. Kernels take from here what has changed, or lies in a private module, and the rest
-from ``jax.experimental.pallas.mosaic_gpu``.
+Mosaic GPU declares itself unstable. Kernels import from here what changed or is in a private module, and the rest from
+``jax.experimental.pallas.mosaic_gpu``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def kernel(
     cluster_names: tuple[str, ...] = (),
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Callable[..., Any]:
-    """``plgpu.kernel``; the cost estimate is passed on where the release takes one (from 0.12).
+    """Call ``plgpu.kernel``; the cost estimate is passed on where the release takes one (from 0.12).
 
     Raises:
-        ValueError: no GPU could launch such a thread block.
+        ValueError: no GPU could launch such a CTA.
     """
     block = block_of(num_threads, math.prod(cluster), scratch_types)
     for fault in () if interpret is not None else block.faults():
@@ -67,7 +67,7 @@ def kernel(
 
 
 def store(target: Any, value: jax.Array) -> None:
-    """An array to a reference in device memory; 0.11.2 has no ``plgpu.store``."""
+    """Store an array to a reference in device memory; 0.11.2 has no ``plgpu.store``."""
     if hasattr(plgpu, "store"):
         plgpu.store(target, value, optimized=False)
     else:
@@ -75,15 +75,15 @@ def store(target: Any, value: jax.Array) -> None:
 
 
 def interpret_params(*, detect_races: bool = True) -> plgpu.InterpretGPUParams:
-    """Run a kernel on the CPU: shared memory, asynchronous copies and barriers are simulated, slowly.
+    """Return parameters to run a kernel on the CPU: SMEM, asynchronous copies and mbarriers are simulated, slowly.
 
-    Memory that nothing wrote reads as NaN. On a race, 0.12 raises and 0.11.2 prints: `interpreted` treats both alike.
+    Uninitialised memory reads as NaN. On a race, 0.12 raises and 0.11.2 prints: `interpreted` handles both.
     """
     return plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
 
 
 def interpreted(call: Callable[[], Any]) -> Any:
-    """The result of ``call``, which runs a kernel under `interpret_params` with races detected.
+    """Return the result of ``call``, which runs a kernel under `interpret_params` with race detection.
 
     Raises:
         RuntimeError: the kernel has a data race, or (0.11.2 only) it ends before an arrival at a barrier was waited

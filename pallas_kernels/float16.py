@@ -1,7 +1,7 @@
 """Products of float16 numbers on a CPU, in float32.
 
-XLA has no product of float16 there: it widens the whole weight in memory, anew at every call, and in an order that it
-cannot read in vectors (1.5 GB/s). Here a loop widens a piece that stays in the cache, and multiplies by that.
+XLA:CPU has no float16 product: it widens the whole weight in memory at every call, in an order that it cannot vectorise
+(1.5 GB/s). A loop here widens a chunk that stays in the cache, and multiplies by that.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.choice import lowering_target
 
 _PIECE = 1 << 19  # numbers
-_FEWEST = 128  # inputs of a piece: for fewer, the sums of all outputs would go through memory too often
-_LEAST = 16  # the same, where none beyond divides all inputs
+_FEWEST = 128  # inputs of a chunk: with fewer, the sums of all outputs would go through memory too often
+_LEAST = 16  # fewest inputs of a chunk if no larger number divides all inputs
 
 
 def slow(x: Any, weights: Any, along: int) -> bool:
-    """Whether XLA would widen the weight of a product: on a CPU, and on one device."""
+    """Return whether XLA would widen the weight of a product: on a CPU, and on one device."""
     here = x.dtype == weights.dtype == jnp.float16 and along in (0, weights.ndim - 1)
     return here and lowering_target().platform == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
 
@@ -38,7 +38,7 @@ def dot(x: Float[Array, "*rows k"], weights: Float[Array, "..."], along: int) ->
 
 
 def _by_inputs(x: Float[Array, "rows k"], weights: Float[Array, "k n"]) -> Float[Array, "rows n"]:
-    """Pieces of equally many inputs, whose products are added up one after the other."""
+    """Multiply by equal chunks of the inputs, and add up their products one after the other."""
     (rows, inputs), outputs = x.shape, weights.shape[1]
     most = min(inputs, max(_FEWEST, _PIECE // outputs))
     length = next((each for each in range(most, _LEAST - 1, -1) if inputs % each == 0), inputs)
@@ -59,7 +59,7 @@ def _by_outputs(x: Float[Array, "rows k"], weights: Float[Array, "n k"]) -> Floa
         return _product(x, weights, 1)
 
     def piece(index: Any, result: Array) -> Array:
-        first = jnp.minimum(index * length, outputs - length)  # the last two may overlap
+        first = jnp.minimum(index * length, outputs - length)  # the last two chunks may overlap
         part = _product(x, lax.dynamic_slice_in_dim(weights, first, length), 1)
         return lax.dynamic_update_slice_in_dim(result, part, first, 1)
 

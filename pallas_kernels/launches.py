@@ -1,8 +1,8 @@
-"""Launches of Mosaic kernels: which ones a program makes, and which ops a GPU has failed.
+"""Launches of Mosaic kernels: which ones a program makes, and which ops failed on a GPU.
 
-A program that is traced within `recording` notes each op that takes its kernel, with the shapes of its operands and
+A program that is traced within `recording` records each op that takes its kernel, with the shapes of its operands and
 the XLA path of the same op: `pallas_kernels.trial` runs both on a GPU and compares. An op that fails is `exclude`d:
-from then on "auto" is the XLA path for it in this process.
+from then on "auto" means the XLA path for it in this process.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import jax
 
 
 class Launch(NamedTuple):
-    """One op at one shape, by its kernel.
+    """A kernel launch: an op at one shape.
 
     Attributes:
-        op: the op's folder, and its function where it has several: "paged_attention.decode" for example.
-        kernel: the kernel's own function.
-        plain: the XLA path's, which takes the same operands.
+        op: the op's folder, and its function if it has several: "paged_attention.decode" for example.
+        kernel: function of the kernel.
+        plain: function of the XLA path, which takes the same operands.
         operands: positional ones, a tree with a `jax.ShapeDtypeStruct` in the place of each array.
-        options: those by keyword.
+        options: keyword arguments.
     """
 
     op: str
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Tells launches apart by what they do; the same in every process."""
+        """A key of what the launch does; the same in every process."""
         name = f"{self.kernel.__module__}.{self.kernel.__qualname__}"
         return f"{self.op} {name} {self.operands} {sorted(self.options.items())}"
 
@@ -63,7 +63,7 @@ def recording() -> Iterator[dict[str, Launch]]:
 
 
 def note(op: str, kernel: Callable[..., Any], plain: Callable[..., Any], *operands: Any, **options: Any) -> None:
-    """Note a launch, where they are recorded. ``kernel`` and ``plain`` take these operands and options."""
+    """Record a launch, if recording is on. ``kernel`` and ``plain`` take these operands and options."""
     found = _RECORD.get()
     if found is not None:
         one = Launch(op, kernel, plain, *jax.tree.map(_shape, (operands, options)))
@@ -71,7 +71,7 @@ def note(op: str, kernel: Callable[..., Any], plain: Callable[..., Any], *operan
 
 
 def noted(op: str, path: str, kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain``, or with the path "mosaic" the kernel, whose launch is noted."""
+    """Return ``plain``, or for the path "mosaic" the kernel, which records its launch."""
     if path != "mosaic":
         return plain
 
@@ -83,17 +83,17 @@ def noted(op: str, path: str, kernel: Callable[..., Any], plain: Callable[..., A
 
 
 def exclude(op: str, why: str) -> None:
-    """Let "auto" be the XLA path for an op from now on. Programs that are traced already keep their kernels."""
+    """Make "auto" choose the XLA path for an op from now on. Programs that are already traced keep their kernels."""
     _EXCLUDED[op] = why
 
 
 def excluded(op: str) -> str | None:
-    """Why an op's kernel is not to be used on this GPU, in one sentence; None: it is."""
+    """Return why an op's kernel is not to be used on this GPU, in one sentence; None: it may be used."""
     return _EXCLUDED.get(op)
 
 
 def readmit() -> None:
-    """Forget all that was excluded."""
+    """Clear all exclusions."""
     _EXCLUDED.clear()
 
 

@@ -10,7 +10,7 @@ THREADS, LANES, WARPS = 128, 32, 4
 
 
 def power_of_two(number: int, most: int) -> int:
-    """The largest power of two that divides ``number``, at most ``most`` (a power of two itself)."""
+    """Return the largest power of two that divides ``number``, at most ``most`` (a power of two itself)."""
     return min(number & -number, most)
 
 
@@ -18,7 +18,7 @@ def row_layout(rows: int, columns: int, widest: int) -> tuple[Any, bool]:
     """Choose a layout of tiles [rows, multiples of columns] with each row in one warp; is it free of copies?
 
     Vectors are as wide as the tile allows, up to ``widest`` numbers. A tile too small, or too odd, for 128 threads is
-    held by several of them alike: each of these stores it.
+    replicated over several of them: each of these stores it.
     """
     each = max(1, rows * columns // THREADS)
     vector = power_of_two(columns, min(widest, 1 << (each.bit_length() - 1)))
@@ -29,7 +29,7 @@ def row_layout(rows: int, columns: int, widest: int) -> tuple[Any, bool]:
 
 
 def _tiled(warps: int, lane_rows: int, lanes: int, vector: int) -> Any:
-    """The layout of ``warps * lane_rows`` rows of ``lanes * vector`` numbers, in Mosaic's canonical spelling."""
+    """Return the layout of ``warps * lane_rows`` rows of ``lanes * vector`` numbers, in Mosaic's canonical form."""
     width = lanes * vector
     split = warps > 1 and lane_rows > 1
     tiling: list[tuple[int, ...]] = [(warps * lane_rows, width)]

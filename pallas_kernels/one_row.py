@@ -1,10 +1,10 @@
-"""Products of a single row by weights of 16 bits on a CPU.
+"""Products of a single row with 16-bit weights on a CPU.
 
-XLA gives products to a library that packs the whole weight anew at every call, and those of a single row of 16-bit
-numbers not even to that: its own loop is twenty times slower. Here the weight is cut into a few slices, which are
-multiplied and added number by number: XLA makes one loop of that, which reads each slice from end to end, in vectors,
-and on all cores. What it leaves, in float32, is added up by a product with ones, which XLA has a fast loop for. It
-reads a weight at the rate of float32 weights, for half as many bytes. With more rows the library is faster.
+XLA passes products to a library that packs the whole weight at every call, and products of a single 16-bit row not even
+to that: its own loop is twenty times slower. Here the weight is cut into a few slices, which are multiplied and added
+element by element: XLA compiles that to one loop, which reads each slice sequentially, vectorised and on all cores. The
+remaining float32 numbers are summed by a product with ones, for which XLA has a fast loop. It reads a weight at the
+rate of float32 weights, for half as many bytes. With more rows the library is faster.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choice import lowering_target
 
-_SLICES = 8  # of inputs first; with more, the loop has more streams than a processor foresees
-_FEWEST, _MOST, _LANES = 16, 80, 16  # slices of inputs last, and numbers of which one has a multiple
+_SLICES = 8  # of inputs first; with more, the loop has more streams than a processor prefetches
+_FEWEST, _MOST, _LANES = 16, 80, 16  # slices of inputs last (fewest, most), and divisor of their length
 
 
 def alone(x: Any, weights: Any) -> bool:
-    """Whether a product is one of a single row of 16-bit numbers on a CPU, and on one device."""
+    """Return whether a product is one of a single row of 16-bit numbers on a CPU, and on one device."""
     narrow = math.prod(x.shape[:-1]) == 1 and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
     here = narrow and x.dtype == weights.dtype and lowering_target().platform == "cpu"
     return here and jax.sharding.get_abstract_mesh().size <= 1
 
 
 def slices(inputs: int, along: int) -> int | None:
-    """Into how many slices weights are cut, whose inputs are the first (0) or the last dimension; None: they cannot."""
+    """Return the number of slices of weights whose inputs are the first (0) or last dimension; None: unsupported."""
     if along == 0:
         return _SLICES if inputs % _SLICES == 0 else None
     return next((count for count in range(_MOST, _FEWEST - 1, -1) if inputs % (count * _LANES) == 0), None)
@@ -60,7 +60,7 @@ def dot(x: Float[Array, "... k"], weights: Float[Array, "..."], along: int, coun
 
 
 def _wide(slice_of: Array) -> Array:
-    """In float32: a slice at a time, else XLA writes the whole weight down."""
+    """Convert to float32, a slice at a time: else XLA materialises the whole weight."""
     return slice_of.astype(jnp.float32)
 
 

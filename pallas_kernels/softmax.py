@@ -15,8 +15,8 @@ _LOWEST = -1e30
 class Softmax(NamedTuple):
     """Running maximum, normaliser and weighted sum of the values, all float32. Scores are in powers of two.
 
-    The maximum is rounded up to an integer, so that rescaling is exact: whether a compiler contracts the multiplication
-    and the addition into one instruction, which differs from program to program, changes no bit.
+    The maximum is rounded up to an integer, so that rescaling is exact: results are bitwise identical whether or not a
+    compiler contracts the multiplication and the addition into one instruction, which differs from program to program.
     """
 
     top: jax.Array
@@ -25,7 +25,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of_nothing(cls, shape: tuple[int, ...]) -> Softmax:
-        """The softmax before the first block; ``shape`` is the shape of the result."""
+        """Return the softmax before the first block; ``shape`` is the shape of the result."""
         lead = shape[:-1]
         zeros = (jnp.zeros(each, jnp.float32) for each in (lead, shape))
         return cls(jnp.full(lead, _LOWEST, jnp.float32), *zeros)
@@ -43,5 +43,5 @@ class Softmax(NamedTuple):
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Exactly 2**exponent of integers up to 0, by their bits; 0 where it would not be a normal number."""
+    """Return exactly 2**exponent of integers up to 0, by their bits; 0 if it would not be a normal number."""
     return lax.bitcast_convert_type((jnp.maximum(exponent, -127).astype(jnp.int32) + 127) << 23, jnp.float32)

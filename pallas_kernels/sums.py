@@ -1,9 +1,9 @@
-"""Products whose sums XLA would split and, where that does not come out even, fill up with zeros.
+"""Products whose sums XLA would split, and pad with zeros if the parts are uneven.
 
 A product of few outputs has too few tiles for all multiprocessors of a GPU. XLA splits its sum, into a power of two of
-parts that begin at multiples of 16 bytes. Where those do not divide the inputs, it first copies both with zeros
-behind: the weight, anew in each step. Such a sum is divided here, into another number of equal parts, and XLA leaves it
-alone. Into how many XLA would split it is its estimate; ours is near it, for a GPU of 132 multiprocessors.
+parts that begin at multiples of 16 bytes. If those do not divide the inputs, it first copies both operands with zero
+padding: the weight, again in each step. Such a sum is divided here, into another number of equal parts, which XLA does
+not split further. The number of XLA's parts is its estimate; ours is near it, for a GPU of 132 multiprocessors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels import float16, one_row
 from pallas_kernels.choice import lowering_target
 
 _MULTIPROCESSORS, _TILE = 132, 192
-_MOST, _INPUTS = 32, 128  # parts, and inputs of one at least
+_MOST, _INPUTS = 32, 128  # most parts, and fewest inputs of one
 _BYTES = 16
 
 
@@ -28,9 +28,9 @@ def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype:
     """Contract the last dimension of ``x`` with dimension ``along`` of ``weights``. float32 means float32: no TF32.
 
     Args:
-        dtype: of the result; None: that of ``x``.
+        dtype: dtype of the result; None: the dtype of ``x``.
     """
-    if one_row.alone(x, weights):  # by the library, which does not take a single row of 16 bits
+    if one_row.alone(x, weights):  # by the library, which does not support a single row of 16 bits
         both = x.reshape(1, -1)
         product = dot(jnp.concatenate([both, jnp.zeros_like(both)]), weights, along, dtype)
         return product[0].reshape(*x.shape[:-1], *product.shape[1:])
@@ -52,7 +52,7 @@ def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype:
 
 
 def _parts_of(x: Array, weights: Array) -> int:
-    """1 on a CPU, and where a program runs on several devices: inputs may be divided among those."""
+    """Return the number of parts; 1 on a CPU, and on several devices, which may shard the inputs."""
     if lowering_target().platform == "cpu" or jax.sharding.get_abstract_mesh().size > 1:
         return 1
     aligned = _BYTES // min(x.dtype.itemsize, weights.dtype.itemsize)
@@ -60,10 +60,10 @@ def _parts_of(x: Array, weights: Array) -> int:
 
 
 def parts(rows: int, inputs: int, outputs: int, aligned: int = 8) -> int:
-    """Equal parts in which to sum up a product; 1: it has many outputs, or those of XLA divide the inputs.
+    """Return the number of equal parts of a sum; 1: there are many outputs, or XLA's parts divide the inputs.
 
     Args:
-        aligned: inputs of which a part of XLA's is a multiple.
+        aligned: XLA's parts are a multiple of these inputs.
     """
     tiles = max(1, -(-rows // _TILE) * -(-outputs // _TILE))
     most = min(_MULTIPROCESSORS // tiles, inputs // _INPUTS, _MOST)

@@ -1,9 +1,9 @@
-"""Steps of a child process that may hang or die: their journal, and a parent that goes on without such a step.
+"""Steps of a child process that may hang or die: their journal, and a parent that skips such a step and continues.
 
-A kernel that waits for itself never comes back, and nothing interrupts JAX while it waits: the process can only be
-killed. The child marks in a file where each step begins and ends. The parent kills a child whose file stands still for
-too long, condemns the step that ran, and starts another child, which leaves out what is ended or condemned. Where
-several steps ran at once, the next children run one at a time, so that the step which hangs then is known exactly.
+A deadlocked kernel never returns, and nothing interrupts JAX while it waits: the process can only be killed. The child
+marks in a file where each step begins and ends. The parent kills a child whose file does not grow for too long,
+condemns the step that ran, and starts another child, which skips steps that have ended or are condemned. If several
+steps ran at once, the next children run one at a time, so that the hanging step is known exactly.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-START_S = 60.0  # without a first mark, where the patience is shorter: imports, the driver
-KILL_S = 20.0  # in which a killed process must be gone; the driver has to stop its kernels first
-LEAST_S = 2.0  # that another child needs at least
+START_S = 60.0  # limit until the first mark, if the patience is shorter: imports, the driver
+KILL_S = 20.0  # limit for a killed process to exit; the driver has to stop its kernels first
+LEAST_S = 2.0  # least time for another child
 _POLL_S = 0.1
 _LATE, _STUCK = "the time is over", "its process does not end"
 
 
 class Progress(NamedTuple):
-    """What a journal says.
+    """The state of the steps in a journal.
 
     Attributes:
-        ended: steps that came to their end, well or not.
+        ended: steps that ended, successfully or not.
         condemned: steps in which a child hung or died, and how.
         running: the innermost open step of each thread of the last child.
     """
@@ -41,7 +41,7 @@ class Progress(NamedTuple):
 
 
 class Journal:
-    """Lines of JSON in a file, from any thread, by one process after another. A torn line is left out."""
+    """Lines of JSON in a file, from any thread, by one process after another. A torn line is dropped."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path, self._lock = path, threading.Lock()
@@ -52,7 +52,7 @@ class Journal:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Mark the beginning and the end of a step. A step that an exception leaves has no end."""
+        """Mark the beginning and the end of a step. A step that raises an exception has no end mark."""
         thread = threading.get_ident()
         self.put(began=name, thread=thread)
         yield
@@ -74,7 +74,7 @@ class Journal:
                 case {"ended": name, "thread": thread}:
                     ended.add(name)
                     outer = open_steps[thread]
-                    del outer[outer.index(name) :]  # with those inside that an exception left
+                    del outer[outer.index(name) :]  # including inner steps that raised an exception
                 case {"condemned": name, "why": why}:
                     condemned[name] = why
         running = (steps[-1] for steps in open_steps.values() if steps)
@@ -85,7 +85,7 @@ class Journal:
 
 
 def _is_torn(file: Any) -> bool:
-    """Whether the last line has no end: a process was killed while it wrote."""
+    """Return whether the last line is incomplete: a process was killed while it wrote."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
     file.seek(-1, os.SEEK_END)
@@ -93,10 +93,10 @@ def _is_torn(file: Any) -> bool:
 
 
 class Ended(NamedTuple):
-    """How a child, or the last one of several, ended.
+    """The end of a child, or of the last one of several.
 
     Attributes:
-        why: "" where its exit status is among those that are final, else in words.
+        why: "" if its exit status is a final one, else the reason in words.
         code: the exit status; negative: the signal; None: it was killed.
     """
 
@@ -105,7 +105,7 @@ class Ended(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """Of the step that ran."""
+        """Description of the fault of the running step."""
         return f"it hung: {self.why}" if self.code is None else f"it ended the process: {self.why}"
 
 
@@ -119,18 +119,18 @@ def supervise(
     final: Collection[int] = (0,),
     grace: float = 0.0,
 ) -> Ended:
-    """Run children one after the other until one ends by itself, one gets nowhere, or the time is over.
+    """Run children one after the other until one exits with a final status, one makes no progress, or time is up.
 
-    A child gets somewhere if a step ended or is condemned that was neither before, or if several ran when it ended.
+    A child makes progress if a step ended or is condemned that was neither before, or if several ran when it ended.
 
     Args:
-        start: makes a child in a session of its own, given the seconds left and whether only one step may run at a
+        start: starts a child in a new session, given the seconds left and whether only one step may run at a
             time.
         seconds: for all of them.
         patience: seconds without a line in the journal after which a child is killed.
-        condemn: called for a step in which a child hung or died, before the journal says so.
-        final: exit statuses with which a child has said all.
-        grace: seconds that a child has after Ctrl-C (KeyboardInterrupt here) to write what it has.
+        condemn: called for a step in which a child hung or died, before it is written to the journal.
+        final: exit statuses of a child that is complete.
+        grace: seconds for a child to write its results after Ctrl-C (KeyboardInterrupt here).
     """
     end, alone = time.monotonic() + seconds, False
     while True:
@@ -183,7 +183,7 @@ def _wait(process: subprocess.Popen[bytes], journal: Journal, end: float, patien
 
 
 def _kill(process: subprocess.Popen[bytes]) -> bool:
-    """Kill the process group; whether the process is gone."""
+    """Kill the process group; return whether the process has exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:

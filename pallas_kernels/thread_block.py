@@ -1,10 +1,10 @@
-"""Limits of a thread block on an NVIDIA GPU, and how the warpgroups of one share its registers.
+"""Limits of a CTA on an NVIDIA GPU, and the split of its registers between warpgroups.
 
-A launch gives every thread of a block the same number of registers, of a file of 65,536 a multiprocessor. With
-``setmaxnreg`` a producer, which only issues copies, returns most of its own to the block's pool, and consumers take
-them. A consumer that asks for more than the pool has waits for ever (PTX ISA, ``setmaxnreg``): no compiler and no
-interpreter says so. So kernels ask for what `split` gives, `compat.kernel` refuses a block that no GPU can launch, and
-`pallas_kernels.check` compares what a compiled kernel asks for with what it was launched with.
+A launch gives every thread of a CTA the same number of registers, from a file of 65,536 per multiprocessor. With
+``setmaxnreg`` a producer, which only issues copies, returns most of its registers to the CTA's pool, and consumers take
+them. A consumer that requests more than the pool has waits forever (PTX ISA, ``setmaxnreg``): no compiler and no
+interpreter reports it. So kernels request what `split` computes, `compat.kernel` rejects a CTA that no GPU can launch,
+and `pallas_kernels.check` compares the requests of a compiled kernel with its registers at launch.
 
 Numbers are those of compute capability 8.0 to 9.0 (CUDA C++ Programming Guide, table of technical specifications).
 """
@@ -22,14 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUP = 128  # threads
 MOST_THREADS = 1024
-SHARED_BYTES = 232_448  # of Hopper; others have less
-MOST_CLUSTER = 8  # blocks, that every Hopper GPU can launch
+SHARED_BYTES = 232_448  # of Hopper; Ampere and Ada have less
+MOST_CLUSTER = 8  # CTAs that every Hopper GPU can launch as a cluster
 MOST_NAMED_BARRIERS = 16
-MOST_ARRIVALS = 2**20 - 1  # that a barrier in shared memory counts
-REGISTERS = 65_536  # of a multiprocessor, all of which one block may have
-REGISTER_STEP = 8  # in which those of a thread are counted
-_MOST_REGISTERS, _LEAST_REGISTERS = 255, 24  # of a thread; that ``setmaxnreg`` may leave it
-_ALIGNMENT, _BARRIER_BYTES = 1024, 8  # of an array in shared memory
+MOST_ARRIVALS = 2**20 - 1  # most arrivals that an mbarrier counts
+REGISTERS = 65_536  # of a multiprocessor, all of which one CTA may have
+REGISTER_STEP = 8  # allocation unit of a thread's registers
+_MOST_REGISTERS, _LEAST_REGISTERS = 255, 24  # of a thread; fewest that ``setmaxnreg`` may leave
+_ALIGNMENT, _BARRIER_BYTES = 1024, 8  # of an array in SMEM
 
 
 class Split(NamedTuple):
@@ -40,24 +40,24 @@ class Split(NamedTuple):
 
 
 def at_launch(warpgroups: int) -> int:
-    """The most registers of a thread with which one block of so many warpgroups can be launched."""
+    """Return the most registers per thread at launch of one CTA with ``warpgroups`` warpgroups."""
     return min(_MOST_REGISTERS, REGISTERS // (warpgroups * WARPGROUP) // REGISTER_STEP * REGISTER_STEP)
 
 
 def split(consumers: int, producer: int = _LEAST_REGISTERS) -> Split:
-    """What each of so many consumers may ask for where one producer keeps ``producer``: all that the block has."""
+    """Split all registers of a CTA between ``consumers`` consumers and a producer that keeps ``producer``."""
     pool = (consumers + 1) * at_launch(consumers + 1)
     return Split(producer, (pool - producer) // consumers // REGISTER_STEP * REGISTER_STEP)
 
 
 class Block(NamedTuple):
-    """What one thread block asks of the hardware.
+    """Hardware requirements of one CTA.
 
     Attributes:
-        threads: of the block.
-        shared_bytes: of its shared memory, barriers included.
-        cluster: blocks that are launched together.
-        arrivals: the most that one barrier in shared memory waits for.
+        threads: threads of the CTA.
+        shared_bytes: bytes of its SMEM, mbarriers included.
+        cluster: CTAs that are launched together.
+        arrivals: largest arrival count of an mbarrier.
     """
 
     threads: int
@@ -66,7 +66,7 @@ class Block(NamedTuple):
     arrivals: int = 1
 
     def faults(self, shared_bytes: int = SHARED_BYTES) -> Iterator[str]:
-        """Why a GPU with so many bytes of shared memory a block would not launch it, in one sentence each."""
+        """Yield why a GPU with ``shared_bytes`` of SMEM per CTA would not launch it, in one sentence each."""
         if not 1 <= self.threads <= MOST_THREADS:
             yield f"a thread block has {self.threads} threads: at most {MOST_THREADS}"
         if self.shared_bytes > shared_bytes:
@@ -78,7 +78,7 @@ class Block(NamedTuple):
 
 
 def block_of(warpgroups: int, cluster: int, scratch_types: Any) -> Block:
-    """The block of a kernel with these scratch types (a tree of `plgpu.SMEM`, `plgpu.RefUnion` and barriers).
+    """Return the CTA of a kernel with these scratch types (a tree of `plgpu.SMEM`, `plgpu.RefUnion` and barriers).
 
     Every thread of a warpgroup arrives at a barrier, as Mosaic GPU lowers kernels in lane semantics.
     """
@@ -93,7 +93,7 @@ def block_of(warpgroups: int, cluster: int, scratch_types: Any) -> Block:
 
 
 def _bytes_of(scratch: Any) -> int:
-    """Bytes of shared memory that a scratch type takes."""
+    """Return the bytes of SMEM of a scratch type."""
     if isinstance(scratch, plgpu.RefUnion):
         return max(sum(map(_bytes_of, jax.tree.leaves(group))) for group in scratch.refs)
     if isinstance(scratch, plgpu.Barrier | plgpu.ClusterBarrier):

@@ -1,11 +1,11 @@
 """Tuned tiles of the Mosaic kernels: data in ``<op>/tiles.json``, measured on GPUs by `python -m pallas_kernels.tune`.
 
-A kernel that is called without tiles takes those of the entry that is nearest to its operands: same device kind, same
-options (what changes the program: page size, dtypes, ...), sizes (rows, keys, ...) closest in their logarithms. Without
-such an entry its heuristic decides. Both follow from shapes and from the file alone, while a program is traced.
+A kernel that is called without tiles takes those of the nearest entry: same device kind, same options (which change the
+program: page size, dtypes, ...), sizes (rows, keys, ...) closest in their logarithms. Without such an entry its
+heuristic decides. Both follow from shapes and from the file alone, while a program is traced.
 
-Fields of tiles of which the last bits of a result depend (``bits``: key blocks, splits) belong to the options, so that
-no size changes them: a row has the same bits whatever the batch. All other fields belong to the sizes.
+Fields of tiles that change the last bits of a result (``bits``: key blocks, splits) belong to the options, so that no
+size changes them: a row is batch-invariant. All other fields belong to the sizes.
 
     {"format": 1, "note": "...", "entries": [
         {"device": "NVIDIA H100 80GB HBM3", "kernel": "paged_attention.decode", "options": {...}, "bits": {...},
@@ -37,7 +37,7 @@ class Key:
 
     Attributes:
         options: compared exactly.
-        sizes: at least 1 each; the nearest count.
+        sizes: at least 1 each; the nearest entry is chosen.
     """
 
     options: Mapping[str, Option]
@@ -46,7 +46,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The best tiles at some sizes, those of `Entry.bits` aside; ``facts`` are for people: times, versions, date."""
+    """The best tiles at some sizes, without those of `Entry.bits`; ``facts`` are for readers: times, versions, date."""
 
     sizes: Mapping[str, int]
     tiles: Mapping[str, int]
@@ -73,13 +73,13 @@ def pick[Tiles](
     device_kind: str | None = None,
     package: pathlib.Path = PACKAGE,
 ) -> Tiles:
-    """Choose the tiles for a call without any: the nearest tuned ones that the kernel takes, else ``heuristic``.
+    """Choose the tiles for a call without any: the nearest tuned ones that the kernel accepts, else ``heuristic``.
 
-    Where it takes none of them, the heuristic keeps to the entry's ``bits`` if it can.
+    If it accepts none of them, the heuristic keeps the entry's ``bits`` if it can.
 
     Args:
-        refusal: why the kernel does not take such tiles, or None.
-        device_kind: None: that of the device which the program is lowered for.
+        refusal: returns why the kernel does not support such tiles, or None.
+        device_kind: None: device kind of the lowering target.
 
     Raises:
         ValueError: ``tiles.json`` is broken; the message names the file.
@@ -93,7 +93,7 @@ def pick[Tiles](
 
 
 def tuned(kernel: str, device_kind: str | None, key: Key, *, package: pathlib.Path = PACKAGE) -> dict[str, int] | None:
-    """The fields of the nearest tuned tiles, or None.
+    """Return the fields of the nearest tuned tiles, or None.
 
     Raises:
         ValueError: ``tiles.json`` is broken; the message names the file.
@@ -102,7 +102,7 @@ def tuned(kernel: str, device_kind: str | None, key: Key, *, package: pathlib.Pa
 
 
 def tiles_file(kernel: str, package: pathlib.Path = PACKAGE) -> pathlib.Path:
-    """The path of the tiles of a kernel such as "paged_attention.decode"."""
+    """Return the path of the tiles of a kernel such as "paged_attention.decode"."""
     return package / kernel.partition(".")[0] / "tiles.json"
 
 
@@ -115,7 +115,7 @@ def _nearest_first(kernel: str, device_kind: str | None, key: Key, package: path
 
 
 def _distance(sizes: Mapping[str, int], wanted: Mapping[str, int]) -> float:
-    """The distance of two sizes in logarithms; sizes that only one of the two has count as 1."""
+    """Return the distance of two sizes in logarithms; sizes that only one of the two has count as 1."""
     names = sizes.keys() | wanted.keys()
     return math.fsum(abs(math.log(max(1, sizes.get(name, 1)) / max(1, wanted.get(name, 1)))) for name in sorted(names))
 
@@ -132,10 +132,10 @@ def _replaced[Tiles](heuristic: Tiles, fields: Mapping[str, int], path: pathlib.
 
 
 def read(path: pathlib.Path) -> tuple[Entry, ...]:
-    """The entries of a file; none, where there is no file.
+    """Read the entries of a file; () if there is no file.
 
     Raises:
-        ValueError: it is not what `as_text` writes; the message names the file.
+        ValueError: the format is not that of `as_text`; the message names the file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -154,12 +154,12 @@ def read(path: pathlib.Path) -> tuple[Entry, ...]:
 
 @functools.cache
 def _loaded(path: pathlib.Path) -> tuple[Entry, ...]:
-    """Read entries once a process: a program that is traced again is the same, whatever was written meanwhile."""
+    """Read entries once per process, so that retracing a program gives the same tiles even if the file changes."""
     return read(path)
 
 
 def as_text(entries: tuple[Entry, ...]) -> str:
-    """The file's content, in an order that changes with the entries alone."""
+    """Return the file's content, in an order that depends on the entries alone."""
     ordered = sorted(entries, key=lambda one: (one.kernel, one.device, json.dumps(dict(one.options), sort_keys=True)))
     content = {"format": FORMAT, "note": NOTE, "entries": [dataclasses.asdict(one) for one in ordered]}
     return json.dumps(content, indent=1) + "\n"

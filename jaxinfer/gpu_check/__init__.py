@@ -1,1 +1,1 @@
-"""Measure what a GPU does with jaxinfer, in one command: ``python -m jaxinfer.gpu_check``. See docs/gpu.md."""
+"""Benchmarks and checks of jaxinfer on the local GPU: ``python -m jaxinfer.gpu_check``. See docs/gpu.md."""

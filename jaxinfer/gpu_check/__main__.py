@@ -1,8 +1,8 @@
-"""``jaxinfer check-gpu [--only NAME,...] [--out DIR] [--quick]``: what this machine's GPU does with jaxinfer.
+"""``jaxinfer check-gpu [--only NAME,...] [--out DIR] [--quick]``: benchmarks and checks of jaxinfer on the local GPU.
 
-Each section runs in a process of its own under its own time limit. The results name a step in which it hangs or dies,
-and another process goes on behind that step. What a section finds lies beside the results file at once; the results
-file and its table in Markdown are rewritten after each.
+Each section runs in its own process with its own time limit. If a step hangs or crashes, the results name it and a new
+process continues after that step. A section writes its records to a file next to the results file as it runs; the
+results file and its table in Markdown are rewritten after each section.
 Needs JAX, Flax and numpy. See docs/gpu.md.
 """
 
@@ -34,18 +34,18 @@ from jaxinfer.gpu_check.table import NOT_A_GPU, markdown, no_times
 from pallas_kernels.supervise import Ended, Journal, supervise
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-COMMAND = (sys.executable, "-m", "jaxinfer.gpu_check")  # of a section's process
+COMMAND = (sys.executable, "-m", "jaxinfer.gpu_check")  # of the process of a section
 
 
 class Section(NamedTuple):
-    """A part of the check.
+    """A section of the check.
 
     Attributes:
-        module: module or module:function; else its `run`.
-        seconds: for all of it.
-        patience: seconds after which a step that writes nothing is taken for hung; compiling is within them.
-        memory: the share of the GPU's that JAX takes; peers need some of their own.
-        asked: False: runs only where ``--only`` names it.
+        module: module or module:function; without a function, `run` of the module.
+        seconds: time limit of the whole section.
+        patience: seconds without output after which a step counts as hung; compilation is included.
+        memory: fraction of GPU memory that JAX preallocates; peers need memory for their own libraries.
+        asked: False: the section runs only if ``--only`` names it.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Section(NamedTuple):
     asked: bool = True
 
 
-# In the order in which they run. All that run unasked stay under ten minutes together. A start of an engine may wait a
-# minute for a kernel on trial that hangs: there the patience is longer.
+# In execution order. The default sections together take less than ten minutes. Engine startup may wait a minute for a
+# kernel on trial that hangs, so the sections that start an engine have a longer patience.
 SECTIONS = (
     Section("device", "device", 10),
     Section("copy", "bandwidth", 15),
@@ -81,18 +81,18 @@ an 8B model, the engine end to end, the demo's text. Under ten minutes."""
 BY_NAME = {section.name: section for section in SECTIONS}
 NAMES = tuple(BY_NAME)
 UNASKED = tuple(section.name for section in SECTIONS if section.asked)
-# By NVIDIA's datasheets, for a part of JAX's name of the device: memory bandwidth, and dense bfloat16 products.
+# From NVIDIA's datasheets, keyed by a substring of JAX's device kind: memory bandwidth, and dense bfloat16 throughput.
 DATASHEET = {
     "H100 80GB HBM3": {"gb_s": 3350.0, "tflop_s": 989.0},
     "H200": {"gb_s": 4800.0, "tflop_s": 989.0},
     "A100-SXM4-80GB": {"gb_s": 2039.0, "tflop_s": 312.0},
 }
-QUICK_PATIENCE = 4  # times the limits: a quick run may meet a slow machine, and there the limits guard nothing
+QUICK_PATIENCE = 4  # factor on the limits: a quick run may be on a slow machine, where the limits protect nothing
 CPU_NOTE = f"{NOT_A_GPU[0].upper()}{NOT_A_GPU[1:]}."
 
 
 class Results:
-    """The results file: one per device and day; sections that are run again replace their earlier selves."""
+    """The results file: one per device and day. A section that runs again replaces its earlier results."""
 
     def __init__(self, folder: pathlib.Path, device: dict[str, Any], quick: bool) -> None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -108,7 +108,7 @@ class Results:
         self._adopt()
 
     def _adopt(self) -> None:
-        """Take in what a run that was cut off had written of its last section."""
+        """Import the records that an interrupted run wrote for its last section."""
         for path in sorted(self.path.parent.glob(f"{self.path.stem}.*.part")):
             name = path.suffixes[-2][1:]
             if name in NAMES and (records := read_records(path)):
@@ -116,12 +116,12 @@ class Results:
             path.unlink()
 
     def part(self, name: str) -> pathlib.Path:
-        """The file that a section writes while it runs."""
+        """Return the file that a section writes while it runs."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.path.with_name(f"{self.path.stem}.{name}.part")
 
     def autotuned(self, name: str) -> pathlib.Path | None:
-        """The file of what XLA found out about its own kernels in a section; None where it tunes nothing."""
+        """Return the file for the XLA autotuning results of a section; None on CPU, where XLA does not autotune."""
         if self.content["device"]["platform"] == "cpu":
             return None
         folder = self.path.with_name(f"{self.path.stem}-autotune")
@@ -138,7 +138,7 @@ class Results:
         _rewrite(self.path.with_suffix(".md"), markdown(self.content))
 
     def limits(self) -> dict[str, dict[str, float]]:
-        """Limits of this device, measured and by its datasheet, and rates of the engine, see `Report.limits`."""
+        """Return the limits of this device (measured, datasheet) and the rates of the engine, see `Report.limits`."""
         sections, kind = self.content["sections"], self.content["device"]["kind"]
         known: dict[str, dict[str, float]] = {"gb_s": {}, "tflop_s": {}, "output_tokens_s": {}}
         for section, unit in (("copy", "gb_s"), ("gemm", "tflop_s")):
@@ -149,21 +149,21 @@ class Results:
             if "output_tokens_s" in record:
                 known["output_tokens_s"][record["key"]] = record["output_tokens_s"]
         for name, rates in DATASHEET.items():
-            if f" {name}" in kind:  # a GH200 is no H200
+            if f" {name}" in kind:  # the leading space keeps a GH200 from matching H200
                 for unit, rate in rates.items():
                     known[unit]["datasheet"] = rate
         return known
 
 
 def _rewrite(path: pathlib.Path, text: str) -> None:
-    """Replace a file, so that it is never half written."""
+    """Replace a file atomically, so that readers never see a partial write."""
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
 
 
 def git_state() -> dict[str, Any]:
-    """The commit, and whether the tree differs from it; a reason where there is no repository."""
+    """Return the commit and whether the tree differs from it, or a reason where there is no repository."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -181,7 +181,7 @@ def run_section(
     part: pathlib.Path,
     autotuned: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Run one section in processes of its own; what they wrote into ``part``, and how the last one ended."""
+    """Run one section in its own processes; return the records from ``part`` and the status of the last process."""
     limit, patience, start = _limit(name, quick), _limit(name, quick, "patience"), time.monotonic()
     part.unlink(missing_ok=True)
     journal = Journal(part)
@@ -207,7 +207,7 @@ def run_section(
 
 
 def _status(ended: Ended) -> str:
-    """ "ok", "stopped after N s" or "failed (...)"."""
+    """Return "ok", "stopped after N s" or "failed (...)"."""
     return ended.why if ended.why.startswith("stopped") else f"failed ({ended.why})" if ended.why else "ok"
 
 
@@ -217,15 +217,15 @@ def _condemn(journal: Journal, step: str, ended: Ended) -> None:
 
 
 def _fail(journal: Journal, step: str, **fields: Any) -> None:
-    """A record of a step that has none of its own yet; what it wrote before it failed stays in it."""
+    """Write a record of a failed step. Fields that the step wrote before it failed are kept."""
     found = next((each for each in read_records(journal.path) if each["key"] == step), {"key": step})
     if "error" not in found:
         journal.put(**{**found, **fields})
 
 
 def _environment(name: str, folder: str, autotuned: pathlib.Path | None) -> dict[str, str]:
-    """The 8B step needs nearly all of an 80 GB device, which JAX would not take by default. What a process that is
-    killed leaves in ``folder`` goes with it."""
+    """Return the environment of a section's process: nearly all GPU memory for the 8B step, where JAX would preallocate
+    less. ``folder`` becomes TMPDIR, so that temporary files of a killed process are deleted with it."""
     flags = os.environ.get("XLA_FLAGS", "")
     if autotuned is not None:
         flags += f" --xla_gpu_dump_autotune_results_to={autotuned}"
@@ -243,7 +243,7 @@ def _limit(name: str, quick: bool, of: str = "seconds") -> float:
 
 
 def section_main(arguments: argparse.Namespace) -> None:
-    """The child's side: run one section here."""
+    """Run one section in this (child) process."""
     standins.provide()
     module, _, function = BY_NAME[arguments.section].module.partition(":")
     report = Report(
@@ -258,16 +258,16 @@ def section_main(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see `run`."""
+    """Run the command; see `run`."""
     return run_command("check-gpu", argv)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code 0; 1: a section did not end well, or found what must not be; 2: there is nothing to measure."""
+    """Return exit code 0; 1: a section failed or has a wrong result; 2: there is no GPU to measure."""
     if arguments.section:
         section_main(arguments)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a section that runs is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a running section is ended, too
     with tempfile.TemporaryDirectory() as folder:
         first = run_section("device", arguments.quick, {}, pathlib.Path(folder, "device"))
     device = next((record for record in first["records"] if record["key"] == "device"), None)
@@ -289,8 +289,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(results: Results, names: Sequence[str]) -> int:
-    """Print how each section ended, and figures beside their goals; 1 if a section did not end well, a result is not
-    what it must be, or a figure is below its floor."""
+    """Print the status of each section, and the figures with their goals; return 1 if a section failed, a result is
+    wrong or a figure is below its floor."""
     sections = {name: results.content["sections"][name] for name in names}
     for name, section in sections.items():
         print(f"{name:8} {section['status']:24} {section['seconds']:6.1f} s")
@@ -325,7 +325,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _results() -> pathlib.Path:
-    """A checkout keeps its results; an installed package has no place for them but here."""
+    """Return the results folder: ``benchmarks/results`` of a checkout, else ``gpu_check`` in the current directory."""
     kept = ROOT / "benchmarks" / "results"
     return kept if kept.is_dir() else pathlib.Path("gpu_check")
 

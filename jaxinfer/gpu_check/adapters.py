@@ -1,4 +1,4 @@
-"""Products of low rank from rows to rows, each with its adapter: dealt out to tiles, multiplied, and put back."""
+"""LoRA products, each row with its adapter: group rows into tiles, multiply, and restore the order of rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["mosaic", "xla"]
 
 
 def mosaic(x: jax.Array, a: jax.Array, b: jax.Array, slots: jax.Array, **options: Any) -> jax.Array:
-    """``x[i]`` times ``a`` and ``b`` of ``slots[i]``.
+    """Multiply ``x[i]`` by ``a`` and ``b`` of ``slots[i]`` with the Mosaic kernel.
 
     Args:
-        options: of the kernel.
+        options: options of the kernel.
     """
     return kernel.low_rank(x, a, b, group(slots, a.shape[0], x.shape[0], path="mosaic"), **options)
 
 
 def xla(x: jax.Array, a: jax.Array, b: jax.Array, slots: jax.Array) -> jax.Array:
-    """The same by XLA."""
+    """Multiply ``x[i]`` by ``a`` and ``b`` of ``slots[i]`` with XLA."""
     return plain.low_rank(x, a, b, group(slots, a.shape[0], x.shape[0], path="xla"))

@@ -1,8 +1,8 @@
-"""Section agree: does attention of a position have the same bits by decode as by a prompt's chunk, and by drafts?
+"""Section agree: is attention of a position bitwise identical in decode, in a prefill chunk and with draft tokens?
 
-The kernels take the same sums in the same order (docs/kernels.md, "Which programs of a GPU agree in their bits"), given
-that a number of a product depends neither on which operand stands left nor on how many columns there are. What they do
-not promise is told beside it: 8-bit pools, and wide heads on Hopper.
+The kernels accumulate the same sums in the same order (docs/kernels.md, "Which programs of a GPU agree in their bits"),
+provided that an element of a product depends neither on the order of the operands nor on the number of columns. Cases
+that the kernels do not promise are reported, too: 8-bit pools, and wide heads on Hopper.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pallas_kernels import paged_attention
 from pallas_kernels.check.cases import Case, attention_case
 from pallas_kernels.choice import HOPPER, lowering_target
 
-_DRAFTS = 4  # tokens that are decoded at once
-# Name, what a case has, and whether the bits are promised where a kernel does both.
+_DRAFTS = 4  # draft tokens that are verified at once
+# Name, arguments of the case, and whether bitwise identity is promised if a kernel runs both.
 CASES: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("heads of 128, bfloat16", {"page": 64, "head_dim": 128}, True),
     ("heads of 64, bfloat16, every option", {"page": 32, **EVERY}, True),

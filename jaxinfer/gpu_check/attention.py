@@ -1,9 +1,9 @@
-"""Problems of paged attention and of MLA.
+"""Parity problems of paged attention and of MLA.
 
-Kernels round probabilities to 16 bits before they weigh values by them. They are relative to an integer power of two:
-float64 can do the same roundings (`pallas_kernels.paged_attention.reference.attend`). What is left between the two
-is the order of float32 sums. On an H100 (2026-11-22) the distance of decode and extend from exact results was that of
-this model, in all digits that were kept; Hopper's have rounded scores, too, since (`hopper.softmax`).
+Kernels round probabilities to 16 bits before they multiply values by them. Probabilities are relative to an integer
+power of two: the float64 reference can round likewise (`pallas_kernels.paged_attention.reference.attend`). Only the
+order of float32 sums still differs. On an H100 (2026-11-22) the error of decode and extend against exact results
+equalled that of this model in all recorded digits; since then Hopper kernels also round scores (`hopper.softmax`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _attention(
 
 
 def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the arrays of its `AttentionOptions` beside them, by name, as `Operands` has them."""
+    """Wrap a function so that it takes the arrays of its `AttentionOptions` by keyword, as `Operands` stores them."""
 
     def call(*, options: AttentionOptions, sinks: Any = None, scales: Any = None, tree: Any = None, **rest: Any) -> Any:
         return function(**rest, options=dataclasses.replace(options, sinks=sinks, scales=scales, tree=tree))
@@ -85,7 +85,7 @@ _KERNELS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
         {MOSAIC: f"{_ATTENTION}.hopper.prefill.launch:prefill", XLA: f"{_ATTENTION}.xla:prefill"},
         {"block_keys": 64, "stages": 2, "heads": 4},
     ),
-    # For GPUs below Hopper, which has their instructions, too.
+    # For GPUs below Hopper; Hopper also has the instructions of these kernels.
     "ampere.decode": (
         {MOSAIC: f"{_ATTENTION}.ampere.launch:decode", XLA: f"{_ATTENTION}.xla:decode"},
         {"stages": 2, "keys_per_split": 64},
@@ -100,7 +100,7 @@ EVERY: dict[str, Any] = {"window": 300, "softcap": 20.0, "sinks": True}
 
 def attention_problem(kind: str, name: str, lengths: Mapping[str, Any], **shape: Any) -> Problem:
     paths, tiles = _KERNELS[kind]
-    # Prefill of wide heads sums probabilities before they are rounded (`hopper.prefill.types.Shape.like_decode`).
+    # Prefill of wide heads sums probabilities before rounding them (`hopper.prefill.types.Shape.like_decode`).
     modelled = shape.get("pool_dtype") is None and (kind != "prefill" or shape.get("head_dim", 64) <= 128)
     below_hopper = kind.startswith("ampere")
     return Problem(
@@ -117,14 +117,14 @@ def attention_problem(kind: str, name: str, lengths: Mapping[str, Any], **shape:
 
 
 def _attention_bound(shape: Mapping[str, Any], modelled: bool) -> float:
-    """What a result of a head may be off: a key too few of the 2,000 costs 2e-2, a wrong scale or a stale page more."""
+    """Return the error bound of a head's result. A missing key of 2,000 costs 2e-2, a wrong scale or page more."""
     if shape.get("pool_dtype") is not None:
         return 6e-3
     return (2.5e-4 if shape.get("dtype") == FP16 else 1e-3) * (0.5 if modelled else 2.5)
 
 
 def _mla(quick: bool, *, page: int, heads: int, chunk: int, dtype: Any) -> Operands:
-    """Latents behind a row's last token are NaN, and so are pages that nobody has; table entries there are wild."""
+    """Build operands with NaN latents after a row's last token and in unowned pages, and invalid table entries."""
     lengths = np.asarray((37, 0) if quick else (2000, 0, 1, 64, 1025), np.int32)
     rng, rank, rope = np.random.default_rng(0), 128 if quick else 512, 64
     width = -(-int(lengths.max()) // page)

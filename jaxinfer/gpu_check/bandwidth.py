@@ -1,4 +1,4 @@
-"""Section copy: how many bytes a second the device's memory moves."""
+"""Section copy: achieved memory bandwidth of the device, in bytes per second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxinfer.gpu_check.report import Report
 SIZES_MIB = (16, 64, 256, 1024, 4096)
 QUICK_MIB = (1, 2)
 _LARGE_MIB = 1024
-# name, function of two arrays, how many arrays the call reads and writes
+# name, function of two arrays, number of arrays that the call reads and writes
 OPERATIONS: tuple[tuple[str, Callable[[jax.Array, jax.Array], jax.Array], int], ...] = (
     ("copy", lambda x, y: jnp.copy(x), 2),
     ("scale", lambda x, y: x * 1.0001, 2),
@@ -23,7 +23,7 @@ OPERATIONS: tuple[tuple[str, Callable[[jax.Array, jax.Array], jax.Array], int], 
 
 
 def run(report: Report) -> None:
-    """Sizes at or below the L2 cache (50 MB on an H100) measure the cache; the largest sizes measure the memory."""
+    """Measure all sizes: those up to the L2 cache (50 MB on an H100) measure the cache, the largest the memory."""
     for mib in QUICK_MIB if report.quick else SIZES_MIB:
         key = f"{mib} MiB"
         if report.wanted(key):
@@ -35,7 +35,7 @@ def run(report: Report) -> None:
 
 
 def _measure(report: Report, mib: int, key: str) -> float:
-    """GB/s of the fastest operation."""
+    """Return the GB/s of the fastest operation."""
     x, y = (fill(seed, (mib << 18,), jnp.float32) for seed in (1, 2))
     rates = []
     for name, operation, arrays in OPERATIONS:

@@ -1,4 +1,4 @@
-"""A folder as a server is started with: a checkpoint of random weights, and a tokenizer of as many tokens."""
+"""A model folder to start a server with: a checkpoint of random weights, and a tokenizer with a matching vocabulary."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxinfer.models.model import abstract
 from jaxinfer.types import ParamSpec, walk_specs
 from jaxinfer.weights.safetensors.writer import write_tensors
 
-_SPARE, _STRIDE = 1 << 16, 7919  # numbers beyond the largest tensor, and how far apart those of two tensors begin
-_SCALE = 0.02  # of all matrices, as a Llama's begin
-_SPACE = "\u0120"  # as tokenizers of bytes spell it
+_SPARE, _STRIDE = 1 << 16, 7919  # random numbers beyond the largest tensor; offset between the starts of two tensors
+_SCALE = 0.02  # standard deviation of all matrices, as in the initialization of Llama
+_SPACE = "\u0120"  # the space in byte-level tokenizers
 
 
 def write_checkpoint(folder: pathlib.Path, config_json: Mapping[str, Any]) -> int:
-    """Write weights in bfloat16, config and tokenizer into ``folder``; the weights' bytes."""
+    """Write bfloat16 weights, config and tokenizer into ``folder``; return the bytes of the weights."""
     specs = [spec for _, spec in walk_specs(abstract(dict(config_json), "bfloat16").specs)]
     numbers = _numbers(max(math.prod(source.shape) for spec in specs for source in spec.sources) + _SPARE)
     counter = itertools.count()
@@ -37,7 +37,7 @@ def write_checkpoint(folder: pathlib.Path, config_json: Mapping[str, Any]) -> in
 
 
 def _numbers(count: int) -> np.ndarray:
-    """Random ones, the same again and again: nobody looks for repetitions, and 16 GB are written soon."""
+    """Return ``count`` random numbers that repeat every 2**22, which is harmless and writes 16 GB quickly."""
     some = _SCALE * np.random.default_rng(0).standard_normal(1 << 22, np.float32)
     return np.resize(some.astype(ml_dtypes.bfloat16), count)
 
@@ -49,7 +49,7 @@ def _tensor(spec: ParamSpec, shape: tuple[int, ...], numbers: np.ndarray) -> np.
 
 
 def _tokenizer(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """One for bytes, without merges. Most tokens are some letters behind a space, as a real vocabulary's are."""
+    """Return a byte-level BPE tokenizer without merges. Most tokens are letters after a space, as in real ones."""
     letters = [_SPACE, *(chr(code) for code in range(33, 127))]
     words = (f"{_SPACE}{number:x}" for number in itertools.count())
     tokens = itertools.islice(itertools.chain(letters, words), config_json["vocab_size"])

@@ -1,6 +1,6 @@
-"""Section demo: greedy tokens of the embedded model on this device, beside the CPU's.
+"""Section demo: greedy tokens of the embedded model on this device, compared with the tokens on CPU.
 
-Each run is a process of its own (`jaxinfer.gpu_check.greedy`), because JAX's platform is fixed at its first use.
+Each run is a separate process (`jaxinfer.gpu_check.greedy`), because JAX fixes its platform at first use.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ def _finish(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """Count the tokens that agree before the first that differs."""
+    """Count the tokens before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -21,13 +21,13 @@ __all__ = ["Tiles", "mosaic", "operands", "problem", "xla"]
 
 
 def mosaic(x: jax.Array, weights: jax.Array, **given: Any) -> jax.Array:
-    """Multiply by the kernel; ``given`` are operands of the epilogue by name, and options."""
+    """Multiply with the Mosaic kernel; ``given`` are operands of the epilogue by name, and options."""
     extras, options = _split(given)
     return launch.matmul(x, weights, extras, **options)
 
 
 def xla(x: jax.Array, weights: jax.Array, **given: Any) -> jax.Array:
-    """Multiply by XLA."""
+    """Multiply with XLA."""
     extras, options = _split(given)
     return plain.matmul(x, weights, extras, **options)
 
@@ -38,7 +38,7 @@ def _split(given: dict[str, Any]) -> tuple[Extras, dict[str, Any]]:
 
 
 def operands(shape: Dense, index: int) -> tuple[jax.Array, jax.Array]:
-    """One set of operands for timing."""
+    """Return one set of operands for timing."""
     columns = (2, shape.columns) if shape.gated else (shape.columns,)
     dims = (shape.inputs, *columns) if shape.layout == "in first" else (*columns, shape.inputs)
     x = fill(2 * index, (shape.rows, shape.inputs), jnp.bfloat16)
@@ -46,7 +46,7 @@ def operands(shape: Dense, index: int) -> tuple[jax.Array, jax.Array]:
 
 
 def problem(rows: int, dtype: Any = BF16, **options: Any) -> Problem:
-    """Compare the paths at ``rows``; ``options`` are those of `_build`."""
+    """Return the parity problem at ``rows``; ``options`` are the options of `_build`."""
     module = "jaxinfer.gpu_check.dense"
     after = "".join(f", {name}" for name in ("gated", "added") if options.get(name))
     return Problem(
@@ -63,9 +63,9 @@ def problem(rows: int, dtype: Any = BF16, **options: Any) -> Problem:
 def _build(
     quick: bool, *, rows: int, dtype: Any, layout: Layout = "in first", gated: bool = False, added: bool = False
 ) -> Operands:
-    """Random numbers; of 8 bits with scales, ``added`` to a bias and a residual.
+    """Build random operands. 8-bit numbers have scales; ``added`` adds a bias and a residual.
 
-    What is exact has the roundings between the steps: they are what the op means.
+    The exact result keeps the roundings between the steps, because they are part of the op's definition.
     """
     inputs, columns, rows = (256, 96, min(rows, 70)) if quick else (4096, 1024 + 32, rows)
     rng, outputs = np.random.default_rng(0), (2, columns) if gated else (columns,)

@@ -1,4 +1,4 @@
-"""Section device: what the figures of the other sections were measured on."""
+"""Section device: the hardware and software on which the other sections were measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power
 
 
 def answers() -> bool:
-    """Whether JAX's device still computes: after some errors of CUDA nothing runs in a process any more."""
+    """Return whether JAX's device still computes: after some CUDA errors no computation succeeds in a process."""
     try:
         jax.block_until_ready(jnp.zeros(8) + 1)
     except jax.errors.JaxRuntimeError as error:

@@ -1,6 +1,6 @@
-"""Products with experts from rows to rows: sorted by expert, multiplied, and put back, as a mixture of experts does it.
+"""Expert products row by row, as in a mixture of experts: sort rows by expert, multiply, and restore their order.
 
-Weights are plain, for grouped_matmul, or with ``scales`` those of MXFP4, for quant_matmul.
+Weights are unquantized, for grouped_matmul, or with ``scales`` MXFP4, for quant_matmul.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def mosaic(
     most: int | None = None,
     **options: Any,
 ) -> jax.Array:
-    """``x[i]`` times the weights of ``experts[i]``.
+    """Multiply ``x[i]`` by the weights of ``experts[i]`` with the Mosaic kernel.
 
     Args:
-        most: rows that one expert may have; None: all.
-        options: of the kernel.
+        most: most rows of one expert; None: all rows.
+        options: options of the kernel.
     """
     if scales is None:
         return _by_tiles("mosaic", x, weights, experts, most, functools.partial(kernel.matmul, **options))
@@ -47,7 +47,7 @@ def mosaic(
 def xla(
     x: jax.Array, weights: jax.Array, experts: jax.Array, scales: jax.Array | None = None, *, most: int | None = None
 ) -> jax.Array:
-    """The same by XLA."""
+    """Multiply ``x[i]`` by the weights of ``experts[i]`` with XLA."""
     if scales is None:
         return _by_tiles("xla", x, weights, experts, most, plain.matmul)
 

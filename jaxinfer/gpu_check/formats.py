@@ -1,4 +1,4 @@
-"""Section formats: the engine with 8-bit pools, quantised weights and mixtures, random numbers all of them."""
+"""Section formats: the engine with 8-bit pools, quantised weights and mixtures of experts, all of random numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIXTRAL = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 14336,
-    "num_hidden_layers": 8,  # of 32: what fits into 80 GB in bfloat16
+    "num_hidden_layers": 8,  # of 32: as many as fit into 80 GB in bfloat16
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "num_local_experts": 8,
@@ -48,7 +48,7 @@ SPARSE = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
 }
-# What makes them small enough to be compiled and run anywhere.
+# Config overrides that make the mixtures small enough to compile and run on any machine.
 _TINY_MIXTURE = {
     **{name: TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")},
     "num_key_value_heads": 2,
@@ -59,7 +59,7 @@ _TINY_MIXTURE = {
 
 
 class Format(NamedTuple):
-    """Of ``weights`` see `jaxinfer.gpu_check.stored.WEIGHTS`; None: as they are."""
+    """A model and its formats. ``weights`` is one of `jaxinfer.gpu_check.stored.WEIGHTS`; None: unquantized."""
 
     name: str
     config: Mapping[str, Any]

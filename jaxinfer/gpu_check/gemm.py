@@ -1,4 +1,4 @@
-"""Section gemm: how many operations a second large matrix products reach, by dtype."""
+"""Section gemm: achieved throughput of large matrix products, in operations per second by dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.gpu_check.report import Report
 
 SIZES = (4096, 8192)
 QUICK_SIZES = (64,)
-# name, operands' dtype, result's dtype, precision, whether the right operand lies as [n, k]
+# name, dtype of the operands, dtype of the result, precision, whether the right operand is stored as [n, k]
 KINDS = (
     ("bfloat16", jnp.bfloat16, jnp.bfloat16, lax.Precision.DEFAULT, False),
     ("float16", jnp.float16, jnp.float16, lax.Precision.DEFAULT, False),
@@ -27,7 +27,7 @@ KINDS = (
 
 
 def run(report: Report) -> None:
-    """Measure the rates. `share_of_gemm` in other sections is the share of the best one in bfloat16."""
+    """Measure the rates. `share_of_gemm` in other sections is the share of the best bfloat16 rate."""
     for size in QUICK_SIZES if report.quick else SIZES:
         for name, dtype, result, precision, transposed in KINDS:
             key = f"{name} {size}"

@@ -1,9 +1,9 @@
 """Goals of figures, and floors below which the check fails.
 
-Where kernels move bytes a goal is a share of what a copy reaches on the same device on the same day; what is compared
-with another section is a ratio of two records. Both are goals on every GPU. Times, and rates that follow from the
-tensor cores, are goals of the devices that they name: an H100 (SXM) and an H200 have equal tensor cores and memories of
-other rates.
+Where kernels are bound by memory bandwidth, a goal is a share of the copy bandwidth of the same device on the same day;
+a comparison with another section is a ratio of two records. Both apply to every GPU. Times, and rates that follow from
+the tensor cores, are goals of the devices that they name: an H100 (SXM) and an H200 have equal tensor cores and
+different memory bandwidths.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 from jaxinfer.gpu_check import workloads
 from pallas_kernels import rates
 
-# The longest context of 256 rows of the 8B step for which there is memory, see section step.
+# Longest context of 256 rows of the 8B step that fits into memory, see section step.
 LONGEST_OF_256 = {rates.H100: 1536, rates.H200: 3072}
 _PROMPTS = (512, 1024)
-_HOPPERS = (rates.H100, rates.H200)  # of equal tensor cores, and links to the host
+_HOPPERS = (rates.H100, rates.H200)  # equal tensor cores, and equal links to the host
 
 
 class Goal(NamedTuple):
-    """Of one figure of one record: at least ``goal``, or at most where ``most``; None: no floor.
+    """A goal for one figure of one record: at least ``goal``, or at most if ``most``; a ``floor`` of None: no floor.
 
     Attributes:
-        field: of the record.
-        over: section whose record of the same key the figure is divided by.
-        beside: key of a record of the same section that the figure is divided by.
-        devices: JAX's names of those that the goal is for; empty: all.
+        field: field of the record.
+        over: section whose record with the same key is the divisor of the figure.
+        beside: key of a record of the same section that is the divisor of the figure.
+        devices: JAX's names of the devices that the goal applies to; empty: all.
     """
 
     section: str
@@ -46,7 +46,7 @@ class Goal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A figure beside its goal: "goal", "floor" (the floor holds, the goal does not), "below goal" or "below floor"."""
+    """A figure and its verdict: "goal", "floor" (the floor is met, the goal is not), "below goal" or "below floor"."""
 
     goal: Goal
     figure: float
@@ -76,7 +76,7 @@ def _few_rows(shape: workloads.Workload, share: float = 0.97) -> Goal:
 
 
 def _many_rows(shape: workloads.Dense) -> Goal:
-    """Beside cuBLAS."""
+    """Return the goal of a shape with many rows, as a share of cuBLAS."""
     return Goal("kernels", f"{shape}: mosaic", "tflop_s", 0.95, beside=f"{shape}: xla")
 
 
@@ -86,13 +86,13 @@ def _prefill(sequences: int, tokens: int, goal: float, floor: float) -> Goal:
 
 
 def _one_row(device: str, goal: float, floor: float | None = None) -> Goal:
-    """Of attention, whose time is that of a launch and of its latencies, and not of bytes."""
+    """Return a goal for attention of one row, in milliseconds: launch and latencies bound it, not bytes."""
     key = "decode, 1 rows, 4096 keys, page 64: mosaic"
     return Goal("kernels", key, "best_ms", goal, floor, most=True, devices=(device,))
 
 
 GOALS: tuple[Goal, ...] = (
-    # Floors of kernels: what was measured on an H100 on 2026-11-22, less 3 %.
+    # Floors of kernels: the values measured on an H100 on 2026-11-22, less 3 %.
     _decode(64, 4096, 0.97, 0.87),
     _decode(8, 4096, 0.88, 0.69),
     _one_row(rates.H100, 0.013, 0.0191),
@@ -101,7 +101,7 @@ GOALS: tuple[Goal, ...] = (
     _prefill(4, 2048, 540, 442),
     *map(_few_rows, workloads.FEW_ROWS),
     *map(_many_rows, workloads.MANY_ROWS),
-    # Never measured: of weights in registers MARLIN has nine tenths of the ideal (Frantar et al. 2024, figure 1).
+    # Not measured yet: with weights in registers, MARLIN reaches 0.9 of the ideal (Frantar et al. 2024, figure 1).
     _few_rows(workloads.STORED, 0.90),
     _few_rows(workloads.EXPERTS, 0.90),
     _few_rows(workloads.FLOAT4, 0.80),
@@ -110,12 +110,12 @@ GOALS: tuple[Goal, ...] = (
     *(_step(rows, 512, 0.80, 0.72) for rows in (2, 8, 64)),
     _step(64, 4096, 0.80, 0.72),
     *(_step(256, context, 0.70, None) for context in (512, *LONGEST_OF_256.values())),
-    # 8 MiB at the 50 GB/s of the link are 0.17 ms.
+    # 8 MiB take 0.17 ms at the 50 GB/s of the link.
     Goal("step", "swap, 4 pages a call", "page_out_ms", 0.3, most=True, devices=_HOPPERS),
     Goal("step", "swap, 4 pages a call", "page_in_ms", 0.3, most=True, devices=_HOPPERS),
     Goal("engine", "1 requests, 512 + 256 tokens", "output_tokens_s", 150, devices=(rates.H100,)),
     Goal("engine", "1 requests, 512 + 256 tokens", "output_tokens_s", 200, devices=(rates.H200,)),
-    # Saturated: the most requests.
+    # Saturated load: the largest number of requests.
     *(
         Goal("engine", f"256 requests, {prompt} + 256 tokens", "output_tokens_s", 0.95, over="relaxed")
         for prompt in _PROMPTS
@@ -126,12 +126,12 @@ GOALS: tuple[Goal, ...] = (
 
 
 def has_times(device: str) -> bool:
-    """Whether a device has goals in times."""
+    """Return whether a device has goals in times."""
     return any(device in goal.devices for goal in GOALS)
 
 
 def verdicts(sections: Mapping[str, Any], device: str) -> list[Verdict]:
-    """Every goal of a device, by JAX's name of it, whose figure is there."""
+    """Return the verdicts on a device (by JAX's name) for goals with a recorded figure."""
     return list(_verdicts(sections, [goal for goal in GOALS if not goal.devices or device in goal.devices]))
 
 

@@ -1,6 +1,6 @@
 """``python -m jaxinfer.gpu_check.greedy DTYPE TOKENS``: greedy tokens of the demo model, as one line of JSON.
 
-Through `LLM` where its packages are installed; else through the engine, from fixed token ids.
+Uses `LLM` if its packages are installed, else the engine with fixed token ids.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DEMO = pathlib.Path(__file__).resolve().parents[2] / "jaxinfer" / "demo" / "targ
 PROMPT = "ROMEO:\n"
 PROMPT_IDS = (11, 23, 7, 42, 5, 31, 19, 64)
 MAX_MODEL_LEN = 512
-PREFILL_SIZES = (64,)  # one program instead of three to compile
+PREFILL_SIZES = (64,)  # one program to compile instead of three
 NEEDED_BY_LLM = ("tokenizers", "sentencepiece", "jinja2", "huggingface_hub", "rich")
 
 
 def missing_for_llm() -> list[str]:
-    """The packages that `LLM` imports beyond JAX, Flax and numpy and that are not here."""
+    """Return the packages that `LLM` imports beyond JAX, Flax and numpy and that are not installed."""
     return [name for name in NEEDED_BY_LLM if importlib.util.find_spec(name) is None]
 
 

@@ -1,4 +1,4 @@
-"""Section identity: 40 mixed requests have the same tokens and logprobs together, alone, recomputed and swapped."""
+"""Section identity: do 40 mixed requests give the same tokens and logprobs batched, alone, recomputed and swapped?"""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _in_one_engine(report: Report, engine: EngineCore, requests: Requests, expec
 
 
 def mixed(count: int, vocab: int, lengths: tuple[int, ...]) -> Requests:
-    """Prompts of all lengths, sampled and greedy, each with logprobs."""
+    """Return prompts of all lengths, sampled and greedy, each with logprobs."""
     draw = random.Random(1)
     return [
         (
@@ -70,7 +70,7 @@ def mixed(count: int, vocab: int, lengths: tuple[int, ...]) -> Requests:
 
 
 def answers(engine: EngineCore, requests: Requests, first: int = 0) -> Answers:
-    """Tokens and logprobs by request, each number as its bits say it."""
+    """Return tokens and logprobs by request; logprobs as their `repr`, so that they compare bitwise."""
     found: Answers = {f"{first + at}": [] for at in range(len(requests))}
     for at, (prompt, params) in enumerate(requests):
         engine.add(Request(f"{first + at}", prompt, params))
@@ -88,7 +88,7 @@ def _compare(report: Report, name: str, expected: Answers, found: Answers) -> No
 def _preempted(
     report: Report, name: str, model: Model, config: EngineConfig, requests: Requests, expected: Answers
 ) -> None:
-    """The same on a pool that is too small. It says nothing if nobody had to leave."""
+    """Compare the answers on a pool that is too small. Without a preemption the comparison proves nothing and fails."""
     engine = planned(model, config, report)
     _compare(report, name, expected, answers(engine, requests))
     counted = dict(engine.stats().preemptions)

@@ -1,4 +1,4 @@
-"""Section kernels: the time of each kernel, beside the device's limits, the XLA path and jax's own attention (cuDNN).
+"""Section kernels: the time of each kernel, compared with device limits, the XLA path and jax's own attention (cuDNN).
 
 Calls follow one another within one program, on operands that together exceed the L2 cache (`measure.Inside`).
 """
@@ -31,15 +31,15 @@ REPEATS, QUICK_REPEATS = 8, 1
 _RESERVE_S = 8.0
 _AT_A_TIME = 6
 _TRACING = threading.Lock()  # JAX does not document that kernels may be lowered by several threads at a time
-_FEW_ROWS = 256  # of a weight: up to here its bytes are the limit
-# The XLA path of a long prefill takes seconds: it is timed where it is short.
+_FEW_ROWS = 256  # rows of a product: up to this many, the bytes of the weight are the limit
+# The XLA path of a long prefill takes seconds: only short ones are timed.
 _XLA_OPERATIONS = 2e11
 
 
 class Path(NamedTuple):
-    """A function as "module:function", what it is called with beside its operands, and how operands are made.
+    """A function as "module:function", its arguments besides the operands, and a factory of the operands.
 
-    ``operands`` takes a number that tells one set from the next. ``changes``: see `measure.Inside`.
+    ``operands`` takes the index of the set of operands. ``changes``: see `measure.Inside`.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Program(NamedTuple):
 
 
 def run(report: Report) -> None:
-    """Our kernels at all shapes, then what they are compared with.
+    """Time our kernels at all shapes, then the functions that they are compared with.
 
-    Some are lowered, compiled at the same time, and then timed one after the other.
+    A batch of jobs is lowered and compiled in parallel, then timed one after the other.
     """
     at_once = 1 if report.alone else _AT_A_TIME
     with concurrent.futures.ThreadPoolExecutor(at_once) as threads:
@@ -81,7 +81,7 @@ def run(report: Report) -> None:
 
 
 def _jobs(report: Report) -> Iterator[Job]:
-    # Interpreted kernels have no speed: without a GPU, that the other paths run is all there is to see.
+    # The speed of interpreted kernels means nothing: without a GPU, the section only checks that the other paths run.
     passes = [MOSAIC, CUDNN, XLA] if jax.default_backend() == "gpu" else [XLA, JAX_XLA]
     shapes = (*workloads.attention(quick=report.quick), *workloads.others(quick=report.quick))
     for name in passes:
@@ -94,7 +94,7 @@ def _compiling(job: Job) -> str:
 
 
 def _compile(report: Report, programs: dict[str, Program], job: Job) -> None:
-    """Add the program of a job. A path that is not there or does not compile has none, which a record says."""
+    """Compile the program of a job into ``programs``. A missing path or a failed compilation becomes a record."""
     with report.attempt(_compiling(job)):
         calls = _calls(*job, report.quick)
         operands = jax.eval_shape(functools.partial(job.path.operands, 0))
@@ -118,14 +118,14 @@ def _measure(report: Report, job: Job, program: Program) -> None:
 
 
 def limits(report: Report, shape: Workload, ms: float) -> dict[str, float]:
-    """Rates of what bounds the shape: operations for prefill and products of many rows, bytes for all others."""
+    """Return rates of the shape's bound: operations for prefill and products of many rows, bytes for all others."""
     if isinstance(shape, Prefill) or (isinstance(shape, Product | Dense | Mixture) and shape.rows > _FEW_ROWS):
         return report.rate(shape.operations, ms)
     return report.bandwidth(shape.bytes, ms)
 
 
 def paths(shape: Workload) -> Iterator[Path]:
-    """Every way to do a shape. A further op is one entry."""
+    """Yield every path of a shape. A new op adds one case."""
     match shape:
         case Decode():
             yield from _decode_paths(shape)
@@ -174,7 +174,7 @@ def _write_paths(shape: Write) -> Iterator[Path]:
 
 
 def written_by(pool: Any, k: Any, v: Any, pages: Any, offsets: Any, *, path: str) -> Any:
-    """The pool alone of what kv_write's path gives."""
+    """Run a path of kv_write and return only the pool."""
     return importlib.import_module(f"pallas_kernels.kv_write.{path}").write(pool, k, v, pages, offsets).pool
 
 
@@ -196,7 +196,7 @@ def _prefill_paths(shape: Prefill) -> Iterator[Path]:
     yield Path(MOSAIC, f"{module}.hopper.prefill.launch:prefill", options, paged)
     if shape.operations <= _XLA_OPERATIONS:
         yield Path(XLA, f"{module}.xla:prefill", options, paged)
-    if shape.chunk == shape.context:  # jax's causal mask begins at the first key
+    if shape.chunk == shape.context:  # the causal mask of jax begins at the first key
         yield from _jax_paths(
             {"scale": scale, "is_causal": True}, functools.partial(_contiguous, shape, shape.sequences, shape.chunk)
         )
@@ -215,7 +215,7 @@ def _latent_paths(shape: Latent) -> Iterator[Path]:
 
 
 def page_table(rows: int, context: int, page: int) -> np.ndarray:
-    """Pages of all rows in random order."""
+    """Return a table with the pages of all rows in random order."""
     width = -(-context // page)
     return np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width)
 

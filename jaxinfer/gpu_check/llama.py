@@ -1,4 +1,4 @@
-"""A model of the shape of Llama-3.1-8B with random weights, and what a step of it costs at least."""
+"""A model of the shape of Llama-3.1-8B with random weights, and lower bounds on the bytes and operations of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TINY = {
 
 
 def random_model(config_json: dict[str, Any]) -> Model:
-    """Make a model of random weights in bfloat16, which is on the device when this returns."""
+    """Make a model of random bfloat16 weights; they are on the device when this returns."""
     model, mesh = abstract(config_json, "bfloat16"), make_mesh()
     leaves, tree = jax.tree.flatten(model.specs)
     params = [
@@ -61,7 +61,7 @@ def _random_weight(spec: ParamSpec, seed: int) -> jax.Array:
 
 
 def filled(model: Model, seed: int = 0) -> Model:
-    """Random numbers for a model of abstract parameters, quantised ones too, on the device when this returns."""
+    """Fill a model of abstract parameters, also quantised ones, with random numbers on the device; wait for them."""
     leaves, tree = jax.tree.flatten(model.params)
     params = [_random_numbers(leaf, 1000 * seed + number) for number, leaf in enumerate(leaves)]
     jax.block_until_ready(params)
@@ -69,7 +69,7 @@ def filled(model: Model, seed: int = 0) -> Model:
 
 
 def _random_numbers(leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
-    """Codes of all values; what multiplies them (vectors, scales) near 0.02."""
+    """Return random codes over the full integer range; values near 0.02 for floating-point vectors and scales."""
     if jnp.issubdtype(leaf.dtype, jnp.integer):
         least, most = int(jnp.iinfo(leaf.dtype).min), int(jnp.iinfo(leaf.dtype).max)
         middle, half = (least + most + 1) / 2, (most - least) / 2
@@ -78,26 +78,26 @@ def _random_numbers(leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
 
 
 def weight_bytes(model: Model) -> tuple[int, int]:
-    """Bytes of all weights, and of those that a decode step reads whole: all but an embedding that is no head."""
+    """Return the bytes of all weights, and of the weights that a decode step reads: all but an untied embedding."""
     total, embedding = (sum(map(_bytes, jax.tree.leaves(of))) for of in (model.params, model.params["embed"]["table"]))
     return total, total - (0 if model.config.tied else embedding)
 
 
 def _bytes(leaf: jax.Array) -> int:
-    """Bytes of an array on a GPU, where two numbers of 4 bits share one."""
+    """Return the bytes of an array on a GPU, where two 4-bit numbers share a byte."""
     bits = jnp.iinfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.integer) else 8 * leaf.dtype.itemsize
     return leaf.size * bits // 8
 
 
 def bytes_per_token(model: Model, page: int) -> int:
-    """Bytes of a token's keys and values in all layers, 16 bits a number unless the cache says another."""
+    """Return the bytes of a token's keys and values in all layers, 16 bits a number unless the cache sets a dtype."""
     return model.cache_spec.bytes_per_page(page, 2) // page
 
 
 def prefill_operations(config_json: dict[str, Any], start: int, tokens: int) -> int:
-    """Floating-point operations that a chunk of a prompt needs at least; what is masked does not count.
+    """Return the fewest floating-point operations of a prefill chunk; masked positions do not count.
 
-    The last layer gives keys and values alone: what would follow is nobody's input. The head does not run.
+    The last layer computes only keys and values, since no later layer uses its output. The LM head does not run.
     """
     hidden, wide = config_json["hidden_size"], config_json["intermediate_size"]
     heads, kv_heads = config_json["num_attention_heads"], config_json["num_key_value_heads"]

@@ -1,4 +1,4 @@
-"""Timing, cheap random operands, and how far a result is from the exact one."""
+"""Timing, cheap random operands, and the error of a result against the exact one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def time_calls(
     inside: int = 1,
     wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> dict[str, Any]:
-    """Milliseconds of one call: median and best over ``rounds``.
+    """Measure the milliseconds of one call: median and best over ``rounds``.
 
-    A round launches ``calls`` calls one after the other and waits for all of them; its time, divided by their number,
-    is what counts. Nothing is subtracted: where a call is shorter than its launch, the launch is what is measured.
+    A round launches ``calls`` calls one after the other and waits for all of them; its time divided by their number is
+    the sample. Nothing is subtracted: where a call is shorter than its launch, the result is the launch time.
 
     Args:
-        inside: how often a call does what is measured; its time is divided by that.
-        wait: for the result of a call to be there.
+        inside: repetitions of the measured function within one call; the time is divided by this.
+        wait: waits until the result of a call is ready.
     """
     wait(call())  # compiles
     calls = max(1, min(most, math.ceil(round_ms / max(_round(call, 1, wait), 1e-3))))
@@ -51,7 +51,7 @@ class Inside(NamedTuple):
     """Calls that follow one another within one program, so that no launch by the host is measured.
 
     Attributes:
-        sets: of operands. Several that together exceed the L2 cache make every call read from memory.
+        sets: number of operand sets. Sets that together exceed the L2 cache make every call read from memory.
         repeats: calls with each of them.
         changes: the result is the first operand of the next call with these operands, updated in place.
     """
@@ -62,14 +62,14 @@ class Inside(NamedTuple):
     changes: bool = False
 
     def lower(self, operands: Sequence[Any]) -> jax.stages.Lowered:
-        """The program, yet to be compiled, for operands of these shapes (`jax.ShapeDtypeStruct`), all sets alike."""
+        """Lower the program for operands of these shapes (`jax.ShapeDtypeStruct`), identical for all sets."""
         heads, rest = [operands[0]] * self.sets, [tuple(operands[1:])] * self.sets
         results = [operands[0] if self.changes else jax.eval_shape(self.function, *operands)] * self.sets
         loop = jax.jit(looped(self.function, self.repeats, changes=self.changes), donate_argnums=0)
         return loop.lower(results, [] if self.changes else heads, rest)
 
     def time(self, program: Callable[..., Any], variants: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
-        """`time_calls` of one of the calls. ``variants``: the sets of operands."""
+        """Run `time_calls` for one of the calls. ``variants``: the sets of operands."""
         heads, rest = [each[0] for each in variants], [tuple(each[1:]) for each in variants]
         if self.changes:
             state = [jax.tree.map(jnp.copy, heads)]
@@ -85,8 +85,8 @@ class Inside(NamedTuple):
 
 
 def looped(function: Callable[..., Any], repeats: int, *, changes: bool) -> Callable[..., Any]:
-    """The loop that `Inside` times: ``loop(results, first operands, other operands)``, one of each a variant."""
-    once = jax.jit(function)  # traced and lowered once, not once a variant
+    """Return the loop that `Inside` times: ``loop(results, first operands, other operands)``, one of each per set."""
+    once = jax.jit(function)  # traced and lowered once, not once per operand set
 
     def loop(carried: list[Any], heads: list[Any], rest: list[tuple[Any, ...]]) -> list[Any]:
         def body(_: Any, carried: list[Any]) -> list[Any]:
@@ -95,7 +95,7 @@ def looped(function: Callable[..., Any], repeats: int, *, changes: bool) -> Call
                 if changes:
                     first = carried[index]
                 else:
-                    # A call needs the result of the one before it, or XLA would move it out of the loop.
+                    # Each call depends on the result of the previous call, or XLA would hoist it out of the loop.
                     first, _ = lax.optimization_barrier((heads[index], last))
                 last = once(first, *others)
                 results.append(last)
@@ -112,9 +112,9 @@ def _round_to(ms: float) -> float:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def fill(seed: int | jax.Array, shape: tuple[int, ...], dtype: Any, scale: float | jax.Array = 1.0) -> jax.Array:
-    """Pseudo-random numbers, uniform in [-scale, scale): a hash of the element's index, fused into the write.
+    """Return pseudo-random numbers, uniform in [-scale, scale): a hash of the element's index, fused into the write.
 
-    Good enough not to flatter a timing (zeros do); real random bits would need several times the memory.
+    They are random enough not to flatter a timing (zeros do); real random bits would need several times the memory.
     """
     bits = lax.iota(jnp.uint32, math.prod(shape)) * jnp.uint32(2654435761) + jnp.uint32(seed) * jnp.uint32(40503)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
@@ -124,19 +124,19 @@ def fill(seed: int | jax.Array, shape: tuple[int, ...], dtype: Any, scale: float
 
 
 def relative_error(out: Any, exact: Any) -> float:
-    """Norm of the difference over norm of the exact result (numpy, float64)."""
+    """Return the norm of the difference over the norm of the exact result (numpy, float64)."""
     norm = float(((exact) ** 2).sum()) ** 0.5
     return float(f"{float(((out - exact) ** 2).sum()) ** 0.5 / max(norm, 1e-300):.3g}")
 
 
 def deviation(got: Any, exact: Any, bound: float) -> dict[str, Any]:
-    """The distance of ``got`` from the float64 result, the rounding of the result to its own dtype aside.
+    """Measure the error of ``got`` against the float64 result, minus the rounding of the result to its own dtype.
 
-    What counts is the worst vector (the last axis): a row of small results does not hide behind one of large ones.
-    Infinite and undefined numbers must stand where they stand in ``exact``, and zeros where a vector is all zeros.
+    The worst vector (along the last axis) counts, so that rows of large results do not mask a row of small ones.
+    Infinities and NaN must be at the positions where ``exact`` has them; a vector of zeros must be all zeros.
 
     Args:
-        bound: on the norm of the difference over the norm of the exact result, beyond what rounding adds.
+        bound: bound on the norm of the difference over the norm of the exact result, in addition to rounding.
     """
     rounded = np.asarray(np.asarray(exact).astype(got.dtype), np.float64)
     got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)

@@ -1,7 +1,7 @@
-"""Section parity: every kernel, and every XLA path, against float64 on operands with poison; and the same bits always.
+"""Section parity: every kernel and every XLA path against float64, on poisoned operands; and batch invariance.
 
-A row's bits must not depend on its neighbours, nor on its place among them: the batch is computed twice, in reversed
-order, and each row alone. Interpreted kernels, which are slow, are spared all but the reversed order.
+A row must be bitwise identical whatever the other rows and its position: the batch is computed twice, in reversed
+order, and each row alone. Interpreted kernels, which are slow, are only run in reversed order.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _TRACING = threading.Lock()  # JAX does not document that kernels may be lowered
 
 
 def run(report: Report) -> None:
-    """One shape of each kernel at least; without a GPU, where they are slow, behind the XLA paths of the same."""
+    """Check a shape of each kernel at least; without a GPU (slow), after the XLA paths of the same shapes."""
     check(report, PROBLEMS[:FIRST], (MOSAIC,) if jax.default_backend() == "gpu" else (XLA, MOSAIC))
 
 
 def run_all(report: Report) -> None:
-    """All kernels, then the XLA paths of the same operands."""
+    """Check all kernels, then the XLA paths on the same operands."""
     check(report, PROBLEMS, (MOSAIC, XLA) if jax.default_backend() == "gpu" else (XLA, MOSAIC))
 
 
 def check(report: Report, problems: Iterable[Problem], paths: tuple[str, ...]) -> None:
-    """Check one path of all problems after the other."""
+    """Check all problems on one path after the other."""
     operands: dict[str, Operands] = {}
-    # Compiling takes most of the time. The interpreter of kernels is one for all threads.
+    # Compilation takes most of the time. All threads share one kernel interpreter.
     at_once = _THREADS if jax.default_backend() == "gpu" and not report.alone else 1
     with concurrent.futures.ThreadPoolExecutor(at_once) as threads:
         for path in paths:
@@ -51,7 +51,7 @@ def check(report: Report, problems: Iterable[Problem], paths: tuple[str, ...]) -
 
 
 def _check(report: Report, operands: dict[str, Operands], path: str, problem: Problem) -> None:
-    """Check one path of a problem, whose operands are made at the first."""
+    """Check one path of a problem; the first path checked builds the operands."""
     key = f"{problem} ({path})"
     if (why := problem.refusal(path, lowering_target().capability)) is not None:
         report.put(key, skipped=why)
@@ -60,7 +60,7 @@ def _check(report: Report, operands: dict[str, Operands], path: str, problem: Pr
         return
     with report.attempt(key):
         if str(problem) not in operands:
-            with jax.default_device(jax.devices("cpu")[0]):  # float64 is the CPU's business
+            with jax.default_device(jax.devices("cpu")[0]):  # float64 references run on the CPU
                 operands[str(problem)] = problem.build(report.quick)
             report.goes_on(f"operands of {key}")
         runner = _Run(problem, operands[str(problem)].options, path, lambda: report.goes_on(f"compiled {key}"))
@@ -68,9 +68,9 @@ def _check(report: Report, operands: dict[str, Operands], path: str, problem: Pr
 
 
 class _Run:
-    """One path of a problem, as it is called here: interpreted, or compiled for each new shape of its operands.
+    """One path of a problem on this backend: interpreted, or compiled for each new shape of its operands.
 
-    ``compiled`` is called behind each compilation.
+    ``compiled`` is called after each compilation.
     """
 
     def __init__(self, problem: Problem, options: dict[str, Any], path: str, compiled: Callable[[], None]) -> None:
@@ -102,13 +102,13 @@ class _Run:
 def _checked(runner: _Run, operands: Operands) -> dict[str, Any]:
     got = runner(operands.arrays)
     found = _compared(got, operands, operands.expected(runner.path), runner.problem.bound)
-    # XLA chooses another program for another number of rows: only kernels promise the same bits.
+    # XLA may choose another program for another number of rows: only kernels are batch-invariant.
     bits = _bits(runner, operands, got, alone=runner.path == MOSAIC)
     return {**found, **bits, "interpreted": runner.interpret, "ok": found["ok"] and all(bits.values())}
 
 
 def _compared(got: tuple[Any, Any], operands: Operands, expected: tuple[Any, Any], bound: float) -> dict[str, Any]:
-    """The worst deviation of the parts of a result. Padding must be finite, and means nothing."""
+    """Return the worst deviation over the arrays of a result. Padding must be finite, its values are not compared."""
     by_row, exact = got[0], expected[0]
     finite = True
     if operands.counts is not None:

@@ -1,7 +1,7 @@
-"""Section peers: other libraries' attention at the shapes of section kernels, where they are installed.
+"""Section peers: attention of other libraries at the shapes of section kernels, where they are installed.
 
-torch's scaled_dot_product_attention by each of its backends, on contiguous keys and values; FlashInfer on paged ones.
-Each call is captured in a CUDA graph, so that no launch by the host is measured; `eager_ms` is without.
+torch's scaled_dot_product_attention with each of its backends, on contiguous keys and values; FlashInfer on paged ones.
+Each call is captured in a CUDA graph, so that no launch by the host is measured; `eager_ms` is without a graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESERVE_S = 4.0
 
 
 class Peer(NamedTuple):
-    """``calls`` gives one function a set of operands; it is made when the peer's turn has come."""
+    """A peer library. ``calls`` makes one call per operand set when the peer is measured."""
 
     name: str
     calls: Callable[[Any, Decode | Prefill, int], list[Callable[[], Any]]]
@@ -52,7 +52,7 @@ def run(report: Report) -> None:
 
 
 def _peers(report: Report, torch: Any) -> Iterator[Peer]:
-    """FlashInfer last: its first call of a shape may compile."""
+    """Yield the peers, FlashInfer last: its first call of a shape may compile."""
     if not torch.cuda.is_available():
         yield Peer("torch, its choice", _torch_calls(None), _not_square)
         return
@@ -94,7 +94,7 @@ def _graph(torch: Any, once: Callable[[], None]) -> Callable[[], Any]:
 
 
 def _not_square(shape: Decode | Prefill) -> str | None:
-    """torch's causal mask begins at the first key."""
+    """Return why torch cannot run a chunk after earlier keys: its causal mask begins at the first key. None: it can."""
     if isinstance(shape, Prefill) and shape.chunk != shape.context:
         return "its causal mask cannot begin in the middle of the keys"
     return None
@@ -132,7 +132,7 @@ def _torch_calls(backend: str | None) -> Callable[[Any, Decode | Prefill, int], 
 
 
 def _flashinfer_calls(torch: Any, shape: Decode | Prefill, sets: int) -> list[Callable[[], Any]]:
-    """Calls of flashinfer, whose page layout "HND" is ours: [pages, 2, kv_heads, page, head_dim]."""
+    """Make calls of FlashInfer, whose page layout "HND" is ours: [pages, 2, kv_heads, page, head_dim]."""
     flashinfer = importlib.import_module("flashinfer")
     decode, rows = isinstance(shape, Decode), shape.rows if isinstance(shape, Decode) else shape.sequences
     queries = 1 if isinstance(shape, Decode) else shape.chunk

@@ -1,4 +1,4 @@
-"""What a problem of section parity is: operands with poison, the exact result, the paths that must give it."""
+"""A problem of section parity: poisoned operands, the exact result, and the paths that must give it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ UP_TO_HOPPER = (AMPERE, HOPPER)
 
 
 class Operands(NamedTuple):
-    """Operands of one call, on the host, by the names of the op's arguments.
+    """Operands of one call, on the host, by the argument names of the op.
 
     Attributes:
         arrays: arrays, and trees of them.
-        options: what is no array.
+        options: arguments that are not arrays.
         exact: the result in float64.
-        modelled: the same with the kernel's own roundings before the last; None: it has none that are modelled.
-        counts: which numbers of the rows' result mean something; None: all.
+        modelled: the float64 result with the kernel's own roundings before the last; None: no roundings are modelled.
+        counts: mask of the rows' result without padding; None: all of it.
     """
 
     arrays: dict[str, Any]
@@ -43,14 +43,14 @@ class Problem(NamedTuple):
     """An op at one shape.
 
     Attributes:
-        paths: module and function of each path, imported when it runs: one that is not there is reported.
-        build: the operands; ``quick``: tiny ones.
-        by_row: the arguments with an axis of rows, the first.
-        bound: of the relative error beyond rounding, see `measure.deviation`.
-        tiles: what an interpreted kernel is given, so that it has little to do; None: what the kernel takes by itself.
-        result: makes the pair out of what the op returns.
-        call: makes a function of `Operands` out of a path.
-        built_for: the first and the last compute capability that the kernel is for.
+        paths: module and function of each path, imported when it runs: a missing one is reported.
+        build: builds the operands; ``quick``: tiny ones.
+        by_row: the arguments whose first axis is rows.
+        bound: bound on the relative error beyond rounding, see `measure.deviation`.
+        tiles: small tiles for an interpreted kernel; None: the kernel's default.
+        result: makes the pair from the return value of the op.
+        call: makes a function of `Operands` from a path.
+        built_for: the first and the last compute capability that the kernel supports.
     """
 
     op: str
@@ -68,11 +68,11 @@ class Problem(NamedTuple):
         return f"{self.op}: {self.name}"
 
     def function(self, path: str) -> Callable[..., Any]:
-        """Raises ImportError or AttributeError where it is not there."""
+        """Import the function of a path; raise ImportError or AttributeError if it does not exist."""
         return self.call(named(self.paths[path]))
 
     def refusal(self, path: str, capability: Capability | None) -> str | None:
-        """Why a path is not for a GPU of this compute capability (None: it is no GPU); None: it is."""
+        """Return why a path does not support this compute capability (None: not a GPU), or None if it does."""
         first, last = self.built_for
         if path != MOSAIC or capability is None or first <= capability <= last:
             return None
@@ -80,14 +80,14 @@ class Problem(NamedTuple):
         return f"the kernel is for GPUs of compute capability {least} to {most}, this is one of {this}"
 
     def interpreted_tiles(self) -> dict[str, Any]:
-        """Arguments of the kernel beside its operands where it is interpreted."""
+        """Return the arguments of an interpreted kernel besides its operands."""
         if self.tiles is None:
             return {}
         return {"tiles": named(self.paths[MOSAIC].split(":")[0] + ":Tiles")(**self.tiles)}
 
 
 def named(name: str) -> Any:
-    """Import "module:attribute" when it is needed: an op that is broken does not stop the others."""
+    """Import "module:attribute" on demand, so that a broken op does not stop the other ops."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -1,7 +1,7 @@
 """Problems of section parity for each op.
 
-A further op, or a further shape of one, is one entry of `PROBLEMS`. Results are pairs: what belongs to the rows of a
-batch, one after the other, and what belongs to all of them (a pool); either may be None.
+A new op, or a new shape of one, is one entry of `PROBLEMS`. Results are pairs: the array with an axis of rows, and the
+arrays that all rows share (a pool); either may be None.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pallas_kernels.token_quant import reference as token_quant
 def _write(
     quick: bool, *, chunk: int, pool_dtype: Any, scales: str | None, rotary: int, interleaved: bool = False
 ) -> Operands:
-    """Chunks: one in mid-page, one whose second page is out of range, one of padding. What stays is NaN or 127."""
+    """Build chunks: one mid-page, one with its second page out of range, one of padding. Other slots: NaN or 127."""
     page, kv_heads, heads, head_dim = (16, 2, 4, 64) if quick else (64, 8, 32, 128)
     rng, pages = np.random.default_rng(0), 6
     shape = (pages, 2, kv_heads, page, head_dim)
@@ -77,7 +77,7 @@ def _write_problem(name: str, bound: float, **shape: Any) -> Problem:
 
 
 def _copy(quick: bool, *, rows: bool, dtype: Any) -> Operands:
-    """A cycle (what is both source and target), and targets that are out of range."""
+    """Build page ids with a cycle (a page that is both source and target), and targets that are out of range."""
     shape = (9, 2, 2, 16, 64) if quick else (9, 2, 8, 64, 128)
     rng = np.random.default_rng(0)
     numbers = rng.integers(-100, 100, shape).astype(dtype)
@@ -138,7 +138,7 @@ def _product_problem(rows: int, dtype: Any, group: int | None, *, zeros: bool = 
 
 
 def _experts(quick: bool, *, rows: int, dtype: Any) -> Operands:
-    """Most rows have one expert, some have none, and one expert has no row: its weights are NaN."""
+    """Build rows of which most have one expert and some have none. One expert has no row: its weights are NaN."""
     count, channels, inputs = (4, 128, 128) if quick else (8, 2048, 1024)
     rows = min(rows, 64) if quick else rows
     rng = np.random.default_rng(0)
@@ -168,7 +168,7 @@ def _experts_problem(rows: int, dtype: Any) -> Problem:
 
 
 def _stored_experts(quick: bool, *, rows: int, inputs: int) -> Operands:
-    """The same with weights of MXFP4; an expert without a row has scales that are no numbers."""
+    """Build rows with MXFP4 experts; an expert without a row has NaN scales."""
     count, channels, inputs = (4, 64, 160) if quick else (8, 2880, inputs)
     rows, rng = min(rows, 64) if quick else rows, np.random.default_rng(0)
     owners = rng.integers(1, count, rows)
@@ -198,7 +198,7 @@ def _stored_experts_problem(rows: int, inputs: int) -> Problem:
 
 
 def _adapters(quick: bool, *, rows: int, rank: int, dtype: Any) -> Operands:
-    """Some rows have no adapter, and one adapter has no row: its matrices are NaN."""
+    """Build rows of which some have no adapter. One adapter has no row: its matrices are NaN."""
     count, channels, inputs = (4, 64, 128) if quick else (8, 4096, 4096)
     rows = min(rows, 40) if quick else rows
     rng = np.random.default_rng(0)
@@ -216,7 +216,7 @@ def _adapters(quick: bool, *, rows: int, rank: int, dtype: Any) -> Operands:
 
 
 def _tokens(quick: bool, *, rule: Rule) -> Operands:
-    """Tokens of very different sizes; what they stand for afterwards."""
+    """Build tokens of very different magnitudes, and the dequantized result."""
     rng, (rows, inputs) = np.random.default_rng(0), (5, 256) if quick else (70, 14336)
     x = (rng.normal(size=(rows, inputs)) * np.exp2(np.arange(rows) % 9 - 4)[:, None]).astype(BF16)
     return Operands({"x": x}, {"rule": rule}, host(_stood_for(token_quant.quantize(x, rule))))
@@ -228,7 +228,7 @@ def _stood_for(out: Any) -> tuple[Any, Any]:
 
 
 def _tokens_problem(dtype: str, most: float, bound: float) -> Problem:
-    """``bound``: a division may be wrong in its last bit, and a number in the middle of two becomes the other one."""
+    """Return the problem. ``bound``: a division may be off by one ulp, which changes the code of a tie."""
     module = "pallas_kernels.token_quant"
     return Problem(
         "token_quant",
@@ -274,8 +274,8 @@ def _states_problem(name: str, size: int | None, dtype: Any, *, delta: bool) -> 
     )
 
 
-# The most telling shapes first: what the time does not suffice for is left out at the end. Section parity has the
-# first ones, which are at least one of each kernel for Hopper GPUs.
+# The most informative shapes first: those that the time does not suffice for are skipped at the end. Section parity has
+# the first `FIRST` problems, with at least one of each kernel for Hopper GPUs.
 FIRST = 20
 PROBLEMS: tuple[Problem, ...] = (
     attention_problem(

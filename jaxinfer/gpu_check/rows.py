@@ -1,8 +1,8 @@
-"""Section rows: for which numbers of rows does a GEMM give a row the same bits?
+"""Section rows: batch invariance of GEMMs, by the number of rows.
 
-The engine promises that a request's numbers do not depend on its neighbours. It keeps that promise by running every
-token in a program of a fixed row count; this section shows how far the promise could be had for less: by XLA, and by
-the kernels of `pallas_kernels.matmul` and of `pallas_kernels.quant_matmul`, which must have one class of bits alone.
+The engine promises that a request's results do not depend on its batch. It runs every token in a program of a fixed row
+count to keep that promise; this section shows which row counts are bitwise identical and could be cheaper: with XLA,
+and with the kernels of `pallas_kernels.matmul` and of `pallas_kernels.quant_matmul`, which must have a single class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels import matmul as dense
 from pallas_kernels import quant_matmul
 from pallas_kernels.choice import HOPPER, lowering_target
 
-# Llama-3.1-8B: name, inputs, outputs, and whether the weight lies as [out, in], as the model has it
+# Llama-3.1-8B: name, inputs, outputs, and whether the weight is stored as [out, in], as in the model
 PROJECTIONS = (
     ("qkv", 4096, 6144, False),
     ("out", 4096, 4096, False),
@@ -33,7 +33,7 @@ PROJECTIONS = (
     ("head", 4096, 128256, True),
 )
 QUICK_PROJECTIONS = (("qkv", 64, 96, False), ("gate_up", 96, 64, True))
-# The first wave covers the range, the second looks between; each wave is done for all projections before the next.
+# The first wave covers the range, later waves the values between; each wave covers all projections before the next.
 WAVES = (
     (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     (2048, 8192),
@@ -43,11 +43,11 @@ WAVES = (
 KERNEL, INT4 = ", by the kernel", ", int4 by its kernel"
 QUICK_WAVES = ((1, 2, 4), (3, 8))
 _COMPILE_THREADS = 8
-_RESERVE_S = 12.0  # what one wave of one projection may still need
+_RESERVE_S = 12.0  # upper bound on the time of one wave of one projection
 
 
 class Result(NamedTuple):
-    """Findings at one row count: a digest of row 0's bits, whether an equal last row came out equal, and the time."""
+    """Findings at one row count: a digest of row 0's bits, whether an equal last row has an equal result, the time."""
 
     bits: str
     slot_free: bool
@@ -69,7 +69,7 @@ def run(report: Report) -> None:
 
 
 def _paths() -> tuple[str, ...]:
-    """What the names of products end with; kernels are interpreted elsewhere, which takes too long."""
+    """Return the suffixes of the products' names; elsewhere kernels are interpreted, which takes too long."""
     return ("", KERNEL, INT4) if lowering_target().capability == HOPPER else ("",)
 
 
@@ -82,7 +82,7 @@ def _product(name: str, transposed: bool) -> Callable[..., jax.Array]:
 
 
 def _weight(name: str, k: int, n: int, transposed: bool) -> Any:
-    """A matrix in 16 bits; in 4, outputs by inputs, with scales of 128 inputs."""
+    """Return a 16-bit matrix; or a 4-bit one [outputs, inputs] with scales per 128 inputs."""
     if name.endswith(INT4):
         return fill(2, (n, k), jnp.int4, 8.0), fill(3, (k // 128, n), jnp.bfloat16)
     return fill(2, (n, k) if transposed else (k, n), jnp.bfloat16, k**-0.5)
@@ -100,7 +100,7 @@ def _measure(product: Callable[..., jax.Array], weight: Any, k: int, wave: tuple
 
 
 def _inputs(k: int, rows: int) -> jax.Array:
-    """Row 0 is the same for every row count, and the last row repeats it."""
+    """Return ``rows`` inputs: row 0 is the same for every row count, and the last row repeats it."""
     x = fill(1, (rows, k), jnp.bfloat16)
     return x.at[-1].set(x[0])
 
@@ -113,7 +113,7 @@ def _result(program: Any, x: jax.Array, weight: Any) -> Result:
 
 
 def _found(record: dict[str, Any]) -> dict[int, Result]:
-    """What `_summary` has written."""
+    """Read the results that `_summary` has written."""
     depends = record.get("row_depends_on_slot_at", ())
     return {
         int(rows): Result(bits, int(rows) not in depends, record["best_ms"][rows])

@@ -1,8 +1,8 @@
 """Section server: `jaxinfer.serve` as users start it, at the 8B shape, under the load generator of `jaxinfer.bench`.
 
-It is started twice, with an empty compilation cache and with the one that the first start has left; the first server
-gets the loads, over gRPC. Both are processes of their own, and this one leaves the GPU to them. Where what they need is
-not installed, the engine alone is started twice.
+The section starts the server twice, with an empty compilation cache and with the cache that the first start filled; the
+first server gets the loads, over gRPC. Both are separate processes, and this process leaves the GPU to them. Where
+their packages are not installed, the engine alone is started twice.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxinfer.gpu_check.report import Report
 from jaxinfer.gpu_check.throughput import QUICK_LOADS, Load
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Section engine has the same ones.
+# Section engine has the same loads.
 LOADS = (Load(64, 512, 256), Load(1, 512, 256), Load(256, 512, 256), Load(8, 512, 256))
-# What server and load generator import beside what gpu_check always has.
+# Packages that server and load generator import in addition to those of gpu_check.
 NEEDED = (
     *("grpcio", "protobuf", "grpcio-health-checking", "grpcio-reflection", "googleapis-common-protos"),
     *("fastapi", "fastapi-swagger", "starlette", "uvicorn", "httptools", "pydantic", "pyyaml"),
@@ -38,8 +38,8 @@ NEEDED = (
     *("jaxtyping", "flatbuffers", "ml_dtypes"),
 )
 STARTS = ("cold", "warm")
-_WARMUP = 2  # requests before those that count
-_OF_GENERATOR = 3  # its exit status where it was the bottleneck
+_WARMUP = 2  # requests before the measured ones
+_OF_GENERATOR = 3  # exit status of the load generator if it was the bottleneck
 _RESERVE_S, _POLL_S, _END_S = 20.0, 0.01, 20.0
 _TIMED = re.compile(r"jaxinfer\.start: (.+): ([\d.]+) s$", re.MULTILINE)
 
@@ -51,12 +51,12 @@ def run(report: Report) -> None:
             report.put("server", skipped=f"not run: {', '.join(missing)} not installed; the engine alone is started")
             _start_engines(report, pathlib.Path(folder))
         else:
-            jax.config.update("jax_platforms", "cpu")  # the server's GPU memory is not this process's
+            jax.config.update("jax_platforms", "cpu")  # the GPU memory is left to the server
             _serve(report, pathlib.Path(folder))
 
 
 def missing_packages() -> list[str]:
-    """Which of `NEEDED` are not installed."""
+    """Return the packages of `NEEDED` that are not installed."""
     return [name for name in NEEDED if not _is_installed(name)]
 
 
@@ -86,7 +86,7 @@ def _serve(report: Report, folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _started(report: Report, start: str, folder: pathlib.Path, loads: Sequence[Load]) -> Iterator[int]:
-    """A server that is READY, and its gRPC port; what its start took is a record."""
+    """Start a server, wait until it is READY and yield its gRPC port; record the startup times."""
     log, begun = folder / f"{start}.log", time.perf_counter()
     with log.open("wb") as stderr:
         process = subprocess.Popen(_command(folder, loads), cwd=ROOT, stdin=subprocess.DEVNULL, stderr=stderr)
@@ -101,7 +101,7 @@ def _started(report: Report, start: str, folder: pathlib.Path, loads: Sequence[L
 
 
 def _command(folder: pathlib.Path, loads: Sequence[Load]) -> list[str]:
-    """The settings of section engine; all else is the server's default."""
+    """Return the command with the settings of section engine; all other settings are the server's defaults."""
     longest = max(load.prompt + load.output for load in loads)
     given = {
         "model": folder / "model",
@@ -118,10 +118,10 @@ def _command(folder: pathlib.Path, loads: Sequence[Load]) -> list[str]:
 
 
 def _until_ready(process: subprocess.Popen[bytes], log: pathlib.Path, report: Report) -> int:
-    """The gRPC port of a server that says it is ready.
+    """Wait until the server reports ready; return its gRPC port.
 
     Raises:
-        RuntimeError: it ended before, or it is not within the section's time.
+        RuntimeError: the server exited, or was not ready within the section's time.
     """
     while process.poll() is None and report.left() > _END_S:
         said = log.read_text(encoding="utf-8", errors="replace")
@@ -155,10 +155,10 @@ def _measure(report: Report, port: int, load: Load, out: pathlib.Path) -> None:
 
 
 def _generate(port: int, load: Load, out: pathlib.Path, seconds: float) -> dict[str, Any]:
-    """What the load generator found: all requests at once, as section engine has them.
+    """Run the load generator with all requests at once, as in section engine; return its figures.
 
     Raises:
-        RuntimeError: it could not measure, or not within so many seconds.
+        RuntimeError: it failed, or did not finish within ``seconds``.
     """
     counts = {"concurrency": load.requests, "num-requests": load.requests, "warmup": _WARMUP}
     lengths = {"input-len": load.prompt, "output-len": load.output}
@@ -176,7 +176,7 @@ def _generate(port: int, load: Load, out: pathlib.Path, seconds: float) -> dict[
 
 
 def _figures(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of what the load generator found."""
+    """Convert the figures of the load generator to a record."""
     whole = found["completed"] == found["requests"] and not found["other_length"]
     names = ("ttft", "tpot", "itl")
     latencies = {
@@ -207,7 +207,7 @@ def _start_engines(report: Report, folder: pathlib.Path) -> None:
 
 
 def _start_engine(cache: pathlib.Path, report: Report) -> dict[str, Any]:
-    """What `jaxinfer.gpu_check.start` says in a process of its own."""
+    """Run `jaxinfer.gpu_check.start` in a separate process and return its output."""
     module = ["jaxinfer.gpu_check.standins", "jaxinfer.gpu_check.start"]
     command = [sys.executable, "-m", *module, str(cache), *(["--quick"] if report.quick else [])]
     try:

@@ -1,7 +1,7 @@
-"""gpu_check runs where only JAX, Flax and numpy are installed: what the engine imports besides gets a stand-in.
+"""Stand-ins for packages that the engine imports, so that gpu_check runs with only JAX, Flax and numpy installed.
 
-Annotations (jaxtyping) are strings in this project, and what compiles grammars (llguidance) is asked only for requests
-that have one. ``python -m jaxinfer.gpu_check.standins MODULE ...`` is ``python -m MODULE ...`` with them.
+Annotations (jaxtyping) are strings in this project, and the grammar compiler (llguidance) is called only for requests
+that have a grammar. ``python -m jaxinfer.gpu_check.standins MODULE ...`` is ``python -m MODULE ...`` with stand-ins.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ PACKAGES = ("jaxtyping", "llguidance")
 
 
 class _Absent:
-    """Anything of a package that is not there: it only has to exist, and to be called at most."""
+    """A stand-in for any name of a missing package: it only has to exist, and at most to be called."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
-        """Nothing is kept."""
+        """Ignore all arguments."""
 
     def __class_getitem__(cls, item: object) -> Any:
         return Any
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds some packages, and all that is in them, as modules in which every name exists."""
+    """A finder of some packages, and all their submodules, as modules in which every name exists."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
@@ -44,11 +44,11 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing in it."""
+        """Execute nothing: the module is empty."""
 
 
 def provide() -> None:
-    """Put a stand-in in the place of each package that is not installed."""
+    """Install a stand-in for each package that is not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, _StandIns(missing))
 

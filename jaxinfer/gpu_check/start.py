@@ -1,6 +1,6 @@
-"""``python -m jaxinfer.gpu_check.start CACHE [--quick]``: the seconds that starting an engine takes, as a line of JSON.
+"""``python -m jaxinfer.gpu_check.start CACHE [--quick]``: seconds of an engine start, as a line of JSON.
 
-The 8B shape with random weights, as section engine has it; ``CACHE``: the folder of compiled programs.
+The model has the 8B shape and random weights, as in section engine; ``CACHE``: the compilation cache folder.
 """
 
 from __future__ import annotations

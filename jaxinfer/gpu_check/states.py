@@ -1,4 +1,4 @@
-"""Linear attention on states in a pool: operands with poison and their exact result, and calls that give the pool."""
+"""Linear attention on states in a pool: poisoned operands and their exact result, and calls that return the pool."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _GATES, _STATES = ("decay", "beta"), 9
 
 
 def operands(quick: bool, *, size: int | None, dtype: Any, delta: bool) -> dict[str, np.ndarray]:
-    """Rows that go on in place and elsewhere, one that begins and leaves nothing; all other states are NaN.
+    """Build rows that continue in place and elsewhere, and one that begins and stores nothing; other states are NaN.
 
     Args:
         size: tokens of a chunk; None: one token of each row.
-        delta: the delta rule, of heads that share a key; else Mamba-2, each with its own.
+        delta: the delta rule, of heads that share a key; else Mamba-2, each head with its own key.
     """
     rng, (key, value) = np.random.default_rng(0), (64, 32) if quick else (128, 128 if delta else 64)
     k_heads, heads = (1, 2) if quick else (16, 32 if delta else 16)
@@ -39,7 +39,7 @@ def operands(quick: bool, *, size: int | None, dtype: Any, delta: bool) -> dict[
 
 
 def exact(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs and pool in float64."""
+    """Return outputs and pool in float64."""
     with jax.enable_x64(True):
         wide = {name: x if x.dtype == np.int32 else x.astype(np.float64) for name, x in arrays.items()}
         path = reference.decode if wide["v"].ndim == 3 else reference.prefill
@@ -48,12 +48,12 @@ def exact(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mosaic(pool: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, read: Any, write: Any) -> jax.Array:
-    """The pool after tokens of all rows."""
+    """Run the Mosaic kernel on the tokens of all rows; return the pool."""
     door = decode.decode if v.ndim == 3 else prefill.prefill
     return door(q, k, v, decay, beta, pool, read, write)[1]
 
 
 def xla(pool: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, read: Any, write: Any) -> jax.Array:
-    """The same by XLA."""
+    """Run XLA on the tokens of all rows; return the pool."""
     door = plain.decode if v.ndim == 3 else plain.prefill
     return door(q, k, v, decay, beta, pool, read, write)[1]

@@ -1,7 +1,7 @@
 """Section step: the engine's own decode and prefill programs at the shape of Llama-3.1-8B with random weights.
 
-Keys and values are random and every row stands at the end of its context, so that no prompt need be computed; the
-programs are what `engine/execution/step.py` defines, sampling included, state donated.
+Keys and values are random and every row is at the end of its context, so that no prompt needs to be computed; the
+programs are those of `engine/execution/step.py`, sampling included, state donated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMITS = SamplingLimits(max_logprobs=20)
 # As the engine compiles on a GPU (engine/execution/compiled.py): no GEMM is computed twice to save memory.
 GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 _RESERVE_S = 15.0
-# Of the memory, for what programs use beside weights and keys and values.
+# Memory reserved for programs, in addition to weights and the KV cache.
 _SPARE_BYTES = 3 << 30
 
 
@@ -48,7 +48,7 @@ class Decode(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """A prompt of ``tokens`` on each of ``sequences``, computed in chunks."""
+    """Prefill of ``tokens`` on each of ``sequences``, computed in chunks."""
 
     tokens: int
     chunk: int
@@ -62,15 +62,15 @@ class Prefill(NamedTuple):
 
 
 def _of_gemm(gemm: str) -> str:
-    """What the name of a record ends with where products are not those of an exact engine."""
+    """Return the suffix of a record's name if products are not those of exact mode."""
     return ", products by xla" if gemm == "xla" else ""
 
 
-# The most telling first: what the time does not suffice for is left out from the end.
+# The most informative first: those that the time does not suffice for are skipped from the end.
 WORK: tuple[Decode | Prefill, ...] = (
-    Decode(64, (4096, 512), gemm="xla"),  # known to come back
+    Decode(64, (4096, 512), gemm="xla"),  # known to complete
     Decode(64, (4096, 512)),
-    Decode(2, (4096, 512)),  # the fewest of a decode program
+    Decode(2, (4096, 512)),  # the fewest rows of a decode program
     Prefill(8192, 2048),
     Prefill(2048, 2048),
     Prefill(2048, 2048, gemm="xla"),
@@ -107,7 +107,7 @@ def run(report: Report) -> None:
 
 
 def _require_kernel(model: Model) -> None:
-    """No figure of XLA's products is to stand under the kernel's name.
+    """Require that the kernel does all products, so that no XLA time is reported under the kernel's name.
 
     Raises:
         ValueError: the kernel does not multiply by some weight.
@@ -133,7 +133,7 @@ def _measure_decode(report: Report, model: Model, work: Decode) -> None:
 
 
 def _fitting(report: Report, model: Model, rows: int, context: int) -> int:
-    """``context``, or the longest multiple of 512 that there is memory for; then a record says so."""
+    """Return ``context``, or the longest multiple of 512 that fits into memory; then also write a record."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
         return context
@@ -164,7 +164,7 @@ def _measure_prefill(report: Report, model: Model, work: Prefill, config: dict[s
 
 
 def _state(model: Model, rows: int, width: int) -> tuple[StepState, np.ndarray]:
-    """Pools of random keys and values, and the tables of all rows."""
+    """Return pools of random keys and values, and the page tables of all rows."""
     pools = new_pools(model.cache_spec, 1, PAGE, jnp.dtype(jnp.bfloat16))
     shape = model.cache_spec.pool_shape(rows * width, PAGE)
     filled = [pool._replace(data=fill(seed, shape, jnp.bfloat16)) for seed, pool in enumerate(pools)]
@@ -174,7 +174,7 @@ def _state(model: Model, rows: int, width: int) -> tuple[StepState, np.ndarray]:
 
 
 def _compiled(function: Callable[..., Any], donated: int, *arguments: Any) -> tuple[Any, float]:
-    """The program, and the seconds that it took."""
+    """Compile the program; return it and the compilation time in seconds."""
     options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
     start = time.perf_counter()
     jitted = jax.jit(function, donate_argnums=donated, out_shardings=replicated(make_mesh()))
@@ -183,7 +183,7 @@ def _compiled(function: Callable[..., Any], donated: int, *arguments: Any) -> tu
 
 
 def _decode_batch(tables: np.ndarray, context: int) -> DecodeBatch:
-    """A batch in which every row stands at the last position of its context and feeds what it sampled last."""
+    """Return a batch in which every row is at the last position of its context and feeds its last sampled token."""
     tokens, positions, generated = (np.full((tables.shape[0],), value, np.int32) for value in (-1, context - 1, 1))
     return DecodeBatch(tokens, positions, generated, tables[None])
 
@@ -195,8 +195,8 @@ def _prefill_batch(tables: np.ndarray, start: int, chunk: int) -> PrefillBatch:
 
 
 def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any]) -> tuple[dict[str, Any], Any]:
-    """Time a call for each of the batches. What is donated goes from call to call: a decode step's state (a second
-    result is what was sampled), a prefill's pools."""
+    """Time one call per batch. The donated argument is passed from call to call: the state of a decode step (whose
+    second result is the sampled tokens), the pools of a prefill."""
     current = [carried]
 
     def once() -> Any:
@@ -206,7 +206,7 @@ def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any
         return out
 
     def wait(_: Any) -> None:
-        """Wait for what the last call gave: earlier results are donated by then."""
+        """Wait for the result of the last call: earlier results are donated by then."""
         jax.block_until_ready(current[0])
 
     timing = time_calls(once, rounds=5, round_ms=100, most=50, wait=wait)
@@ -214,7 +214,7 @@ def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any
 
 
 def _look_at_program(program: Any, pools: list[LayerPool]) -> dict[str, Any]:
-    """Look for what `docs/gpu.md` names: how many GEMMs, whether pools are copied, how large temporaries are."""
+    """Read the figures that `docs/gpu.md` names: the number of GEMMs, copies of pools, bytes of temporaries."""
     text, memory = program.as_text(), program.memory_analysis()
     pool = re.escape(f"bf16[{','.join(map(str, pools[0].data.shape))}]")
     return {

@@ -1,4 +1,4 @@
-"""A model whose layers' weights are stored quantised, without any weights: what `--weights` compiles."""
+"""An abstract model with quantised layer weights, without weight data: the programs that `--weights` compiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BEFORE_AND_BEHIND = ("embed", "head")
 
 
 def layout_of(kind: str, inputs: int) -> Layout:
-    """One of `WEIGHTS` for a weight with so many inputs."""
+    """Return the layout of one of `WEIGHTS` for a weight with ``inputs`` inputs."""
     match kind:
         case "int8":
             return Grouped("int8", inputs, scales="bfloat16")
@@ -35,12 +35,12 @@ def layout_of(kind: str, inputs: int) -> Layout:
 
 
 def dequantized(kind: str) -> bool:
-    """Whether programs make plain numbers of some outputs after the others: no kernel multiplies what is stored."""
+    """Return whether programs dequantize chunks of outputs in turn, because no kernel multiplies by the storage."""
     return kind == "nf4"
 
 
 def stored(model: Model, kind: str) -> Model:
-    """``model``, with every matrix of its layers (mxfp4: experts alone) in a storage. Its parameters are abstract."""
+    """Return ``model`` with every matrix of its layers (mxfp4: experts only) quantised, as abstract parameters."""
     dtype = str(model.dtype)
     return model.with_specs(storages(model.specs, _weights(model.specs, kind), dtype), dtype)
 
@@ -48,7 +48,7 @@ def stored(model: Model, kind: str) -> Model:
 def _weights(specs: ParamTree, kind: str) -> dict[str, StoredWeight]:
     found = {}
     for path, spec in walk_specs(specs):
-        published = kind != "mxfp4" or "expert" in spec.axes  # gpt-oss has its experts in it, and nothing else
+        published = kind != "mxfp4" or "expert" in spec.axes  # gpt-oss checkpoints store only their experts in MXFP4
         if spec.inputs is not None and path[0] not in _BEFORE_AND_BEHIND and published:
             for shape, name in _sources(spec):
                 found[name] = StoredWeight(shape, layout_of(kind, shape[-1]), _nothing, 0)
@@ -56,7 +56,7 @@ def _weights(specs: ParamTree, kind: str) -> dict[str, StoredWeight]:
 
 
 def _sources(spec: ParamSpec) -> list[tuple[tuple[int, ...], str]]:
-    """Each tensor as ``[*stack, out, in]``."""
+    """Return each tensor as ``[*stack, out, in]``."""
     found = []
     for source in spec.sources:
         *stack, rows, columns = source.shape

@@ -1,4 +1,4 @@
-"""Pages of the 8B shape out to the host's memory and back, by the engine's own programs: a part of section step."""
+"""Swap of 8B-shaped pages to host memory and back, with the engine's own programs: a subsection of section step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jaxinfer.parallel.mesh import make_mesh, replicated
 from jaxinfer.parallel.processes import on_host
 from jaxinfer.types import CacheSpec
 
-_CALLS = 16  # of one direction: a sequence of 4,096 tokens, in the largest calls
+_CALLS = 16  # in one direction: a sequence of 4,096 tokens, in the largest calls
 
 
 def measure(report: Report, model: Model, page: int) -> None:
-    """Milliseconds of a page, for each number of pages that a call moves."""
+    """Measure the milliseconds per page, for each number of pages that a call moves."""
     spec, pools = model.cache_spec, _pools(model.cache_spec, page)
     of_page = moved_pages(spec, 1, page, jnp.dtype(jnp.bfloat16))
     size = of_page.size * of_page.dtype.itemsize
@@ -34,7 +34,7 @@ def measure(report: Report, model: Model, page: int) -> None:
 
 
 def _in_calls(spec: CacheSpec, pools: Any, count: int) -> tuple[float, float, Any]:
-    """Milliseconds of a page out and in, in calls that move ``count``, and the pools behind them."""
+    """Return the milliseconds per page of swap-out and swap-in with ``count`` pages a call, and the resulting pools."""
     programs, ids = make_move_programs(spec), np.arange(count, dtype=np.int32)[None]
     export = jax.jit(programs.export, out_shardings=on_host(replicated(make_mesh()))).lower(pools, ids).compile()
     pages = export(pools, ids)
@@ -60,7 +60,7 @@ def _pools(spec: CacheSpec, page: int) -> list[LayerPool]:
 
 
 def _time(call: Callable[[Any], tuple[Any, Any]], pools: Any, count: int) -> tuple[float, Any]:
-    """Milliseconds of a page in calls that move ``count`` each, and the pools behind them."""
+    """Return the milliseconds per page in calls that move ``count`` pages each, and the resulting pools."""
     current = [pools]
 
     def once() -> Any:

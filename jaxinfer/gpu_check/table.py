@@ -1,4 +1,4 @@
-"""The results as Markdown: what was measured, beside the limits, one table a section."""
+"""The results as Markdown: one table per section, with the measurements and the limits of the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_A_GPU = "not a GPU: only that it runs was checked"
 _PARITY = ("ok", "worst_vector", "bound", "same_bits_twice", "same_bits_reversed", "same_bits_alone")
 _ENGINE = ("output_tokens_s", "all_tokens_s", "step_ms", "share_of_copy", "seconds_to_first_token", "seconds_to_start")
 _LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
-# Section: the columns beside the key. A record without any of them is told in a line of its own.
+# Columns of each section besides the key. A record without any of them gets its own line.
 COLUMNS: Mapping[str, Sequence[str]] = {
     "copy": ("gb_s", "best_ms"),
     "gemm": ("tflop_s", "best_ms", "relative_error"),
@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     "demo": ("seconds", "tokens", "equal_tokens"),
     "server": ("ok", "output_tokens_s", "of_engine", *_LATENCIES, "seconds_to_ready", "seconds_to_start"),
 }
-# A CPU's figures are in the JSON file, where tests look at them; a table of them would be taken for a result.
+# Figures of a CPU are only in the JSON file, which tests read; in a table they would look like results.
 _FIGURES = ("ok", "same_bits", "kernels_of", "pool_copies", "equal_tokens", "classes", "row_depends")
 
 
@@ -70,7 +70,7 @@ def _sections(sections: Mapping[str, Any]) -> list[str]:
 
 
 def _goals(content: Mapping[str, Any]) -> list[str]:
-    """Figures beside what they are to be."""
+    """Return the table of figures and their goals."""
     found = verdicts(content["sections"], content["device"]["kind"])
     head = ["section", "", "figure", "is", "goal", "floor", ""]
     rows = [
@@ -83,12 +83,12 @@ def _goals(content: Mapping[str, Any]) -> list[str]:
 
 
 def no_times(kind: str) -> str:
-    """Said of a device that `goals` does not know."""
+    """Return the note on a device without goals in times in `goals`."""
     return f"{kind} has no goals in times, only in shares of what it reaches itself"
 
 
 def _side_by_side(sections: Mapping[str, Any]) -> list[str]:
-    """Milliseconds of every path of a shape: ours, XLA's and those of other libraries."""
+    """Return the table of milliseconds of every path of a shape: our kernels, XLA and other libraries."""
     times: dict[str, dict[str, float]] = {}
     for name in ("kernels", "peers"):
         for record in sections.get(name, {}).get("records", []):
@@ -115,7 +115,7 @@ def _any(record: Mapping[str, Any], columns: Sequence[str]) -> bool:
 
 
 def _note(record: Mapping[str, Any]) -> str:
-    """The reason why there is no figure, in one line."""
+    """Return the reason for a missing figure, in one line."""
     text = next((str(record[name]) for name in ("error", "skipped", "reason") if name in record), "")
     return text.strip().splitlines()[0][:200] if text.strip() else ""
 

@@ -1,7 +1,7 @@
-"""Sections engine and relaxed: tokens a second from end to end, of the engine with the 8B shape and random weights.
+"""Sections engine and relaxed: end-to-end tokens per second of the engine with the 8B shape and random weights.
 
 All requests arrive at once; each decodes to its last token. The time is from the first `Engine.step` to the last delta,
-the host's share included; what is compiled before is told apart. The pool is what memory leaves, as users have it.
+host time included; compilation before it is reported separately. The pool takes the remaining memory, as for users.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Load(NamedTuple):
         return f"{self.requests} requests, {self.prompt} + {self.output} tokens"
 
 
-# The most telling first: what the time does not suffice for is left out from the end.
+# The most informative first: those that the time does not suffice for are skipped from the end.
 LOADS = (Load(64, 512, 256), Load(1, 512, 256), Load(256, 1024, 256), Load(8, 512, 256), Load(256, 512, 256))
 QUICK_LOADS = (Load(2, 20, 4),)
 _RESERVE_S = 8.0
 
 
 def run(report: Report) -> None:
-    """The engine as it is by default: exact."""
+    """Measure the engine with its default settings: exact mode."""
     _run(report, {})
 
 
 def run_relaxed(report: Report) -> None:
-    """The same without the promise of equal bits."""
+    """Measure the engine with ``exactness="relaxed"``, without batch invariance."""
     _run(report, {"exactness": "relaxed"})
 
 
@@ -57,7 +57,7 @@ def _run(report: Report, changes: dict[str, Any]) -> None:
 
 
 def settings(loads: tuple[Load, ...], **changes: Any) -> EngineConfig:
-    """Settings of an engine that has a place for every request of the largest load."""
+    """Return settings of an engine whose batch holds every request of the largest load."""
     longest = max(load.prompt + load.output for load in loads)
     given = {
         "max_model_len": -(-longest // 64) * 64,
@@ -69,7 +69,7 @@ def settings(loads: tuple[Load, ...], **changes: Any) -> EngineConfig:
 
 
 def measure(report: Report, name: str, model: Model, config: EngineConfig, loads: tuple[Load, ...]) -> None:
-    """Start an engine and give it the loads; records' keys begin with ``name``."""
+    """Start an engine and run the loads; keys of records begin with ``name``."""
     wanted = [load for load in loads if report.wanted(f"{name}{load}")]
     if not wanted:
         return
@@ -84,7 +84,7 @@ def measure(report: Report, name: str, model: Model, config: EngineConfig, loads
 
 
 def planned(model: Model, config: EngineConfig, report: Report | None = None) -> EngineCore:
-    """An engine whose pool is what memory leaves, unless ``config`` says how large it is."""
+    """Make an engine whose pool takes the remaining memory, unless ``config`` sets its size."""
 
     def compiled(done: int, total: int) -> None:
         if report is not None:
@@ -106,7 +106,7 @@ def _settings(engine: EngineCore) -> dict[str, Any]:
 
 
 def _measure(report: Report, engine: EngineCore, model: Model, load: Load) -> dict[str, Any]:
-    """Sampling is greedy; nothing is warmed up: everything was compiled at the start."""
+    """Run one load with greedy sampling, without a warm-up: everything was compiled at startup."""
     sampling = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
     vocab = model.config.vocab_size
     for index in range(load.requests):
@@ -134,9 +134,9 @@ def _measure(report: Report, engine: EngineCore, model: Model, load: Load) -> di
 
 
 def _of_full_steps(report: Report, model: Model, load: Load, seconds: list[float]) -> dict[str, Any]:
-    """Milliseconds of a step in which every request decodes, and its share of the bandwidth: weights, keys and values.
+    """Return the milliseconds of a step in which all requests decode, and its share of bandwidth (weights, KV cache).
 
-    Mixtures are taken to read all their experts, as they do when many rows decode.
+    All experts of a mixture count as read, as they are when many rows decode.
     """
     if not seconds:
         return {}

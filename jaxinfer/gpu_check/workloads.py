@@ -1,14 +1,14 @@
-"""Shapes that kernels and peers are timed at, the same for both: layers of Llama-3.1-8B, DeepSeek-V2 and others."""
+"""Shapes at which kernels and peers are timed: layers of Llama-3.1-8B, DeepSeek-V2 and others."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-L2_BYTES = 50_000_000  # of an H100; an H200 has the same
+L2_BYTES = 50_000_000  # L2 cache of an H100; an H200 has the same
 
 
 class Decode(NamedTuple):
-    """One query for each of ``rows`` sequences of ``context`` keys, 16 bits a number."""
+    """Decode with one query for each of ``rows`` sequences of ``context`` keys, 16 bits a number."""
 
     rows: int
     context: int
@@ -22,12 +22,12 @@ class Decode(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Keys and values once, queries and results."""
+        """Bytes of keys and values (read once), queries and results."""
         return 4 * self.rows * self.head_dim * (self.context * self.kv_heads + self.heads)
 
 
 class Prefill(NamedTuple):
-    """``sequences`` prompts whose last ``chunk`` of ``context`` tokens ask, causal, 16 bits a number."""
+    """Causal prefill of the last ``chunk`` of ``context`` tokens in each of ``sequences`` prompts, 16 bits a number."""
 
     sequences: int
     chunk: int
@@ -42,14 +42,14 @@ class Prefill(NamedTuple):
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of both products; what is masked does not count."""
+        """Floating-point operations of both products; masked positions do not count."""
         before = self.context - self.chunk
         seen = self.chunk * before + self.chunk * (self.chunk + 1) // 2
         return 4 * self.sequences * self.heads * self.head_dim * seen
 
 
 class Latent(NamedTuple):
-    """MLA decode: one latent of 512 and 64 rotated numbers a token, which all heads share."""
+    """MLA decode: one latent of 512 numbers and 64 rotated numbers per token, shared by all heads."""
 
     rows: int
     context: int
@@ -68,7 +68,7 @@ class Latent(NamedTuple):
 
 
 class Product(NamedTuple):
-    """``rows`` times a weight of ``bits`` a number, in groups of 128 with 16-bit scales."""
+    """A product of ``rows`` with a weight of ``bits`` a number, in groups of 128 with 16-bit scales."""
 
     rows: int
     inputs: int
@@ -89,7 +89,7 @@ class Product(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """``rows`` times a weight of 16 bits; ``gated``: by gate and by up, ``columns`` each."""
+    """A product of ``rows`` with a 16-bit weight; ``gated``: with gate and up projections, ``columns`` each."""
 
     rows: int
     inputs: int
@@ -114,9 +114,9 @@ class Dense(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """``tokens`` with ``top_k`` of ``experts`` each, all of which have equally many: one product, 16 bits a number.
+    """A product with experts: ``tokens`` with ``top_k`` of ``experts`` each, evenly routed, 16 bits a number.
 
-    ``mxfp4``: weights are stored so, a byte of exponents for 32 of them.
+    ``mxfp4``: weights are stored in MXFP4, with one exponent byte per 32 of them.
     """
 
     tokens: int
@@ -132,7 +132,7 @@ class Mixture(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of an expert, which is asked for."""
+        """Rows of each active expert."""
         return -(-self.tokens * self.top_k // self.experts)
 
     @property
@@ -141,7 +141,7 @@ class Mixture(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Weights of experts that are asked for once, each entry's row and result."""
+        """Bytes of the weights of active experts (read once), and of each entry's row and result."""
         entries = self.tokens * self.top_k
         active = min(self.experts, entries)
         weights = active * self.inputs * self.channels
@@ -149,7 +149,7 @@ class Mixture(NamedTuple):
 
 
 class Write(NamedTuple):
-    """New keys and values of ``sequences`` x ``tokens``, into pages of 64."""
+    """A write of new keys and values of ``sequences`` x ``tokens`` into pages of 64."""
 
     sequences: int
     tokens: int
@@ -166,7 +166,7 @@ class Write(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Pages of 64 tokens to other pages of one layer's pool."""
+    """A copy of pages of 64 tokens to other pages of one layer's pool."""
 
     pages: int
     kv_heads: int = 8
@@ -182,7 +182,7 @@ class Copy(NamedTuple):
 
 
 class States(NamedTuple):
-    """Linear attention with the delta rule, as in Qwen3-Next: tokens of ``rows`` sequences go on from their states."""
+    """Linear attention with the delta rule, as in Qwen3-Next: tokens of ``rows`` sequences continue from states."""
 
     rows: int
     tokens: int = 1
@@ -196,14 +196,14 @@ class States(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """States read and written once, 16 bits of what comes, 32 of results."""
+        """Bytes of states (read and written once), of 16-bit inputs and of 32-bit results."""
         token = 2 * (2 * self.k_heads * self.key + self.heads * self.value) + 4 * self.heads * self.value
         return self.rows * (8 * self.heads * self.key * self.value + self.tokens * token)
 
 
 Workload = Decode | Prefill | Latent | Product | Dense | Mixture | Write | Copy | States
 
-# The most telling first: what the time does not suffice for is left out from the end.
+# The most informative first: those that the time does not suffice for are skipped from the end.
 DECODES = (
     Decode(64, 4096),
     Decode(64, 2048),
@@ -214,7 +214,7 @@ DECODES = (
     Decode(64, 512),
 )
 PREFILLS = (Prefill(1, 8192, 8192), Prefill(4, 2048, 2048), Prefill(1, 2048, 8192))
-# Queries with keys and values, gate with up, down, and head of Llama-3.1-8B.
+# QKV projection, gate with up, down, and LM head of Llama-3.1-8B (in another order).
 FEW_ROWS = (
     Dense(64, 14336, 4096),
     Dense(64, 4096, 14336, "in last", gated=True),
@@ -226,7 +226,7 @@ MANY_ROWS = (
     Dense(2048, 4096, 6144),
     Dense(8192, 14336, 4096),
 )
-# What has a goal among other weights than plain ones: int4, few rows and many, experts, latents.
+# Shapes with a goal whose weights are not dense: int4 with few rows and many, experts, latents.
 STORED, PREFILLED = Product(16, 4096, 28672, 4), Product(2048, 4096, 28672, 4)
 EXPERTS, FLOAT4 = Mixture(64, 8, 2, 4096, 28672), Mixture(64, 32, 4, 2880, 5760, mxfp4=True)
 LATENTS = Latent(64, 4096, 128)
@@ -272,16 +272,16 @@ QUICK_OTHERS: tuple[Workload, ...] = (
 
 
 def attention(*, quick: bool) -> tuple[Decode | Prefill, ...]:
-    """Shapes that peers are timed at, too; the longest decode and prefill first."""
+    """Return the shapes that peers are timed at, too; the longest decode and prefill first."""
     decodes, prefills = (QUICK_DECODES, QUICK_PREFILLS) if quick else (DECODES, PREFILLS)
     return (*decodes[:1], *prefills[:1], *decodes[1:], *prefills[1:])
 
 
 def others(*, quick: bool) -> tuple[Workload, ...]:
-    """Shapes that have no peer here."""
+    """Return the shapes that have no peer here."""
     return QUICK_OTHERS if quick else OTHERS
 
 
 def variants(moved: int) -> int:
-    """Sets of operands with which every call reads from memory: four times the L2 cache, at most 16 sets."""
+    """Return how many operand sets make every call read from memory: four times the L2 cache, at most 16 sets."""
     return max(1, min(16, -(-4 * L2_BYTES // moved)))

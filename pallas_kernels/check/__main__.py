@@ -1,7 +1,7 @@
-"""``python -m pallas_kernels.check``: compile every kernel that ships to machine code. It needs no GPU.
+"""``python -m pallas_kernels.check``: compile every shipped kernel to machine code. It needs no GPU.
 
-Prints registers, spills, shared memory and, with a disassembler, the instructions that matter. Exit status: 0, all is
-well; 1, a kernel failed or spills, or nothing matched; 2, a wrong argument; 3, JAX's CUDA plugin is missing.
+Prints registers, spills, shared memory and, with a disassembler, counts of important instructions. Exit status: 0, no
+failures; 1, a kernel failed or spills, or nothing matched; 2, a wrong argument; 3, JAX's CUDA plugin is missing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _matching(
 
 
 def _sample(work: Sequence[tuple[Configuration, str]], every: int) -> list[tuple[Configuration, str]]:
-    """One of so many, of each op and target at least one."""
+    """Take one of every N configurations of each op and target, at least one."""
     seen = collections.Counter[tuple[str, str]]()
     chosen = []
     for one, target in work:

@@ -1,4 +1,4 @@
-"""Operands for paged attention that punish a kernel for reading what it must not, and their float64 results."""
+"""Operands of paged attention with poison where a kernel must not read, and their float64 results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.options import AttentionOptions
 class Case:
     """Host operands of one call. Decode has no ``starts`` and queries ``[rows, heads, head_dim]``.
 
-    ``arrays`` and ``options`` go to a path of the op as they are: ``decode(*case.arrays, case.options)``.
+    ``arrays`` and ``options`` are the arguments of a path of the op: ``decode(*case.arrays, case.options)``.
     """
 
     q: np.ndarray  # [rows, heads, head_dim] or [sequences, chunk, heads, head_dim]
@@ -35,7 +35,7 @@ class Case:
         return tuple(jnp.asarray(x) for x in (self.q, self.pool, self.tables, *middle, self.lengths))
 
     def expected(self, weights_dtype: Any = None, score_grid: float | None = None) -> np.ndarray:
-        """Results of `reference` in float64, weights rounded as there. Rows of length 0 and padding give zeros."""
+        """Return float64 results of `reference`, rounding weights likewise. Length 0 and padding give zeros."""
         with jax.enable_x64(True):
             path = reference.decode if self.starts is None else reference.prefill
             rounded = {"weights_dtype": weights_dtype, "score_grid": score_grid}
@@ -64,11 +64,11 @@ def attention_case(
     tree: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Random operands in which every pool position and table entry that no row may read is poison (NaN, wild ids).
+    """Make random operands with poison (NaN, invalid ids) in every pool slot and table entry that no row may read.
 
     Args:
-        lengths: keys of each row, the queries' own included.
-        counts: queries of each sequence (prefill), at most ``chunk``, the last of its keys; None makes a decode case.
+        lengths: keys of each row, including those of the queries.
+        counts: queries of each sequence (prefill), at most ``chunk``, at its last keys; None makes a decode case.
         scales: "head" or "token" for a pool of numbers with scales (int8, float8_e4m3fn).
         spread: scales the queries: large ones make the softmax sharp.
         tree: a random tree over each chunk's tokens (each sees itself, its ancestors and all before the chunk).
@@ -109,7 +109,7 @@ def _pool(
 
 
 def _poison(pool: np.ndarray, factors: np.ndarray | None, table: np.ndarray, length: int, page: int) -> None:
-    """Write NaN behind a row's last key. Integers have none: there the scales of foreign tokens and pages are NaN."""
+    """Write NaN after a row's last key. Integers have no NaN: in their pools the scales of unused slots are NaN."""
     past_end = np.arange(table.size * page).reshape(table.size, page) >= length
     for at, gone in zip(table, past_end, strict=True):
         if jnp.issubdtype(pool.dtype, jnp.integer):

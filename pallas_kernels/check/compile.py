@@ -1,7 +1,7 @@
-"""Compile configurations for one target; a program of its own: ``python -m pallas_kernels.check.compile``.
+"""Compile configurations for one target, as a separate program: ``python -m pallas_kernels.check.compile``.
 
-A refused target or kernel may abort the process, and the flags must stand before JAX starts. What it does is written
-to a file line by line, so that whoever started it knows how far it came (`launch`).
+A rejected target or kernel may abort the process, and flags must be set before JAX starts. The program appends each
+outcome to a file, so that its parent knows how far it came (`launch`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pallas_kernels.check.ops import configurations
 from pallas_kernels.check.report import Kernel, Outcome, read_dumps
 from pallas_kernels.check.target import TARGETS, Target
 
-SECONDS_EACH = 300  # a kernel takes about one; more than this, and the process is ended
+SECONDS_EACH = 300  # limit for one kernel, which takes about one second; beyond it the process is killed
 
 
 def compile_configuration(one: Configuration, target: Target, dumps: pathlib.Path) -> tuple[Outcome, bool]:
     """Compile one configuration; return its outcome, and whether Mosaic GPU compiled each of its kernels anew.
 
-    A kernel that is equal to an earlier one of this process is not compiled again, and there is no report of it.
+    A kernel identical to an earlier one of this process is not compiled again, and has no report.
 
     Args:
-        dumps: where Mosaic GPU dumps to.
+        dumps: folder of Mosaic GPU's dumps.
     """
     function, arguments = one.build()
     compiled = target.compile(function, arguments, donated=one.donated)
@@ -46,7 +46,7 @@ def compile_configuration(one: Configuration, target: Target, dumps: pathlib.Pat
 
 
 def _failure(kernels: Sequence[Kernel], target: Target, donated: int, aliased: int) -> str:
-    """The first reason not to ship this, empty if there is none."""
+    """Return the first reason not to ship this, or ""."""
     if not kernels:
         return "no Mosaic kernel was compiled, or one of them twice"
     for kernel in kernels:
@@ -58,7 +58,7 @@ def _failure(kernels: Sequence[Kernel], target: Target, donated: int, aliased: i
 
 
 def _clear(dumps: pathlib.Path, keep: pathlib.Path | None) -> None:
-    """Empty the folder (some 20 MB a kernel); machine code and reports go to ``keep``."""
+    """Empty the folder (about 20 MB per kernel); copy machine code and reports to ``keep``."""
     for path in dumps.iterdir():
         if keep is not None and path.suffix in (".ptx", ".ptxas", ".sass_ctrl", ".txt"):
             keep.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     wanted = [(op, name) for op, name in json.load(sys.stdin)]
     shipped = {(one.op, one.name): one for one in configurations({op for op, _ in wanted})}
-    if arguments.cuda_root:  # only now: Mosaic GPU overwrites it when it is imported, which the kernels have done
+    if arguments.cuda_root:  # only now: importing Mosaic GPU, as the kernels have done, overwrites it
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = arguments.cuda_root
     with tempfile.TemporaryDirectory() as folder, arguments.results.open("a", encoding="utf-8") as results:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             outcome, anew = compile_configuration(shipped[pair], TARGETS[arguments.target], pathlib.Path(folder))
             _clear(pathlib.Path(folder), arguments.keep and arguments.keep / arguments.target / "-".join(pair))
             if index and not anew:
-                return  # the next process begins with it
+                return  # the next process begins with this configuration
             results.write(json.dumps(outcome.as_json()) + "\n")
             results.flush()
 

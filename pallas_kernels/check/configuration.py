@@ -13,14 +13,14 @@ HOPPER, H200, AMPERE, ADA = "sm_90a", "sm_90a-h200", "sm_80", "sm_89"
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """One kernel at one shape, as `jax.jit` is to compile it.
+    """A kernel at one shape, as `jax.jit` compiles it.
 
     Attributes:
-        op: ``paged_attention.decode`` for example; what ``--op`` selects by prefix.
-        name: tells the shapes of an op apart, ``page64-dim128-group4-bf16`` for example.
-        build: gives the function and the shapes of its arguments (trees of `jax.ShapeDtypeStruct`).
-        targets: the machine codes it ships for. Those of an H200 are an H100's; what its heuristics choose may differ.
-        donated: positions of the arguments whose memory the result takes over.
+        op: ``paged_attention.decode`` for example; ``--op`` selects by prefix.
+        name: distinguishes the shapes of an op, ``page64-dim128-group4-bf16`` for example.
+        build: returns the function and the shapes of its arguments (trees of `jax.ShapeDtypeStruct`).
+        targets: targets it ships for. An H200 runs an H100's machine code; the choice of its heuristics may differ.
+        donated: indices of the donated arguments.
     """
 
     op: str
@@ -31,5 +31,5 @@ class Configuration:
 
 
 def shaped(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    """An argument of which only shape and dtype matter."""
+    """Return an argument that has only a shape and a dtype."""
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,7 +1,7 @@
-"""Compilations in processes of their own: several configurations a process, as long as that lives.
+"""Compilation in subprocesses: each compiles several configurations, until it ends or dies.
 
-A process takes one to two seconds to start and a kernel about as long, so a process takes what it can. One that dies
-costs its configuration a result, with what it last said as the reason; the next process goes on behind it.
+A process takes one to two seconds to start and a kernel about as long, so a process compiles many. One that dies costs
+its configuration the result, with its last stderr lines as the reason; the next process continues after it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LAST_WORDS = 12  # lines of a dead process' standard error
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """Starts the processes.
+    """A launcher of the compiling processes.
 
     Attributes:
         command: reads ``[[op, name], ...]`` as JSON from standard input, takes ``--target`` and ``--results``.
-        environment: of the processes.
-        jobs: how many run at a time.
+        environment: environment variables of the processes.
+        jobs: processes that run at a time.
     """
 
     command: tuple[str, ...]
@@ -37,7 +37,7 @@ class Launcher:
     jobs: int = 2
 
     def run(self, work: Sequence[tuple[Configuration, str]]) -> list[Outcome]:
-        """The outcomes of all pairs of configuration and target, in their order."""
+        """Return the outcomes of all pairs of configuration and target, in their order."""
         done: dict[tuple[str, str, str], Outcome] = {}
         with concurrent.futures.ThreadPoolExecutor(max_workers=self.jobs) as threads:
             for outcomes in threads.map(lambda share: list(self._share(*share)), self._shares(work)):
@@ -45,7 +45,7 @@ class Launcher:
         return [done[one.op, one.name, target] for one, target in work]
 
     def _shares(self, work: Sequence[tuple[Configuration, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        """Split each target's configurations among as many processes as may run at a time."""
+        """Split each target's configurations among ``jobs`` processes."""
         for target in dict.fromkeys(target for _, target in work):
             names = [(one.op, one.name) for one, its in work if its == target]
             yield from ((target, share) for job in range(self.jobs) if (share := names[job :: self.jobs]))
@@ -59,7 +59,7 @@ class Launcher:
                 yield Outcome(*names.pop(0), target, failure=death)
 
     def _process(self, target: str, names: list[tuple[str, str]]) -> tuple[list[Outcome], str]:
-        """Run one process: its outcomes and, unless it ended well, how it died. It may end before it is through."""
+        """Run one process; return its outcomes and, if it failed, how it died. It may exit before all are done."""
         with tempfile.TemporaryDirectory() as folder:
             results = pathlib.Path(folder, "results")
             command = [*self.command, "--target", target, "--results", str(results)]
@@ -80,7 +80,7 @@ def _death(code: int, said: str) -> str:
 def compiling(
     environment: Mapping[str, str], disassembler: pathlib.Path | None, jobs: int, keep: pathlib.Path | None = None
 ) -> Launcher:
-    """Processes of `pallas_kernels.check.compile`. ``keep``: a folder that gets PTX and machine code."""
+    """Return a launcher of `pallas_kernels.check.compile`. ``keep``: a folder for PTX and machine code."""
     command = [sys.executable, "-m", "pallas_kernels.check.compile"]
     if disassembler is not None:
         command += ["--cuda-root", str(disassembler.parents[1])]

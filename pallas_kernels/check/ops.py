@@ -9,23 +9,23 @@ from collections.abc import Iterable, Sequence
 import pallas_kernels
 from pallas_kernels.check.configuration import Configuration
 
-# Where an op's folder has its kernels: in one place, or by the generation of GPUs that they are for.
+# Names of an op's kernels in its folder: one module or package, or one package per GPU generation.
 KERNELS = ("mosaic.py", "mosaic", "hopper", "ampere")
 PACKAGE = pathlib.Path(pallas_kernels.__file__).parent
 
 
 def op_folders(package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
-    """Folders with a Mosaic kernel."""
+    """Return the folders with a Mosaic kernel."""
     return sorted(path for path in package.iterdir() if any((path / kernel).exists() for kernel in KERNELS))
 
 
 def forgotten(package: pathlib.Path = PACKAGE) -> list[str]:
-    """Ops with a Mosaic kernel and no configurations: nobody would see it spill."""
+    """Return the ops with a Mosaic kernel and no configurations, whose spills no check would find."""
     return [folder.name for folder in op_folders(package) if not _files(folder.name, package)]
 
 
 def configurations(prefixes: Iterable[str] = ("",)) -> list[Configuration]:
-    """The configurations of ops whose names begin with one of the prefixes; nothing else is imported.
+    """Return the configurations of ops whose names begin with a prefix; import only their modules.
 
     Raises:
         ValueError: an op is not named after its folder, or two of its configurations have the same name.
@@ -42,7 +42,7 @@ def configurations(prefixes: Iterable[str] = ("",)) -> list[Configuration]:
 
 
 def _files(op: str, package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
-    """``<op>.py`` and, where an op has many, ``<op>_<kernel>.py``."""
+    """Return ``<op>.py`` and, for an op with many kernels, ``<op>_<kernel>.py``."""
     return sorted((package / "check/configurations").glob(f"{op}*.py"))
 
 

@@ -1,6 +1,6 @@
 """Plugins to compile for a GPU without one: JAX's CUDA plugin and, to count instructions, nvdisasm.
 
-They belong into a folder of their own: beside JAX, the plugin would make it look for a GPU at every start.
+They must be in a separate folder: installed with JAX, the plugin would make it look for a GPU at every start.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Iterator
 
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DEFAULT_FOLDER = ROOT / "build" / "gpu_plugins"  # where `make check-kernels` puts them
+DEFAULT_FOLDER = ROOT / "build" / "gpu_plugins"  # folder that `make check-kernels` installs into
 
 
 class PluginsMissing(Exception):
-    """The plugin is not there, or of another version than JAX. The message says how to install it."""
+    """The plugin is missing, or its version differs from JAX's. The message gives the commands that install it."""
 
 
 def require_plugins(folder: pathlib.Path | None) -> None:
-    """Check that the plugin is in ``folder``, or where Python looks for modules.
+    """Check that the plugin is in ``folder``, or on Python's module path.
 
     Raises:
-        PluginsMissing: one sentence and two commands.
+        PluginsMissing: the plugin is missing or has another version; the message has the install commands.
     """
     wanted = importlib.metadata.version("jaxlib")
     found = {name: _version(name, folder) for name in PACKAGES}
@@ -37,12 +37,12 @@ def require_plugins(folder: pathlib.Path | None) -> None:
 
 
 def default_folder() -> pathlib.Path | None:
-    """The folder of `make check-kernels`, if that has run."""
+    """Return the folder of `make check-kernels`, if that has run."""
     return DEFAULT_FOLDER if DEFAULT_FOLDER.is_dir() else None
 
 
 def environment(folder: pathlib.Path | None) -> dict[str, str]:
-    """The environment of a process that compiles: JAX stays on the CPU, and nothing is tried out on a GPU."""
+    """Return the environment of a compiling process: JAX stays on the CPU, and XLA does not autotune on a GPU."""
     path = [str(ROOT), *([str(folder)] if folder else []), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -54,7 +54,7 @@ def environment(folder: pathlib.Path | None) -> dict[str, str]:
 
 
 def disassembler(folder: pathlib.Path | None) -> pathlib.Path | None:
-    """Find nvdisasm in the folder, a package of NVIDIA's, or PATH."""
+    """Find nvdisasm in the folder, in an NVIDIA package, or on PATH."""
     for place in _places(folder):
         if (path := pathlib.Path(place, "nvidia", "cu13", "bin", "nvdisasm")).is_file():
             return path

@@ -22,17 +22,17 @@ _BARRIER_BYTES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel in one machine code. Sizes in bytes; shared memory a thread block, the rest a thread.
+    """A kernel in one machine code. Sizes in bytes; shared memory per CTA, the rest per thread.
 
     Attributes:
-        registers: of a thread at launch.
-        threads: of a thread block.
-        cluster: thread blocks of a cluster; 1: there is none.
-        named_barriers: that a block synchronises its threads with.
-        arrivals: the most that one barrier in shared memory waits for.
-        decrease, increase: registers that a thread of a producer keeps, and that one of a consumer asks for, with
+        registers: registers of a thread at launch.
+        threads: threads of a CTA.
+        cluster: CTAs of a cluster; 1: there is none.
+        named_barriers: named barriers that synchronise the threads of a CTA.
+        arrivals: largest arrival count of an mbarrier.
+        decrease, increase: registers per thread that a producer keeps, and that a consumer requests, with
             ``setmaxnreg``; 0: the kernel does not change them.
-        instructions: counts of those of `INSTRUCTIONS` that occur, and of all as "total"; None without disassembler.
+        instructions: counts of the `INSTRUCTIONS` that occur, and of all as "total"; None without disassembler.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Kernel:
         return self.spill_stores + self.spill_loads > 0
 
     def faults(self, shared_memory: int) -> Iterator[str]:
-        """Why a GPU would not launch the kernel, or it would hang or be slow there, in one sentence each.
+        """Yield why a GPU would not launch the kernel, or it would hang or be slow there, in one sentence each.
 
         Args:
-            shared_memory: bytes that one thread block may have.
+            shared_memory: most bytes of one CTA.
         """
         if self.spills:
             yield f"it spills: {self.spill_stores} bytes stored, {self.spill_loads} loaded"
@@ -77,17 +77,17 @@ class Kernel:
 
     @property
     def _launched(self) -> int:
-        """Registers of a thread as a multiprocessor hands them out."""
+        """Registers of a thread, rounded up to the multiprocessor's allocation unit."""
         return -(-self.registers // REGISTER_STEP) * REGISTER_STEP
 
     @property
     def _owned(self) -> int:
-        """Registers of the block, of a thread of each of its warpgroups."""
+        """Registers at launch, per thread, summed over the warpgroups of the CTA."""
         return self._launched * self.threads // WARPGROUP
 
     @property
     def _asked(self) -> int:
-        """The same that its warpgroups ask for: one is a producer, all others ask for the most."""
+        """Registers that the warpgroups request, in the same unit: one producer, all others the most."""
         if not self.increase:
             return 0
         return self.decrease + self.increase * (self.threads // WARPGROUP - 1)
@@ -95,7 +95,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of one configuration for one target. ``failure``: empty, or why it is not to be shipped."""
+    """The result of one configuration for one target. ``failure``: empty, or the reason not to ship it."""
 
     op: str
     name: str
@@ -116,7 +116,7 @@ class Outcome:
 
 
 def read_dumps(folder: pathlib.Path) -> tuple[Kernel, ...]:
-    """Every kernel that was compiled while Mosaic GPU dumped into ``folder``."""
+    """Return every kernel that was compiled while Mosaic GPU dumped into ``folder``."""
     return tuple(_read_kernel(path) for path in sorted(folder.glob("*.ptxas")))
 
 
@@ -132,10 +132,10 @@ def _read_kernel(ptxas: pathlib.Path) -> Kernel:
 
 
 def read_ptxas(text: str) -> dict[str, Any]:
-    """Name, registers, spills, stack, static shared memory and named barriers. Of functions that were not inlined, too.
+    """Read name, registers, spills, stack, static SMEM and named barriers, functions that were not inlined included.
 
     Raises:
-        ValueError: it is no report of ptxas' with ``--verbose``, or ptxas did not take the kernel's ``setmaxnreg``.
+        ValueError: not a ptxas ``--verbose`` report, or ptxas rejected the kernel's ``setmaxnreg``.
     """
     entry = re.search(r"Compiling entry function '(\S+)'", text)
     used = re.findall(r"Used (\d+) registers", text)
@@ -157,10 +157,10 @@ def read_ptxas(text: str) -> dict[str, Any]:
 
 
 def read_ptx(text: str) -> dict[str, Any]:
-    """Threads, cluster and ``setmaxnreg`` of a kernel in PTX.
+    """Read threads, cluster and ``setmaxnreg`` of a kernel in PTX.
 
     Raises:
-        ValueError: its block has no fixed size.
+        ValueError: its CTA has no fixed size.
     """
     block = re.search(r"\.(?:maxntid|reqntid)\s+(\d+), (\d+), (\d+)", text)
     cluster = re.search(r"\.reqnctapercluster\s+(\d+), (\d+), (\d+)", text)
@@ -179,7 +179,7 @@ def read_ptx(text: str) -> dict[str, Any]:
 
 
 def read_resources(text: str) -> dict[str, Any]:
-    """Bytes of shared memory that a launch asks for (buffers, and the barriers behind them), and the most arrivals."""
+    """Read the SMEM bytes of a launch (buffers, then mbarriers), and the largest arrival count."""
     buffers = re.search(r"smem_scratch_bytes=(\d+)", text)
     if buffers is None:
         raise ValueError(f"no report of Mosaic GPU's resources: {text[:200]!r}")
@@ -192,7 +192,7 @@ def read_resources(text: str) -> dict[str, Any]:
 
 
 def count_instructions(sass: str) -> dict[str, int]:
-    """Count each of `INSTRUCTIONS` in a disassembly, whatever its modifiers, and all as "total"."""
+    """Count each of `INSTRUCTIONS` in a disassembly, with any modifiers, and all as "total"."""
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass)
     found = collections.Counter(lines)
     return {**{name: found[name] for name in INSTRUCTIONS if found[name]}, "total": len(lines)}
@@ -205,7 +205,7 @@ _HEADER = ("op", "configuration", "target", "kernel", "registers", "spills", "st
 
 
 def rows(outcomes: Iterable[Outcome]) -> list[tuple[str, ...]]:
-    """One row a kernel; a configuration that failed before it had one gets a row of its own."""
+    """Return one row per kernel; a configuration that failed without a kernel gets its own row."""
     return [
         (outcome.op, outcome.name, outcome.target, *_cells(kernel))
         for outcome in outcomes

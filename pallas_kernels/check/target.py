@@ -1,4 +1,4 @@
-"""The GPUs that kernels are compiled for, without one: their descriptions lie beside this file (``*.txtpb``)."""
+"""Targets to compile kernels for without a GPU; their device descriptions are next to this file (``*.txtpb``)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OF_MACHINE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A machine code and the device that stands for it.
+    """A machine code and the device that represents it.
 
     Attributes:
-        name: of the machine code, with the device where another one stands for the same code.
+        name: name of the machine code, with the device where several devices share the code.
         capability: as CUDA writes it: "9.0".
-        device: its description's name.
+        device: name of the device description.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Target:
 
     @property
     def description(self) -> str:
-        """The device as XLA's compiler wants it told (a text protocol buffer)."""
+        """The device description for XLA's compiler (a text protocol buffer)."""
         return pathlib.Path(__file__).with_name(f"{self.device}.txtpb").read_text(encoding="utf-8")
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one thread block may have. Mosaic GPU takes Hopper's limit for granted."""
+        """Bytes of shared memory that one CTA may have. Mosaic GPU always assumes Hopper's limit."""
         found = re.search(r"shared_memory_per_block_optin: (\d+)", self.description)
         assert found is not None
         return int(found[1])
@@ -50,7 +50,7 @@ class Target:
         return self._machines(1, 1)
 
     def devices(self, count: int) -> Sequence[Any]:
-        """Devices of this kind, of machines that have eight of them."""
+        """Return devices of this kind, in machines with eight of them."""
         return self._machines(-(-count // _OF_MACHINE), min(count, _OF_MACHINE)).devices[:count]
 
     def _machines(self, count: int, each: int) -> Any:
@@ -79,11 +79,11 @@ class Target:
             yield
 
     def tell(self, mesh: jax.sharding.Mesh) -> None:
-        """A mesh of such devices knows as much of them as what is traced within `current`.
+        """Set the abstract device of a mesh of such devices to the one that `current` uses.
 
-        JAX 0.11 compares the mesh of an argument with that for which a program is traced.
+        JAX 0.11 compares the mesh of an argument with the mesh that a program is traced for.
         """
-        # JAX makes it of the devices when it is first asked for, and keeps it here.
+        # JAX creates it from the devices on first use, and caches it here.
         mesh.__dict__["abstract_mesh"] = mesh.abstract_mesh.update(abstract_device=self._abstract_device)
 
     def compile(
@@ -98,8 +98,8 @@ class Target:
 
         Args:
             arguments: trees of `jax.ShapeDtypeStruct`.
-            donated: positions of the arguments whose memory the results may take over.
-            options: of XLA, for this program alone.
+            donated: indices of the donated arguments.
+            options: XLA compiler options of this program.
         """
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), arguments)
         jitted = jax.jit(function, donate_argnums=tuple(donated))

@@ -1,4 +1,4 @@
-"""The door of grouped_matmul: a Mosaic kernel for 16-bit numbers on Hopper GPUs, plain XLA everywhere else."""
+"""API of grouped_matmul: a Mosaic kernel for 16-bit numbers on Hopper GPUs, XLA everywhere else."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _OP = "grouped_matmul"
 def explain(
     x: Any, weights: Any, groups: Groups | None = None, *, path: Wish = "auto", target: Target | None = None
 ) -> Choice:
-    """The path that `matmul` takes for operands of these shapes and dtypes, and why.
+    """Return the path that `matmul` takes for operands of these shapes and dtypes, and why.
 
     Args:
-        x: of which rows do not count here: [tiles, rows, k], or rows alone, [..., k], before they are in tiles.
+        x: [tiles, rows, k], or [..., k] before rows are in tiles; the number of rows does not matter here.
         groups: None: tiles as the path wants them, see `group`.
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: the Mosaic kernel is forced and cannot do these operands; or they do not fit each other.
+        ValueError: the Mosaic kernel is forced and does not support these operands; or they do not fit each other.
     """
     check(x, weights)
     if groups is None:
@@ -46,20 +46,20 @@ def matmul(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Float[Array, "tiles rows *n"]:
-    """Each tile's rows times the transposed weights of the tile's expert, in the dtype of ``x``.
+    """Multiply each tile's rows by the transposed weights of the tile's expert, in the dtype of ``x``.
 
-    Tiles that hold nothing give zeros, or what their zero rows give. float32 means float32: no TF32. It can be
-    differentiated in reverse, and batched by `jax.vmap`: both take the XLA path all the way.
+    Empty tiles give zeros, or the product of their zero rows. float32 means float32: no TF32. The op supports
+    reverse-mode differentiation, and batching by `jax.vmap`: both take the XLA path all the way.
 
     Args:
         x: zeros in the rows that hold no entry.
         weights: outputs by inputs, of every expert.
-        groups: `group`'s.
+        groups: result of `group`.
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a forced path that cannot do them.
+        ValueError: shapes that do not fit each other, or a forced path that does not support them.
     """
     chosen = explain(x, weights, groups, path=path, target=target)
     flat = weights.reshape(_flat(weights).shape)
@@ -87,7 +87,7 @@ def _kernel(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
 
 @_kernel.def_vmap
 def _batched(_: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
-    """A batch of calls takes the XLA path: a Mosaic kernel knows no further dimension."""
+    """Run a batch of calls on the XLA path: a Mosaic kernel supports no further dimension."""
     axes = jax.tree.map(lambda one: 0 if one else None, tuple(batched))
     return jax.vmap(functools.partial(xla.matmul, target=_GPU), in_axes=axes)(*operands), True
 

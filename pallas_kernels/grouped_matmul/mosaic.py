@@ -1,12 +1,11 @@
 """Tiles of rows times the weights of each tile's expert, for Hopper GPUs, in Pallas Mosaic GPU.
 
-Which expert a tile has, and how many tiles hold anything, is read from device memory: one program serves every routing,
-and experts that nobody asked for are not read. A unit of work is a tile and ``consumers`` x 64 output channels. As many
-thread blocks as there are multiprocessors take units in turns, so that a unit's first copies run under the products of
-the one before.
+The kernel reads the expert of each tile and the number of non-empty tiles from device memory: one program serves every
+routing, and inactive experts are not read. A unit of work is a tile and ``consumers`` x 64 output channels. The CTAs
+(one per multiprocessor) take units in turns, so that a unit's first copies overlap the products of the previous unit.
 
 The operands are swapped: a wgmma's 64 rows are 64 output channels, its columns the rows of a tile, 8 to 128, so that a
-few rows waste little. A thread block's warpgroups:
+few rows waste little. Warpgroups of a CTA:
 
     producer (the last)                              consumers (one each for 64 channels)
     -------------------                              ------------------------------------
@@ -14,17 +13,18 @@ few rows waste little. A thread block's warpgroups:
       waits free (once the ring is full)       <-      arrive when the product before has read its slot
       weights [channels, depth] of the expert
       x [rows, depth] of the tile        -> ready ->   wait; sums += weights . x
-                                                     results -> shared memory, turned round -> device memory
+                                                     results -> shared memory, transposed -> device memory
 
-``ready`` is arrived at by the copy engine, once per copy, and waited on by the consumers; ``free`` the other way round,
-and the producer drains its last arrivals, so that no barrier ends in the middle of a phase. Each consumer has memory of
-its own for results, which it copies out while its next unit's products run.
+The TMA arrives at ``ready``, once per copy, and the consumers wait on it; ``free`` works the other way round, and the
+producer drains its last arrivals, so that no mbarrier ends in the middle of a phase. Each consumer has its own SMEM for
+results, which it copies out during its next unit's products.
 
-Order: all tiles of a panel for some channels, then the next channels. A panel's rows stay in the L2 cache meanwhile,
-and tiles of one expert, which are neighbours, read its weights at the same time. Tiles that hold nothing come last:
-zeros are written, nothing is read.
+Order: all tiles of a panel for some channels, then the next channels. Meanwhile a panel's rows stay in the L2 cache,
+and tiles of one expert, which are neighbours, read its weights at the same time. Empty tiles come last: zeros are
+written, nothing is read.
 
-A sum goes over the inputs in order, in float32, whatever the tiles: their sizes change no bit, nor do other rows.
+A sum is over the inputs in order, in float32, whatever the tiles: results are bitwise independent of tile sizes and of
+other rows.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from pallas_kernels.tiles import pick
 __all__ = ["MOST_ROWS", "TILE_ROWS", "Tiles", "heuristic_tiles", "matmul", "refusal"]
 
 TILE_ROWS, MOST_ROWS = KERNEL_ROWS  # columns of a wgmma: multiples of 8
-CHANNELS = 64  # of one consumer: the rows of a wgmma
+CHANNELS = 64  # output channels of one consumer: the rows of a wgmma
 CONSUMERS = (1, 2, 3, 4)
 PANEL = 16  # tiles whose rows are together in the L2 cache: 17 MB at 4096 inputs
-_SPAN = 64  # numbers of 16 bits in a swizzled line
-_RESULT_ROWS = 64  # that a consumer copies out at a time
+_SPAN = 64  # 16-bit numbers in a swizzled line
+_RESULT_ROWS = 64  # rows that a consumer copies out at a time
 _BARRIER_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sizes of the work's pieces, tuned for speed: none of them changes a bit.
+    """Tile sizes, tuned for speed; results are bitwise independent of them.
 
     Attributes:
         consumers: warpgroups that compute, each for 64 output channels: 1 to 4.
         depth: inputs of one pipeline slot: 64 or 128.
-        stages: pipeline slots, 2 at least: one is multiplied while all others are on their way from memory.
-        blocks: thread blocks, which share the work.
+        stages: pipeline slots, 2 at least: one is multiplied while all others are being loaded.
+        blocks: CTAs, which share the work.
 
     Raises:
-        ValueError: other numbers than these.
+        ValueError: unsupported values.
     """
 
     consumers: int = 2
@@ -85,7 +85,7 @@ class Tiles:
 
 
 class _Shape(NamedTuple):
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     tile_count: int
     rows: int
@@ -129,7 +129,7 @@ class _Gmem(NamedTuple):
 
 
 class _Smem(NamedTuple):
-    """One thread block's shared memory."""
+    """Shared memory of one CTA."""
 
     x: Any  # [stages, rows, depth]
     weights: Any  # [stages, block_channels, depth]
@@ -137,7 +137,7 @@ class _Smem(NamedTuple):
 
 
 class _Barriers(NamedTuple):
-    ready: Any  # one per slot
+    ready: Any  # one mbarrier per slot
     free: Any
 
 
@@ -149,15 +149,15 @@ def matmul(
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "tiles rows n"]:
-    """See `api.matmul`; tiles that hold nothing give zeros. Products are exact, sums in float32, rounded once.
+    """See `api.matmul`; empty tiles give zeros. Products are exact, sums in float32, rounded once.
 
     Args:
-        tiles: sizes of the work's pieces; None: those tuned for the device (`pallas_kernels.tiles`), else
+        tiles: tile sizes; None: those tuned for the device (`pallas_kernels.tiles`), else
             `heuristic_tiles`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     if (why := refusal(x, weights, groups, tiles=tiles)) is not None:
         raise ValueError(why)
@@ -169,7 +169,7 @@ def matmul(
 
 
 def refusal(x: Any, weights: Any, groups: Groups | None = None, *, tiles: Tiles | None = None) -> str | None:
-    """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can."""
+    """Return why this kernel does not support these shapes and dtypes (of arrays or tracers); None if it does."""
     if groups is not None and groups.experts is None:
         return "every expert has a tile of its own: the kernel is for tiles that have an expert each"
     if x.ndim != 3 or weights.ndim != 3 or x.shape[2] != weights.shape[2]:
@@ -193,13 +193,13 @@ def _tiles_refusal(x: Any, weights: Any, tiles: Tiles) -> str | None:
 
 
 def _best_tiles(x: Any, weights: Any) -> Tiles:
-    """The tuned tiles, else the heuristic's."""
+    """Return the tuned tiles, else the heuristic's."""
     untuned = heuristic_tiles(x, weights)
     return pick(MATMUL, matmul_key(x, weights), untuned, lambda tiles: _tiles_refusal(x, weights, tiles))
 
 
 def heuristic_tiles(x: Any, weights: Any, *, multiprocessors: int = 132) -> Tiles:
-    """Tiles for few waves of units with little traffic each, and all stages that fit. Not measured on a GPU."""
+    """Return tiles for few waves of units with little traffic each, and all stages that fit. Not measured on a GPU."""
     channels, inputs = weights.shape[1:]
     fitting = [one for one in CONSUMERS if channels % (one * CHANNELS) == 0]
 
@@ -214,7 +214,7 @@ def heuristic_tiles(x: Any, weights: Any, *, multiprocessors: int = 132) -> Tile
 
 
 def _fullest(x: Any, weights: Any, tiles: Tiles) -> Tiles:
-    """Tiles with as many stages as shared memory has room for, up to 8."""
+    """Return tiles with as many stages as fit into SMEM, up to 8."""
     each = [dataclasses.replace(tiles, stages=stages) for stages in range(8, 2, -1)]
     return next((one for one in each if _shape_of(x, weights, one).smem_bytes <= SHARED_BYTES), tiles)
 
@@ -247,7 +247,7 @@ def _launcher(shape: _Shape, interpret: plgpu.InterpretGPUParams | None) -> Call
 
 
 def _cost(shape: _Shape) -> pl.CostEstimate:
-    """The cost as if no tile were empty: which are is not known when the program is compiled."""
+    """Return the cost as if no tile were empty: which are empty is not known at compile time."""
     rows, experts = shape.tile_count * shape.rows, min(shape.experts, shape.tile_count)
     moved = experts * shape.channels * shape.inputs + rows * (shape.inputs + shape.channels)
     return pl.CostEstimate(flops=2 * rows * shape.channels * shape.inputs, transcendentals=0, bytes_accessed=2 * moved)
@@ -263,7 +263,7 @@ def _smem(shape: _Shape) -> _Smem:
 
 
 def _tiled(dims: tuple[int, ...], dtype: Any) -> Any:
-    """Rows in swizzled tiles of 8 by 128 bytes, as wgmma and the copy engine want them."""
+    """Return rows in swizzled tiles of 8 by 128 bytes, as wgmma and TMA require."""
     transforms = (plgpu.TilingTransform((TILE_ROWS, _SPAN)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(dims, dtype, transforms=transforms)
 
@@ -281,7 +281,7 @@ def _barriers(shape: _Shape) -> _Barriers:
 
 
 class _Unit(NamedTuple):
-    """A tile and some output channels; ``steps`` of the inputs, none for a tile that holds nothing. Traced scalars."""
+    """A tile and some output channels, with ``steps`` over the inputs, 0 for an empty tile. Traced scalars."""
 
     tile: Any
     channel: Any
@@ -295,7 +295,7 @@ def _body(shape: _Shape, *refs: Any, smem: _Smem, barriers: _Barriers) -> None:
 
 
 def _each_unit(shape: _Shape, gmem: _Gmem, work: Callable[[_Unit, Any], None]) -> Any:
-    """Call ``work`` with each unit of this thread block and the steps before it; return the number of all steps."""
+    """Call ``work`` with each unit of this CTA and the steps before it; return the number of all steps."""
     block, blocks, units = lax.axis_index("block"), lax.axis_size("block"), shape.tile_count * shape.parts
     occupied = jnp.clip(gmem.occupied[0], 0, shape.tile_count)
 
@@ -308,7 +308,7 @@ def _each_unit(shape: _Shape, gmem: _Gmem, work: Callable[[_Unit, Any], None]) -
 
 
 def _unit_at(shape: _Shape, occupied: Any, number: Any) -> _Unit:
-    """The unit of a number: panels one after the other; the last one of tiles that hold something may be smaller."""
+    """Return the unit of a number: panels one after the other; the last non-empty panel may be smaller."""
     panel = lax.div(number, jnp.int32(PANEL * shape.parts))
     first = panel * PANEL
     size = jnp.clip(occupied - first, 1, PANEL)
@@ -320,7 +320,7 @@ def _unit_at(shape: _Shape, occupied: Any, number: Any) -> _Unit:
 
 
 def _registers(shape: _Shape) -> Split | None:
-    """How warpgroups share registers where those of the launch are too few for a consumer: of four, 96."""
+    """Split registers between warpgroups if those of the launch are too few for a consumer: 96 with four."""
     return split(4) if shape.tiles.consumers == 4 else None
 
 
@@ -396,12 +396,12 @@ def _sums(
 
 
 def _write(shape: _Shape, unit: _Unit, warpgroup: Any, sums: Any, gmem: _Gmem, smem: _Smem) -> None:
-    """A row's channels lie side by side once the matrix is turned round, on its way to shared memory."""
+    """Write the results; the transpose on the way to SMEM makes a row's channels contiguous."""
     channels = pl.ds(pl.multiple_of(unit.channel + warpgroup * CHANNELS, CHANNELS), CHANNELS)
     mine = smem.results.at[warpgroup]
     for first in range(0, shape.rows, shape.result_rows):
         some = sums[:, first : first + shape.result_rows].astype(shape.dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was copied out before has been read
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # earlier copies out have been read
         mine.transpose((1, 0))[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         target = gmem.output.at[unit.tile, pl.ds(first, shape.result_rows), channels]

@@ -1,4 +1,4 @@
-"""The meaning of a grouped matrix product, row by row."""
+"""Reference of the grouped matrix product, row by row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check", "matmul"]
 
 
 def check(x: Any, weights: Any) -> None:
-    """Raise ValueError where ``x`` [..., k] and ``weights`` [experts, ..., k] do not fit each other."""
+    """Raise ValueError if ``x`` [..., k] and ``weights`` [experts, ..., k] do not fit each other."""
     if weights.ndim < 3 or x.shape[-1] != weights.shape[-1]:
         raise ValueError(f"x {x.shape} and weights {weights.shape} of [experts, outputs, inputs] do not fit each other")
 
@@ -19,7 +19,7 @@ def check(x: Any, weights: Any) -> None:
 def matmul(
     x: Float[Array, "rows k"], weights: Float[Array, "experts *n k"], experts: Int[Array, " rows"]
 ) -> Float[Array, "rows *n"]:
-    """``weights[experts[i]] @ x[i]`` for every row, computed in float32; 0 where ``experts`` names none.
+    """Compute ``weights[experts[i]] @ x[i]`` for every row in float32; 0 where ``experts`` is out of range.
 
     Raises:
         ValueError: shapes that do not fit each other.

@@ -12,7 +12,7 @@ MATMUL = "grouped_matmul"
 
 
 def matmul_key(x: Any, weights: Any) -> Key:
-    """Key for ``x [tiles, rows, k]`` and ``weights [experts, n, k]``."""
+    """Return the key for ``x [tiles, rows, k]`` and ``weights [experts, n, k]``."""
     options = {
         "rows": x.shape[1],
         "channels": weights.shape[1],

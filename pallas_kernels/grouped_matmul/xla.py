@@ -1,9 +1,9 @@
-"""A grouped matrix product in plain XLA.
+"""Grouped matrix product in XLA.
 
-On a CPU a loop runs over the tiles that hold something. It cuts out the weights of a tile's expert a piece at a time,
-which stays in the cache: an expert that no row belongs to costs nothing, and stacked weights are never copied as a
-whole. A program for a GPU must not ask the host how often to loop: with few rows all experts are multiplied at once,
-which reads each weight once; with many it goes through all the tiles that there can be.
+On a CPU a loop runs over the non-empty tiles. It slices the weights of a tile's expert in chunks that stay in the
+cache: an inactive expert costs nothing, and stacked weights are never copied as a whole. A program for a GPU must not
+fetch the trip count from the device: with few rows it multiplies all experts at once, which reads each weight once;
+with many it loops over all possible tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.choice import Target, lowering_target
 from pallas_kernels.grouped_matmul.groups import Groups
 
-CPU_PIECE = 1 << 20  # bytes of weights at a time: two pieces stay in the second-level cache
+CPU_PIECE = 1 << 20  # bytes of weights at a time: two chunks fit into the second-level cache
 
 
 def matmul(
@@ -33,7 +33,7 @@ def matmul(
     """See `api.matmul`.
 
     Args:
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
     """
     cpu = (target or lowering_target()).platform == "cpu"
     if cpu and x.shape[1] == 1 and x.dtype.itemsize == 2:  # a second row makes it faster, see `pallas_kernels.one_row`
@@ -64,7 +64,7 @@ def _occupied_tiles(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Arr
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # see `pallas_kernels.float16`
 
     def piece(index: Any, tile: Any, result: jax.Array) -> jax.Array:
-        first = jnp.minimum(index * size, n - size)  # the last two may overlap
+        first = jnp.minimum(index * size, n - size)  # the last two chunks may overlap
         own = lax.dynamic_slice(weights, (experts[tile], first, 0), (1, size, k))[0]
         part = _dot(lax.dynamic_index_in_dim(x, tile, keepdims=False).astype(wide), own, _ROWS_BY_ROWS)
         return lax.dynamic_update_slice(result, part[None].astype(x.dtype), (tile, 0, first))
@@ -84,7 +84,7 @@ def _all_tiles(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Gradients: a loop whose length is data has none of its own.
+# Gradients: a loop with a dynamic trip count has no gradient in JAX.
 
 
 def _forward(cpu: bool, x: jax.Array, weights: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
@@ -98,7 +98,7 @@ def _backward(cpu: bool, saved: Any, change: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _of_weights(change: jax.Array, x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
-    """Gradient of the weights. Empty rows are zeros in ``x``; their changes do not matter."""
+    """Return the gradient of the weights. Empty rows are zeros in ``x``, so their cotangents do not matter."""
     if groups.experts is None:
         return _dot(change, x, (((1,), (1,)), ((0,), (0,)))).astype(weights.dtype)
 

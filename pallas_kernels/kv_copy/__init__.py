@@ -1,4 +1,4 @@
-"""kv_copy: pages and rows of a layer's pool to other places of it, and to and from staging buffers."""
+"""kv_copy: copies of pages and rows within a layer's pool, and to and from staging buffers."""
 
 from pallas_kernels.kv_copy.api import copy_pages, explain, gather_pages, move_rows, scatter_pages
 

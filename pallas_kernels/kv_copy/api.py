@@ -1,4 +1,4 @@
-"""The doors of kv_copy: one Mosaic kernel for Ampere, Ada and Hopper GPUs, plain XLA everywhere else."""
+"""API of kv_copy: one Mosaic kernel for Ampere, Ada and Hopper GPUs, XLA everywhere else."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _OP = "kv_copy"
 
 
 def explain(pool: Any, source: Any, *, path: Wish = "auto", target: Target | None = None) -> Choice:
-    """The path that copies within ``pool`` from ``source`` pages take, and why, from shapes and dtypes alone.
+    """Return the path of copies within ``pool`` from ``source`` pages, and why, from shapes and dtypes alone.
 
-    `gather_pages` and `scatter_pages` always are XLA's: one kernel each, and nothing to gain.
+    `gather_pages` and `scatter_pages` always use XLA: one kernel each, which a Mosaic kernel would not improve.
 
     Args:
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: the Mosaic kernel is forced and cannot do these operands.
+        ValueError: the Mosaic kernel is forced and does not support these operands.
     """
     return choose(_OP, path, mosaic.refusal(pool, source), least=AMPERE, most=HOPPER, target=target)
 
@@ -34,7 +34,7 @@ def explain(pool: Any, source: Any, *, path: Wish = "auto", target: Target | Non
 def copy_pages[Pool](
     pool: Pool, source: Int[Array, " copies"], target: Int[Array, " copies"], *, path: Wish = "auto"
 ) -> Pool:
-    """Page ``source[i]`` to page ``target[i]``, of one array ``[pages, ...]`` or of a tree of them, in place.
+    """Copy page ``source[i]`` to page ``target[i]``, of one array ``[pages, ...]`` or of a tree of them, in place.
 
     All sources are read before anything is written; a copy to a page out of range is dropped; see `reference`.
     """
@@ -51,7 +51,7 @@ def move_rows[Pool](
     *,
     path: Wish = "auto",
 ) -> Pool:
-    """Tokens to other slots, of one array ``[pages, 2, kv_heads, page, ...]`` or of a tree of them, in place.
+    """Move tokens to other slots, of one array ``[pages, 2, kv_heads, page, ...]`` or of a tree of them, in place.
 
     All sources are read before anything is written; a move to a page or slot out of range is dropped; see `reference`.
     """

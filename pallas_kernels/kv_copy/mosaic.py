@@ -1,15 +1,15 @@
 """Copies within pools in one launch, in Pallas Mosaic GPU, for Ampere, Ada and Hopper.
 
-A thread block (128 threads) owns one *tile*: the same few rows and columns of every page. It makes all copies of its
-tile, and first reads all sources:
+A CTA (128 threads) owns one *tile*: the same few rows and columns of every page. It makes all copies of its tile, and
+first reads all sources:
 
-    for every copy     pool[source page, rows, source slot, columns]  -->  registers, or shared memory beyond `GROUP`
-    then for each      registers or shared memory  -->  pool[target page, rows, target slot, columns]
+    for every copy     pool[source page, rows, source slot, columns]  -->  registers, or SMEM beyond `GROUP`
+    then for each      registers or SMEM  -->  pool[target page, rows, target slot, columns]
 
-Nobody else touches these tiles, and within a block each number is read and written by the same thread, so that the
-order holds without waiting for other blocks: a page may be a source and a target. Where a tile is too small for all
-threads several hold the same number; there barriers stand between reads and writes. The pools are mutable references:
-donated ones stay where they are. A pool and its scales are one launch.
+No other CTA touches these tiles, and within a CTA each number is read and written by the same thread, so that the order
+holds without waiting for other CTAs: a page may be a source and a target. If a tile is too small for all threads,
+several hold the same number; barriers then separate reads and writes. The pools are mutable references: donated ones
+are updated in place. A pool and its scales are one launch.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from pallas_kernels import compat
 from pallas_kernels.layouts import LANES, THREADS, WARPS, power_of_two, row_layout
 
 THREAD_NAME = "warpgroup"
-GROUP = 8  # copies whose loads are under way together
-SHARED_BYTES = 96 * 1024  # of a thread block, on the smallest of the GPUs
-ARRAYS = 2  # of one launch: every array has code of its own, and code takes time to compile
+GROUP = 8  # copies whose loads are in flight together
+SHARED_BYTES = 96 * 1024  # of a CTA, on the smallest of the GPUs
+ARRAYS = 2  # arrays of one launch: each adds code to compile
 WARP_BYTES = 16 * LANES
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes. No bit of a result depends on them.
+    """Block sizes; results are bitwise independent of them.
 
     Attributes:
-        bytes: of one copy of one tile; a power of two, at most 16 for each thread.
+        bytes: bytes of one copy of one tile; a power of two, at most 16 for each thread.
     """
 
     bytes: int = 2048
@@ -54,7 +54,7 @@ class Tiles:
 
 
 def heuristic_tiles(copies: int) -> Tiles:
-    """A third of the shared memory at most, so that blocks that read and blocks that write share a processor."""
+    """Return tiles of at most a third of the SMEM, so that reading and writing CTAs share a multiprocessor."""
     most = 16 * THREADS
     while copies > GROUP and copies * most > SHARED_BYTES // 3 and most > 4 * THREADS:
         most //= 2
@@ -62,7 +62,7 @@ def heuristic_tiles(copies: int) -> Tiles:
 
 
 class _Tiled(NamedTuple):
-    """One array as ``[pages, rows, slots, columns]``, cut into tiles of ``tile_rows`` x ``tile_columns``."""
+    """An array as ``[pages, rows, slots, columns]``, cut into tiles of ``tile_rows`` x ``tile_columns``."""
 
     pages: int
     rows: int
@@ -102,7 +102,7 @@ def copy_pages[Pool](
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Pool:
-    """See `reference.copy_pages`. Raises ValueError for what `refusal` names."""
+    """See `reference.copy_pages`. Raises ValueError if `refusal` rejects the operands."""
 
     def view(array: jax.Array) -> tuple[int, ...]:
         numbers = math.prod(array.shape[1:])
@@ -122,7 +122,7 @@ def move_rows[Pool](
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Pool:
-    """See `reference.move_rows`. Raises ValueError for what `refusal` names."""
+    """See `reference.move_rows`. Raises ValueError if `refusal` rejects the operands."""
 
     def view(array: jax.Array) -> tuple[int, ...]:
         pages, two, kv_heads, page = array.shape[:4]
@@ -133,7 +133,7 @@ def move_rows[Pool](
 
 
 def refusal(pool: Any, source: Any) -> str | None:
-    """None, or why this kernel cannot make the copies from ``source`` (compute capability 8.0 and above)."""
+    """Return why this kernel does not support copies from ``source``, or None (compute capability 8.0 and above)."""
     arrays, copies = jax.tree.leaves(pool), source.shape[0]
     for array in arrays:
         if array.dtype not in DTYPES:
@@ -176,7 +176,7 @@ def _launch(
     count: int,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
-    """A jit of its own, so that layers of one shape are lowered once."""
+    """Launch within a separate jit, so that layers of one shape are lowered once."""
     refs = [jax.new_ref(array.reshape(own.shape)) for array, own in zip(arrays, cut, strict=True)]
     _launcher(cut, copies, count, interpret)(*jax.tree.leaves(copies), *refs)
     return tuple(jax.freeze(ref).reshape(array.shape) for ref, array in zip(refs, arrays, strict=True))
@@ -253,7 +253,7 @@ def _copy_tile(own: _Tiled, array: Any, copies: _Copies, tile: Any, count: int) 
 
 
 def _by_groups(own: _Tiled, copies: _Copies, count: int, move: Callable[[Any, int], None]) -> None:
-    """``move(first, size)`` for all groups in which any copy is meant: padding at the end costs next to nothing."""
+    """Call ``move(first, size)`` for each group with a copy in range: padding at the end costs next to nothing."""
 
     def group(first: Any, size: int) -> None:
         meant = functools.reduce(jnp.logical_or, [_target(own, copies, first + i)[2] for i in range(size)])
@@ -265,7 +265,7 @@ def _by_groups(own: _Tiled, copies: _Copies, count: int, move: Callable[[Any, in
 
 
 def _target(own: _Tiled, copies: _Copies, index: Any) -> tuple[Any, Any, Any]:
-    """Page and slot that a copy goes to, and whether they exist."""
+    """Return page and slot of a copy's target, and whether they exist."""
     page = copies.target_pages[index]
     slot = jnp.int32(0) if copies.target_slots is None else copies.target_slots[index]
     return page, slot, (page >= 0) & (page < own.pages) & (slot >= 0) & (slot < own.slots)
@@ -279,7 +279,7 @@ def _place(own: _Tiled, tile: Any, page: Any, slot: Any) -> tuple[Any, ...]:
 
 
 def _read(own: _Tiled, array: Any, copies: _Copies, tile: Any, first: Any, size: int) -> list[Any]:
-    """The sources of a group; of a copy that is dropped any slot of the pool."""
+    """Return the sources of a group; for a dropped copy any slot of the pool."""
     read = []
     for i in range(size):
         page = jnp.clip(copies.source_pages[first + i], 0, own.pages - 1)

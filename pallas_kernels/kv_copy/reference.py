@@ -1,9 +1,9 @@
-"""The meaning of copies within a pool, one after the other.
+"""Reference of copies within a pool, one after the other.
 
-What is copied within is one array or a tree of arrays ``[pages, ...]``: the numbers of one or more pools and their
-scales, per page and head or per token. A copy whose target is out of range, above or below, is dropped, whatever its
-source. All sources are read before anything is written: what is both a source and a target gives what it held before.
-Nothing may be the target of two copies. Arrays of size zero stand for scales that a pool does not have.
+A pool is one array or a tree of arrays ``[pages, ...]``: the numbers of one or more pools and their scales, per page
+and head or per token. A copy whose target is out of range, above or below, is dropped, whatever its source. All sources
+are read before anything is written: a slot that is source and target is read with its earlier contents. Nothing may be
+the target of two copies. Arrays of size zero are placeholders for scales that a pool does not have.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxtyping import Array, Int
 
 
 def each[Pool](change: Callable[..., jax.Array], pool: Pool, *others: Pool) -> Pool:
-    """``change`` of every array that is not empty."""
+    """Apply ``change`` to every array that is not empty."""
     return jax.tree.map(lambda array, *rest: change(array, *rest) if array.size else array, pool, *others)
 
 
 def copy_pages[Pool](pool: Pool, source: Int[Array, " copies"], target: Int[Array, " copies"]) -> Pool:
-    """Page ``source[i]`` to page ``target[i]``."""
+    """Copy page ``source[i]`` to page ``target[i]``."""
 
     def copied(array: jax.Array) -> jax.Array:
         result = array
@@ -40,10 +40,10 @@ def move_rows[Pool](
     target_pages: Int[Array, " moves"],
     target_slots: Int[Array, " moves"],
 ) -> Pool:
-    """Slot ``source_slots[i]`` of page ``source_pages[i]``, all heads' keys and values, to another slot.
+    """Move slot ``source_slots[i]`` of page ``source_pages[i]``, all heads' keys and values, to another slot.
 
-    Arrays are ``[pages, 2, kv_heads, page, ...]``: tokens of a draft tree that were accepted move up to where a chain
-    would have written them. Scales per page and head (``[pages, 2, kv_heads]``) stay: they must be alike on both pages.
+    Arrays are ``[pages, 2, kv_heads, page, ...]``: accepted tokens of a draft tree move up to the slots of a chain.
+    Scales per page and head (``[pages, 2, kv_heads]``) stay: they must be the same on both pages.
     """
 
     def moved(array: jax.Array) -> jax.Array:

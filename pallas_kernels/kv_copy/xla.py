@@ -1,4 +1,4 @@
-"""Copies within a pool in plain XLA: a gather, then a scatter in place (under donation)."""
+"""Copies within a pool in XLA: a gather, then a scatter in place (under donation)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def move_rows[Pool](
 
 
 def gather_pages[Pool](pool: Pool, pages: Int[Array, " staged"]) -> Pool:
-    """Gather pages one after another in memory, to be swapped out or exported: ``[staged, ...]`` of every array."""
+    """Gather pages into contiguous memory, to be swapped out or exported: ``[staged, ...]`` of every array."""
     return each(lambda array: array.at[pages].get(mode="clip"), pool)
 
 

@@ -1,4 +1,4 @@
-"""kv_write: new keys and values into the pages of a sequence."""
+"""kv_write: writes of new keys and values into the pages of a sequence."""
 
 from pallas_kernels.kv_write.api import (
     explain,

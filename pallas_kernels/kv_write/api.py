@@ -1,4 +1,4 @@
-"""The doors of kv_write: one Mosaic kernel for Ampere, Ada and Hopper GPUs, plain XLA everywhere else."""
+"""API of kv_write: one Mosaic kernel for Ampere, Ada and Hopper GPUs, XLA everywhere else."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def explain(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
-    """The path that `write` takes for operands of these shapes and dtypes, and why.
+    """Return the path that `write` takes for operands of these shapes and dtypes, and why.
 
     Args:
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: the Mosaic kernel is forced and cannot do these operands.
+        ValueError: the Mosaic kernel is forced and does not support these operands.
     """
     refusal = mosaic.refusal(pool, k, v, scales=scales, rope=rope, interleaved=interleaved, q=q)
     return _choice(pool, refusal, path, target)
@@ -50,7 +50,7 @@ def explain_projected(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
-    """The path that `write_projected` takes, like `explain`."""
+    """Return the path that `write_projected` takes, like `explain`."""
     refusal = mosaic.projected_refusal(pool, qkv, rope=rope, scales=scales, interleaved=interleaved)
     return _choice(pool, refusal, path, target)
 
@@ -73,9 +73,9 @@ def write(
     q: Float[Array, "sequences chunk heads head_dim"] | None = None,
     path: Wish = "auto",
 ) -> Written:
-    """Rotate, quantise and write the keys and values of ``chunk`` tokens a sequence, see `reference` for all of it.
+    """Rotate, quantise and write the keys and values of ``chunk`` tokens per sequence, see `reference` for details.
 
-    In place where the pool and the scales are donated. Raises ValueError where a forced path cannot do it.
+    In place if the pool and the scales are donated. Raises ValueError if a forced path does not support it.
     """
     options: dict[str, Any] = {"scales": scales, "rope": rope, "interleaved": interleaved, "q": q}
     chosen = explain(pool, k, v, **options, path=path)
@@ -93,9 +93,9 @@ def write_projected(
     interleaved: bool = False,
     path: Wish = "auto",
 ) -> Written:
-    """`write` of what a fused projection gives, its queries too, see `reference`: the kernel reads it where it lies.
+    """Run `write` on the output of a fused QKV projection, see `reference`: the kernel reads it without a split.
 
-    In place where the pool and the scales are donated. Raises ValueError where a forced path cannot do it.
+    In place if the pool and the scales are donated. Raises ValueError if a forced path does not support it.
     """
     options: dict[str, Any] = {"rope": rope, "scales": scales, "interleaved": interleaved}
     chosen = explain_projected(pool, qkv, **options, path=path)
@@ -116,7 +116,7 @@ def write_rows(
     *,
     path: Wish = "auto",
 ) -> Num[Array, "pages 2 kv_heads page head_dim"]:
-    """One token per row at ``offsets`` within ``pages``; a row whose page is out of range is dropped."""
+    """Write one token per row at ``offsets`` within ``pages``; a row whose page is out of range is dropped."""
     return write(pool, k[:, None], v[:, None], pages[:, None], offsets, path=path).pool
 
 
@@ -129,7 +129,7 @@ def write_pages(
     *,
     path: Wish = "auto",
 ) -> Num[Array, "pages 2 kv_heads page head_dim"]:
-    """Chunks, each from slot ``offsets`` of the first of its ``pages`` on; a token on a page out of range is dropped.
+    """Write chunks from slot ``offsets`` of the first of ``pages`` on; a token on a page out of range is dropped.
 
     ``written`` pages must hold the chunk at every offset that occurs.
     """
@@ -142,10 +142,10 @@ def write_latents(
     pages: Int[Array, "sequences written"],
     offsets: Int[Array, " sequences"],
 ) -> Num[Array, "pages page row"]:
-    """Chunks of latents (multi-head latent attention), placed as `write_pages` places keys; in place under donation.
+    """Write chunks of latents (multi-head latent attention), placed as by `write_pages`; in place under donation.
 
-    Where rows of the pool are longer, what lies behind stays. Always XLA's: a scatter of rows that
-    are several hundred numbers long.
+    If rows of the pool are longer, their remaining columns are kept. Always XLA: a scatter of rows of several hundred
+    numbers.
     """
     return xla.write_latents(pool, latents, pages, offsets)
 
@@ -159,9 +159,9 @@ def write_scaled_latents(
     *,
     borders: tuple[int, ...],
 ) -> tuple[Num[Array, "pages page row"], Float[Array, "pages page parts"]]:
-    """`write_latents` into a pool of int8 or float8: the pool and its scales, see `reference.quantize_latents`.
+    """Run `write_latents` on an int8 or float8 pool; return pool and scales, see `reference.quantize_latents`.
 
     Raises:
-        ValueError: the pool's dtype is none that is quantised.
+        ValueError: the pool's dtype is not a quantised one.
     """
     return xla.write_scaled_latents(pool, scales, latents, pages, offsets, borders=borders)

@@ -1,7 +1,7 @@
 """Rotate, quantise and write keys and values in one launch, in Pallas Mosaic GPU, for Ampere, Ada and Hopper.
 
-One thread block (128 threads) handles one token and one tile of up to `Tiles.heads` heads of its keys, of its values,
-or of its queries; nothing is shared between threads but the largest magnitude of a head, by shuffles within a warp:
+One CTA (128 threads) handles one token and one tile of up to `Tiles.heads` heads of its keys, of its values, or of its
+queries; threads share only the largest magnitude of a head, by shuffles within a warp:
 
     device memory          registers                                        device memory
     k[token, heads]  -->   rotate, cast, largest magnitude, quantise  -->   pool[page, 0, heads, slot]
@@ -9,9 +9,9 @@ or of its queries; nothing is shared between threads but the largest magnitude o
                                          scale of each head           -->   scales[page, side, heads, slot]
     q[token, heads]  -->   rotate, cast                               -->   turned[token, heads]
 
-The loads do not wait for the look-up of the page. The pool and its scales are mutable references: the kernel's result
-is their memory, and a donated pool is never copied. A head's row is contiguous in the pool, 128 bytes or more, so a
-store fills whole sectors of memory whatever the slot; asynchronous bulk copies could not do that better.
+The loads do not wait for the page lookup. The pool and its scales are mutable references, updated in place: a donated
+pool is never copied. A head's row is contiguous in the pool, 128 bytes or more, so a store fills whole memory sectors
+for any slot; TMA copies could not do better.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ KEYS, VALUES = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes. No bit of a result depends on them.
+    """Block sizes; results are bitwise independent of them.
 
     Attributes:
-        heads: heads of one token that a thread block takes at most; a power of two.
+        heads: most heads of one token per CTA; a power of two.
     """
 
     heads: int = 8
@@ -55,18 +55,18 @@ class Tiles:
 
 
 def heuristic_tiles(head_dim: int) -> Tiles:
-    """As many heads as give each thread up to eight numbers."""
+    """Return tiles with as many heads as give each thread up to eight numbers."""
     return Tiles(1 << ((8 * THREADS // head_dim).bit_length() - 1))
 
 
 class _Operands(NamedTuple):
-    """Operands in device memory, ``tokens`` being all sequences' one after another. None: not part of this launch."""
+    """Operands in device memory; ``tokens`` are those of all sequences, concatenated. None: not in this launch."""
 
     pages: Any  # [sequences, written]
     offsets: Any  # [sequences]
-    k: Any  # [tokens, kv_heads, *columns]; None, as v, where q holds them
+    k: Any  # [tokens, kv_heads, *columns]; None, as v, if q holds them
     v: Any
-    q: Any  # [tokens, heads, *columns]; [tokens, kv_heads, group + 2, *columns], each group's key and value behind it
+    q: Any  # [tokens, heads, *columns]; or [tokens, kv_heads, group + 2, *columns], key and value after each group
     cos: Any  # [tokens, half]
     sin: Any
     given: Any  # [pages, 2, kv_heads]: scales per page and head
@@ -75,15 +75,15 @@ class _Operands(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     tokens: int
     chunk: int
-    half: int  # of the rotated numbers of a head; 0: nothing is rotated
+    half: int  # half of the rotated numbers of a head; 0: no rotation
     head_dim: int
     interleaved: bool
     kv_heads: int
-    group: int  # queries of a KV head where one array holds queries, keys and values; else 0
+    group: int  # queries of a KV head if one array holds queries, keys and values; else 0
     kv_tile: int
     q_tile: int
 
@@ -102,14 +102,14 @@ def write(
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Written:
-    """See `reference`. Sums of a rotation may be fused multiply-adds, and a division may be wrong in its last bit.
+    """See `reference`. Sums of a rotation may be fused multiply-adds, and a division may be off by one ulp.
 
     Args:
-        tiles: how the work is cut; None: `heuristic_tiles`.
+        tiles: block sizes; None: `heuristic_tiles`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: a shape or dtype that this kernel does not do, see `refusal`.
+        ValueError: a shape or dtype that this kernel does not support, see `refusal`.
     """
     if (why := refusal(pool, k, v, scales=scales, rope=rope, interleaved=interleaved, q=q)) is not None:
         raise ValueError(why)
@@ -133,10 +133,10 @@ def write_projected(
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Written:
-    """See `reference`, and `write` for the arguments that are the same. No bit differs from those of `write`.
+    """See `reference`, and `write` for the same arguments. Results are bitwise identical to those of `write`.
 
     Raises:
-        ValueError: a shape or dtype that this kernel does not do, see `projected_refusal`.
+        ValueError: a shape or dtype that this kernel does not support, see `projected_refusal`.
     """
     if (why := projected_refusal(pool, qkv, rope=rope, scales=scales, interleaved=interleaved)) is not None:
         raise ValueError(why)
@@ -151,7 +151,7 @@ def write_projected(
 
 
 def projected_refusal(pool: Any, qkv: Any, *, rope: Any, scales: Any | None = None, interleaved: bool) -> str | None:
-    """None, or why this kernel cannot do `write_projected`, like `refusal`."""
+    """Return why this kernel does not support `write_projected`, or None, like `refusal`."""
     (sequences, chunk, kv_heads, parts, head_dim), dtype = qkv.shape, qkv.dtype
     if parts < 3 or not rope[0].shape[-1] or not sequences * chunk:
         return f"queries, keys and values {qkv.shape} with {2 * rope[0].shape[-1]} numbers rotated."
@@ -170,7 +170,7 @@ def _launched(
     rope: Rope | None,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> Written:
-    """``sources``: see `_Operands`. Of the result, ``q`` is [tokens, heads, *columns], or None."""
+    """Launch the kernel. ``sources``: see `_Operands`. ``q`` of the result is [tokens, heads, *columns], or None."""
     by_token = scales is not None and scales.ndim == 4
     target = jax.new_ref(pool.reshape(*pool.shape[:4], *_columns(shape)))
     found = jax.new_ref(scales) if by_token else None
@@ -199,7 +199,7 @@ def refusal(
     interleaved: bool = False,
     q: Any | None = None,
 ) -> str | None:
-    """None, or why this kernel cannot do operands of these shapes and dtypes (compute capability 8.0, float8: 8.9)."""
+    """Return why this kernel does not support these operands, or None (compute capability 8.0, float8: 8.9)."""
     head_dim, half = k.shape[-1], 0 if rope is None else rope[0].shape[-1]
     if pool.shape[1] != 2 or pool.shape[2] != k.shape[2] or pool.shape[4] != head_dim or v.shape != k.shape:
         return f"keys {k.shape}, values {v.shape} and pool {pool.shape} do not fit."
@@ -226,7 +226,7 @@ def _shape_of(k: Array, q: Array | None, rope: Rope | None, interleaved: bool, t
 
 
 def _columns(shape: _Shape) -> tuple[int, ...]:
-    """A head's numbers as this launch sees them: neighbours that are rotated together have an axis of their own."""
+    """Return a head's dimensions in this launch: neighbours that are rotated together have their own axis."""
     return (shape.head_dim // 2, 2) if shape.interleaved else (shape.head_dim,)
 
 
@@ -248,7 +248,7 @@ def _launcher(shape: _Shape, operands: _Operands, interpret: plgpu.InterpretGPUP
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="kv_write",
-        # No thread reads what another one has written, so that no barriers are needed.
+        # No thread reads what another thread has written, so no barriers are needed.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
@@ -269,7 +269,7 @@ def _cost(shape: _Shape, operands: _Operands) -> pl.CostEstimate:
 
 
 class _Part(NamedTuple):
-    """One tile: a token's heads ``heads`` of its keys, values or queries, at ``at`` of ``source``."""
+    """A tile: the heads ``heads`` of a token's keys, values or queries, at index ``at`` of ``source``."""
 
     source: Any
     at: tuple[Any, ...]
@@ -325,7 +325,7 @@ def _store_in_pool(shape: _Shape, gmem: _Operands, tile: _Part, side: int) -> No
 
 
 def _place(shape: _Shape, gmem: _Operands, token: Any) -> tuple[Any, Any, Any]:
-    """Page and slot of a token, and whether there is such a page."""
+    """Return page and slot of a token, and whether that page exists."""
     (pages, _, _, page), written = gmem.pool.shape[:4], gmem.pages.shape[1]
     sequence = lax.div(token, jnp.int32(shape.chunk))
     at = gmem.offsets[sequence] + lax.rem(token, jnp.int32(shape.chunk))
@@ -335,7 +335,7 @@ def _place(shape: _Shape, gmem: _Operands, token: Any) -> tuple[Any, Any, Any]:
 
 
 def _pieces(shape: _Shape, tile: _Part) -> list[tuple[Any, ...]]:
-    """Column indices that make up a head; of a rotated one the first two hold the pairs."""
+    """Return the column indices that make up a head; for a rotated one the first two hold the pairs."""
     half, dim = shape.half, shape.head_dim
     if shape.interleaved:
         ranges = [(0, half), (half, dim // 2 - half)] if tile.rotated else [(0, dim // 2)]
@@ -345,14 +345,14 @@ def _pieces(shape: _Shape, tile: _Part) -> list[tuple[Any, ...]]:
 
 
 def _layout(shape: _Shape, tile: _Part) -> Any:
-    """One layout for all pieces [rows, columns], a head within one warp."""
+    """Return one layout for all column ranges [rows, columns], with a head within one warp."""
     columns = math.gcd(*(columns[0].size for columns in _pieces(shape, tile)))
     widest = 1 if shape.interleaved else 16 // jnp.dtype(tile.source.dtype).itemsize
     return row_layout(tile.rows, columns, widest)[0]
 
 
 def _load(shape: _Shape, gmem: _Operands, tile: _Part, layout: Any) -> list[Any]:
-    """The pieces of a tile, rotated, in the source's dtype."""
+    """Load the column ranges of a tile, rotated, in the source's dtype."""
     places = [tile.source.at[(*tile.at, *columns)] for columns in _pieces(shape, tile)]
     pieces = [plgpu.load(place, layout=layout, optimized=False) for place in places]
     if not tile.rotated:
@@ -367,7 +367,7 @@ def _load(shape: _Shape, gmem: _Operands, tile: _Part, layout: Any) -> list[Any]
 
 
 def _spread(x: Any, layout: Any, size: int, *, axis: int) -> Any:
-    """[columns] on ``axis`` 1, or [rows] on 0, repeated ``size`` times along the other one."""
+    """Broadcast [columns] (``axis`` 1) or [rows] (0) ``size`` times along the other axis."""
     dims = (size, *x.shape) if axis else (*x.shape, size)
     return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, (axis,)), layout)
 
@@ -375,7 +375,7 @@ def _spread(x: Any, layout: Any, size: int, *, axis: int) -> Any:
 def _quantized(
     gmem: _Operands, tile: _Part, layout: Any, pieces: list[Any], at: tuple[Any, ...]
 ) -> tuple[list[Any], Any]:
-    """The pieces in the pool's dtype, and the scales per token, if the pool has such."""
+    """Return the column ranges in the pool's dtype, and the scales per token, if the pool has such."""
     dtype = gmem.pool.dtype
     if gmem.found is None and gmem.given is None:
         return [x.astype(dtype) for x in pieces], None

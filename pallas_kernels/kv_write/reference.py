@@ -1,31 +1,31 @@
-"""The meaning of a write of new keys and values into a layer's pool, and of its options, token by token.
+"""Reference of a write of new keys and values into a layer's pool, and of its options, token by token.
 
 Keys and values are ``[sequences, chunk, kv_heads, head_dim]``: ``chunk`` consecutive tokens of each sequence, the first
 at slot ``offsets`` of the sequence's first page in ``pages``. A token whose page is out of range, above or below, is
-dropped; ``pages`` must be wide enough for the chunk at every offset that occurs. Decode is ``chunk`` 1 with one page a
-sequence. No slot may be written twice.
+dropped; ``pages`` must be wide enough for the chunk at every offset that occurs. Decode is ``chunk`` 1 with one page
+per sequence. No slot may be written twice.
 
-Options, alike in every path:
+Options, identical in every path:
 
 - ``rope``: cosines and sines ``[sequences, chunk, half]``. Keys (and ``q``, when given) are rotated in float32 and cast
   back to their own dtype before anything else (Su et al., arXiv:2104.09864). The first ``2 * half`` numbers of a head
-  take part, the others stay as they are (partial rotation). Pairs are ``(i, i + half)``, or with ``interleaved``
+  are rotated, the others are unchanged (partial rotation). Pairs are ``(i, i + half)``, or with ``interleaved``
   neighbours ``(2 i, 2 i + 1)``.
-- ``scales`` of a pool in int8 or float8_e4m3fn, float32: what its numbers are multiplied with when they are read.
+- ``scales`` of a pool in int8 or float8_e4m3fn, float32: factors that dequantize its numbers when they are read.
   ``[pages, 2, kv_heads, page]``, per token: each is computed from its own token and head alone, largest magnitude /
   limit (127 or 448), and is written with it, as KIVI (arXiv:2402.02750) does for values.
-  ``[pages, 2, kv_heads]``, per page and head: given, as vLLM's and TensorRT-LLM's static scales are; a write reads
+  ``[pages, 2, kv_heads]``, per page and head: given, like static scales of vLLM and TensorRT-LLM; a write reads
   them, never changes them, and saturates. `static_scales` makes them for a whole pool.
   A pool in uint8 holds the bits of float8_e4m3fn (`pallas_kernels.bits`).
-- ``q [sequences, chunk, heads, head_dim]``: rotated alike and given back, not written.
+- ``q [sequences, chunk, heads, head_dim]``: rotated in the same way and returned, not written.
 
-`write_projected` has all three in one array as a fused projection leaves them, ``[sequences, chunk, kv_heads, group +
-2, head_dim]``: the queries of each KV head, its key and its value.
+`write_projected` takes all three in one array, the output of a fused QKV projection, ``[sequences, chunk, kv_heads,
+group + 2, head_dim]``: the queries of each KV head, its key and its value.
 
-Why a page's scale is given and not found from its tokens: it must be known at the page's first token, or what is
-written would depend on how a prompt was cut into chunks, and tokens written earlier would have to be quantised anew.
-Taking it from that first token would depend on no cut, but the first token of a sequence is the attention sink, whose
-values are close to zero (arXiv:2309.17453): every later value of the page would saturate.
+Why a page's scale is given and not computed from its tokens: it must be known at the page's first token, or results
+would depend on how a prompt was cut into chunks, and tokens written earlier would have to be requantised. A scale from
+the first token would be independent of chunks, but the first token of a sequence is the attention sink, whose values
+are close to zero (arXiv:2309.17453): every later value of the page would saturate.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from pallas_kernels import bits
 
 Rope = tuple[Float[Array, "sequences chunk half"], Float[Array, "sequences chunk half"]]
 
-# A head of zeros has this as its largest magnitude: its scale can be divided by.
+# Largest magnitude of a head of zeros, so that its scale can be a divisor.
 SMALLEST = 1e-30
 
 
 class Written(NamedTuple):
-    """The pool after a write, its scales (None where it has none) and the rotated queries (None where none came)."""
+    """The pool after a write, its scales (None if it has none) and the rotated queries (None if none were given)."""
 
     pool: Num[Array, "pages 2 kv_heads page head_dim"]
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None
@@ -53,7 +53,7 @@ class Written(NamedTuple):
 
 
 def limit(dtype: Any) -> float:
-    """The largest magnitude that a quantised pool stores; ValueError for dtypes that are none."""
+    """Return the largest magnitude of a quantised pool's numbers; raise ValueError for other dtypes."""
     limits = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
     if bits.meant(dtype) not in limits:
         raise ValueError(f"a pool with scales must be int8 or float8_e4m3fn, not {jnp.dtype(dtype)}")
@@ -63,7 +63,7 @@ def limit(dtype: Any) -> float:
 def static_scales(
     pool: Num[Array, "pages 2 kv_heads page head_dim"], largest: Float[Array, "2 kv_heads"]
 ) -> Float[Array, "pages 2 kv_heads"]:
-    """Scales of every page for keys (row 0) and values of magnitudes up to ``largest``, as calibration found them."""
+    """Return scales of every page for keys (row 0) and values of magnitudes up to ``largest``, from calibration."""
     return jnp.broadcast_to(jnp.asarray(largest, jnp.float32) / limit(pool.dtype), pool.shape[:3])
 
 
@@ -75,7 +75,7 @@ def rotate(
     interleaved: bool = False,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*batch heads head_dim"]:
-    """The rotation alone, computed and given back in ``dtype``."""
+    """Rotate ``x``; compute and return it in ``dtype``."""
     cos, sin = (angle.astype(dtype)[..., None, :] for angle in (cos, sin))
     rotary = 2 * cos.shape[-1]
     turned, rest = x[..., :rotary].astype(dtype), x[..., rotary:].astype(dtype)
@@ -92,14 +92,14 @@ def rotate(
 
 
 def token_scales(x: Float[Array, "*batch head_dim"], dtype: Any) -> Float[Array, "*batch"]:
-    """One scale for each head of each token, such that its largest magnitude becomes the limit of ``dtype``."""
+    """Return one scale for each head of each token, which maps its largest magnitude to the limit of ``dtype``."""
     return jnp.maximum(jnp.abs(x).max(-1), SMALLEST) / limit(dtype)
 
 
 def quantize(
     x: Float[Array, "*batch head_dim"], scales: Float[Array, "*batch"], dtype: Any
 ) -> Num[Array, "*batch head_dim"]:
-    """``x / scales`` rounded to ``dtype`` (to even), saturated at its limit; uint8: the bits of float8_e4m3fn."""
+    """Return ``x / scales`` rounded to ``dtype`` (to even), saturated at its limit; uint8: bits of float8_e4m3fn."""
     numbers = x * (1 / jnp.maximum(scales, SMALLEST))[..., None]
     numbers = jnp.clip(numbers, -limit(dtype), limit(dtype))
     kind = bits.meant(dtype)
@@ -109,10 +109,10 @@ def quantize(
 def quantize_latents(
     latents: Float[Array, "*batch latent"], borders: tuple[int, ...], dtype: Any
 ) -> tuple[Num[Array, "*batch latent"], Float[Array, "*batch parts"]]:
-    """Latents in 8 bits and a scale for each part between ``borders``: the latent, the rotated key, an index key.
+    """Quantise latents to 8 bits, with a scale per section at ``borders``: latent, rotated key, index key.
 
-    They have sizes of their own: the first come out of a norm, the key is as large as its projection makes it, and
-    one scale for both would leave the smaller few bits. (vLLM's ``fp8_ds_mla`` keeps the key in 16 bits.)
+    Magnitudes differ between sections: the latent comes from a norm, the key from a projection of any size, and one
+    scale for both would leave the smaller few bits. (vLLM's ``fp8_ds_mla`` keeps the key in 16 bits.)
     """
     parts = jnp.split(latents.astype(jnp.float32), borders, axis=-1)
     scales = [token_scales(part, dtype) for part in parts]
@@ -123,7 +123,7 @@ def quantize_latents(
 def places(
     pages: Int[Array, "sequences written"], offsets: Int[Array, " sequences"], chunk: int, page: int
 ) -> tuple[Int[Array, "sequences chunk"], Int[Array, "sequences chunk"]]:
-    """Page and slot of every token; page -1 for tokens beyond the ``written`` pages."""
+    """Return page and slot of every token; page -1 for tokens beyond the ``written`` pages."""
     at = offsets[:, None] + jnp.arange(chunk)
     own = jnp.take_along_axis(pages, jnp.minimum(at // page, pages.shape[1] - 1), axis=1)
     return jnp.where(at // page < pages.shape[1], own, -1), at % page
@@ -142,7 +142,7 @@ def write(
     q: Float[Array, "sequences chunk heads head_dim"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Written:
-    """See the module. ``dtype`` is what is computed in; wider than float32, nothing is rounded on the way."""
+    """See the module. Everything is computed in ``dtype``; wider than float32, nothing is rounded in between."""
 
     def turned(x: jax.Array) -> jax.Array:
         exact = jnp.promote_types(x.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else x.dtype
@@ -175,7 +175,7 @@ def projected(
     Float[Array, "sequences chunk kv_heads head_dim"],
     Float[Array, "sequences chunk kv_heads head_dim"],
 ]:
-    """The queries, keys and values of a fused projection."""
+    """Split a fused projection into queries, keys and values."""
     q = qkv[..., :-2, :].reshape(*qkv.shape[:2], -1, qkv.shape[-1])
     return q, qkv[..., -2, :], qkv[..., -1, :]
 
@@ -186,9 +186,9 @@ def write_latents(
     pages: Int[Array, "sequences written"],
     offsets: Int[Array, " sequences"],
 ) -> Num[Array, "pages page row"]:
-    """One row a token, key and value of all heads (DeepSeek-V2, arXiv:2405.04434), placed like keys.
+    """Write one row per token, key and value of all heads (DeepSeek-V2, arXiv:2405.04434), placed like keys.
 
-    Of a longer row, what lies behind stays.
+    The remaining columns of a longer row are kept.
     """
     (sequences, chunk), page = latents.shape[:2], pool.shape[1]
     ids, slots = places(pages, offsets, chunk, page)

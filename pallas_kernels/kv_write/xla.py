@@ -1,4 +1,4 @@
-"""Writing new keys and values into a layer's pool in plain XLA. Under donation every write happens in place."""
+"""Writes of new keys and values into a layer's pool in XLA. Under donation every write happens in place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(
     def turned(x: jax.Array) -> jax.Array:
         return x if rope is None else rotate(x, *rope, interleaved=interleaved).astype(x.dtype)
 
-    # Token by token: on a CPU as fast as page by page, since that would have to shift the chunk to the pages' borders.
+    # Token by token: on a CPU as fast as page by page, which would have to shift the chunk to page boundaries.
     sequences, chunk = k.shape[:2]
     ids, slots = _places(pages, offsets, chunk, pool.shape[3])
     rows = jnp.stack([x.reshape(sequences * chunk, *x.shape[2:]) for x in (turned(k), v)], axis=1)
@@ -86,7 +86,7 @@ def write_scaled_latents(
 
 
 def _put(pool: jax.Array, numbers: jax.Array, at: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Numbers of tokens into the first columns of their rows."""
+    """Write tokens into the first columns of their rows."""
     columns = slice(0, numbers.shape[-1])
     return pool.at[(*at, columns)].set(numbers, mode="drop", wrap_negative_indices=False)
 

@@ -1,4 +1,4 @@
-"""linear_attention: a fixed-size state instead of keys and values: gated linear attention and the gated delta rule."""
+"""linear_attention: gated linear attention and the gated delta rule, with a fixed-size state instead of a KV cache."""
 
 from pallas_kernels.linear_attention.api import SIZE, chunks, decode, explain, prefill, step
 

@@ -1,7 +1,7 @@
-"""The doors of linear_attention: Mosaic kernels on Ampere, Ada and Hopper GPUs, plain XLA everywhere else.
+"""API of linear_attention: Mosaic kernels on Ampere, Ada and Hopper GPUs, XLA everywhere else.
 
-`step` and `chunks` are functions of states that are their arguments: always XLA's, and differentiable. `decode` and
-`prefill` go on from states in a pool, in place; these have the kernels.
+`step` and `chunks` take states as arguments and return them: always XLA, and differentiable. `decode` and `prefill`
+continue from states in a pool, in place; these have the kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pallas_kernels.linear_attention.mosaic import prefill as prefill_kernel
 __all__ = ["SIZE", "chunks", "decode", "explain", "prefill", "step"]
 
 _OP = "linear_attention"
-SIZE = 64  # tokens of a chunk, if no other number is asked for
+SIZE = 64  # default number of tokens in a chunk
 
 
 def step(
@@ -31,11 +31,11 @@ def step(
     *,
     state: Float[Array, "rows heads key value"],
 ) -> tuple[Float[Array, "rows heads value"], Float[Array, "rows heads key value"]]:
-    """One token of each row: the outputs, and the states after them; see `reference`. All in float32.
+    """Process one token of each row: return the outputs, and the states after them; see `reference`. All in float32.
 
     Args:
-        decay: logarithms of what the state is multiplied with, at most 0.
-        beta: how much of what the state has under a key is replaced; None: what comes is added.
+        decay: logarithms of the factors of the state, at most 0.
+        beta: fraction of the state's value under a key that is replaced; None: the new value is added.
     """
     return xla.step(q, k, v, decay, beta, state)
 
@@ -50,9 +50,9 @@ def chunks(
     state: Float[Array, "batch heads key value"],
     size: int,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:
-    """Many tokens of each sequence: all outputs, and the state after each chunk of ``size`` tokens; as `step`.
+    """Process many tokens of each sequence: return all outputs, and the state after each chunk; as `step`.
 
-    A token of zeros (its decay and beta, too) changes no state. ``size`` is a power of two, ``time`` a multiple of it.
+    A token of zeros (also decay and beta) changes no state. ``size`` is a power of two, ``time`` a multiple of it.
     """
     return xla.chunks(q, k, v, decay, beta, state, size)
 
@@ -70,14 +70,14 @@ def explain(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
-    """The path that `decode` (of values [rows, heads, value]) or `prefill` (of a time axis, too) takes, and why.
+    """Return the path of `decode` (values [rows, heads, value]) or `prefill` (with a time axis), and why.
 
     Args:
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: a kernel is forced and cannot do these operands.
+        ValueError: a kernel is forced and does not support these operands.
     """
     kernel = decode_kernel if v.ndim == 3 else prefill_kernel
     why = kernel.refusal(q, k, v, decay, beta, pool, read, write)
@@ -96,14 +96,14 @@ def decode(
     *,
     path: Wish = "auto",
 ) -> tuple[Float[Array, "rows heads value"], Float[Array, "states heads key value"]]:
-    """One token of each row, on states in a pool: the outputs in float32, and the pool, in place where it is donated.
+    """Process one token of each row, on states in a pool: return float32 outputs, and the pool, in place if donated.
 
-    Row r goes on from state ``read[r]`` (beyond the pool: from zeros) and leaves its own in ``write[r]`` (beyond the
-    pool: nowhere), which may be the same. No row may write what another one reads or writes. Queries, keys and values
-    of any float dtype, gates in float32; as many heads of values as of queries, or a multiple; see `step`.
+    Row r continues from state ``read[r]`` (out of range: from zeros) and writes its state to ``write[r]`` (out of
+    range: dropped), which may be the same. No row may write a state that another row reads or writes. Queries, keys and
+    values of any float dtype, gates in float32; as many heads of values as of queries, or a multiple; see `step`.
 
     Raises:
-        ValueError: a forced ``path`` cannot do it.
+        ValueError: a forced ``path`` does not support it.
     """
     chosen = explain(q, k, v, decay, beta, pool, read, write, path=path)
     run = noted(_OP, chosen.path, decode_kernel.decode, xla.decode)
@@ -124,15 +124,15 @@ def prefill(
     *,
     path: Wish = "auto",
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "states heads key value"]]:
-    """Many tokens of each sequence, on states in a pool; as `decode`.
+    """Process many tokens of each sequence, on states in a pool; as `decode`.
 
     Args:
-        write: where the state after each chunk of ``size`` tokens goes; beyond the pool: nowhere.
-        size: a power of two from 16 on; ``time`` is a multiple of it. Fill up with tokens of zeros, gates included:
-            they change no bit of a state.
+        write: target of the state after each chunk of ``size`` tokens; out of range: dropped.
+        size: a power of two from 16 on; ``time`` is a multiple of it. Pad with tokens of zeros, gates included:
+            they leave a state bitwise unchanged.
 
     Raises:
-        ValueError: ``size`` and the shapes do not fit, or a forced ``path`` cannot do it.
+        ValueError: ``size`` and the shapes do not fit, or a forced ``path`` does not support it.
     """
     if size < 16 or size & (size - 1) or write.shape != (v.shape[0], v.shape[1] // size) or v.shape[1] % size:
         raise ValueError(f"size {size}: {v.shape[1]} tokens in chunks of a power of two from 16, states {write.shape}")

@@ -1,4 +1,4 @@
-"""The plain recurrence, token by token: what every path of the op must agree with."""
+"""Reference recurrence, token by token: every path of the op must agree with it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def step(
     beta: Float[Array, "*batch heads"] | None,
     state: Float[Array, "*batch heads key value"],
 ) -> tuple[Float[Array, "*batch heads value"], Float[Array, "*batch heads key value"]]:
-    """One token: the output, and the state after it.
+    """Process one token: return the output, and the state after it.
 
     Without ``beta`` this is gated linear attention, and with q = C, k = B, v = dt x the recurrence of Mamba-2 (Dao & Gu
-    2024): ``S = exp(decay) S + k v^T``, ``out = S^T q``. With it the gated delta rule (Yang et al. 2024): what the
-    state has under ``k`` is taken out first, ``S += beta k (v - S^T k)^T``.
+    2024): ``S = exp(decay) S + k v^T``, ``out = S^T q``. With it the gated delta rule (Yang et al. 2024): the state's
+    value under ``k`` is removed first, ``S += beta k (v - S^T k)^T``.
     """
     state = state * jnp.exp(decay)[..., None, None]
     if beta is not None:
@@ -36,7 +36,7 @@ def scan(
     beta: Float[Array, "batch time heads"] | None,
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch time heads key value"]]:
-    """All outputs, and the state after each token."""
+    """Return all outputs, and the state after each token."""
     operands = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay, *([] if beta is None else [beta]))]
 
     def once(state: jax.Array, now: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -58,10 +58,10 @@ def decode(
     read: Int[Array, " rows"],
     write: Int[Array, " rows"],
 ) -> tuple[Float[Array, "rows heads value"], Float[Array, "states heads key value"]]:
-    """`step` of states in a pool: row r goes on from state ``read[r]`` and leaves its own in ``write[r]``.
+    """Run `step` on states in a pool: row r continues from state ``read[r]`` and writes its state to ``write[r]``.
 
-    From an id beyond the pool it begins with zeros, and what goes there is dropped. All is read before anything is
-    written. Head h has the query and the key of head ``h * k_heads // heads``.
+    An id out of range reads zeros, and a write to it is dropped. All reads precede all writes. Head h has the query and
+    the key of head ``h * k_heads // heads``.
     """
     q, k = (per_head(x, v) for x in (q, k))
     out, state = step(q, k, v.astype(pool.dtype), decay, beta, begin(pool, read))
@@ -78,7 +78,7 @@ def prefill(
     read: Int[Array, " batch"],
     write: Int[Array, "batch chunks"],
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "states heads key value"]]:
-    """`scan` of states in a pool, as `decode`: state ``write[b, c]`` is that of sequence b after its chunk c."""
+    """Run `scan` on states in a pool, as `decode`: ``write[b, c]`` is the state of sequence b after its chunk c."""
     q, k = (per_head(x, v) for x in (q, k))
     outs, states = scan(q, k, v.astype(pool.dtype), decay, beta, begin(pool, read))
     size = q.shape[1] // write.shape[1]
@@ -86,15 +86,15 @@ def prefill(
 
 
 def per_head(x: Float[Array, "*batch k_heads key"], v: Float[Array, "*batch heads value"]) -> jax.Array:
-    """The queries or keys of each head of ``v``, in float32 at least."""
+    """Repeat the queries or keys for each head of ``v``, in float32 at least."""
     return jnp.repeat(x, v.shape[-2] // x.shape[-2], axis=-2).astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def begin(pool: jax.Array, read: jax.Array) -> jax.Array:
-    """The states of some ids; zeros beyond the pool."""
+    """Return the states of some ids; zeros if out of range."""
     return pool.at[read].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def put(pool: jax.Array, write: jax.Array, state: jax.Array) -> jax.Array:
-    """States to some ids; none beyond the pool."""
+    """Write states to some ids; drop those out of range."""
     return pool.at[write].set(state, mode="drop", wrap_negative_indices=False)

@@ -1,8 +1,8 @@
-"""linear_attention in plain XLA: a step for rows of one token, and chunks of some tens for prompts.
+"""linear_attention in XLA: a step for rows of one token, and chunks of some tens of tokens for prompts.
 
-Within a chunk all is matrix products; from one chunk to the next goes the state (Yang et al. 2024, "Gated Delta
-Networks"; Dao & Gu 2024 without the delta rule). Every product has the shape of one chunk of one head, so the bits of
-a token do not depend on how many chunks a program has.
+Within a chunk everything is matrix products; the state is carried from chunk to chunk (Yang et al. 2024, "Gated Delta
+Networks"; Dao & Gu 2024 without the delta rule). Every product has the shape of one chunk of one head, so a token is
+bitwise independent of the number of chunks in a program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def chunks(
     state: Float[Array, "batch heads key value"],
     size: int,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch chunks heads key value"]]:
-    """All outputs, and the state after each chunk of ``size`` tokens; ``time`` is a multiple of it."""
+    """Return all outputs, and the state after each chunk of ``size`` tokens; ``time`` is a multiple of it."""
 
     def once(state: jax.Array, now: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         out, state = _chunk(now, state)
@@ -48,7 +48,7 @@ def prefill(
     read: Int[Array, " batch"],
     write: Int[Array, "batch chunks"],
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "states heads key value"]]:
-    """See `reference.prefill`. Each chunk's states go into the pool at once: no more than one of a sequence is held."""
+    """See `reference.prefill`. Each chunk's states are written to the pool at once: only one per sequence is live."""
     q, k, v = per_head(q, v), per_head(k, v), v.astype(jnp.float32)
 
     def once(held: tuple[jax.Array, jax.Array], now: tuple[Any, Any]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
@@ -62,7 +62,7 @@ def prefill(
 
 
 def _given(q: Any, k: Any, v: Any, decay: Any, beta: Any, size: int) -> list[jax.Array]:
-    """What a scan over chunks goes through."""
+    """Return the inputs of a scan over chunks."""
     return [_cut(x, size) for x in (q, k, v, decay[..., None], *([] if beta is None else [beta[..., None]]))]
 
 
@@ -79,14 +79,14 @@ def _cut(x: Float[Array, "batch time heads d"], size: int) -> Float[Array, "chun
 def _chunk(
     now: list[jax.Array], state: Float[Array, "batch heads key value"]
 ) -> tuple[Float[Array, "batch heads size value"], Float[Array, "batch heads key value"]]:
-    """The outputs of one chunk, and the state after it."""
+    """Return the outputs of one chunk, and the state after it."""
     q, k, v, (decay, *betas) = *now[:3], (gate[..., 0] for gate in now[3:])
     beta = betas[0] if betas else None
     size = q.shape[-2]
     since = jnp.cumsum(decay, axis=-1)  # the decay since the chunk began, the token's own included
     index = jnp.arange(size)
     causal = index[:, None] >= index[None, :]
-    # Sums of what lies between two tokens, not differences of sums since the beginning, which are large.
+    # Sums of the decays between two tokens, not differences of the large sums since the beginning.
     steps = jnp.where(index[:, None] > index[None, :], decay[..., :, None], 0.0)
     between = jnp.where(causal, jnp.exp(jnp.cumsum(steps, axis=-2)), 0.0)
     before = jnp.exp(since)[..., None]
@@ -108,8 +108,8 @@ def _product(form: str, one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _inverse(lower: Float[Array, "*batch size size"]) -> Float[Array, "*batch size size"]:
-    """The inverse of ``1 + lower``, which is strictly lower triangular, of a power of two: from blocks of one number
-    to those twice as large. As stable as substitution; powers of ``lower`` would be products of huge numbers."""
+    """Return the inverse of ``1 + lower``, ``lower`` strictly lower triangular of a power-of-two size, by doubling
+    block sizes. As stable as substitution; powers of ``lower`` would be products of huge numbers."""
     size, width = lower.shape[-1], 1
     inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)  # of the blocks along the diagonal
     while width < size:

@@ -1,4 +1,4 @@
-"""lora: products of low rank of rows with the adapter that each row has."""
+"""lora: low-rank products of rows with the adapter of each row."""
 
 from pallas_kernels.lora.api import by_slot, explain, group, low_rank
 from pallas_kernels.lora.cpu import BySlot

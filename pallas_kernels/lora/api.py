@@ -1,7 +1,7 @@
-"""The door of lora: Mosaic kernels for Ampere, Ada and Hopper GPUs, plain XLA everywhere else.
+"""API of lora: Mosaic kernels for Ampere, Ada and Hopper GPUs, XLA everywhere else.
 
-Rows are dealt out to tiles once for all weights of a step (`group`), before it is known which of these the kernels do.
-XLA takes tiles of either kind.
+Rows are grouped into tiles once for all weights of a step (`group`), before it is known which weights the kernels
+support. XLA takes tiles of either kind.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ def group(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Groups:
-    """Deal out rows to tiles of one adapter each; see `pallas_kernels.grouped_matmul.group`.
+    """Group rows into tiles of one adapter each; see `pallas_kernels.grouped_matmul.group`.
 
     Args:
         slots: the adapter of each row, 0 to ``count`` - 1; a row with any other has none, and is in no tile.
-        count: of adapters.
-        most: the rows that one adapter may have at most.
-        spread: adapters that the rows are likely to be spread over; None: ``count``.
+        count: number of adapters.
+        most: the most rows of one adapter.
+        spread: likely number of distinct adapters of the rows; None: ``count``.
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
     """
     chosen = _choose(None, path, target).path
     return grouped.group(slots, count, most, spread=spread, path=chosen, kernel_rows=mosaic.TILE_ROWS, target=target)
 
 
 def by_slot(groups: Groups, count: int, *, target: Target | None = None) -> cpu.BySlot | None:
-    """Few rows by slot, too, as `low_rank` likes them on a CPU.
+    """Arrange few rows by slot in addition to tiles, the faster form of `low_rank` on a CPU.
 
     Args:
-        groups: `group`'s.
-        count: of adapters.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        groups: result of `group`.
+        count: number of adapters.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
     """
     return cpu.by_slot(groups, count) if (target or lowering_target()).platform == "cpu" else None
 
@@ -60,16 +60,16 @@ def by_slot(groups: Groups, count: int, *, target: Target | None = None) -> cpu.
 def explain(
     x: Any, a: Any, b: Any, groups: Groups | None = None, *, path: Wish = "auto", target: Target | None = None
 ) -> Choice:
-    """The path that `low_rank` takes for operands of these shapes and dtypes, and why.
+    """Return the path that `low_rank` takes for operands of these shapes and dtypes, and why.
 
     Args:
-        x: [..., k], of which rows do not count here.
+        x: [..., k]; the number of rows does not matter here.
         groups: None: tiles as the path wants them, see `group`.
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: the Mosaic kernels are forced and cannot do these operands; or they do not fit each other.
+        ValueError: the Mosaic kernels are forced and do not support these operands; or they do not fit each other.
     """
     check(x, a, b)
     return _choose(mosaic.refusal(x, a, _flat(b), groups), path, target)
@@ -85,20 +85,20 @@ def low_rank(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Float[Array, "rows *n"]:
-    """Each row times the transposed ``a``, and then ``b``, of its adapter, in the dtype of ``x``; zeros for rows
-    without one.
+    """Multiply each row by the transposed ``a``, and then ``b``, of its adapter, in the dtype of ``x``; rows without an
+    adapter give zeros.
 
-    A row's result depends on no other row, nor on what else lies in the banks. float32 means float32: no TF32. It can
-    be differentiated in reverse, and batched by `jax.vmap`: both take the XLA path all the way.
+    A row's result depends on no other row, nor on other adapters in the banks. float32 means float32: no TF32. The op
+    supports reverse-mode differentiation, and batching by `jax.vmap`: both take the XLA path all the way.
 
     Args:
-        groups: `group`'s.
-        slots: `by_slot`'s.
+        groups: result of `group`.
+        slots: result of `by_slot`.
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a forced path that cannot do them.
+        ValueError: shapes that do not fit each other, or a forced path that does not support them.
     """
     if explain(x, a, b, groups, path=path, target=target).path == "xla":
         return xla.low_rank(x, a, b, groups, slots, target=target)
@@ -114,7 +114,7 @@ def _choose(refusal: str | None, path: Wish, target: Target | None) -> Choice:
 
 
 def _spread() -> bool:
-    """Whether XLA divides the traced program between devices."""
+    """Return whether XLA shards the traced program over devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(size > 1 for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 

@@ -1,8 +1,8 @@
-"""Shrink and expand on a CPU: products of rows with the low-rank arrays of the adapter that each row has.
+"""LoRA shrink and expand on a CPU: products of rows with the low-rank arrays of each row's adapter.
 
-A loop over tiles cuts out each tile's arrays, which is a copy, and calls for each of its small products. Where no
-adapter has more than one tile, all are multiplied at once instead: a batch of the very products that the loop makes,
-so that a row has the same bits either way.
+A loop over tiles slices (copies) each tile's arrays, and makes a library call for each of its small products. If no
+adapter has more than one tile, all are multiplied at once instead: a batch of the same products as in the loop, so that
+both are bitwise identical.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.grouped_matmul import Groups
 
 _ROWS_BY_ROWS = ((1,), (1,))
-_LEAST_SHARE = 2  # of the slots one in so many has rows, or else the loop has less to do
+_LEAST_SHARE = 2  # at least one in this many slots must have rows, or else the loop has less work
 
 
 class BySlot(NamedTuple):
     """Rows by slot instead of by tile.
 
     Attributes:
-        entries: the row that a place holds; the number of rows where it holds none.
-        places: the place of each row, counted over all slots; the number of places where the row has no adapter.
-        suits: each slot has room for its rows, and enough of them have some.
+        entries: the row at each position; the number of rows if it is empty.
+        places: the position of each row, counted over all slots; the number of positions if it has no adapter.
+        suits: whether each slot has capacity for its rows, and enough slots have some.
     """
 
     entries: Int[Array, "slots places"]
@@ -35,10 +35,10 @@ class BySlot(NamedTuple):
 
 
 def by_slot(groups: Groups, count: int) -> BySlot | None:
-    """Rows as `group` has dealt them out to tiles, by slot.
+    """Arrange by slot the rows that `group` has put into tiles.
 
     Args:
-        count: of slots.
+        count: number of slots.
     """
     if groups.experts is None:
         return None
@@ -59,11 +59,11 @@ def low_rank(
     groups: Groups,
     slots: BySlot | None,
 ) -> Float[Array, "rows n"]:
-    """``x a^T b^T`` of each row's slot, in the dtype of ``x``; zeros for rows without one.
+    """Compute ``x a^T b^T`` with each row's slot, in the dtype of ``x``; zeros for rows without one.
 
     Args:
-        groups: of the rows.
-        slots: `by_slot` of them; None: always go through the tiles.
+        groups: tiles of the rows.
+        slots: result of `by_slot`; None: always loop over the tiles.
     """
     if slots is None:
         return _in_tiles(x, a, b, groups)

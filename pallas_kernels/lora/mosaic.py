@@ -1,8 +1,8 @@
-"""Products of low rank (Hu et al. 2021) of tiles of rows with the adapter of each tile, for GPUs from Ampere on.
+"""Low-rank products (Hu et al. 2021) of tiles of rows with the adapter of each tile, for GPUs from Ampere on.
 
-Two launches in Pallas Mosaic GPU, the same for sm_80 to sm_90a: `mma`, and plain loads where Hopper would have the TMA.
-Which adapter a tile has, and how many tiles hold anything, is read from device memory: one program serves every mixture
-of adapters. Tiles that hold nothing are left as they are; nobody reads them.
+Two launches in Pallas Mosaic GPU, the same for sm_80 to sm_90a: `mma`, and plain loads where Hopper could use the TMA.
+The kernels read the adapter of each tile and the number of non-empty tiles from device memory: one program serves every
+mixture of adapters. Empty tiles are left unwritten; their results are never read.
 
     shrink, a thread block for a tile and a split of the inputs:
       x [rows, piece], a [rank, piece]  -> registers -> shared memory, while the piece before is multiplied
@@ -13,13 +13,13 @@ of adapters. Tiles that hold nothing are left as they are; nobody reads them.
       b [channels, rank]                -> registers -> shared memory
       sums [rows, channels] = hidden . b' -> shared memory -> device memory, in wide stores
 
-All four warps have the same 16 rows and other columns (ranks, channels), 32 together. Where ranks are no multiple of
-32, columns of the first product are left undefined, which reach nothing else and are not read again; where they are
-none of 16, they are filled up with zeros for the second.
+All four warps have the same 16 rows and other columns (ranks, channels), 32 together. If ranks are not a multiple of
+32, columns of the first product are left undefined, which affect nothing else and are not read again; if not a multiple
+of 16, they are padded with zeros for the second.
 
-Splits follow from the number of inputs alone, and a sum goes over them in order, 16 at a time: a row has the same bits
-whatever lies in its tile, in other tiles, and in the bank. A float32 is three bfloat16 which together have all its
-digits, and a product six of theirs: the other three are smaller than what float32 rounds off.
+Splits depend on the number of inputs alone, and a sum is over them in order, 16 at a time: a row is bitwise independent
+of its tile, of other tiles, and of the bank. A float32 is split into three bfloat16 which together have all its digits,
+and a product into six of theirs: the other three are smaller than float32 rounding.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from pallas_kernels.layouts import power_of_two, row_layout
 
 __all__ = ["TILE_ROWS", "low_rank", "of_tiles", "refusal"]
 
-TILE_ROWS = (16, 32)  # of a tile: the rows of an mma, and the most
+TILE_ROWS = (16, 32)  # rows of a tile: the rows of an mma, and the most
 _MOST_RANK = {jnp.dtype(dtype): most for dtype, most in ((jnp.bfloat16, 256), (jnp.float16, 256), (jnp.float32, 192))}
-_STEP = 16  # of 16-bit numbers, what one mma sums over
-_COLUMNS = 32  # of four warps' mma
-_SPLITS, _LEAST_SPLIT = 8, 256  # at most so many parts of the inputs, of at least so many
-_UNIT = 64  # inputs of a split and of all: multiples
-_REGISTER_BYTES = 16_384  # in the registers of a thread block at a time: 32 of each thread
-_BLOCK_BYTES = 65_536  # shared memory for `b`: there are 99 KiB on compute capability 8.9
-_CHANNELS = (128, 64, 32)  # of a thread block: what divides and fits
-_GAP = 8  # numbers between lines of shared memory, so that eight of them lie in different banks
+_STEP = 16  # 16-bit numbers that one mma sums over
+_COLUMNS = 32  # mma columns of four warps
+_SPLITS, _LEAST_SPLIT = 8, 256  # most splits of the inputs, and fewest inputs of a split
+_UNIT = 64  # inputs in total, and of a split, are multiples of this
+_REGISTER_BYTES = 16_384  # in the registers of a CTA at a time: 32 registers of each thread
+_BLOCK_BYTES = 65_536  # SMEM for `b`: compute capability 8.9 has 99 KiB
+_CHANNELS = (128, 64, 32)  # channels of a CTA: the first that divides and fits
+_GAP = 8  # padding between lines of SMEM, so that eight lines are in different banks
 
 
 class _Shape(NamedTuple):
-    """The static part of both launches."""
+    """The static parameters of both launches."""
 
     tiles: int
     rows: int
@@ -68,12 +68,12 @@ class _Shape(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Ranks as columns of an mma."""
+        """Ranks, padded to columns of an mma."""
         return pl.cdiv(self.rank, _COLUMNS) * _COLUMNS
 
     @property
     def filled(self) -> int:
-        """Ranks as what the second product sums over."""
+        """Ranks, padded to what the second product sums over."""
         return pl.cdiv(self.rank, _STEP) * _STEP
 
     @property
@@ -99,17 +99,17 @@ class _Shape(NamedTuple):
 
     @property
     def operand(self) -> Any:
-        """The dtype of the numbers that an mma takes."""
+        """The dtype of the operands of an mma."""
         return jnp.bfloat16 if self.dtype == jnp.float32 else self.dtype
 
     @property
     def parts(self) -> int:
-        """Numbers of 16 bits that make one."""
+        """16-bit terms of one number."""
         return 3 if self.dtype == jnp.float32 else 1
 
 
 def _fitting(size: int) -> int:
-    """How many things of so many bytes fit the registers, as a power of two."""
+    """Return how many items of ``size`` bytes fit into registers, rounded down to a power of two."""
     return 1 << ((_REGISTER_BYTES // size).bit_length() - 1)
 
 
@@ -127,7 +127,7 @@ def low_rank(
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     if (why := refusal(x, a, b, groups)) is not None:
         raise ValueError(why)
@@ -143,7 +143,7 @@ def of_tiles(
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "tiles rows n"]:
-    """Multiply rows that lie in their tiles, which `refusal` has not refused; tiles of nothing have any numbers."""
+    """Multiply rows that are in tiles, of operands that `refusal` accepts; empty tiles give undefined numbers."""
     assert groups.experts is not None
     (tiles, rows, inputs), (slots, rank, _) = x.shape, a.shape
     shape = _Shape(tiles, rows, slots, rank, inputs, b.shape[1], jnp.dtype(x.dtype), interpret is not None)
@@ -161,14 +161,14 @@ def _launch(
     shape: _Shape,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """A jit of its own, so that layers of one shape are lowered once."""
+    """Launch within a separate jit, so that layers of one shape are lowered once."""
     partial = _shrinker(shape, interpret)(x, a, owners, occupied)[0]
     result: jax.Array = _expander(shape, interpret)(partial, b, owners, occupied)[0]
     return result
 
 
 def refusal(x: Any, a: Any, b: Any, groups: Groups | None = None) -> str | None:
-    """Why these kernels cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if they can.
+    """Return why these kernels do not support these shapes and dtypes (of arrays or tracers); None if they do.
 
     Args:
         groups: None: tiles as the kernels want them.
@@ -217,7 +217,7 @@ class _Expand(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """A piece of the inputs, in registers or, as [parts, lines, piece], in shared memory."""
+    """A chunk of the inputs, in registers or, as [parts, lines, piece], in SMEM."""
 
     x: Any  # [rows, piece]
     a: Any  # [rank, piece]
@@ -258,11 +258,11 @@ def _kernel(
     length: int,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> Callable[..., Any]:
-    """A launch with a thread block for each tile and part. Its cost is as if no tile were empty.
+    """Make a launch with one CTA per tile and part. Its cost is as if no tile were empty.
 
     Args:
-        parts: of each tile, by the name of the grid's axis.
-        length: what all parts of a tile together go through: inputs, or channels.
+        parts: name of the grid's axis and number of parts of a tile.
+        length: inputs or channels of all parts of a tile together.
     """
     work = shape.tiles * length
     moved = work * (shape.rank + shape.rows) * shape.dtype.itemsize
@@ -275,7 +275,7 @@ def _kernel(
         num_threads=1,
         thread_name="warpgroup",
         kernel_name=f"lora{body.__name__}",
-        # Barriers between what one warp writes to shared memory and others read come by themselves.
+        # Mosaic inserts the barriers between one warp's writes to SMEM and reads of other warps.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         cost_estimate=pl.CostEstimate(
             flops=2 * work * shape.rows * shape.rank, transcendentals=0, bytes_accessed=moved
@@ -340,14 +340,14 @@ def _expand_part(shape: _Shape, tile: Any, gmem: _Expand, smem: _Blocks) -> None
 
 
 def _hidden(shape: _Shape, tile: Any, gmem: _Expand) -> Any:
-    """What the first product gives: its splits, added in their order. [rows, rank]"""
+    """Return the result of the first product: its splits, added in their order. [rows, rank]"""
     ranks = pl.ds(0, shape.rank)
     parts = [_read(gmem.partial.at[tile, split, :, ranks]) for split in range(shape.splits)]
     return functools.reduce(jnp.add, parts).astype(shape.dtype)
 
 
 def _product(shape: _Shape, total: Any, left: Any, right: Any, length: int) -> Any:
-    """``total + left @ right'`` of lines of that length in shared memory, in order; of parts the small ones first."""
+    """Add ``left @ right'`` of lines of ``length`` in SMEM to ``total``, in order; small terms first."""
     for first in range(0, length, _STEP):
         along = pl.ds(first, _STEP)
         lefts = [_operand(left.at[part, :, along], shape, plgpu.Layout.MMA_LHS) for part in range(shape.parts)]
@@ -362,7 +362,7 @@ def _product(shape: _Shape, total: Any, left: Any, right: Any, length: int) -> A
 
 
 def _mma(shape: _Shape, total: Any, left: Any, right: Any) -> Any:
-    if shape.interpret:  # which knows no mma
+    if shape.interpret:  # the interpreter has no mma
         return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
     return plgpu.mma(total, left, right)
 
@@ -380,7 +380,7 @@ def _read(ref: Any) -> Any:
 
 
 def _write(ref: Any, value: Any, first: int = 0) -> None:
-    """Numbers to lines of shared memory, from one on: each part of them to its own."""
+    """Write numbers to lines of SMEM from ``first`` on, each of their terms to its own array."""
     lines, length = value.shape
     for part in range(ref.shape[0]):
         own = value.astype(ref.dtype)
@@ -389,7 +389,7 @@ def _write(ref: Any, value: Any, first: int = 0) -> None:
 
 
 def _clear(ref: Any, shape: _Shape) -> None:
-    """Zeros in the last ranks of all lines."""
+    """Write zeros to the padding ranks of all lines."""
     parts, lines, _ = ref.shape
     for part in range(parts):
         rest = ref.at[part, :, pl.ds(shape.rank, shape.filled - shape.rank)]

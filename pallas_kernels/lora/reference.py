@@ -1,4 +1,4 @@
-"""The meaning of a product of low rank, row by row."""
+"""Reference of the low-rank product, row by row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check", "low_rank"]
 
 
 def check(x: Any, a: Any, b: Any) -> None:
-    """Raise ValueError where ``x`` [..., k], ``a`` [slots, rank, k] and ``b`` [slots, ..., rank] do not fit."""
+    """Raise ValueError if ``x`` [..., k], ``a`` [slots, rank, k] and ``b`` [slots, ..., rank] do not fit."""
     if a.ndim != 3 or b.ndim < 3 or (*a.shape[:2], x.shape[-1]) != (b.shape[0], b.shape[-1], a.shape[2]):
         raise ValueError(
             f"x {x.shape}, a {a.shape} of [slots, rank, inputs] and b {b.shape} of [slots, outputs, rank] do not fit "
@@ -27,7 +27,7 @@ def low_rank(
     *,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "rows *n"]:
-    """``b[slots[i]] @ (a[slots[i]] @ x[i])`` for every row, computed in ``dtype``; 0 where ``slots`` names none.
+    """Compute ``b[slots[i]] @ (a[slots[i]] @ x[i])`` for every row in ``dtype``; 0 where ``slots`` is out of range.
 
     Raises:
         ValueError: shapes that do not fit each other.

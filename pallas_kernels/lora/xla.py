@@ -1,4 +1,4 @@
-"""A product of low rank in plain XLA: two grouped products, over tiles of one adapter each, but on a CPU."""
+"""Low-rank product in XLA: two grouped products over tiles of one adapter each; on a CPU see `cpu`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def low_rank(
     """See `api.low_rank`.
 
     Args:
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
     """
     if (target or lowering_target()).platform == "cpu":
         flat = b.reshape(b.shape[0], -1, b.shape[-1])
@@ -45,7 +45,7 @@ def _on_cpu(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, slots: cpu
 
 
 def _forward(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, slots: cpu.BySlot | None) -> tuple[Any, Any]:
-    """A loop whose length is data has no gradient of its own."""
+    """Differentiate `_in_two` instead: a loop with a dynamic trip count has no gradient."""
     return jax.vjp(lambda x, a, b: _in_two(x, a, b, groups, Target("cpu")), x, a, b)
 
 

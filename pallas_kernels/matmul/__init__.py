@@ -1,4 +1,4 @@
-"""matmul: a dense product of which no bit of a row depends on the number of rows, with its epilogue in one launch."""
+"""matmul: a batch-invariant dense product (rows are bitwise independent of their number), with a fused epilogue."""
 
 from pallas_kernels.matmul.api import explain, matmul
 from pallas_kernels.matmul.mosaic.launch import refusal, tiles_of

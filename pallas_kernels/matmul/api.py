@@ -1,4 +1,4 @@
-"""The door of matmul: a Mosaic kernel on Hopper GPUs where it was measured to be the better, plain XLA elsewhere."""
+"""API of matmul: a Mosaic kernel on Hopper GPUs where measurements found it faster, XLA elsewhere."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def explain(
     measured: bool = True,
     target: Target | None = None,
 ) -> Choice:
-    """The path that `matmul` takes for operands of these shapes and dtypes, and why.
+    """Return the path that `matmul` takes for operands of these shapes and dtypes, and why.
 
-    Rows decide nothing: "auto" is the same path for every number of rows, or a row's bits would depend on it. It is
-    the kernel where the tuned tiles of the device (`pallas_kernels.tiles`) have an entry for the weights' shape: who
-    measures leaves none where XLA is the faster.
+    The choice ignores the number of rows: "auto" is the same path for every number of rows, or results would depend on
+    it. It is the kernel if the device's tuned tiles (`pallas_kernels.tiles`) have an entry for the weights' shape:
+    tuning adds no entry where XLA is faster.
 
     Args:
         path: "mosaic" and "xla" force one.
-        measured: False: "auto" takes the kernel wherever it can be, tuned or not.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        measured: False: "auto" takes the kernel wherever it is supported, tuned or not.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: the Mosaic kernel is forced and cannot do these operands; or they do not fit each other.
+        ValueError: the Mosaic kernel is forced and does not support these operands; or they do not fit each other.
     """
     flat, flat_extras = _shapes(x, extras)
     refusal = launch.refusal(flat, weights, flat_extras, layout=layout, gated=gated, dtype=dtype)
@@ -68,21 +68,21 @@ def matmul(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Float[Array, "*rows *n"]:
-    """``x @ weights`` and what comes after it in a layer; `reference` says what is rounded when.
+    """Compute ``x @ weights`` and the epilogue of a layer; `reference` defines the roundings.
 
-    By the kernel no bit of a row depends on other rows, their number or the row's place. float32 means float32: no
-    TF32. It can be differentiated in reverse, and batched by `jax.vmap`: both take the XLA path all the way.
+    With the kernel a row is bitwise independent of other rows, their number and its index. float32 means float32: no
+    TF32. The op supports reverse-mode differentiation, and batching by `jax.vmap`: both take the XLA path all the way.
 
     Args:
         weights: [k, *n], or [*n, k] ("in last"); of a gated product, [k, 2, n] or [2, n, k]: gate, then up.
         extras: scales, bias and residual, with the rows of ``x``.
         gated: the result is silu(gate) * up.
-        dtype: of the result; None: that of ``x``, bfloat16 where that has 8 bits.
+        dtype: dtype of the result; None: the dtype of ``x``, bfloat16 if that has 8 bits.
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a forced path that cannot do them.
+        ValueError: shapes that do not fit each other, or a forced path that does not support them.
     """
     chosen = explain(x, weights, extras, layout=layout, gated=gated, dtype=dtype, path=path, target=target)
     call, rows = _Call(layout, gated, dtype), x.shape[:-1]
@@ -94,14 +94,14 @@ def matmul(
 
 
 def _shapes(x: Any, extras: Extras) -> tuple[Any, Extras]:
-    """The shapes of operands whose rows are one dimension."""
+    """Return the shapes of operands with rows flattened to one dimension."""
     rows = x.shape[:-1]
     flat = jax.ShapeDtypeStruct((math.prod(rows), x.shape[-1]), x.dtype)
     return flat, jax.eval_shape(lambda given: _flat(given, rows), extras)
 
 
 def _flat(extras: Extras, rows: tuple[int, ...]) -> Extras:
-    """Flatten the rows of what has some to one dimension."""
+    """Flatten the rows of the extras that have rows to one dimension."""
     flat = {
         name: array.reshape(-1, *array.shape[len(rows) :])
         for name, array in (("x_scales", extras.x_scales), ("residual", extras.residual))
@@ -111,7 +111,7 @@ def _flat(extras: Extras, rows: tuple[int, ...]) -> Extras:
 
 
 class _Call(NamedTuple):
-    """What a call says besides its operands."""
+    """The static arguments of a call."""
 
     layout: Layout
     gated: bool
@@ -130,7 +130,7 @@ def _by_kernel(call: _Call, x: jax.Array, weights: jax.Array, extras: Extras) ->
 
     @kernel.def_vmap
     def batched(_: int, of: Any, *operands: Any) -> tuple[jax.Array, bool]:
-        """A batch of calls takes the XLA path: a Mosaic kernel knows no further dimension."""
+        """Run a batch of calls on the XLA path: a Mosaic kernel supports no further dimension."""
         axes = jax.tree.map(lambda one: 0 if one else None, tuple(of))
         return jax.vmap(functools.partial(_by_xla, call), in_axes=axes)(*operands), True
 

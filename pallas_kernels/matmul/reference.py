@@ -1,12 +1,12 @@
-"""The meaning of a dense product with its epilogue, and what is rounded when: as if each step were a program.
+"""Reference of the dense product with its epilogue, and its roundings: as if each step were a separate program.
 
     product = round(x . weights [* x_scales * scales])      float16, bfloat16 and 8 bits: one sum, one rounding
     product = round(product + round(bias))
     product = round(round(silu(gate)) * up)                 gated: the outputs are [2, n], gate before up
     result  = round(product + residual)
 
-Rounding is to the dtype of the result; a step that there is not rounds nothing. XLA's own programs may keep more digits
-between steps that they fuse (`xla_allow_excess_precision`).
+Rounding is to the dtype of the result; a missing step rounds nothing. XLA's own programs may keep more digits between
+steps that they fuse (`xla_allow_excess_precision`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["check", "finished", "matmul"]
 
 
 def check(x: Any, weights: Any, extras: Extras, layout: Layout, *, gated: bool) -> None:
-    """Raise ValueError where operands do not fit each other."""
+    """Raise ValueError if operands do not fit each other."""
     outputs = outputs_of(weights, layout)
     if x.ndim != 2 or not outputs or x.shape[1] != inputs_of(weights, layout):
         raise ValueError(f"x {x.shape} of [rows, inputs] and weights {weights.shape}, {layout}, do not fit each other")
@@ -49,7 +49,7 @@ def finished(
 
     Args:
         wide: dtype that a step is computed in.
-        rounded: makes of numbers of that dtype what the step gives.
+        rounded: rounds the result of a step.
     """
     product = product.astype(wide)
     if extras.x_scales is not None:
@@ -81,7 +81,7 @@ def matmul(
     """See the module.
 
     Args:
-        dtype: what steps are rounded to; None: nothing is.
+        dtype: dtype that steps are rounded to; None: no rounding.
         wide: dtype of all arithmetic and of the result.
 
     Raises:

@@ -14,7 +14,7 @@ MATMUL = "matmul"
 
 
 def matmul_key(x: Any, weights: Any, *, layout: Layout, gated: bool) -> Key:
-    """Key for ``x [rows, k]``. All but the rows is an option: weights have one choice for every row count."""
+    """Return the key for ``x [rows, k]``. Only the rows are a size: weights have one choice for every row count."""
     parts = 2 if gated else 1
     options = {
         "inputs": inputs_of(weights, layout),

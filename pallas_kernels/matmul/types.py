@@ -1,4 +1,4 @@
-"""What a dense product's launch is made of: tiles, and the shapes that they cut."""
+"""Types of a dense product's launch: tiles, and the shapes that they divide."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import jax.numpy as jnp
 Layout = Literal["in first", "in last"]
 GROUP = 64  # rows of one consumer: those of a wgmma
 CONSUMERS = (1, 2, 4)
-COLUMNS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # of a block: those of a wgmma, or of one for gate and up each
-TOGETHER = (1, 2, 4)  # blocks of a cluster along rows or columns, which share what each of them reads a part of
-CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))  # blocks along rows and along columns
+COLUMNS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # of a CTA: wgmma columns, or those of gate and of up each
+TOGETHER = (1, 2, 4)  # CTAs of a cluster along rows or columns, each of which loads a slice of the shared operand
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))  # CTAs along rows and along columns
 _GPC = 16  # multiprocessors
 LINE = 128  # bytes of a swizzled line
-PROMOTED = 128  # inputs of float8 that a tensor core sums by itself
+PROMOTED = 128  # inputs of float8 that a tensor core accumulates itself
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sizes of the work's pieces, tuned for speed: none of them changes a bit.
+    """Tile sizes, tuned for speed; results are bitwise independent of them.
 
     Attributes:
         consumers: warpgroups that compute, each for 64 rows: 1, 2 or 4.
-        columns: of a thread block, one of `COLUMNS`; of gate and up, so many each.
+        columns: columns of a CTA, one of `COLUMNS`; with gate and up, this many each.
         depth: inputs of one pipeline slot: 64 or 128.
-        stages: pipeline slots, 2 at least: one is multiplied while all others are on their way from memory.
-        row_blocks: blocks of a cluster with the same columns, each of which reads a part of the weights for all.
-        column_blocks: blocks of a cluster with the same rows, each of which reads a part of x for all. With both a
-            cluster is a rectangle, of 4 blocks at most.
-        panel: how many clusters' rows are together in the L2 cache.
-        blocks: thread blocks, which share the work; of clusters of 4 no more are launched than run together.
+        stages: pipeline slots, 2 at least: one is multiplied while all others are being loaded.
+        row_blocks: CTAs of a cluster with the same columns, each of which multicasts a slice of the weights.
+        column_blocks: CTAs of a cluster with the same rows, each of which multicasts a slice of x. With both a
+            cluster is a rectangle, of 4 CTAs at most.
+        panel: number of clusters whose rows are together in the L2 cache.
+        blocks: CTAs, which share the work; of clusters of 4 no more are launched than run together.
 
     Raises:
-        ValueError: other numbers than these.
+        ValueError: unsupported values.
     """
 
     consumers: int = 1
@@ -63,26 +63,26 @@ class Tiles:
     def clusters(self) -> int:
         """Clusters that run together.
 
-        The blocks of one lie in one GPC, of 16 or 18 multiprocessors on an H100 and an H200: either has room for four
-        clusters of 4. So 128 of 132 multiprocessors can be had; a cluster more would begin when another one ends.
+        The CTAs of one are in one GPC, of 16 or 18 multiprocessors on an H100 and an H200: either can hold four
+        clusters of 4. So 128 of 132 multiprocessors are usable; a further cluster would start when another one ends.
         """
         reached = self.blocks // _GPC * _GPC if self.cluster > 2 else self.blocks
         return (reached or self.blocks) // self.cluster
 
     @property
     def rows(self) -> int:
-        """Rows of a thread block."""
+        """Rows of a CTA."""
         return self.consumers * GROUP
 
 
 class Extras(NamedTuple):
-    """Operands of the epilogue, each None where the product has none. The order is that in which they are applied.
+    """Operands of the epilogue, in the order in which they are applied; None if the product has none.
 
     Attributes:
         x_scales: [rows], of 8-bit numbers.
         scales: [*n], of 8-bit weights.
         bias: [*n].
-        residual: [rows, n], what the result is added to.
+        residual: [rows, n], added to the result.
     """
 
     x_scales: Any = None
@@ -95,16 +95,16 @@ NOTHING = Extras()
 
 
 class Shape(NamedTuple):
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     rows: int
     inputs: int
-    columns: int  # of the result
+    columns: int  # columns of the result
     parts: int  # 2: gate and up
     layout: Layout
     dtype: Any
     result: Any
-    extras: tuple[str, ...]  # names of `Extras` that there are
+    extras: tuple[str, ...]  # names of the `Extras` that are present
     tiles: Tiles
 
     @property
@@ -113,17 +113,17 @@ class Shape(NamedTuple):
 
     @property
     def swizzle(self) -> int:
-        """Bytes of a line in shared memory, the same of x and weights: 64 where the weights' lines are no longer."""
+        """Bytes of a line in SMEM, the same for x and weights: 64 if the weights' lines are no longer."""
         return LINE // 2 if self.layout == "in first" and self.tiles.columns % GROUP else LINE
 
     @property
     def line(self) -> int:
-        """Numbers of a line in shared memory."""
+        """Numbers of a line in SMEM."""
         return int(self.swizzle // jnp.dtype(self.dtype).itemsize)
 
     @property
     def row_units(self) -> int:
-        """Pieces of the rows, one for each cluster."""
+        """Units along rows, one for each cluster."""
         return math.ceil(self.rows / (self.tiles.rows * self.tiles.row_blocks))
 
     @property
@@ -146,7 +146,7 @@ class Shape(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Of results on their way out."""
+        """SMEM slots for results being copied out."""
         return min(2, self.tiles.columns // self.chunk)
 
     @property
@@ -160,7 +160,7 @@ class Shape(NamedTuple):
 
     @property
     def promoted(self) -> bool:
-        """Sums of float8 leave the tensor core every `PROMOTED` inputs: it adds them with some 14 bits only."""
+        """Whether float8 sums leave the tensor core every `PROMOTED` inputs: it accumulates with some 14 bits only."""
         return bool(self.dtype == jnp.float8_e4m3fn)
 
     @property
@@ -169,10 +169,10 @@ class Shape(NamedTuple):
 
 
 def inputs_of(weights: Any, layout: Layout) -> int:
-    """Inputs of weights ``[k, *n]`` ("in first") or ``[*n, k]`` ("in last")."""
+    """Return the inputs of weights ``[k, *n]`` ("in first") or ``[*n, k]`` ("in last")."""
     return int(weights.shape[0 if layout == "in first" else -1])
 
 
 def outputs_of(weights: Any, layout: Layout) -> tuple[int, ...]:
-    """The other dimensions."""
+    """Return the output dimensions of weights."""
     return tuple(weights.shape[1:] if layout == "in first" else weights.shape[:-1])

@@ -1,6 +1,6 @@
-"""A dense product in plain XLA, with its epilogue in as many steps as `reference` has: what every platform can run.
+"""Dense product in XLA, with the epilogue steps of `reference`: runs on every platform.
 
-Which order XLA sums in is its own choice for each number of rows.
+XLA chooses the order of sums for each number of rows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def matmul(
     """See `reference.matmul`. float32 means float32: no TF32.
 
     Args:
-        dtype: of the result; None: that of ``x``, bfloat16 where that has 8 bits.
+        dtype: dtype of the result; None: the dtype of ``x``, bfloat16 if that has 8 bits.
 
     Raises:
         ValueError: operands that do not fit each other.
     """
     check(x, weights, extras, layout, gated=gated)
     result = jnp.dtype(dtype or result_dtype(x))
-    # As a matrix: with more than one output dimension XLA:CPU transposes weights that lie as [out, in] at every call.
+    # As a matrix: with more than one output dimension XLA:CPU transposes [out, in] weights at every call.
     flat = weights if layout == "in first" else weights.reshape(-1, weights.shape[-1])
     flat = flat if x.dtype.itemsize == 1 else flat.astype(x.dtype)
     contracted = (((1,), (0 if layout == "in first" else 1,)), ((), ()))
@@ -44,7 +44,7 @@ def matmul(
     product = product.reshape(-1, *outputs_of(weights, layout))
     if extras == NOTHING and not gated:
         return product.astype(result)
-    product = lax.optimization_barrier(product)  # or a bias is added within the product, before it is rounded
+    product = lax.optimization_barrier(product)  # or XLA adds a bias within the product, before it is rounded
 
     def rounded(step: jax.Array) -> jax.Array:
         return step.astype(result)
@@ -53,12 +53,12 @@ def matmul(
 
 
 def result_dtype(x: Any) -> Any:
-    """The dtype of a product's result where none is asked for."""
+    """Return the default dtype of a product's result."""
     return jnp.bfloat16 if jnp.dtype(x.dtype).itemsize == 1 else x.dtype
 
 
 def _sums(x: Any, result: Any) -> Any:
-    """The dtype that the product is given in: sums of 8 bits are scaled before they are rounded."""
+    """Return the dtype of the product's sums: sums of 8-bit numbers are scaled before they are rounded."""
     if x.dtype == jnp.int8:
         return jnp.int32
     return jnp.float32 if x.dtype.itemsize == 1 else result

@@ -1,4 +1,4 @@
-"""The doors of MLA: a Mosaic kernel on Hopper GPUs, plain XLA everywhere else."""
+"""API of MLA: a Mosaic kernel on Hopper GPUs, XLA everywhere else."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def explain(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
-    """The path that `decode`, `extend` and `prefill` take for operands of these shapes and dtypes, and why.
+    """Return the path of `decode`, `extend` and `prefill` for operands of these shapes and dtypes, and why.
 
     Args:
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: the kernel is forced and cannot do these operands.
+        ValueError: the kernel is forced and does not support these operands.
     """
     return choose(_OP, path, attention.refusal((q, pool, tables, lengths), options), target=target)
 
@@ -46,11 +46,11 @@ def decode(
     *,
     path: Wish = "auto",
 ) -> Float[Array, "rows heads rank"]:
-    """See `reference.decode`. Raises ValueError where a forced ``path`` cannot do it."""
+    """See `reference.decode`. Raises ValueError if a forced ``path`` does not support the operands."""
     if explain(q, pool, tables, lengths, options, path=path).path == "mosaic":
         note(_OP, attention.decode, xla.decode, q, pool, tables, lengths, options)
         return attention.decode(q, pool, tables, lengths, options)
-    # A GPU has room for all rows at once, and waits for every step of a loop.
+    # A GPU has memory for all rows at once, and every step of a loop adds latency.
     together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
     return xla.decode(q, pool, tables, lengths, options, together=together)
 
@@ -65,7 +65,7 @@ def extend(
     *,
     path: Wish = "auto",
 ) -> Float[Array, "sequences chunk heads rank"]:
-    """`prefill` of a few queries a sequence (decode of several tokens): where a kernel does it, it splits the keys."""
+    """Run `prefill` of a few queries per sequence (decode of several tokens): a kernel splits the keys."""
     chosen = explain(q, pool, tables, lengths, options, path=path)
     run = noted(_OP, chosen.path, attention.extend, xla.prefill)
     return run(q, pool, tables, starts, lengths, options)
@@ -81,9 +81,9 @@ def prefill(
     *,
     path: Wish = "auto",
 ) -> Float[Array, "sequences chunk heads rank"]:
-    """See `reference.prefill`; what padding queries give is finite and means nothing.
+    """See `reference.prefill`; results of padding queries are finite and meaningless.
 
-    Raises ValueError where a forced ``path`` cannot do it.
+    Raises ValueError if a forced ``path`` does not support the operands.
     """
     chosen = explain(q, pool, tables, lengths, options, path=path)
     run = noted(_OP, chosen.path, attention.prefill, xla.prefill)

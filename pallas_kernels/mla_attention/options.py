@@ -14,15 +14,15 @@ RANK = 512
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["scales", "chosen"], meta_fields=["scale", "rank"])
 @dataclasses.dataclass(frozen=True)
 class LatentOptions:
-    """Options of one call, alike in every path; arrays may be shapes of them where nothing is computed.
+    """Options of one call, identical in every path; arrays may be shapes where nothing is computed.
 
     Attributes:
         scale: multiplies the scores: usually ``(nope + rope) ** -0.5`` with the head's size before absorption.
-        rank: how many numbers of a token's latent are its value; those behind them are the rotated key.
-        scales: of a pool in int8 or float8, float32 ``[pages, page, parts]``: what a token's numbers are multiplied
-            with when they are read: its first ``rank`` with the first, its rotated key with the second.
-        chosen: the only keys that queries attend to, as `pallas_kernels.token_index` chooses them: of `decode`
-            positions ``[rows, k]``, ascending, of which a row has min(k, length); of `prefill` a mask
+        rank: length of the value within a token's latent; the rotated key follows it.
+        scales: scales of an int8 or float8 pool, float32 ``[pages, page, parts]``: the first dequantizes a token's
+            first ``rank`` numbers, the second its rotated key.
+        chosen: the only keys that queries attend to, chosen by `pallas_kernels.token_index`: for `decode`
+            positions ``[rows, k]``, ascending, of which a row has min(k, length); for `prefill` a mask
             ``[sequences, chunk, keys]``.
     """
 

@@ -1,14 +1,14 @@
-"""The equation of multi-head latent attention (MLA) in plain jnp: oracle for the fast paths and their argument checker.
+"""Reference of multi-head latent attention (MLA) in jnp: oracle for the fast paths and their argument checker.
 
 DeepSeek-V2 (arXiv:2405.04434), absorbed form: a token's cache is one latent of ``rank`` numbers, which all heads share,
-and ``rope`` numbers of one rotated key. A query head has been multiplied by its part of the key's up-projection, so
-that it meets the latent itself: scores are over all ``rank + rope`` numbers, values are the first ``rank`` of the same
-numbers, and the caller multiplies the result by the value's up-projection.
+and ``rope`` numbers of one rotated key. A query head is already multiplied by its slice of the key's up-projection:
+scores are over all ``rank + rope`` numbers, values are the first ``rank`` of the same numbers, and the caller
+multiplies the result by the value's up-projection.
 
 Everywhere: the pool of a layer is ``[pages, page, rank + rope]``; a table lists the pages of one sequence in order.
-Rows of a pool may be longer than queries: what lies behind (`pallas_kernels.token_index`) is not read here.
-What a query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
-What else a call says, alike in every path: `options.LatentOptions`. A pool in uint8 holds the bits of float8_e4m3fn
+Rows of a pool may be longer than queries: the further columns (`pallas_kernels.token_index`) are not read here. Keys
+that a query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
+The other arguments, identical in every path: `options.LatentOptions`. A uint8 pool holds the bits of float8_e4m3fn
 (`pallas_kernels.bits`).
 """
 
@@ -33,7 +33,7 @@ def latents(
     table: Int[Array, " width"],
     dtype: Any,
 ) -> Float[Array, "keys row"]:
-    """The numbers that one sequence's pages stand for, contiguous; what lies behind latents is not scaled."""
+    """Dequantize one sequence's pages into contiguous rows; columns after the latents are not scaled."""
     pages, _, latent = pool.shape
     table = jnp.clip(table, 0, pages - 1)
     taken = bits.numbers(pool[table]).astype(dtype)
@@ -53,10 +53,10 @@ def decode(
     dtype: Any = jnp.float32,
     weights_dtype: Any = None,
 ) -> Float[Array, "rows heads rank"]:
-    """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
+    """Attend with one query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
 
     Args:
-        dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
+        dtype: dtype of computation; the result has the dtype of ``q`` unless this one is wider than float32.
         weights_dtype: see `pallas_kernels.paged_attention.reference.attend`.
     """
     starts = jnp.maximum(lengths - 1, 0)
@@ -78,12 +78,12 @@ def prefill(
     dtype: Any = jnp.float32,
     weights_dtype: Any = None,
 ) -> Float[Array, "sequences chunk heads rank"]:
-    """Chunks whose first queries stand at ``starts``, causal; keys up to ``lengths`` are written. Length 0: zeros.
+    """Attend with chunks from ``starts`` on, causal; keys up to ``lengths`` are written. Length 0: zeros.
 
-    Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
+    A chunk's queries at ``lengths`` and beyond are padding: their results are meaningless (here: zeros).
 
     Raises:
-        ValueError: queries are longer than the rows of the pool, or ``rank`` is no part of them.
+        ValueError: queries are longer than the rows of the pool, or ``rank`` is not within them.
     """
     if q.shape[-1] > pool.shape[-1] or not 0 < options.rank <= q.shape[-1]:
         raise ValueError(f"queries {q.shape} and pool {pool.shape} do not fit each other, or rank {options.rank} them")

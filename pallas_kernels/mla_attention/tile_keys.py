@@ -12,7 +12,7 @@ DECODE = "mla_attention.decode"
 
 
 def decode_key(q: Any, pool: Any, tables: Any) -> Key:
-    """Key for ``q [sequences, chunk, heads, latent]``. Heads are an option: a split's best length depends on them."""
+    """Return the key for ``q [sequences, chunk, heads, latent]``. Heads are an option: split lengths depend on them."""
     sequences, chunk, heads, latent = q.shape
     page = pool.shape[1]
     options = {"page": page, "heads": heads, "latent": latent, "dtype": jnp.dtype(q.dtype).name}

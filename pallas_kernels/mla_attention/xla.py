@@ -1,9 +1,9 @@
-"""MLA in plain XLA, for CPUs and for GPUs without a kernel.
+"""MLA in XLA, for CPUs and for GPUs without a kernel.
 
 The online softmax (Milakov & Gimelshein 2018) runs over fixed absolute blocks of keys, sequence by sequence in prefill
-and a few rows of like length at a time in decode, each up to its own last block: what is computed grows with the keys
-that are really attended. A block that a query does not see adds exact zeros, so neither the width of the tables nor the
-neighbours change a single bit of a row's result.
+and a few rows of similar length at a time in decode, each up to its own last block: the work grows with the keys that
+are really attended. A block that a query does not see adds exact zeros, so a row is bitwise independent of the width of
+the tables and of the other rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pallas_kernels.softmax import Softmax
 
 DECODE_BLOCK = 64
 PREFILL_BLOCK = 128
-ROWS_TOGETHER = 8  # rows of like length that decode takes together
+ROWS_TOGETHER = 8  # rows of similar length that decode processes together
 _LOG2_E = math.log2(math.e)
 
 
@@ -39,7 +39,7 @@ class _Pages:
     tables: jax.Array  # [sequences, width]; the width is a multiple of count
     lengths: jax.Array  # [sequences]
     count: int
-    rank: int  # of the latents
+    rank: int  # length of the value within a latent
     latent: int  # numbers of a row that are read
 
     @property
@@ -50,7 +50,7 @@ class _Pages:
         return index * self.block + jnp.arange(self.block)
 
     def read(self, index: jax.Array) -> jax.Array:
-        """Block ``index``, [sequences, block, latent] float32; 0 past the ends, where anything may lie."""
+        """Read block ``index``, [sequences, block, latent] float32; zeros past the ends, where memory is undefined."""
         pages = lax.dynamic_slice_in_dim(self.tables, index * self.count, self.count, 1)
         numbers = bits.widened(self.pool[pages][..., : self.latent])
         if self.scales is not None:
@@ -61,14 +61,14 @@ class _Pages:
         return jnp.where(written[..., None], numbers, 0.0)
 
     def blocks(self) -> jax.Array:
-        """The number of blocks up to the last key of the longest sequence."""
+        """Return the number of blocks up to the last key of the longest sequence."""
         return (jnp.max(self.lengths) + self.block - 1) // self.block
 
 
 def _pages(
     pool: jax.Array, options: LatentOptions, tables: jax.Array, lengths: jax.Array, block: int, latent: int
 ) -> _Pages:
-    """Pad tables to whole blocks with page 0, whose keys lengths mask."""
+    """Pad tables to whole blocks with page 0; lengths mask the keys of the padding."""
     count = max(1, block // pool.shape[1])
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
     return _Pages(pool, options.scales, tables, lengths, count, options.rank, latent)
@@ -77,7 +77,7 @@ def _pages(
 def _chosen_pages(
     pool: jax.Array, options: LatentOptions, tables: jax.Array, lengths: jax.Array, latent: int
 ) -> _Pages:
-    """The chosen tokens of each row as a sequence of their own, of pages of one token: as many a block as without."""
+    """View the chosen tokens of each row as a sequence with pages of one token; block sizes are unchanged."""
     page, block = pool.shape[1], max(DECODE_BLOCK, pool.shape[1])
     chosen = jnp.minimum(options.chosen, tables.shape[1] * page - 1)
     slots = jnp.take_along_axis(tables, chosen // page, axis=1) * page + chosen % page
@@ -133,7 +133,7 @@ def _filled_up(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _decode_together(queries: jax.Array, pages: _Pages, rank: int) -> jax.Array:
-    """Rows [rows, heads, latent], scaled, each at the last of its keys."""
+    """Decode scaled queries [rows, heads, latent], each at the last of its keys."""
 
     def body(index: jax.Array, state: Softmax) -> Softmax:
         latents = pages.read(index)
@@ -154,7 +154,7 @@ def prefill(
     lengths: Int[Array, " sequences"],
     options: LatentOptions,
 ) -> Float[Array, "sequences chunk heads rank"]:
-    """See `reference.prefill`; what padding gives is not specified, but finite."""
+    """See `reference.prefill`; results of padding are finite and unspecified."""
     sequences, chunk, heads, latent = q.shape
     pages, rank = _pages(pool, options, tables, lengths, PREFILL_BLOCK, latent), options.rank
     queries = q.astype(jnp.float32).reshape(sequences, chunk * heads, latent) * (options.scale * _LOG2_E)
@@ -173,7 +173,7 @@ def prefill(
 def _prefill_sequence(
     queries: jax.Array, positions: jax.Array, pages: _Pages, chosen: Bool[Array, "chunk keys"] | None
 ) -> jax.Array:
-    """One sequence's queries [1, queries, latent], scaled, at ``positions`` [queries]; a token's heads side by side."""
+    """Attend with one sequence's scaled queries [1, queries, latent] at ``positions``; a token's heads are adjacent."""
 
     rank = pages.rank
 

@@ -1,4 +1,4 @@
-"""The functions of paged attention: by a kernel for the GPU's generation if there is one, else by plain XLA."""
+"""API of paged attention: a kernel for the GPU's generation if there is one, else XLA."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Kernel(NamedTuple):
 
     Attributes:
         run: takes the operation's operands and `AttentionOptions`.
-        refusal: takes the operands as a tuple, of which it reads shapes and dtypes, and the options. Why it cannot do
-            them, in a sentence; None if it can.
+        refusal: takes the operands as a tuple, of which it reads shapes and dtypes, and the options. Returns why the
+            kernel does not support them, in a sentence; None if it does.
         least: the lowest compute capability that it was written for.
         most: the highest one.
     """
@@ -35,8 +35,8 @@ class Kernel(NamedTuple):
 
 
 _OP = "paged_attention."
-# By operation, in order: the first that does not refuse runs. XLA does what none of them
-# does. Few queries to a KV head are the decode kernel's in a prefill, too.
+# By operation, in order: the first kernel that accepts the operands runs, else XLA. Prefills with few queries per KV
+# head use the decode kernel.
 IMPLEMENTATIONS: dict[str, tuple[Kernel, ...]] = {
     "decode": (
         Kernel(hopper_decode.decode, hopper_decode.refusal),
@@ -60,14 +60,14 @@ def explain_decode(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
-    """The path that `decode` takes for operands of these shapes and dtypes, and why.
+    """Return the path that `decode` takes for operands of these shapes and dtypes, and why.
 
     Args:
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: a kernel is forced and none can do these operands.
+        ValueError: a kernel is forced and none supports these operands.
     """
     return _chosen("decode", (q, pool, tables, lengths), options, path, target)[0]
 
@@ -83,14 +83,14 @@ def explain_prefill(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
-    """The path that `prefill` takes, like `explain_decode`."""
+    """Return the path that `prefill` takes, like `explain_decode`."""
     return _chosen("prefill", (q, pool, tables, starts, lengths), options, path, target)[0]
 
 
 def _chosen(
     operation: str, operands: tuple[Any, ...], options: AttentionOptions, path: Wish, target: Target | None = None
 ) -> tuple[Choice, Callable[..., Array] | None]:
-    """The path, and the kernel that runs on it; None: XLA does."""
+    """Return the path, and its kernel; None: XLA."""
     kernels, refusals = _kernels(operation, target or lowering_target()), list[str]()
     best = kernels[0]
     choice = functools.partial(choose, _OP + operation, path, least=best.least, most=best.most, target=target)
@@ -103,7 +103,7 @@ def _chosen(
 
 
 def _kernels(operation: str, target: Target) -> list[Kernel]:
-    """The kernels for the target's generation; where it has none, Hopper's: they run where a path is forced."""
+    """Return the kernels of the target's generation; if it has none, Hopper's: they run if a path is forced."""
     every, capability = IMPLEMENTATIONS[operation], target.capability
     own = [kernel for kernel in every if capability is not None and kernel.least <= capability <= kernel.most]
     return own or [kernel for kernel in every if kernel.least == HOPPER]
@@ -118,13 +118,13 @@ def decode(
     *,
     path: Wish = "auto",
 ) -> Float[Array, "rows heads head_dim"]:
-    """See `reference.decode`. Raises ValueError where a forced ``path`` cannot do it."""
+    """See `reference.decode`. Raises ValueError if a forced ``path`` does not support the operands."""
     operands = (q, pool, tables, lengths)
     _, kernel = _chosen("decode", operands, options, path)
     if kernel is not None:
         note(_OP + "decode", kernel, xla.decode, *operands, options)
         return kernel(*operands, options)
-    # A GPU has room for all rows at once, and waits for every step of a loop.
+    # A GPU has memory for all rows at once, and every step of a loop adds latency.
     together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
     return xla.decode(*operands, options, together=together)
 
@@ -139,9 +139,9 @@ def prefill(
     *,
     path: Wish = "auto",
 ) -> Float[Array, "sequences chunk heads head_dim"]:
-    """See `reference.prefill`; results of padding queries are finite and mean nothing.
+    """See `reference.prefill`; results of padding queries are finite and meaningless.
 
-    Raises ValueError where a forced ``path`` cannot do it.
+    Raises ValueError if a forced ``path`` does not support the operands.
     """
     operands = (q, pool, tables, starts, lengths)
     _, kernel = _chosen("prefill", operands, options, path)

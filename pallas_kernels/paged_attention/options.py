@@ -16,19 +16,19 @@ import jax
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """Options of one call, alike in every path; arrays may be shapes of them where nothing is computed.
+    """Options of one call, identical in every path; arrays may be shapes where nothing is computed.
 
     Attributes:
         scale: multiplies the scores, usually ``head_dim ** -0.5``.
-        window: how many keys a query sees, its own included; None: all before it.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, arXiv:2408.00118); None: they stay.
-        sinks: one more score per head, ``[heads]``, that takes part in the normalisation alone (gpt-oss; StreamingLLM's
+        window: number of keys that a query sees, including its own; None: all before it.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, arXiv:2408.00118); None: no cap.
+        sinks: one more score per head, ``[heads]``, used in the normalisation only (gpt-oss; StreamingLLM's
             learned variant, arXiv:2309.17453). It is neither scaled nor capped.
-        scales: what the numbers of a pool in int8 or float8 are multiplied with, float32, per page and head
+        scales: dequantization factors of an int8 or float8 pool, float32, per page and head
             ``[pages, 2, kv_heads]`` or per token ``[pages, 2, kv_heads, page]``.
-        tree: which tokens of a chunk see which, bool ``[sequences, chunk, chunk]``, query first; a token sees itself.
-            Keys before the chunk are seen by all. Verification of a token tree (SpecInfer, arXiv:2305.09781). Of
-            prefill alone.
+        tree: mask of the chunk's tokens that each token sees, bool ``[sequences, chunk, chunk]``, query first; a token
+            sees itself. Keys before the chunk are seen by all. Verification of a token tree (SpecInfer,
+            arXiv:2305.09781). For prefill only.
     """
 
     scale: float
@@ -40,7 +40,7 @@ class AttentionOptions:
 
     @property
     def refusal(self) -> str | None:
-        """The refusal of numbers that no kernel can take; None: they are fine."""
+        """The reason to reject numbers that no kernel supports; None: they are fine."""
         if (self.window is None or self.window >= 1) and (self.softcap is None or self.softcap > 0):
             return None
         return f"window {self.window} and softcap {self.softcap} must be positive"

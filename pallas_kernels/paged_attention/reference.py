@@ -1,10 +1,10 @@
-"""The equation of paged attention in plain jnp: oracle for the fast paths and checker of their arguments.
+"""Reference of paged attention in jnp: oracle for the fast paths and checker of their arguments.
 
 Everywhere: the pool of a layer is ``[pages, 2, kv_heads, page, head_dim]`` (keys at index 0, values at 1); a table
-lists the pages of one sequence in order; query head ``h`` belongs to KV head ``h // (heads // kv_heads)``. What a
+lists the pages of one sequence in order; query head ``h`` belongs to KV head ``h // (heads // kv_heads)``. Keys that a
 query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
 
-What else a call says, alike in every path: `options.AttentionOptions`. A pool in uint8 holds the bits of float8_e4m3fn.
+The other arguments, identical in every path: `options.AttentionOptions`. A uint8 pool holds the bits of float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def dequantize(
     scales: Float[Array, "pages 2 kv_heads *page"] | None,
     dtype: Any,
 ) -> Float[Array, "pages 2 kv_heads page head_dim"]:
-    """The numbers that a pool stands for."""
+    """Dequantize a pool."""
     pool = bits.numbers(pool).astype(dtype)
     if scales is None:
         return pool
@@ -38,7 +38,7 @@ def dequantize(
 def gather(
     pool: Float[Array, "pages 2 kv_heads page head_dim"], table: Int[Array, " width"]
 ) -> Float[Array, "2 kv_heads keys head_dim"]:
-    """The keys and values of one sequence, contiguous."""
+    """Gather the keys and values of one sequence into contiguous arrays."""
     pages, two, kv_heads, page, head_dim = pool.shape
     taken = jnp.moveaxis(pool[jnp.clip(table, 0, pages - 1)], 0, 2)
     return taken.reshape(two, kv_heads, table.shape[0] * page, head_dim)
@@ -52,7 +52,7 @@ def visible_keys(
     window: int | None,
     tree: Bool[Array, "chunk chunk"] | None,
 ) -> Bool[Array, "chunk keys"]:
-    """The mask of the sequence's first ``length`` keys for queries at ``start``, ``start + 1``, ..."""
+    """Return the mask of the sequence's first ``length`` keys for queries at ``start``, ``start + 1``, ..."""
     at, queries = jnp.arange(keys)[None, :], (start + jnp.arange(chunk))[:, None]
     seen = (at <= queries) & (at < length)
     if tree is not None:
@@ -72,13 +72,13 @@ def attend(
     weights_dtype: Any = None,
     score_grid: float | None = None,
 ) -> Float[Array, "queries heads value_dim"]:
-    """Softmax attention in the dtype of the keys. A query that sees nothing gives zeros.
+    """Compute softmax attention in the dtype of the keys. A query that sees nothing gives zeros.
 
     Args:
-        weights_dtype: that of a kernel's probabilities: they are rounded to it before values are weighed, while their
-            sum is not. They are relative to an integer power of two, whichever: that changes nothing of the rounding.
-        score_grid: of Hopper's kernels, which round scores, in powers of two, to multiples of it, and sum the rounded
-            probabilities.
+        weights_dtype: dtype of a kernel's probabilities: they are rounded to it before they multiply values, while
+            their sum is not. They are relative to any integer power of two, which does not affect the rounding.
+        score_grid: grid of Hopper's kernels, which round scores, in powers of two, to multiples of it, and sum the
+            rounded probabilities.
     """
     (heads, dtype), softcap, sinks = (q.shape[1], keys.dtype), options.softcap, options.sinks
     keys, values = (jnp.repeat(x, heads // x.shape[0], axis=0) for x in (keys, values))
@@ -113,10 +113,10 @@ def decode(
     weights_dtype: Any = None,
     score_grid: float | None = None,
 ) -> Float[Array, "rows heads head_dim"]:
-    """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
+    """Attend with one query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
 
     Args:
-        dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
+        dtype: dtype of computation; the result has the dtype of ``q`` unless this one is wider than float32.
         weights_dtype: see `attend`, as for ``score_grid``.
     """
     starts, rounded = jnp.maximum(lengths - 1, 0), {"weights_dtype": weights_dtype, "score_grid": score_grid}
@@ -135,10 +135,10 @@ def prefill(
     weights_dtype: Any = None,
     score_grid: float | None = None,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
-    """Chunks whose first queries stand at ``starts``; keys up to ``lengths`` are written. Length 0 gives zeros.
+    """Attend with chunks from ``starts`` on; keys up to ``lengths`` are written. Length 0 gives zeros.
 
-    Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
-    With a ``tree``, windows count from a token's depth in it.
+    A chunk's queries at ``lengths`` and beyond are padding: their results are meaningless (here: zeros). With a
+    ``tree``, windows count from a token's depth in it.
     """
     numbers = dequantize(pool, options.scales, dtype)
     chunk, tree = q.shape[1], options.tree

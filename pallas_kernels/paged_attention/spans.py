@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-# Of decode and of prefill, on every GPU: sums begin anew at its multiples, and a position has the same bits by either.
+# For decode and prefill on every GPU: sums restart at its multiples, so that a position is bitwise identical in both.
 KEYS_PER_SPLIT = 512
 
 
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 def span(start: Any, length: Any, *, block_keys: int, keys_per_split: int, window: int | None) -> Span:
-    """The span of a row of ``length`` keys whose first query is at position ``start``."""
+    """Return the span of a row of ``length`` keys with its first query at position ``start``."""
     low = jnp.zeros_like(length) if window is None else jnp.clip(start - (window - 1), 0, jnp.maximum(length - 1, 0))
     first_block = _divide(low, block_keys)
     end_block = _divide(length + (block_keys - 1), block_keys)

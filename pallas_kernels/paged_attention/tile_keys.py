@@ -13,14 +13,14 @@ DECODE, PREFILL = "paged_attention.decode", "paged_attention.prefill"
 
 
 def decode_key(q: Any, pool: Any, tables: Any, options: AttentionOptions) -> Key:
-    """Key for ``q [sequences, chunk, heads, head_dim]``. Group and chunk are sizes: they share a model's bits."""
+    """Return the key for ``q [sequences, chunk, heads, head_dim]``. Group and chunk are sizes: they share bits."""
     sequences, chunk, heads, _ = q.shape
     sizes = {"rows": sequences, "queries": chunk * (heads // pool.shape[2]), "kv_heads": pool.shape[2]}
     return Key(_options(q, pool, options), {**sizes, "keys": _keys(pool, tables, options)})
 
 
 def prefill_key(q: Any, pool: Any, tables: Any, options: AttentionOptions) -> Key:
-    """Key for ``q [sequences, chunk, heads, head_dim]``."""
+    """Return the key for ``q [sequences, chunk, heads, head_dim]``."""
     sequences, chunk, heads, _ = q.shape
     sizes = {"sequences": sequences, "chunk": chunk, "group": heads // pool.shape[2], "kv_heads": pool.shape[2]}
     told_apart: dict[str, Option] = {**_options(q, pool, options), "tree": int(options.tree is not None)}
@@ -38,6 +38,6 @@ def _options(q: Any, pool: Any, options: AttentionOptions) -> dict[str, Option]:
 
 
 def _keys(pool: Any, tables: Any, options: AttentionOptions) -> int:
-    """The most keys that a query sees: a longer table costs nothing."""
+    """Return the most keys that a query sees: a longer table costs nothing."""
     most = tables.shape[1] * pool.shape[3]
     return int(most if options.window is None else min(options.window, most))

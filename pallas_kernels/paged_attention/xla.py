@@ -1,9 +1,9 @@
-"""Paged attention in plain XLA, for CPUs and for GPUs without a kernel.
+"""Paged attention in XLA, for CPUs and for GPUs without a kernel.
 
-The online softmax (Milakov & Gimelshein 2018) runs over fixed absolute blocks of keys. Decode sorts its rows by
-length and takes a few at a time, prefill one sequence after the other, each up to its own last block: what is computed
-grows with the keys that are really attended. A block that a query does not see adds exact zeros, so neither the width
-of the tables nor the neighbours change a single bit of a row's result.
+The online softmax (Milakov & Gimelshein 2018) runs over fixed absolute blocks of keys. Decode sorts its rows by length
+and processes a few at a time, prefill one sequence after the other, each up to its own last block: the work grows with
+the keys that are really attended. A block that a query does not see adds exact zeros, so a row is bitwise independent
+of the width of the tables and of the other rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.softmax import Softmax
 
 # Keys of a block. Measured on a 2-core CPU, see docs/benchmarks.md: decode reads 256 in a third to half less time than
-# four times 64, as long as what it has gathered of them stays in the cache; else it is a fifth slower. All chunks have
-# one size, whatever is in them, or a key's place in the sums would depend on the chunk that reads it.
+# four times 64, as long as the gathered keys and values stay in the cache; else it is a fifth slower. All chunks use
+# one size, independent of their contents, or the order of sums would depend on the chunk that reads a key.
 PREFILL_BLOCK = 128
 _DECODE_BLOCK, _CACHED_BLOCK = 64, 256
-_CACHED = 4096  # numbers that rows which run together have of a key: 4 MiB of keys, and as much of values
-# Rows of like length that decode takes together. On the same machine, against all 32 at once: 2 to 5 times as fast if
-# lengths differ; if all are equal, the smaller products cost 0 to 40 % (head_dim 128 and 32).
+_CACHED = 4096  # numbers per key of rows that run together: 4 MiB of keys, and as much of values
+# Rows of similar length that decode processes together. On the same machine, against all 32 at once: 2 to 5 times as
+# fast if lengths differ; if all are equal, the smaller products cost 0 to 40 % (head_dim 128 and 32).
 ROWS_TOGETHER = 8
 _LOG2_E = math.log2(math.e)
 
@@ -50,9 +50,9 @@ class _Pages:
         return index * self.block + jnp.arange(self.block)
 
     def read(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of block ``index``, [sequences, kv_heads, block, head_dim] float32; 0 past the ends.
+        """Read keys and values of block ``index``, [sequences, kv_heads, block, head_dim] float32; 0 past the ends.
 
-        What a page's earlier owner left behind may be NaN, which a weight of 0 does not stop.
+        A page's earlier owner may have left NaN, which a weight of 0 does not mask.
         """
         pages = lax.dynamic_slice_in_dim(self.tables, index * self.count, self.count, 1)
         written = (self.positions(index) < self.lengths[:, None])[:, None, :, None]
@@ -89,14 +89,14 @@ class _Equation:
         return scores if softcap is None else jnp.tanh(scores) * (softcap * _LOG2_E)
 
     def start(self, shape: tuple[int, ...], sinks: jax.Array | None) -> Softmax:
-        """The softmax before the first key, with ``sinks`` (one a query) added."""
+        """Return the softmax before the first key, with ``sinks`` (one per query) added."""
         if sinks is None:
             return Softmax.of_nothing(shape)
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32) * _LOG2_E, shape[:-1])
         return Softmax(jnp.ceil(sinks), jnp.exp2(sinks - jnp.ceil(sinks)), jnp.zeros(shape, jnp.float32))
 
     def first_block(self, first_query: jax.Array, block: int) -> jax.Array:
-        """The first block that a query at this position, or at a later one, sees."""
+        """Return the first block that a query at this position, or at a later one, sees."""
         window = self.options.window
         return jnp.int32(0) if window is None else jnp.maximum(first_query - window + 1, 0) // block
 
@@ -109,7 +109,7 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _pages(pool: jax.Array, scales: jax.Array | None, tables: jax.Array, lengths: jax.Array, block: int) -> _Pages:
-    """Pad tables to whole blocks with page 0, whose keys lengths mask."""
+    """Pad tables to whole blocks with page 0; lengths mask the keys of the padding."""
     count = min(max(1, block // pool.shape[3]), tables.shape[1])
     return _Pages(pool, scales, jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count))), lengths, count)
 
@@ -119,7 +119,7 @@ def _ceil_div(a: jax.Array, b: int) -> jax.Array:
 
 
 def decode_block(numbers: int) -> int:
-    """Keys of a block of rows that have together so many ``numbers`` of a key."""
+    """Return the keys of a block for rows that together have ``numbers`` numbers per key."""
     return _CACHED_BLOCK if numbers <= _CACHED else _DECODE_BLOCK
 
 
@@ -165,7 +165,7 @@ def _filled_up(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _decode_together(equation: _Equation, queries: jax.Array, pages: _Pages, sinks: jax.Array | None) -> jax.Array:
-    """Rows [rows, kv_heads, group, head_dim], scaled, each at the last of its keys."""
+    """Decode scaled queries [rows, kv_heads, group, head_dim], each at the last of its keys."""
     lengths = pages.lengths
     last = (lengths - 1)[:, None, None, None]
 
@@ -188,7 +188,7 @@ def prefill(
     lengths: Int[Array, " sequences"],
     options: AttentionOptions,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
-    """See `reference.prefill`; what padding gives is not specified, but finite. One product per KV head and block."""
+    """See `reference.prefill`; results of padding are finite and unspecified. One product per KV head and block."""
     sequences, chunk, heads, head_dim = q.shape
     kv_heads, group = pool.shape[2], heads // pool.shape[2]
     equation, pages = _Equation(options), _pages(pool, options.scales, tables, lengths, PREFILL_BLOCK)
@@ -219,7 +219,7 @@ def _prefill_sequence(
     sinks: jax.Array | None,
     tree: jax.Array | None,
 ) -> jax.Array:
-    """One sequence's queries [1, kv_heads, queries, head_dim], scaled, at ``places`` [queries] of its chunk."""
+    """Attend with one sequence's scaled queries [1, kv_heads, queries, head_dim], at ``places`` of its chunk."""
     length = pages.lengths[0]
     depths = places if tree is None else tree.sum(-1) - 1
     at_query = (start + depths)[:, None]
@@ -236,7 +236,7 @@ def _prefill_sequence(
 
 
 def _seen_in_tree(tree: jax.Array, places: jax.Array) -> jax.Array:
-    """``tree`` [queries, chunk] at keys that stand at ``places`` of the chunk; those before it are seen."""
+    """Index ``tree`` [queries, chunk] by keys at ``places`` of the chunk; those before it are seen."""
     chunk = tree.shape[1]
     inside = jnp.take(tree, jnp.clip(places, 0, chunk - 1), axis=1) & (places < chunk)
     return jnp.where(places < 0, True, inside)

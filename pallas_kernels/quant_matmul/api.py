@@ -1,4 +1,4 @@
-"""The door of quant_matmul: a Mosaic kernel on Hopper GPUs, plain XLA everywhere else."""
+"""API of quant_matmul: a Mosaic kernel on Hopper GPUs, XLA everywhere else."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def explain(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
-    """The path that `matmul` takes for operands of these shapes and dtypes, and why.
+    """Return the path that `matmul` takes for operands of these shapes and dtypes, and why.
 
     Args:
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: the Mosaic kernel is forced and cannot do these operands; or they do not fit each other.
+        ValueError: the Mosaic kernel is forced and does not support these operands; or they do not fit each other.
     """
     if x.shape[-1] != weights.shape[1]:
         raise ValueError(f"x {x.shape} and weights {weights.shape} of [outputs, inputs] do not fit each other")
@@ -59,13 +59,13 @@ def matmul(
     e2m1: bool = False,
     path: Wish = "auto",
 ) -> Float[Array, "*rows n"]:
-    """``x @ ((weights - zeros) * scales).T`` in the dtype of ``x``; `reference` says how weights are stored.
+    """Compute ``x @ ((weights - zeros) * scales).T`` in the dtype of ``x``; `reference` defines the storage.
 
     Args:
         e2m1: weights and scales are those of MXFP4.
 
     Raises:
-        ValueError: operands that do not fit each other, or a forced path that cannot do them.
+        ValueError: operands that do not fit each other, or a forced path that does not support them.
     """
     flat = x.reshape(-1, x.shape[-1])
     chosen = explain(flat, weights, scales, zeros, e2m1=e2m1, path=path)
@@ -84,13 +84,13 @@ def explain_tiles(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
-    """The path that `matmul_tiles` takes for operands of these shapes and dtypes, and why.
+    """Return the path that `matmul_tiles` takes for operands of these shapes and dtypes, and why.
 
     Args:
-        x: of which rows do not count here: [tiles, rows, k], or rows alone, [..., k], before they are in tiles.
+        x: [tiles, rows, k], or [..., k] before rows are in tiles; the number of rows does not matter here.
 
     Raises:
-        ValueError: the Mosaic kernel is forced and cannot do these operands.
+        ValueError: the Mosaic kernel is forced and does not support these operands.
     """
     tiles = jax.ShapeDtypeStruct((1, KERNEL_ROWS[0], x.shape[-1]), x.dtype)
     why = refusal(Operands(tiles, weights, scales, zeros, e2m1, grouped=True))
@@ -108,12 +108,12 @@ def matmul_tiles(
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Float[Array, "tiles rows n"]:
-    """Each tile's rows times the transposed weights of the tile's expert, as `grouped_matmul.matmul` of stored ones.
+    """Multiply each tile's rows by the transposed stored weights of the tile's expert, like `grouped_matmul.matmul`.
 
-    Tiles that hold nothing give zeros, or what their zero rows give. A batch of calls (`jax.vmap`) takes the XLA path.
+    Empty tiles give zeros, or the product of their zero rows. A batch of calls (`jax.vmap`) takes the XLA path.
 
     Raises:
-        ValueError: a forced path that cannot do the operands.
+        ValueError: a forced path that does not support the operands.
     """
     chosen = explain_tiles(x, weights, scales, zeros, e2m1=e2m1, path=path, target=target)
     if chosen.path == "mosaic" and groups.experts is not None:

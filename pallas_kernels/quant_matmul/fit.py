@@ -1,4 +1,4 @@
-"""What the Mosaic kernel takes, and the tiles that suit it: from shapes and dtypes alone."""
+"""Operands that the Mosaic kernel supports, and suitable tiles: from shapes and dtypes alone."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from pallas_kernels.tiles import pick
 
 FEW_ROWS = 64  # a tile of them leaves registers for three consumers, and with 8-bit weights for four
 _ROWS_OF_FOUR = {4: 56, 8: FEW_ROWS}  # by bits of a weight
-MOST_ROWS = 128  # of a tile: twice as many float32 sums, a span's and all, fill the registers of two consumers
-SPAN = 32  # inputs that x's swizzled tiles hold: the least of a group
+MOST_ROWS = 128  # of a tile: twice as many float32 sums, of a span and in total, fill the registers of two consumers
+SPAN = 32  # inputs of a swizzled tile of x: the smallest group
 TILE_ROWS = 8
-LINE = 128  # bytes of which a copy to shared memory is a multiple
-# That a multiprocessor could have read while a new block's pipeline fills: an H100's, on every GPU, because splits, of
-# which a result's bits depend, follow from it.
+LINE = 128  # a copy to SMEM is a multiple of these bytes
+# Bytes that a multiprocessor could read while a new CTA's pipeline fills: of an H100, used on every GPU, because the
+# splits, which change bits of results, follow from it.
 _WAVE_BYTES = 24_000
-_WAVE_LINES = 64  # the same in rows or channels of a step, where tiles are many
+_WAVE_LINES = 64  # the same in rows or channels of a step, for many tiles
 _SCALES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Operands(NamedTuple):
-    """What a product is of: arrays, tracers or shapes.
+    """Operands of a product: arrays, tracers or shapes.
 
     Attributes:
         x: [tiles, rows, inputs].
         weights: [experts, channels, inputs].
         scales: [inputs / group, experts, channels].
-        zeros: the same, or None.
-        e2m1: weights are places in the order of float4_e2m1fn, see `reference`.
+        zeros: [inputs / group, experts, channels], or None.
+        e2m1: weights are indices in the order of float4_e2m1fn, see `reference`.
         grouped: tiles have an expert each.
     """
 
@@ -54,7 +54,7 @@ class Operands(NamedTuple):
 
 
 def of_rows(x: Any, weights: Any, scales: Any, zeros: Any = None, *, e2m1: bool = False) -> Operands:
-    """The shapes of a product of plain rows [rows, k] with weights [n, k] of no expert, rows cut into tiles."""
+    """Return the shapes of a product of rows [rows, k] with weights [n, k] without experts, rows cut into tiles."""
     flat = (scales.shape[0] if scales.ndim == 2 else 1, 1, weights.shape[0])
     return Operands(
         jax.ShapeDtypeStruct((*tiled(x.shape[0]), x.shape[1]), x.dtype),
@@ -66,13 +66,13 @@ def of_rows(x: Any, weights: Any, scales: Any, zeros: Any = None, *, e2m1: bool 
 
 
 def tiled(rows: int) -> tuple[int, int]:
-    """Tiles of so many rows, and rows of each: a multiple of 8, as few too many as there can be."""
+    """Return the number of tiles of ``rows`` rows, and rows of each: a multiple of 8, with the least padding."""
     tiles = pl.cdiv(rows, MOST_ROWS)
     return tiles, pl.cdiv(pl.cdiv(rows, tiles), TILE_ROWS) * TILE_ROWS
 
 
 def refusal(given: Operands, *, tiles: Tiles | None = None) -> str | None:
-    """Why the kernel cannot do these shapes and dtypes, in one sentence; None if it can."""
+    """Return why the kernel does not support these shapes and dtypes, in one sentence; None if it does."""
     why = _dtype_refusal(given) or _shape_refusal(given)
     return why or (None if tiles is None else _tiles_refusal(given, tiles))
 
@@ -127,7 +127,7 @@ def _tiles_refusal(given: Operands, tiles: Tiles) -> str | None:
 
 
 def _most_consumers(given: Operands) -> int:
-    """Consumers whose registers suffice, compiled for sm_90a: the more there are, the fewer each has."""
+    """Return the consumers whose registers suffice, compiled for sm_90a: more consumers have fewer each."""
     rows, bits = given.x.shape[1], bits_of(given.weights.dtype)
     if rows > FEW_ROWS or (given.group < 64 and bits > 4):
         return 2
@@ -135,12 +135,12 @@ def _most_consumers(given: Operands) -> int:
 
 
 def best_tiles(given: Operands) -> Tiles:
-    """The tuned tiles, else the heuristic's."""
+    """Return the tuned tiles, else the heuristic's."""
     return pick(MATMUL, matmul_key(given), heuristic_tiles(given), lambda tiles: _tiles_refusal(given, tiles))
 
 
 def heuristic_tiles(given: Operands, *, multiprocessors: int = 132) -> Tiles:
-    """Thread blocks that keep most multiprocessors busy, at little traffic besides the weights'.
+    """Return tiles that keep most multiprocessors busy, with little traffic besides the weights.
 
     ``splits`` follow from the weights alone, as for few rows. Nothing here was measured on a GPU.
     """
@@ -149,14 +149,14 @@ def heuristic_tiles(given: Operands, *, multiprocessors: int = 132) -> Tiles:
         few = dataclasses.replace(few, splits=1)
     if given.grouped or given.x.shape[0] > 1 or given.x.shape[1] > FEW_ROWS:
         few = dataclasses.replace(few, consumers=_consumers(given, multiprocessors))
-    counts = dict.fromkeys((*range(few.consumers, 0, -1), 2))  # two: of one, zeros may be too few to be copied
+    counts = dict.fromkeys((*range(few.consumers, 0, -1), 2))  # two: zeros of one consumer may be too few for a copy
     others = (dataclasses.replace(few, consumers=consumers) for consumers in counts)
     choices = next(filter(None, (_of_all_depths(given, tiles) for tiles in others)))
     return next((tiles for tiles in choices if tiles.stages >= 3), choices[0])
 
 
 def _of_all_depths(given: Operands, tiles: Tiles) -> list[Tiles]:
-    """Those that the kernel takes, with all stages that fit; the best depth first."""
+    """Return the supported tiles of each depth, with all stages that fit; the best depth first."""
     depths = [depth for depth in reversed(DEPTHS) if _tiles_refusal(given, _one_stage(tiles, depth)) is None]
     if given.x.shape[1] > FEW_ROWS or bits_of(given.weights.dtype) > 4:
         depths = [depth for depth in depths if depth <= 128] or depths
@@ -168,7 +168,7 @@ def _one_stage(tiles: Tiles, depth: int) -> Tiles:
 
 
 def _few_rows_tiles(given: Operands, multiprocessors: int) -> Tiles:
-    """Consumers and splits for 64 rows or less, of which the numerics are those of all."""
+    """Return consumers and splits for up to 64 rows; their splits apply to any number of rows."""
     (_, channels, inputs), dtype = given.weights.shape, given.weights.dtype
     grain = shape_of(given, Tiles()).grain
     fitting = [one for one in (1, 2, 4) if channels % (one * CHANNELS) == 0]
@@ -187,7 +187,7 @@ def _few_rows_tiles(given: Operands, multiprocessors: int) -> Tiles:
 
 
 def _traffic(consumers: int, splits: int, inputs: int, dtype: Any, rows: int = 16) -> float:
-    """Bytes moved over bytes of weights; those of x and of splits' sums, in the L2 cache, count a third."""
+    """Return bytes moved over bytes of weights; x and the splits' sums, in the L2 cache, count a third."""
     width = bits_of(dtype) / 8
     x = rows * 2 / (consumers * CHANNELS * width)
     sums = splits * rows * 8 / (inputs * width) if splits > 1 else 0.0
@@ -195,7 +195,7 @@ def _traffic(consumers: int, splits: int, inputs: int, dtype: Any, rows: int = 1
 
 
 def _consumers(given: Operands, multiprocessors: int) -> int:
-    """Consumers for few waves of units with little traffic each, where tiles are many."""
+    """Return consumers for few waves of units with little traffic each, for many tiles."""
     (tiles, rows, _), channels = given.x.shape, given.weights.shape[1]
     most = _most_consumers(given)
     fitting = [one for one in CONSUMERS if one <= most and channels % (one * CHANNELS) == 0]
@@ -208,14 +208,14 @@ def _consumers(given: Operands, multiprocessors: int) -> int:
 
 
 def _fullest(given: Operands, tiles: Tiles) -> Tiles:
-    """Tiles with as many stages as shared memory has room for, up to 8, and no more than there are steps."""
+    """Return tiles with as many stages as fit into SMEM, up to 8, and no more than there are steps."""
     steps = max(2, pl.cdiv(shape_of(given, tiles).steps, tiles.splits))
     each = [dataclasses.replace(tiles, stages=stages) for stages in range(min(8, steps), 1, -1)]
     return next((one for one in each if _tiles_refusal(given, one) is None), tiles)
 
 
 def shape_of(given: Operands, tiles: Tiles) -> Shape:
-    """The launch that these tiles make; not interpreted."""
+    """Return the shape of the launch with these tiles; not interpreted."""
     tile_count, rows, _ = given.x.shape
     experts, channels, inputs = given.weights.shape
     return Shape(

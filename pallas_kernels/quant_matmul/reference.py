@@ -1,23 +1,23 @@
-"""The meaning of a matrix product with quantised weights, and how weights are stored.
+"""Reference of the matrix product with quantised weights, and the storage format of weights.
 
-Storage, the contract for whoever loads a checkpoint; one for every path:
+The storage format, which checkpoint loaders must produce; one for every path:
 
-    weights   [n, k]: outputs by inputs, the inputs side by side; int4 (`jnp.int4`, two to a byte), int8 or
+    weights   [n, k]: outputs by inputs, inputs contiguous; int4 (`jnp.int4`, two to a byte), int8 or
               float8_e4m3fn.
-    scales    [k // group, n], or [n] where an output channel has one alone; float32, bfloat16 or float16.
-    zeros     int8 [k // group, n], or None: the weight that stands for 0. float8_e4m3fn has none.
+    scales    [k // group, n], or [n] with one per output channel; float32, bfloat16 or float16.
+    zeros     int8 [k // group, n], or None: the code of weight 0. float8_e4m3fn has none.
 
     weight = (weights - zeros) * scales
 
-MXFP4 (OCP Microscaling Formats 1.0) is stored likewise, as ``e2m1``: int4 weights are places -7 to 7 in the order of
-float4_e2m1fn (`E2M1`), and uint8 scales are the exponents of powers of two, as the bits of float8_e8m0fnu; -8 is no
-place, 0 no scale.
+MXFP4 (OCP Microscaling Formats 1.0) is stored in the same way, as ``e2m1``: int4 weights are indices -7 to 7 in the
+order of float4_e2m1fn (`E2M1`), and uint8 scales are the exponents of powers of two, as the bits of float8_e8m0fnu; -8
+is not a valid index, 0 not a valid scale.
 
     weight = sign(weights) * E2M1[|weights|] * 2 ** (scales - 127)
 
-Four bits are signed, -8 to 7. Checkpoints that count from 0 to 15 (AWQ, GPTQ) are moved down by 8, their zero points
-too, which changes no weight: `pack` does that. A tensor core takes the weights' rows from registers, with neighbours
-along k side by side; and a program keeps four bits packed up to the registers only if they are `jnp.int4`.
+Four bits are signed, -8 to 7. `pack` subtracts 8 from unsigned checkpoints (0 to 15: AWQ, GPTQ), and from their zero
+points, which changes no weight. A tensor core takes the weights' rows from registers, with neighbours along k adjacent;
+and a program keeps four bits packed up to the registers only if they are `jnp.int4`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["E2M1", "Packed", "dequantized", "group_size", "matmul", "pack", "pla
 
 DTYPES = (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-OFFSET = 8  # four bits that count from 0, less this, are signed
+OFFSET = 8  # offset of unsigned 4-bit numbers
 
 
 class Packed(NamedTuple):
-    """A weight as it is stored, see the module."""
+    """A stored weight, see the module."""
 
     weights: jax.Array
     scales: jax.Array
@@ -51,12 +51,12 @@ def pack(
     dtype: Any = jnp.int4,
     unsigned: bool = False,
 ) -> Packed:
-    """The stored form of plain numbers.
+    """Return the stored form of numbers.
 
     Args:
         numbers: integers within the range of ``dtype``, inputs by outputs; or floats that ``dtype`` holds.
         dtype: int4, int8 or float8_e4m3fn.
-        unsigned: int4 only: ``numbers`` and ``zeros`` count from 0 to 15. Without ``zeros``, 8 stands for 0.
+        unsigned: int4 only: ``numbers`` and ``zeros`` are 0 to 15. Without ``zeros``, 8 represents 0.
 
     Raises:
         ValueError: shapes that do not fit each other, another dtype, or numbers that are unsigned and not int4.
@@ -71,13 +71,13 @@ def pack(
 
 
 def placed(codes: Integer[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """The places of float4_e2m1fn's codes, 0 to 15, of which the upper half is negative."""
+    """Convert codes of float4_e2m1fn, 0 to 15 with a negative upper half, to indices."""
     numbers = codes.astype(jnp.int8)
     return jnp.where(numbers < OFFSET, numbers, OFFSET - numbers).astype(jnp.int4)
 
 
 def group_size(weights: Any, scales: Any, zeros: Any = None) -> int:
-    """The number of neighbours along k that share a scale; all if a channel has one. Raises ValueError on misfits."""
+    """Return the group size: neighbours along k that share a scale; k for one scale per channel. Raises ValueError."""
     n, k = weights.shape
     groups = scales.shape[0] if scales.ndim == 2 else 1
     if scales.shape != (*((groups,) if scales.ndim == 2 else ()), n) or not groups or k % groups:
@@ -95,11 +95,11 @@ def dequantized(
     e2m1: bool = False,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "n k"]:
-    """The weights as plain numbers."""
+    """Dequantize the weights."""
     group = group_size(weights, scales, zeros)
     grouped = weights.reshape(weights.shape[0], -1, group)
     grouped = _float4(grouped, dtype) if e2m1 else grouped.astype(dtype)
-    if e2m1:  # exponents are a float32's
+    if e2m1:  # exponents of a float32
         scales = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
     if zeros is not None:
         grouped = grouped - zeros.T[:, :, None].astype(dtype)
@@ -108,7 +108,7 @@ def dequantized(
 
 
 def _float4(places: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    """Half of what E2M1 doubles to: a sum of steps, where a table would be a lookup for each number."""
+    """Decode as half of twice E2M1: a sum of steps instead of a table lookup for each number."""
     size = jnp.abs(places.astype(jnp.int8))
     steps = size + jnp.maximum(size - 4, 0) + 2 * jnp.maximum(size - 6, 0)
     return jnp.where(places < 0, -steps, steps).astype(dtype) / 2
@@ -123,7 +123,7 @@ def matmul(
     e2m1: bool = False,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*rows n"]:
-    """``x @ weight.T``, computed in ``dtype`` and given in it.
+    """Compute ``x @ weight.T`` in ``dtype`` and return it in ``dtype``.
 
     Raises:
         ValueError: shapes that do not fit each other.

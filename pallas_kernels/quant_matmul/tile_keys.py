@@ -12,7 +12,7 @@ MATMUL = "quant_matmul"
 
 
 def matmul_key(given: Any) -> Key:
-    """Key for `fit.Operands`. The weights' shape is an option: it decides how often k is split."""
+    """Return the key for `fit.Operands`. The weights' shape is an option: it determines the splits of k."""
     (tiles, rows, _), (_, channels, inputs) = given.x.shape, given.weights.shape
     options = {
         "channels": channels,

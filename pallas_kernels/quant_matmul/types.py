@@ -1,4 +1,4 @@
-"""Static sizes of the Mosaic kernel's launch: its tiles, and the shapes that they cut."""
+"""Static sizes of the Mosaic kernel's launch: its tiles, and the shapes that they divide."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 MOST_SPLITS = 8
-CHANNELS = 64  # of one consumer: the rows of a wgmma
+CHANNELS = 64  # channels of one consumer: the rows of a wgmma
 CONSUMERS = (1, 2, 3, 4)
 DEPTHS = (64, 128, 192, 256)
 BARRIER_BYTES = 1024
@@ -16,17 +16,17 @@ BARRIER_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes, tuned for speed. ``splits`` are part of the numerics: the last bits.
+    """Block sizes, tuned for speed. ``splits`` change the last bits of results.
 
     Attributes:
         consumers: warpgroups that compute, each for 64 output channels: 1 to 4.
         depth: inputs of one pipeline slot: 64, 128, 192 or 256.
-        stages: pipeline slots: how many are on their way from memory at once.
-        splits: parts of k with a sum each, 1 to 8: of thread blocks of their own, or of one after the other.
-        blocks: thread blocks, which share the work.
+        stages: pipeline slots: number of slots in flight from memory.
+        splits: splits of k with a sum each, 1 to 8: by separate CTAs, or by one CTA in turn.
+        blocks: CTAs, which share the work.
 
     Raises:
-        ValueError: other numbers than these.
+        ValueError: unsupported values.
     """
 
     consumers: int = 2
@@ -43,14 +43,14 @@ class Tiles:
 
 
 class Shape(NamedTuple):
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     tile_count: int
-    rows: int  # of a tile, a multiple of 8
+    rows: int  # rows of a tile, a multiple of 8
     experts: int
     channels: int
     inputs: int
-    group: int  # all inputs where a channel has one scale
+    group: int  # all inputs if a channel has one scale
     dtype: Any
     weight_dtype: Any
     scale_dtype: Any
@@ -70,12 +70,12 @@ class Shape(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """Inputs of the last step that the one before has had: its slot is as deep as all others."""
+        """Inputs that the last step shares with the step before: its slot is as deep as all others."""
         return self.steps * self.tiles.depth - self.inputs
 
     @property
     def span(self) -> int:
-        """Inputs of a sum before it is added to the others: it follows from the weights, whatever the tiles."""
+        """Inputs of a partial sum before it is added to the total: follows from the weights, not from the tiles."""
         most = 128 if self.inputs % 128 == 0 else 64
         return most if self.e2m1 else min(self.group, most)
 
@@ -91,7 +91,7 @@ class Shape(NamedTuple):
 
     @property
     def serial(self) -> bool:
-        """Whether a thread block sums the splits itself, one after the other, since there is work enough for all."""
+        """Whether a CTA sums the splits itself, one after the other, since there is enough work for all CTAs."""
         units = self.tile_count * (self.channels // self.block_channels)
         return self.tiles.splits > 1 and self.tile_count > 1 and 2 * units > self.tiles.blocks
 
@@ -111,7 +111,7 @@ class Shape(NamedTuple):
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a thread block: each array begins at a multiple of 1024 bytes."""
+        """Bytes of SMEM of a CTA: each array begins at a multiple of 1024 bytes."""
         tiles = self.tiles
         slot = (
             self.block_channels * tiles.depth * bits_of(self.weight_dtype) // 8,
@@ -124,5 +124,5 @@ class Shape(NamedTuple):
 
 
 def bits_of(dtype: Any) -> int:
-    """Bits of a weight's number in memory."""
+    """Return the bits of one weight in memory."""
     return 4 if dtype == jnp.int4 else jnp.dtype(dtype).itemsize * 8

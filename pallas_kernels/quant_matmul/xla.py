@@ -1,10 +1,10 @@
-"""A matrix product with quantised weights in plain XLA: for CPUs, other GPUs, and what the Mosaic kernel refuses.
+"""Matrix product with quantised weights in XLA: for CPUs, other GPUs, and operands that the Mosaic kernel rejects.
 
-One scale a channel multiplies the result: XLA fuses the conversion of the weights into its own matrix product. With
-groups, a program for a GPU multiplies each group by itself and scales the sums while rows are few, so that packed
-weights are read once and nothing is written but float32 sums; with many rows it dequantises some output channels after
-the others. On a CPU a few hundred at a time are dequantised, which stay in the cache. As plain numbers the weights
-never lie in memory as a whole.
+One scale per channel multiplies the result: XLA fuses the conversion of the weights into its own matrix product. With
+groups, a program for a GPU multiplies each group separately and scales the sums while rows are few, so that packed
+weights are read once and only float32 sums are written; with many rows it dequantises chunks of output channels in
+turn. On a CPU a few hundred channels at a time are dequantised, which stay in the cache. The whole dequantised weight
+is never in memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pallas_kernels.quant_matmul.reference import dequantized, group_size
 from pallas_kernels.sums import dot
 
 FEW_ROWS = 64  # sums of groups are written up to here
-CPU_CHANNELS = 256  # dequantised at a time
-GPU_PIECE = 1 << 25  # bytes of plain numbers at a time
-_LINE = 64  # channels of which pieces are multiples: a line of a result, and what a tile of a product divides by
+CPU_CHANNELS = 256  # channels dequantised at a time
+GPU_PIECE = 1 << 25  # bytes of dequantised numbers at a time
+_LINE = 64  # chunks are multiples of these channels: a line of a result, and a divisor of product tiles
 
 
 def matmul(
@@ -40,7 +40,7 @@ def matmul(
     """See `reference.matmul`; the result has the dtype of ``x``. float32 means float32: no TF32.
 
     Args:
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
     """
     group = group_size(weights, scales, zeros)
 
@@ -84,16 +84,16 @@ def matmul_tiles(
 def in_pieces(
     x: Float[Array, "rows k"], stored: Any, outputs: int, plain: Callable[[Any, slice], Num[Array, "n k"]]
 ) -> Float[Array, "rows outputs"]:
-    """Multiply by some output channels after the others, whose plain numbers are a small part of any large weight.
+    """Multiply by chunks of output channels in turn; a dequantised chunk is small compared with a large weight.
 
     Args:
-        stored: a tree of arrays that plain numbers are made of.
-        plain: makes those of some channels of ``stored``.
+        stored: a tree of arrays from which weights are dequantised.
+        plain: dequantises some channels of ``stored``.
     """
     size = max(1, GPU_PIECE // (x.shape[1] * x.dtype.itemsize * _LINE)) * _LINE
     parts: list[Array] = []
     for first in range(0, outputs, size):
-        if parts:  # one after the other: XLA would make the plain numbers of several in one kernel
+        if parts:  # in turn: XLA would dequantise several chunks in one kernel
             stored, parts[-1] = lax.optimization_barrier((stored, parts[-1]))
         weights = plain(stored, slice(first, min(first + size, outputs)))
         parts.append(dot(x, weights.astype(x.dtype), 1, jnp.float32).astype(x.dtype))
@@ -143,9 +143,9 @@ def _by_channels(x: Array, weights: Array, scales: Array, zeros: Array | None) -
 
 
 def _as_bytes(weights: Num[Array, "n k"], *, pairs: bool) -> tuple[Array, Callable[[Any], tuple[Array, ...]]]:
-    """A view that XLA cuts at little cost, and its decoder to numbers: all, or the first and the second of pairs.
+    """Return a view that XLA slices cheaply, and its decoder to numbers: all, or first and second of pairs.
 
-    XLA:CPU cuts an array of fewer than 8 bits, or of 8-bit floats, as a copy in a wider type.
+    XLA:CPU slices an array of fewer than 8 bits, or of 8-bit floats, as a copy in a wider type.
     """
     n, k = weights.shape
     if weights.dtype == jnp.int4 and pairs:
@@ -157,7 +157,7 @@ def _as_bytes(weights: Num[Array, "n k"], *, pairs: bool) -> tuple[Array, Callab
 
 
 def _float8(stored: Any) -> Array:
-    """float8_e4m3fn from its bits, as float32. By way of float16, whose exponents have a bit more: times 2**8."""
+    """Decode float8_e4m3fn bits to float32. Via float16, with one more exponent bit: times 2**8."""
     bits = stored.astype(jnp.uint16)
     magnitude = lax.bitcast_convert_type((bits & 0x7F) << 7, jnp.float16).astype(jnp.float32) * 256
     number = jnp.where((bits & 0x7F) == 0x7F, jnp.nan, magnitude)
@@ -165,7 +165,7 @@ def _float8(stored: Any) -> Array:
 
 
 def _few_channels(columns: tuple[Array, ...], numbers: tuple[Array, ...], scales: Any, zeros: Any) -> Array:
-    """Multiply in float32: the first numbers of pairs meet the even columns of x, the second ones the odd columns."""
+    """Multiply in float32: first numbers of pairs with the even columns of x, second ones with the odd columns."""
     times = numbers[0].shape[1] // scales.shape[1]
     factors = jnp.repeat(scales.astype(jnp.float32), times, axis=1)
     offsets = 0.0 if zeros is None else jnp.repeat(zeros.astype(jnp.float32), times, axis=1)

@@ -1,11 +1,11 @@
-"""The equation of the sparse indexer (DeepSeek-V3.2-Exp, "lightning indexer") in plain jnp.
+"""Reference of the sparse indexer (DeepSeek-V3.2-Exp, "lightning indexer") in jnp.
 
 A token has one index key, a query a few small heads and a weight for each. The score of a key is ``sum over heads of
-weight * relu(q . k)``, and a query attends to the ``k`` visible keys of the highest scores alone. Of equal scores (a
-rectified product is often 0) the earlier key is taken, so that a choice follows from the scores, whoever computes it.
+weight * relu(q . k)``, and a query attends only to the ``k`` visible keys with the highest scores. Ties (a rectified
+product is often 0) go to the earlier key, so that the choice depends on the scores alone.
 
-DeepSeek's code turns queries and keys by a Hadamard matrix before it rounds them to 8 bits, each by one scale. The
-matrix is orthogonal and changes no product of unrounded numbers; here nothing is turned.
+DeepSeek's code rotates queries and keys by a Hadamard matrix before it rounds them to 8 bits, each by one scale. The
+matrix is orthogonal and changes no product of unrounded numbers; it is not applied here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
 class Index(NamedTuple):
-    """What chooses the keys of some tokens: their index queries, each head's weight, and their own index keys."""
+    """Inputs of the choice for some tokens: their index queries, each head's weight, and their own index keys."""
 
     q: Float[Array, "*batch heads dim"]
     weights: Float[Array, "*batch heads"]
@@ -31,7 +31,7 @@ def scores(
     weights: Float[Array, "*batch queries heads"],
     keys: Float[Array, "*batch keys dim"],
 ) -> Float[Array, "*batch queries keys"]:
-    """Scores of all keys for all queries, float32."""
+    """Compute scores of all keys for all queries, float32."""
     q, keys = q.astype(jnp.float32), keys.astype(jnp.float32)
     products = jnp.einsum("...qhd,...kd->...qhk", q, keys, precision=lax.Precision.HIGHEST)
     weighed = jax.nn.relu(products) * weights.astype(jnp.float32)[..., None]
@@ -41,9 +41,9 @@ def scores(
 def top_keys(
     scores: Float[Array, "*batch keys"], visible: Bool[Array, "*batch keys"], k: int
 ) -> Bool[Array, "*batch keys"]:
-    """Choose the ``k`` visible keys of the highest scores, of equal ones the first; all, where there are not as many.
+    """Choose the ``k`` visible keys with the highest scores, ties to the first; all if there are fewer.
 
-    The k-th score is found bit by bit, by counting: no sort, and the same choice whatever lies behind the last key.
+    The k-th score is found bit by bit, by counting: no sort, and the choice is independent of padding after the keys.
     """
     ordered = jnp.where(visible, _ordered(scores), 0)
 
@@ -59,13 +59,13 @@ def top_keys(
 
 
 def _ordered(scores: Float[Array, "*batch keys"]) -> UInt32[Array, "*batch keys"]:
-    """Integers above 0 in the order of the scores; 0 and -0 are one number."""
+    """Convert scores to integers above 0 in the same order; 0 and -0 are one number."""
     bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def places(chosen: Bool[Array, "*batch keys"], k: int) -> Int[Array, "*batch k"]:
-    """Positions of the chosen keys, ascending; behind the last of them the number of keys."""
+    """Return positions of the chosen keys, ascending, padded with the number of keys."""
     counted = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, k + 1, dtype=jnp.int32)
 

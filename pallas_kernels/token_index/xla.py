@@ -1,8 +1,8 @@
-"""The sparse indexer over paged index keys, in plain XLA: there is no kernel.
+"""The sparse indexer over paged index keys, in XLA: there is no kernel.
 
-Index keys are the last ``dim`` numbers of a token's row in the pool of latents, ``[pages, page, row]``; of a pool in 8
-bits the last scale of the token is theirs. Scores are computed by fixed absolute blocks of keys up to the last block of
-the longest sequence, so that neither neighbours nor pages nor the width of the tables change a bit of them.
+Index keys are the last ``dim`` numbers of a token's row in the pool of latents, ``[pages, page, row]``; in an 8-bit
+pool the last scale of the token is theirs. Scores are computed by fixed absolute blocks of keys up to the last block of
+the longest sequence, so they are bitwise independent of other rows, pages and the width of the tables.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def decode(
     lengths: Int[Array, " rows"],
     k: int,
 ) -> Int[Array, "rows k"]:
-    """Choose for one query a sequence, at the last of its ``lengths`` positions.
+    """Choose keys for one query per sequence, at the last of its ``lengths`` positions.
 
-    The positions are ascending; behind them are some beyond all keys: of each row, min(k, length) are true ones.
+    Positions are ascending, padded with positions beyond all keys: min(k, length) of each row are valid.
     """
     scored = _scores(q[:, None], weights[:, None], pool, scales, tables, lengths)[:, 0]
     visible = jnp.arange(scored.shape[-1]) < lengths[:, None]
@@ -46,7 +46,7 @@ def prefill(
     lengths: Int[Array, " sequences"],
     k: int,
 ) -> Bool[Array, "sequences chunk keys"]:
-    """Choose for chunks whose first queries stand at ``starts``, causal; keys up to ``lengths`` are written."""
+    """Choose keys for causal chunks from ``starts`` on; keys up to ``lengths`` are written."""
     sequences, chunk = q.shape[:2]
 
     def sequence(index: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -62,7 +62,7 @@ def prefill(
 
 
 def _padded(tables: jax.Array, pool: jax.Array) -> jax.Array:
-    """Tables of whole blocks; page 0 behind their ends, whose keys lengths mask."""
+    """Pad tables to whole blocks with page 0; lengths mask the keys of the padding."""
     return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % max(1, BLOCK // pool.shape[1]))))
 
 
@@ -74,7 +74,7 @@ def _scores(
     tables: Int[Array, "sequences width"],
     lengths: Int[Array, " sequences"],
 ) -> Float[Array, "sequences chunk keys"]:
-    """Scores of the keys up to the longest sequence's last block; of further ones 0."""
+    """Compute scores of the keys up to the longest sequence's last block; 0 for further keys."""
     tables, page, dim = _padded(tables, pool), pool.shape[1], q.shape[-1]
     count = max(1, BLOCK // page)
     block = count * page

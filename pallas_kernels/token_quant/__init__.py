@@ -1,4 +1,4 @@
-"""token_quant: tokens rounded to 8 bits with a scale each, in one launch."""
+"""token_quant: per-token quantisation to 8 bits, in one launch."""
 
 from pallas_kernels.token_quant.api import explain, quantize
 from pallas_kernels.token_quant.reference import Rule

@@ -1,4 +1,4 @@
-"""The door of token_quant: a Mosaic kernel on Ampere (int8), Ada and Hopper GPUs, plain XLA everywhere else."""
+"""API of token_quant: a Mosaic kernel on Ampere (int8), Ada and Hopper GPUs, XLA everywhere else."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OP = "token_quant"
 
 
 def explain(x: Any, rule: Rule, *, path: Wish = "auto", target: Target | None = None) -> Choice:
-    """The path that `quantize` takes for tokens of this shape and dtype, and why. Their number decides nothing.
+    """Return the path of `quantize` for tokens of this shape and dtype, and why. Their number does not matter.
 
     Args:
         path: "mosaic" and "xla" force one.
-        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+        target: lowering target of the program; None: see `pallas_kernels.choice`.
 
     Raises:
-        ValueError: the Mosaic kernel is forced and cannot do these.
+        ValueError: the Mosaic kernel is forced and does not support these tokens.
     """
     least = AMPERE if rule.dtype == "int8" else ADA
     return choose(_OP, path, mosaic.refusal(x, rule), least=least, most=HOPPER, target=target)
@@ -33,13 +33,13 @@ def explain(x: Any, rule: Rule, *, path: Wish = "auto", target: Target | None = 
 def quantize(
     x: Float[Array, "rows k"], rule: Rule, *, path: Wish = "auto"
 ) -> tuple[Num[Array, "rows k"], Float[Array, " rows"]]:
-    """Codes and scales of tokens, see `reference`: one launch, in which no bit depends on other tokens.
+    """Return codes and scales of tokens, see `reference`: one launch, each token bitwise independent of the others.
 
-    By the kernel a division may be wrong in its last bit, alike in every program. A batch of calls (`jax.vmap`) takes
+    The kernel's division may be off by one ulp, in the same way in every program. A batch of calls (`jax.vmap`) takes
     the XLA path.
 
     Raises:
-        ValueError: the Mosaic kernel is forced and cannot do these.
+        ValueError: the Mosaic kernel is forced and does not support these tokens.
     """
     if explain(x, rule, path=path).path == "xla":
         return xla.quantize(x, rule)

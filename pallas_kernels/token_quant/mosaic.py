@@ -1,7 +1,7 @@
-"""Round tokens to 8 bits in one launch, in Pallas Mosaic GPU, for Ampere (int8), Ada and Hopper.
+"""Quantise tokens to 8 bits in one launch, in Pallas Mosaic GPU, for Ampere (int8), Ada and Hopper.
 
-A thread block (128 threads) has one token, whole in its registers: it is read once, and no number of the result depends
-on another token or on how many there are.
+A CTA (128 threads) holds one whole token in its registers: it is read once, and its result depends neither on other
+tokens nor on how many there are.
 
     device memory         registers of a warp     shared memory   registers        device memory
     x[token, a quarter] -> its largest magnitude -> [4 quarters] -> scale, codes -> codes[token], scales[token]
@@ -23,11 +23,11 @@ from pallas_kernels import compat
 from pallas_kernels.layouts import THREADS, WARPS, row_layout
 from pallas_kernels.token_quant.reference import Rule
 
-MOST_INPUTS = 16_384  # 128 numbers a thread
+MOST_INPUTS = 16_384  # 128 numbers per thread
 
 
 class _Smem(NamedTuple):
-    largest: Any  # [WARPS]: of each quarter
+    largest: Any  # [WARPS]: largest magnitude of each quarter
 
 
 def quantize(
@@ -39,7 +39,7 @@ def quantize(
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the tokens are rejected, see `refusal`.
     """
     if (why := refusal(x, rule)) is not None:
         raise ValueError(why)
@@ -57,7 +57,7 @@ def quantize(
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="token_quant",
-        # The barriers around what goes through shared memory come by themselves.
+        # Mosaic inserts the barriers for SMEM.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         cost_estimate=pl.CostEstimate(flops=4 * x.size, transcendentals=0, bytes_accessed=3 * x.size),
         interpret=interpret,
@@ -67,7 +67,7 @@ def quantize(
 
 
 def refusal(x: Any, rule: Rule) -> str | None:
-    """Why this kernel cannot do such tokens, in one sentence; None if it can. The number of tokens does not count."""
+    """Return why this kernel does not support such tokens; None if it does. The number of tokens does not matter."""
     if x.dtype not in (jnp.bfloat16, jnp.float16) or rule.dtype not in ("int8", "float8_e4m3fn"):
         return f"tokens of {x.dtype} rounded to {rule.dtype}: of bfloat16 or float16 to int8 or float8_e4m3fn"
     inputs = x.shape[-1]
@@ -86,6 +86,6 @@ def _body(rule: Rule, columns: int, x: Any, codes: Any, scales: Any, smem: _Smem
 
 
 def _layout(columns: int) -> Any:
-    """A quarter of a token in each warp, in vectors as wide as leave every thread some."""
+    """Return a layout with a quarter of a token per warp, in the widest vectors that leave every thread some."""
     found = (row_layout(WARPS, columns, widest) for widest in (8, 4, 2, 1))
     return next(layout for layout, whole in found if whole)

@@ -1,4 +1,4 @@
-"""Tokens rounded to 8 bits, each with a scale of its own (per-token dynamic quantisation, as of W8A8 checkpoints).
+"""Per-token dynamic quantisation to 8 bits with one scale per token, as of W8A8 checkpoints.
 
 scale = max(min(largest magnitude, bound), LEAST) / most
 codes = number / scale, rounded to the nearest integer (a half: to the even one), or to the nearest float8
@@ -13,18 +13,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-LEAST = 1e-30  # of what is divided by: a token of zeros has a scale, too
+LEAST = 1e-30  # smallest numerator of a scale, so that a token of zeros has one, too
 FLOAT8_MAX = 448.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a token's numbers become.
+    """The rule to quantise a token.
 
     Attributes:
         dtype: name of int8 or float8_e4m3fn.
-        most: what its largest number becomes.
-        bound: larger numbers become it; 0: there is none.
+        most: code of the largest number.
+        bound: larger numbers are clipped to it; 0: there is none.
     """
 
     dtype: str
@@ -32,11 +32,11 @@ class Rule:
     bound: float = 0.0
 
     def divided(self, largest: Float[Array, "..."]) -> Float[Array, "..."]:
-        """What is divided by `most` for the scale of a token whose largest magnitude this is."""
+        """Return the numerator of the scale, which `most` divides, from a token's largest magnitude."""
         return jnp.maximum(jnp.minimum(largest, self.bound) if self.bound else largest, LEAST)
 
     def codes(self, numbers: Float[Array, "..."]) -> Num[Array, "..."]:
-        """Numbers that were divided by their scale, in 8 bits."""
+        """Convert numbers that were divided by their scale to 8 bits."""
         if self.dtype == "int8":
             rounded = lax.round(numbers, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)
             return jnp.minimum(jnp.maximum(rounded, -128.0), 127.0).astype(self.dtype)
@@ -44,7 +44,7 @@ class Rule:
 
 
 def quantize(x: Float[np.ndarray, "rows k"], rule: Rule) -> tuple[Num[Array, "rows k"], Float[np.ndarray, " rows"]]:
-    """Codes and scales: ``x`` is about ``codes * scales``. In numpy, which divides as it is told to."""
+    """Return codes and scales: ``x`` is about ``codes * scales``. In numpy, whose divisions are correctly rounded."""
     numbers = np.asarray(x, np.float32)
     scales = np.asarray(rule.divided(jnp.abs(numbers).max(-1))) / np.float32(rule.most)
     return rule.codes(jnp.asarray(numbers / scales[:, None])), scales

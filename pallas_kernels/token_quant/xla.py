@@ -1,4 +1,4 @@
-"""Tokens rounded to 8 bits in plain XLA, with divisions that are rounded correctly."""
+"""Per-token quantisation to 8 bits in XLA, with correctly rounded divisions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def quantize(x: Float[Array, "rows k"], rule: Rule) -> tuple[Num[Array, "rows k"
 
 
 def quotient(x: Float[Array, "*shape"], by: Float[Array, "..."]) -> Float[Array, "*shape"]:
-    """``x / by``, correctly rounded. XLA would multiply with the reciprocal of what is broadcast; a token's largest
-    number lies on the border of two integers, and a last bit decides which one it becomes."""
+    """Return ``x / by``, correctly rounded. XLA would multiply by the reciprocal of a broadcast divisor; a token's
+    largest number is at the border of two integers, where the last bit decides."""
     return x / lax.optimization_barrier(jnp.broadcast_to(by, x.shape))

@@ -1,1 +1,1 @@
-"""Trials of kernels on the GPU at hand: each launch that a program makes runs once, in a process that may be killed."""
+"""Trials of kernels on this GPU: each launch of a program runs once, in a process that may be killed."""

@@ -1,8 +1,8 @@
 """``python -m pallas_kernels.trial PLATFORM FOLDER JOBS NAME...``: run programs of a folder in turn, each once.
 
-Lines of standard output say what is about to be done with which program: a process that hangs or dies is found and
-replaced by the one that started it (`pallas_kernels.trial.run`). An error while a program runs ends the process: after
-it nothing that a GPU gives can be trusted. ``JOBS`` threads compile ahead.
+Lines of standard output announce the next action and its program: the parent finds a process that hangs or dies and
+replaces it (`pallas_kernels.trial.run`). An error while a program runs ends the process: after it no result of the GPU
+can be trusted. ``JOBS`` threads compile ahead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Operands for launches, random and valid, small enough to lie beside a model: by op, from the shapes of a program.
+"""Operands for launches, random and valid, small enough to fit next to a model: by op, from the shapes of a program.
 
-Pools, and stacks of experts, are as large as a launch needs and not as an engine has them: a kernel finds pages,
-states and experts by their index. What the XLA path would need much memory for (256 rows of 131,072 keys) it is given
-a part of.
+Pools, and stacks of experts, have the size that a launch needs, not that of the engine: a kernel finds pages, states
+and experts by their index. Where the XLA path would need much memory (256 rows of 131,072 keys), it gets a subset.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from pallas_kernels import bits
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.launches import Launch
 
-_KEYS = 2048  # of the longest row, and before a chunk
-_QUERIES = 64  # of a chunk's beginning and end that are compared
-_ROWS = 4  # of a decode step that are compared
+_KEYS = 2048  # keys of the longest row, and before a chunk
+_QUERIES = 64  # queries at a chunk's beginning and end that are compared
+_ROWS = 4  # rows of a decode step that are compared
 _EXPERTS = 4
-_PAGES = 256  # that rows read: they may share them
+_PAGES = 256  # pages that rows read: they may share them
 
 
 class Case(NamedTuple):
-    """Operands of a launch, and those of the XLA path for the part of the result that ``select`` takes."""
+    """Operands of a launch, and those of the XLA path for the slice of the result that ``select`` takes."""
 
     operands: tuple[Any, ...]
     options: Mapping[str, Any]
@@ -36,17 +35,17 @@ class Case(NamedTuple):
 
 
 class Draw:
-    """Random arrays of given shapes and dtypes, other ones at each call.
+    """Random arrays of given shapes and dtypes, different at each call.
 
-    Numbers are hashes of their places: `jax.random` takes longer to compile than all that is tried. ``seed``: an
-    integer array, so that a compiler cannot compute them beforehand.
+    Numbers are hashes of their indices: `jax.random` takes longer to compile than all trials. ``seed``: an integer
+    array, so that a compiler cannot constant-fold the numbers.
     """
 
     def __init__(self, seed: Any) -> None:
         self._seed, self._calls = jnp.asarray(seed).astype(jnp.uint32), 0
 
     def _hashes(self, shape: tuple[int, ...]) -> Any:
-        """32 random bits each ("lowbias32" of Wellons, Prospecting for Hash Functions, 2018)."""
+        """Return 32 random bits each ("lowbias32" of Wellons, Prospecting for Hash Functions, 2018)."""
         self._calls += 1
         place = (
             jnp.arange(math.prod(shape), dtype=jnp.uint32) + np.uint32(self._calls * 0x9E3779B9 % 2**32) + self._seed
@@ -56,9 +55,9 @@ class Draw:
         return (place ^ (place >> 16)).reshape(shape)
 
     def normal(self, like: Any, scale: float = 1.0, first: int | None = None) -> Any:
-        """Numbers of a bell shape (two uniform ones added) and a variance of 1; of integers, most of the range.
+        """Draw bell-shaped numbers (the sum of two uniform ones) of variance 1; for integers, most of the range.
 
-        ``first``: another first dimension. What a float8 pool has as bytes are such numbers' bits.
+        ``first``: another first dimension. A float8 pool in bytes gets the bits of such numbers.
         """
         if like is None:
             return None
@@ -76,17 +75,17 @@ class Draw:
         return (least + (most - least) * found).astype(like.dtype)
 
     def integers(self, like: Any, least: int, most: int) -> Any:
-        """From ``least`` to ``most`` - 1."""
+        """Draw integers from ``least`` to ``most`` - 1."""
         return (self._hashes(like.shape) % np.uint32(most - least)).astype(jnp.int32) + least
 
     def distinct(self, like: Any, count: int) -> Any:
-        """Different numbers below ``count``: multiples of one without a common divisor."""
+        """Return distinct numbers below ``count``: multiples of a number coprime to it."""
         factor = next(one for one in range(max(2, int(count * 0.618)), 2 * count + 3) if math.gcd(one, count) == 1)
         places = np.arange(math.prod(like.shape), dtype=np.int64) * factor % count
         return jnp.asarray(places.astype(np.int32).reshape(like.shape))
 
     def pool_scales(self, like: Any, pool: Any, first: int) -> Any:
-        """What the numbers of an 8-bit pool are multiplied with, so that they are about 1."""
+        """Draw scales of an 8-bit pool, so that its dequantized numbers are about 1."""
         spread = 64.0 if jnp.issubdtype(bits.meant(pool.dtype), jnp.integer) else 1.0
         return self.uniform(like, 0.5 / spread, 1.5 / spread, first)
 
@@ -115,7 +114,7 @@ def _decode(draw: Draw, q: Any, pool: Any, tables: Any, lengths: Any, options: A
 
 
 def _prefill(draw: Draw, q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, options: Any) -> Case:
-    """All chunks are full. The first and the last queries of the first sequence are compared."""
+    """Make full chunks, of which the first and the last queries of the first sequence are compared."""
     (sequences, chunk), page, pages = q.shape[:2], _page_of(pool), min(_PAGES, pool.shape[0])
     room = tables.shape[1] * page
     begun, count = min(_KEYS, max(0, room - chunk)), min(chunk, room)
@@ -145,7 +144,7 @@ def _attention(draw: Draw, *operands: Any) -> Case:
 
 
 def _page_of(pool: Any) -> int:
-    """Tokens of a page, of a pool of keys and values of heads or of one of latents."""
+    """Return the tokens of a page, in a pool of keys and values or of latents."""
     return int(pool.shape[3] if len(pool.shape) == 5 else pool.shape[1])
 
 
@@ -164,7 +163,7 @@ def _replaced(options: Any, **changes: Any) -> Any:
 
 
 def _write(draw: Draw, pool: Any, *rest: Any, **options: Any) -> Case:
-    """Keys and values, or what a fused projection gives, of chunks that share no page."""
+    """Make keys and values, or the output of a fused QKV projection, of chunks that share no page."""
     *tokens, pages, offsets = rest
     count = pages.size + 2
     rope = options.get("rope")
@@ -181,7 +180,7 @@ def _write(draw: Draw, pool: Any, *rest: Any, **options: Any) -> Case:
 
 
 def _copy(draw: Draw, pool: Any, *places: Any) -> Case:
-    """Pages (source, target), or tokens (source pages and slots, target pages and slots)."""
+    """Make copies of pages (source, target), or of tokens (source pages and slots, target pages and slots)."""
     leaf, moves = jax.tree.leaves(pool)[0], places[0]
     count, slots = 2 * moves.size + 2, leaf.shape[3] if len(places) == 4 else 1
     targets = draw.distinct(moves, count * slots)
@@ -195,7 +194,7 @@ def _copy(draw: Draw, pool: Any, *places: Any) -> Case:
 
 
 def _states(draw: Draw, q: Any, k: Any, v: Any, decay: Any, beta: Any, pool: Any, read: Any, write: Any) -> Case:
-    """Each sequence has a state of its own; of a chunked prompt the last chunk's is kept."""
+    """Give each sequence its own state; of a chunked prompt the last chunk's is kept."""
     count = read.shape[0] + 1
     own = draw.distinct(read, count)
     kept = own if len(write.shape) == 1 else jnp.full(write.shape, count, jnp.int32).at[:, -1].set(own)
@@ -223,7 +222,7 @@ def _matmul(draw: Draw, x: Any, weights: Any, extras: Any, **options: Any) -> Ca
 
 
 def _quantised(draw: Draw, x: Any, weights: Any, scales: Any, zeros: Any, *groups: Any, **options: Any) -> Case:
-    """Of rows, or of tiles of rows that have an expert each."""
+    """Make a product of rows, or of tiles of rows that have an expert each."""
     experts = min(_EXPERTS, weights.shape[0]) if groups else None
     factors = (
         scales if experts is None else jax.ShapeDtypeStruct((scales.shape[0], experts, scales.shape[2]), scales.dtype)
@@ -257,7 +256,7 @@ def _low_rank(draw: Draw, x: Any, a: Any, b: Any, groups: Any) -> Case:
 
 
 def _groups(draw: Draw, groups: Groups, experts: int) -> Groups:
-    """Entries in order, one a row; about half of the tiles are empty where there are more than entries fill."""
+    """Order entries, one per row; about half of the tiles are empty if there are more than entries fill."""
     tiles, rows = groups.entries.shape
     entries = groups.places.shape[0]
     places = np.arange(tiles * rows, dtype=np.int32)
@@ -292,5 +291,5 @@ _CASES: Mapping[str, Callable[..., Case]] = {
 
 
 def case_of(launch: Launch, seed: Any) -> Case:
-    """Operands of a launch; traceable, so that a program makes them on the device."""
+    """Make the operands of a launch; traceable, so that a program makes them on the device."""
     return _CASES[launch.op](Draw(seed), *launch.operands, **launch.options)

@@ -1,4 +1,4 @@
-"""One launch as a program without arguments but a seed: it makes operands, runs kernel and XLA path, and compares."""
+"""A launch as a program with a seed as its only argument: it makes operands, runs kernel and XLA path, and compares."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pallas_kernels import bits
 from pallas_kernels.launches import Launch
 from pallas_kernels.trial.cases import case_of
 
-# Of a vector's norm (the last dimension), and of the mean norm of all vectors. Two results in 16 bits with their own
-# roundings, and what the kernel rounds on its way (probabilities, 8-bit numbers of a pool), stay a third below it; a
-# key, a page or an expert that is another one does not.
+# Relative to a vector's norm (the last dimension), and to the mean norm of all vectors. Two 16-bit results with
+# different roundings, and the kernel's intermediate roundings (probabilities, 8-bit numbers of a pool), stay a third
+# below it; a wrong key, page or expert does not.
 TOLERANCE, FLOOR = 3e-2, 1e-2
 _KERNELS = tuple(map(DisabledSafetyCheck.custom_call, ("mosaic_gpu", "mosaic_gpu_v2")))
 
 
 def checking(launch: Launch) -> Callable[[Any], Float32[Array, ""]]:
-    """The program: its result is the largest error of a vector over what is allowed; infinite: one is no number."""
+    """Make the program: it returns a vector's largest error over the tolerance; infinity if a result is not finite."""
 
     def check(seed: Any) -> Float32[Array, ""]:
         case = case_of(launch, seed)
@@ -43,13 +43,13 @@ def _error(one: Any, other: Any) -> Float32[Array, ""]:
 
 
 def exported(launch: Launch, platform: str) -> bytes:
-    """The program in StableHLO, for another process of this machine.
+    """Export the program as StableHLO, for another process of this machine.
 
     Args:
         platform: JAX's name of it: "cuda" or "cpu".
 
     Raises:
-        ValueError, NotImplementedError: Mosaic GPU does not take the kernel.
+        ValueError, NotImplementedError: Mosaic GPU does not support the kernel.
     """
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
     return bytes(export(jax.jit(checking(launch)), platforms=[platform], disabled_checks=_KERNELS)(seed).serialize())

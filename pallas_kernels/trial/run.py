@@ -1,4 +1,4 @@
-"""Programs of launches run in processes of their own: one that hangs or dies is named, and the rest goes on."""
+"""Runs of launch programs in subprocesses: a program that hangs or dies is named, and the others still run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pallas_kernels.launches import Launch
 from pallas_kernels.trial.program import exported
 
 _log = logging.getLogger("jaxinfer.start")
-_JOBS = 8  # threads that compile ahead of what runs
+_JOBS = 8  # threads that compile ahead of the running program
 _ROOT = pathlib.Path(__file__).parents[2]
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
-# Beside a process that has taken most of the GPU's memory already.
+# The parent process has already taken most of the GPU's memory.
 _ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 
 
@@ -39,14 +39,14 @@ class Patience(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came of a program: ``fault`` says in one sentence what its kernel did wrong, None: nothing. ``untried``:
-    why it could not be run, where that is nothing that the kernel did."""
+    """The outcome of a program. ``fault``: the kernel's fault in one sentence, None: none. ``untried``: the reason why
+    it could not be run, if the kernel is not to blame."""
 
     fault: str | None = None
     untried: str | None = None
 
 
-_KNOWN: dict[str, Verdict] = {}  # of launches that this process has had tried, by their keys
+_KNOWN: dict[str, Verdict] = {}  # verdicts of launches that this process has tried, by their keys
 
 
 def verdicts_of(launches: Mapping[str, Launch], patience: Patience | None = None) -> dict[str, Verdict]:
@@ -64,7 +64,7 @@ def verdicts_of(launches: Mapping[str, Launch], patience: Patience | None = None
 
 
 def faults_of(launches: Mapping[str, Launch], patience: Patience | None = None) -> dict[str, str]:
-    """What is wrong with the kernels of these launches on JAX's default device, by op, the first fault of each."""
+    """Return the kernels' faults in these launches on JAX's default device, by op, the first fault of each."""
     faults = dict[str, str]()
     for key, verdict in verdicts_of(launches, patience).items():
         if verdict.fault is not None:
@@ -75,7 +75,7 @@ def faults_of(launches: Mapping[str, Launch], patience: Patience | None = None) 
 
 
 class _End(NamedTuple):
-    """The last that a process said before it ended or was killed."""
+    """The last state that a process reported before it exited or was killed."""
 
     state: str
     name: str
@@ -83,12 +83,12 @@ class _End(NamedTuple):
 
 
 def run(programs: Mapping[str, bytes], platform: str, patience: Patience | None = None) -> dict[str, Verdict]:
-    """Run all programs of `program.exported`, by name, on a platform as `jax.default_backend` names it, and say what
-    came of each.
+    """Run all programs of `program.exported`, by name, on a platform as named by `jax.default_backend`; return their
+    verdicts.
 
-    A process that hangs or dies costs the program at which it was: the next process begins behind it. One that dies
-    while several threads compile is followed by one that compiles one program at a time, so that the right one is
-    named. Where no process can start, nothing is tried.
+    A process that hangs or dies costs the current program: the next process begins after it. If one dies while several
+    threads compile, the next one compiles one program at a time, so that the right one is named. If no process can
+    start, nothing is tried.
     """
     verdicts: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def run(programs: Mapping[str, bytes], platform: str, patience: Patience | None 
 
 
 def _process(arguments: Sequence[str], patience: Patience, verdicts: dict[str, Verdict]) -> _End | None:
-    """Run one process, whose results go to ``verdicts``. None: it came to its end; else how it did not."""
+    """Run one process and store its results in ``verdicts``. Return None if it completed, else how it ended."""
     command = [sys.executable, "-m", "pallas_kernels.trial", *arguments]
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:

@@ -1,11 +1,11 @@
 """``python -m pallas_kernels.tune``: find the fastest tiles of the Mosaic kernels on this machine's GPU.
 
-Results go to ``pallas_kernels/<op>/tiles.json``, from where the kernels take them, after each shape; Ctrl-C keeps what
-was found. Bits of results may change with the file, so what it decided for some options (page size, dtypes, ...) stays
-unless ``--anew`` is given. Exit status: 0, all is well; 1, a shape failed; 2, a wrong argument; 3, there is no GPU that
-the kernels are for; 4, nothing ran, because all that was tried hung or died; 130, interrupted.
+Results are written to ``pallas_kernels/<op>/tiles.json``, where the kernels read them, after each shape; Ctrl-C keeps
+results so far. The file may change bits of results, so its choice for some options (page size, dtypes, ...) stays
+unless ``--anew`` is given. Exit status: 0, no failures; 1, a shape failed; 2, a wrong argument; 3, there is no GPU that
+the kernels support; 4, nothing ran, because every candidate hung or died; 130, interrupted.
 
-A process of its own searches. Where it hangs or dies the candidate that ran is left out, and another process goes on.
+The search runs in a subprocess. If it hangs or dies, the running candidate is skipped, and a new process continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pallas_kernels.tune.tuner import Task, Tuner
 SHIPPED = "configurations"
 MULTIPROCESSORS = 132  # for a dry run
 COMMAND = (sys.executable, "-m", "pallas_kernels.tune")
-GRACE_S = 30.0  # in which a process must end after Ctrl-C, its last launch included
+GRACE_S = 30.0  # limit for a process to exit after Ctrl-C, its last launch included
 UNFIT, NOWHERE, INTERRUPTED = 3, 4, 130
 
 
@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _supervise(words, arguments) if arguments.journal is None else tune(arguments, tasks)
 
 
-# ---- the process that watches
+# ---- the supervising process
 
 
 def _supervise(words: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Search in a process of its own; after one that hung or died, in another one with the time that is left."""
+    """Search in a subprocess; after one that hung or died, in another one with the time that is left."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(pathlib.Path(folder, "journal"))
 
@@ -88,7 +88,7 @@ def _status(ended: Ended, lines: Sequence[Mapping[str, Any]]) -> int:
     return int(bool(ended.why) or any("failed" in line for line in lines))
 
 
-# ---- the process that searches
+# ---- the searching process
 
 
 def tune(
@@ -96,7 +96,7 @@ def tune(
     tasks: Sequence[Task],
     bench: Callable[[Problem, frozenset[str]], Bench] = DeviceBench,
 ) -> int:
-    """Tune what no earlier process is through with."""
+    """Tune the tasks that no earlier process has finished."""
     target = lowering_target()
     if why := _unfit(target):
         print(f"tune: {why}; --dry-run lists what would be swept", file=sys.stderr)
@@ -122,7 +122,7 @@ def tune(
 
 
 def _left(tasks: Sequence[Task], journal: Journal) -> list[Task]:
-    """Those that no earlier process ended, or hung or died in before their first candidate."""
+    """Return tasks that no earlier process finished, or hung or died in before their first candidate."""
     known = journal.progress()
     for name, why in known.condemned.items():
         if name in map(str, tasks) and not any(line.get("failed") == name for line in journal.lines()):
@@ -140,7 +140,7 @@ def _unfit(target: Target) -> str | None:
 
 
 def _tasks(prefixes: Sequence[str], shapes: Sequence[str]) -> list[Task]:
-    """Every kernel's first shape before any second one: so that little time gives a little of each."""
+    """Return every kernel's first shape before any second one, so that a short run covers all kernels."""
     tunables = [one for one in TUNABLES if one.kernel.startswith(tuple(prefixes))]
     if not tunables:
         raise ValueError(f"no kernel begins with {' or '.join(prefixes)}: {', '.join(one.kernel for one in TUNABLES)}")
@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--patience", type=float, default=30.0, metavar="S", help="seconds after which a candidate hangs (default 30)"
     )
-    parser.add_argument("--journal", type=pathlib.Path, help=argparse.SUPPRESS)  # of a process that searches
+    parser.add_argument("--journal", type=pathlib.Path, help=argparse.SUPPRESS)  # of a searching process
     parser.add_argument("--anew", action="store_true", help="forget what was measured of these kernels on such a GPU")
     parser.add_argument("--dry-run", action="store_true", help="list what would be swept, and stop")
     return parser

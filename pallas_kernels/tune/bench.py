@@ -14,18 +14,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.tune.problem import Problem
 
-# Two results in 16 bits, each with its own rounding (2**-9 / sqrt(3) of a number) and that of the probabilities.
+# Two 16-bit results, each with its own rounding (2**-9 / sqrt(3) of a number) and that of the probabilities.
 TOLERANCE = 5e-3
 SAMPLE_SECONDS = 4e-3
 MOST_CALLS = 100
-# The launches of a program do not need each other's results: a CUDA graph would run them side by side.
+# The launches of a program are independent: a CUDA graph would run them concurrently.
 ONE_AFTER_THE_OTHER: dict[str, Any] = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-# What a kernel raises that Mosaic GPU, ptxas or the driver does not take.
+# Exceptions for a kernel that Mosaic GPU, ptxas or the driver rejects.
 REFUSALS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
 class DeviceBench:
-    """`search.Bench` of one problem. One launch of every operand set is a program; a sample is some calls of it."""
+    """`search.Bench` of one problem. A program launches every operand set once; a sample is some calls of it."""
 
     def __init__(
         self,

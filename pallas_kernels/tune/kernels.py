@@ -1,4 +1,4 @@
-"""The kernels that can be tuned, the most telling first."""
+"""The kernels that can be tuned, the most informative first."""
 
 from pallas_kernels.tune.problem import Tunable
 from pallas_kernels.tune.problems import grouped_matmul as grouped_matmul

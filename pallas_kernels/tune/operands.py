@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Num
 
-CACHE_BYTES = 128 << 20  # more than any GPU's cache so far: operands of so many bytes come from memory
+CACHE_BYTES = 128 << 20  # more than any GPU's cache so far: operands of this size come from memory
 MOST_SETS = 16
 
 
 def sets_beyond_cache(set_bytes: int) -> int:
-    """The number of operand sets of so many bytes each that exceed the GPU's cache, 2 to `MOST_SETS`."""
+    """Return how many operand sets of ``set_bytes`` bytes exceed the GPU's cache, 2 to `MOST_SETS`."""
     return max(2, min(MOST_SETS, math.ceil(CACHE_BYTES / set_bytes)))
 
 
@@ -31,7 +31,7 @@ def numbers(seed: int | Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> N
 
 
 def tables(rows: int, width: int) -> Int[Array, "rows width"]:
-    """Page tables of rows that share no page, scattered over the pool."""
+    """Return page tables of rows that share no page, scattered over the pool."""
     pages = np.random.default_rng(0).permutation(rows * width).astype(np.int32)
     return jnp.asarray(pages.reshape(rows, width))
 

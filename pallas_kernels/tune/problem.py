@@ -11,16 +11,16 @@ from pallas_kernels.tiles import Key
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One kernel at one shape; nothing is allocated before ``operands`` is called.
+    """A kernel at one shape; nothing is allocated before ``operands`` is called.
 
     Attributes:
         key: the key by which the kernel looks tiles up.
-        heuristic: the tiles it takes where there are none.
+        heuristic: the kernel's tiles without tuned ones.
         grid: the values to try of each field of its tiles.
-        refusal: why it does not take such tiles, or None.
+        refusal: returns why the kernel does not support such tiles, or None.
         launch: called as ``launch(*operands, tiles=...)``.
-        operands: operand sets that differ in at least one array each, so that no launch can be taken for another one's.
-            Together they should not fit the GPU's cache where a model's would not.
+        operands: operand sets that differ in at least one array each, so that no launch can be merged with another.
+            Together they should not fit the GPU's cache if a model's would not.
     """
 
     key: Key
@@ -33,14 +33,14 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Tunable:
-    """A kernel.
+    """A kernel that can be tuned.
 
     Attributes:
         kernel: "paged_attention.decode" for example; begins with the op's folder.
-        bits: fields of its tiles of which the last bits of a result depend.
-        shapes: frozen dataclasses of one type, the most telling first. The first one of several with the same options
-            decides about ``bits`` for all of them.
-        problem: of a shape, for a GPU with so many multiprocessors.
+        bits: fields of its tiles that change the last bits of a result.
+        shapes: frozen dataclasses of one type, the most informative first. The first one of several with the same
+            options decides about ``bits`` for all of them.
+        problem: makes the problem of a shape, given the number of multiprocessors.
     """
 
     kernel: str
@@ -52,7 +52,7 @@ class Tunable:
         """Parse a shape, the first one with other fields: ``rows=8,page=16``.
 
         Raises:
-            ValueError: a field that the shape has not, or a value of another type.
+            ValueError: an unknown field, or a value of another type.
         """
         default = self.shapes[0]
         known = dataclasses.asdict(default)
@@ -63,7 +63,7 @@ class Tunable:
 
 
 def candidates(problem: Problem, fixed: Mapping[str, int]) -> list[Any]:
-    """List the heuristic's tiles, then all of the grid that the kernel takes. Fields in ``fixed`` have that value."""
+    """List the heuristic's tiles, then all of the grid that the kernel supports. Fields in ``fixed`` are set to it."""
     grid: list[dict[str, int]] = [{}]
     for name, values in problem.grid.items():
         grid = [{**one, name: value} for one in grid for value in ([fixed[name]] if name in fixed else values)]
@@ -72,7 +72,7 @@ def candidates(problem: Problem, fixed: Mapping[str, int]) -> list[Any]:
 
 
 def _made(problem: Problem, fields: Mapping[str, int]) -> Any | None:
-    """Make tiles; None if they or the kernel refuse these numbers."""
+    """Make tiles; None if they or the kernel reject these numbers."""
     try:
         tiles = dataclasses.replace(problem.heuristic, **fields)
     except ValueError:

@@ -1,8 +1,8 @@
-"""The search for the fastest tiles within a time: no GPU in here, so that it can be tested with a made-up clock.
+"""The search for the fastest tiles within a time limit, without a GPU, so that tests can use a fake clock.
 
 Candidates are prepared (compiled and compared with the heuristic's result) in the order of their distance from the
-fastest one so far, and dropped at once when they are far slower. Those that are left run in turns, so that a clock
-rate that drifts meets all of them alike; whoever is clearly slower leaves.
+fastest one so far, and dropped at once if they are far slower. The remaining ones run in turns, so that a drifting
+clock rate affects all of them equally; clearly slower ones are dropped.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 FAR = 1.3  # times the leader's time: not worth a second sample
-SLOWER = 1.04  # a best sample that is so much above the leader's median will not win
+SLOWER = 1.04  # a candidate whose best sample is above the leader's median by this factor will not win
 ROUNDS = 9
-FEWEST = 3  # samples of a winner, unless the search ended before anyone had so many
-GAIN = 0.99  # of the heuristic's time: more is noise, and the heuristic stays
+FEWEST = 3  # fewest samples of a winner, unless the search ended before any candidate had that many
+GAIN = 0.99  # of the heuristic's time: a smaller gain is noise, and the heuristic stays
 SCREENING = 0.7  # share of the time for candidates that have not run yet
 
 
@@ -26,7 +26,7 @@ class Bench(Protocol):
     """A runner of candidates."""
 
     def prepare(self, tiles: Any) -> str | None:
-        """Compile and run; later tiles must give the results of the first. Returns why it may not win, or None."""
+        """Compile and run; later tiles must give the results of the first. Return why it may not win, or None."""
 
     def sample(self, tiles: Any) -> float:
         """Measure a launch in microseconds."""
@@ -34,14 +34,14 @@ class Bench(Protocol):
 
 @dataclasses.dataclass
 class Sweep:
-    """One search, and what is known so far.
+    """The state of one search.
 
     Attributes:
         candidates: the heuristic's tiles first.
         clock: seconds; ``deadline`` is one of its times.
         samples: microseconds, of every candidate that may win.
-        refused: why others may not.
-        slow: those that are not sampled any more.
+        refused: reasons for the rejected candidates.
+        slow: candidates that are no longer sampled.
         interrupted: Ctrl-C ended it.
     """
 
@@ -55,7 +55,7 @@ class Sweep:
     interrupted: bool = False
 
     def run(self) -> Any | None:
-        """The fastest tiles: the heuristic's where nothing is faster by a percent, None where those failed."""
+        """Return the fastest tiles: the heuristic's if nothing is faster by a percent, None if those failed."""
         try:
             self._screen()
             self._race()
@@ -115,7 +115,7 @@ class Sweep:
             self._eliminate(running)
 
     def _eliminate(self, running: Sequence[Any]) -> None:
-        """Drop slow tiles, but never the heuristic's, to which the winner is compared."""
+        """Drop slow tiles, but never the heuristic's, which the winner is compared with."""
         leader = min(map(self.microseconds, running), default=math.inf)
         for tiles in running:
             late = len(self.samples[tiles]) >= FEWEST and min(self.samples[tiles]) > SLOWER * leader
@@ -124,6 +124,6 @@ class Sweep:
 
 
 def distance(one: Any, other: Any) -> tuple[int, float]:
-    """The number of fields in which two tiles differ, and by how many octaves in all."""
+    """Return the number of fields in which two tiles differ, and the total difference in octaves."""
     pairs = list(zip(dataclasses.astuple(one), dataclasses.astuple(other), strict=True))
     return sum(a != b for a, b in pairs), math.fsum(abs(math.log2(a / b)) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""A bench whose calls are steps of a journal, so that another process can go on where a candidate hung or died."""
+"""A bench with calls as steps of a journal, so that a new process can continue after a candidate that hung or died."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pallas_kernels.tune.search import Bench
 
 
 class SteppedBench:
-    """`search.Bench` of one task. What an earlier process refused is refused, and what it sampled is not sampled again.
+    """`search.Bench` of one task. Rejections and samples of earlier processes are reused.
 
-    The first tiles are prepared whatever is known of them: the results of others are compared with theirs. All others
-    with earlier samples are prepared when a new sample of them is wanted.
+    The first tiles are always prepared, as the results of others are compared with theirs. All others with earlier
+    samples are prepared when a new sample of them is needed.
     """
 
     def __init__(self, bench: Bench, task: str, journal: Journal) -> None:

@@ -1,4 +1,4 @@
-"""Writer of results to ``tiles.json``: at once, and never half a file."""
+"""Writer of results to ``tiles.json``: immediate and atomic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Files:
     """The result files, as they are on disk.
 
     Attributes:
-        out: one file for all kernels; None: each op's own.
+        out: one file for all kernels; None: one file per op.
     """
 
     out: pathlib.Path | None = None
@@ -34,7 +34,7 @@ class Files:
         return self._content[path]
 
     def bits(self, device: str, kernel: str, options: Mapping[str, Option]) -> Mapping[str, int]:
-        """The bits that are fixed already for these options; empty if none are."""
+        """Return the bits that are already fixed for these options; empty if none are."""
         known = _found(self.entries(kernel), device, kernel, options)
         return {} if known is None else known.bits
 
@@ -56,7 +56,7 @@ class Files:
 
 
 def added(entries: Sequence[Entry], new: Entry) -> tuple[Entry, ...]:
-    """Add ``new``, whose sizes replace equal ones. Its bits must equal those of the entry it joins.
+    """Add ``new``, which replaces entries of equal sizes. Its bits must equal those of the entry it joins.
 
     Raises:
         ValueError: they differ: sizes that were measured with different bits do not belong together.

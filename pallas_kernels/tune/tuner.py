@@ -28,15 +28,15 @@ class Task:
 
 @dataclasses.dataclass
 class Tuner:
-    """A sweep of tasks, whose results it writes.
+    """A sweep of tasks that writes their results.
 
     Attributes:
-        device: its kind, as the look-up will see it.
-        facts: of this run, written beside each result.
-        bench: makes what runs the candidates of a task's problem.
-        failures: what a bench raises, and its maker: the next task goes on.
+        device: its kind, as the tile look-up will see it.
+        facts: facts of this run, written with each result.
+        bench: makes the bench for the candidates of a task's problem.
+        failures: exceptions of a bench, and of its maker, after which the next task runs.
         clock: seconds.
-        say: shows a line.
+        say: prints a line.
         journal: each task is a step of it; "failed" lines name those without a result.
         failed: tasks without a result.
     """
@@ -53,9 +53,9 @@ class Tuner:
     failed: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, tasks: Sequence[Task], seconds: float) -> bool:
-        """Tune as many tasks as the time suffices for. False if Ctrl-C ended it.
+        """Tune as many tasks as the time suffices for. Return False if Ctrl-C ended it.
 
-        A task that needs less than its share of the time leaves the rest to those behind it.
+        A task that needs less than its share of the time leaves the rest to later tasks.
         """
         end = self.clock() + seconds
         for index, task in enumerate(tasks):
@@ -71,7 +71,7 @@ class Tuner:
         return True
 
     def _tune(self, task: Task, deadline: float) -> bool:
-        """Tune one task; False if it was interrupted."""
+        """Tune one task; return False if it was interrupted."""
         problem = task.tunable.problem(task.shape, self.multiprocessors)
         work = candidates(problem, self.files.bits(self.device, task.tunable.kernel, problem.key.options))
         if not work:

@@ -1,1 +1,1 @@
-"""The shapes that ship of each op: what `python -m pallas_kernels.check` compiles."""
+"""Shipped shapes of each op, compiled by `python -m pallas_kernels.check`."""

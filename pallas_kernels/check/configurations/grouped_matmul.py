@@ -1,4 +1,4 @@
-"""The products that ship, for `python -m pallas_kernels.check`: experts of Mixtral, DeepSeek, Qwen3 and gpt-oss."""
+"""Shipped products for `python -m pallas_kernels.check`: experts of Mixtral, DeepSeek, Qwen3 and gpt-oss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def product(
 
 
 def unfilled(x: Any, experts: Any, occupied: Any) -> Groups:
-    """Groups without entries, which the product does not read."""
+    """Return groups without entries, which the product does not read."""
     nothing = jnp.zeros(x.shape[:2], jnp.int32)
     return Groups(nothing, nothing.reshape(-1), experts, occupied)
 
@@ -67,7 +67,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = tuple(
         _Product(15, 128, 8, 28672, 4096),
         _Product(15, 128, 8, 4096, 14336),
         _Product(15, 128, 8, 28672, 4096, dtype=jnp.float16),
-        # DeepSeek-V2 and a part of it, Qwen3-30B-A3B, gpt-oss-20b.
+        # DeepSeek-V2 and a shard of it, Qwen3-30B-A3B, gpt-oss-20b.
         _Product(205, 64, 160, 3072, 5120),
         _Product(43, 128, 20, 5120, 1536),
         _Product(152, 16, 128, 1536, 2048),

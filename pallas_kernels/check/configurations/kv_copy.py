@@ -1,4 +1,4 @@
-"""The copies that ship, for `python -m pallas_kernels.check`."""
+"""Shipped copies for `python -m pallas_kernels.check`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.kv_copy import mosaic
 
 
 def _pool(page: int, head_dim: int, dtype: Any, scales: str | None) -> tuple[Any, ...]:
-    if scales == "latent":  # two of a token, which has no heads
+    if scales == "latent":  # two scales per token, no heads
         return shaped(256, page, head_dim, dtype=dtype), shaped(256, page, 2, dtype=jnp.float32)
     numbers = shaped(256, 2, 8, page, head_dim, dtype=dtype)
     rank = {None: 0, "head": 3, "token": 4}[scales]

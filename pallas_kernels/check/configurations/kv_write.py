@@ -1,4 +1,4 @@
-"""The writes that ship, for `python -m pallas_kernels.check`."""
+"""Shipped writes for `python -m pallas_kernels.check`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Write:
     kv_heads: int = 8
     heads: int = 32
     head_dim: int = 128
-    rotary: int = 128  # numbers of a head that are rotated; 0: keys and values are written as they are
+    rotary: int = 128  # rotated numbers of a head; 0: keys and values are written without rotation
     interleaved: bool = False
     dtype: Any = jnp.bfloat16
     pool_dtype: Any = jnp.bfloat16

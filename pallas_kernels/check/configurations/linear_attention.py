@@ -1,4 +1,4 @@
-"""The shapes of linear attention that ship, for `python -m pallas_kernels.check`: Qwen3-Next, Mamba-2."""
+"""Shipped shapes of linear attention for `python -m pallas_kernels.check`: Qwen3-Next, Mamba-2."""
 
 from __future__ import annotations
 

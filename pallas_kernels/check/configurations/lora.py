@@ -1,4 +1,4 @@
-"""The products of low rank that ship, for `python -m pallas_kernels.check`: weights of Llama-3.1-8B, Qwen3, gpt-oss."""
+"""Shipped LoRA products for `python -m pallas_kernels.check`: weights of Llama-3.1-8B, Qwen3, gpt-oss."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = tuple(
         *(_Product("decode", DECODE, rank, dtype=jnp.float32) for rank in (8, 16, 64)),
         _Product("prefill", PREFILL, 16, dtype=jnp.float16),
         _Product("prefill", PREFILL, 64, dtype=jnp.float32),
-        # Weights that are several of a checkpoint's have as many times the rank.
+        # A weight fused from several of a checkpoint has a multiple of the rank.
         _Product("decode-qkv", DECODE, 24, channels=6144),
         _Product("decode-qkv", DECODE, 48, channels=6144),
         _Product("prefill-qkv", PREFILL, 192, channels=6144),
@@ -75,7 +75,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = tuple(
         _Product("prefill-wide", (16, 32), 192, dtype=jnp.float32),
         _Product("odd-rank", DECODE, 12),
         _Product("small", DECODE, 1, inputs=64, channels=32),
-        # Experts: of each slot 128 (Qwen3-30B-A3B), 32 (gpt-oss-20b).
+        # Experts: 128 (Qwen3-30B-A3B) or 32 (gpt-oss-20b) of each slot.
         _Product("experts", (260, 16), 32, inputs=2048, channels=1536, slots=1024),
         _Product("experts", (128, 16), 16, inputs=2880, channels=2880, slots=256),
     )

@@ -1,4 +1,4 @@
-"""The products that ship, for `python -m pallas_kernels.check`: layers of Llama-3.1-8B and smaller models."""
+"""Shipped products for `python -m pallas_kernels.check`: layers of Llama-3.1-8B and smaller models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Product:
         return {"layout": self.layout, "gated": self.gated, "dtype": self.result}
 
     def tiles(self, device_kind: str) -> launch.Tiles:
-        """What the heuristic chooses on such a device."""
+        """Return the tiles that the heuristic chooses on this device."""
         return launch.heuristic_tiles(*self.build()[1], **self._options, rates=rates.rates_of(device_kind))
 
     @property
@@ -66,7 +66,7 @@ class _Product:
         return self.tiles(rates.H100) != self.tiles(rates.H200)
 
     def configuration(self, *targets: str) -> Configuration:
-        """Compiled for an H100 if nothing else is said, and where an H200 has other tiles for that, too."""
+        """Return the configuration; without ``targets`` for an H100, and for an H200 where its tiles differ."""
         sizes = f"{self.inputs}x{'2x' if self.gated else ''}{self.outputs}-{self.layout.replace(' ', '-')}"
         after = "".join(f"-{name}" for name in ("gated", "bias", "residual") if getattr(self, name))
         result = "" if self.result == jnp.bfloat16 else f"-to-{_SHORT[self.result]}"
@@ -75,7 +75,7 @@ class _Product:
 
 
 def _layer(rows: int) -> tuple[_Product, ...]:
-    """Llama-3.1-8B as jaxinfer has it: queries with keys and values, output, gate with up, down, head."""
+    """Return the products of Llama-3.1-8B in jaxinfer: QKV, output, gate with up, down, LM head."""
     return (
         _Product(rows, 4096, 6144),
         _Product(rows, 4096, 4096, residual=True),
@@ -93,7 +93,7 @@ def _narrow(rows: int, dtype: Any) -> tuple[_Product, ...]:
     )
 
 
-# Numbers of rows of decode programs that are not among `CONFIGURATIONS`.
+# Row counts of decode programs that are not among `CONFIGURATIONS`.
 _H200_ROWS = (2, 16, 32, 128, 512)
 _OF_H200 = tuple(one.configuration(H200) for rows in _H200_ROWS for one in _layer(rows) if one.differs)
 CONFIGURATIONS: tuple[Configuration, ...] = _OF_H200 + tuple(
@@ -101,7 +101,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = _OF_H200 + tuple(
     for one in (
         *(product for rows in (1, 8, 64, 256, 2048, 8192) for product in _layer(rows)),
         *(product for dtype in (FP8, INT8) for rows in (8, 256, 8192) for product in _narrow(rows, dtype)),
-        # Other epilogues, layouts and numbers.
+        # Other epilogues, layouts and dtypes.
         _Product(64, 3584, 4608, "in last", bias=True),
         _Product(64, 896, 1152, bias=True),
         _Product(2048, 896, 1152, "in last", bias=True, residual=True),

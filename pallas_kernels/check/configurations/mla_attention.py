@@ -1,4 +1,4 @@
-"""The shapes of MLA that ship, for `python -m pallas_kernels.check`."""
+"""Shipped shapes of MLA for `python -m pallas_kernels.check`."""
 
 from __future__ import annotations
 

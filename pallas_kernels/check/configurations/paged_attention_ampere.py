@@ -1,4 +1,4 @@
-"""The shapes of paged attention below Hopper that ship, for `python -m pallas_kernels.check`."""
+"""Shipped shapes of paged attention below Hopper for `python -m pallas_kernels.check`."""
 
 from __future__ import annotations
 

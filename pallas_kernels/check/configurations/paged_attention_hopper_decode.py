@@ -1,4 +1,4 @@
-"""The shapes of paged decode that ship, for `python -m pallas_kernels.check`."""
+"""Shipped shapes of paged decode for `python -m pallas_kernels.check`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _configuration(page: int, head_dim: int, group: int, more: str = "bf16", **o
 _INT8: dict[str, Any] = {"pool_dtype": jnp.int8}
 _FP8: dict[str, Any] = {"pool_dtype": jnp.float8_e4m3fn}
 
-# JAX 0.11.2 leaves these head_dims to XLA (`decode.refusal`).
+# With JAX 0.11.2 these head_dims take the XLA path (`decode.refusal`).
 _CLIPPED = (
     _configuration(16, 80, 1),
     _configuration(64, 96, 1),

@@ -1,4 +1,4 @@
-"""The shapes of paged prefill that ship, for `python -m pallas_kernels.check`; `configurations` lists them."""
+"""Shipped shapes of paged prefill for `python -m pallas_kernels.check`; `configurations` lists them."""
 
 from __future__ import annotations
 

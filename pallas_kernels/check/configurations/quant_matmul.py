@@ -1,4 +1,4 @@
-"""The products that ship, for `python -m pallas_kernels.check`: layers of Llama-3.1-8B, smaller models and mixtures."""
+"""Shipped products for `python -m pallas_kernels.check`: layers of Llama-3.1-8B, smaller models and mixtures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Product:
     rows: int
     channels: int = 4096
     inputs: int = 4096
-    group: int | None = 128  # None: a scale a channel
+    group: int | None = 128  # None: a scale per channel
     weight_dtype: Any = jnp.int4
     dtype: Any = jnp.bfloat16
     scale_dtype: Any = jnp.bfloat16
@@ -58,7 +58,7 @@ class _Product:
 
 @dataclasses.dataclass(frozen=True)
 class _Experts(_Product):
-    """``rows`` of each of ``tiles``."""
+    """A product of ``tiles`` with ``rows`` each."""
 
     tiles: int = 8
     experts: int = 8

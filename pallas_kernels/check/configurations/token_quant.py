@@ -1,4 +1,4 @@
-"""The tokens that are rounded in shipped shapes, for `python -m pallas_kernels.check`."""
+"""Shipped shapes of token quantisation for `python -m pallas_kernels.check`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One token of each row, on states in a pool, in Pallas Mosaic GPU: the same code for sm_80 to sm_90a.
+"""Linear attention decode, on states in a pool, in Pallas Mosaic GPU: the same code for sm_80 to sm_90a.
 
-A state is read once and written once, and little else is. A thread block (128 threads) owns some columns of the state
-of one head of one row, with all keys, in registers; columns do not know of each other:
+The traffic is one read and one write of each state. A CTA (128 threads) holds some columns of the state of one head of
+one row, with all keys, in registers; columns are independent of each other:
 
     device memory                     registers of 128 threads                          device memory
     pool[read, head, key, columns] -> state [key, columns] x decay
@@ -9,8 +9,8 @@ of one head of one row, with all keys, in registers; columns do not know of each
                                       state += k x change                            -> pool[write, head, key, columns]
     q [key]                        -> out = sum over keys of q x state               -> out[row, head, columns]
 
-All of it is float32 arithmetic, in an order that keys and columns decide: no bit of a row depends on the others. The
-pool is a mutable reference: a donated one stays where it is.
+All arithmetic is float32, in an order that depends on keys and columns only: a row is bitwise independent of the
+others. The pool is a mutable reference: a donated one is updated in place.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from pallas_kernels.linear_attention.mosaic.refusal import decode_refusal as ref
 
 __all__ = ["Tiles", "decode", "refusal"]
 
-_VECTOR = 4  # float32 of one load or store
+_VECTOR = 4  # float32 numbers of one load or store
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes. The last bits of a result depend on them: sums over keys go in another order.
+    """Block sizes. The last bits of a result depend on them: they change the order of sums over keys.
 
     Attributes:
-        columns: of a state in one thread block, a power of two from 16 to 64; fewer where they do not divide the value.
+        columns: columns of a state per CTA, a power of two from 16 to 64; fewer if they do not divide the value.
 
     Raises:
-        ValueError: other numbers than these.
+        ValueError: unsupported values.
     """
 
     columns: int = 32
@@ -55,7 +55,7 @@ class Tiles:
 
 
 class _Shape(NamedTuple):
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     rows: int
     heads: int
@@ -76,7 +76,7 @@ class _Gmem(NamedTuple):
     q: Any  # [rows, k_heads, key]
     k: Any
     v: Any  # [rows, heads, value]
-    kept: Any  # [rows, heads] float32: what a state is multiplied with
+    kept: Any  # [rows, heads] float32: factor of a state
     beta: Any | None  # [rows, heads] float32
     read: Any  # [rows]
     write: Any  # [rows]
@@ -103,7 +103,7 @@ def decode(
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     if (why := refusal(q, k, v, decay, beta, pool, read, write)) is not None:
         raise ValueError(why)
@@ -119,7 +119,7 @@ def decode(
 def _launch(
     shape: _Shape, interpret: plgpu.InterpretGPUParams | None, given: tuple[Any, ...], pool: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A jit of its own, so that layers of one shape are lowered once."""
+    """Launch within a separate jit, so that layers of one shape are lowered once."""
     ref = jax.new_ref(pool)
     launch = _launcher(shape, jax.tree.structure(given), interpret)
     (out,) = launch(*jax.tree.leaves(given), ref)
@@ -137,7 +137,7 @@ def _launcher(shape: _Shape, tree: Any, interpret: plgpu.InterpretGPUParams | No
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="linear_decode",
-        # Sums over keys go through shared memory: the barriers around that come by themselves.
+        # Sums over keys go through SMEM: Mosaic inserts the barriers.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=_VECTOR * 4 * THREADS
         ),
@@ -155,7 +155,7 @@ def _body(shape: _Shape, tree: Any, *refs: Any) -> None:
     row, head = lax.axis_index("row"), lax.axis_index("head")
     columns = pl.ds(lax.axis_index("part") * shape.columns, shape.columns)
     read, write, at = gmem.read[row], gmem.write[row], (row, lax.div(head, jnp.int32(shape.group)))
-    # All loads are under way before any is waited for.
+    # Issue all loads before waiting for any.
     key, query = (_vector(shape, ref.at[at], axis=0) for ref in (gmem.k, gmem.q))
     change, kept = _vector(shape, gmem.v.at[row, head, columns], axis=1), gmem.kept[row, head]
     beta = None if gmem.beta is None else gmem.beta[row, head]
@@ -169,7 +169,7 @@ def _body(shape: _Shape, tree: Any, *refs: Any) -> None:
 
 
 def _begin(shape: _Shape, gmem: _Gmem, read: Any, head: Any, columns: Any) -> Any:
-    """The state as it is, or zeros where there is none."""
+    """Load the state, or return zeros if there is none."""
 
     def found() -> Any:
         return plgpu.load(gmem.pool.at[read, head, :, columns], layout=shape.layout, optimized=False)
@@ -181,11 +181,11 @@ def _begin(shape: _Shape, gmem: _Gmem, read: Any, head: Any, columns: Any) -> An
 
 
 def _vector(shape: _Shape, ref: Any, *, axis: int) -> Any:
-    """Numbers that lie along an axis of the state: keys (0) or columns (1). In float32."""
+    """Load numbers along an axis of the state: keys (0) or columns (1). In float32."""
     return plgpu.load(ref, layout=shape.layout.reduce(1 - axis), optimized=False).astype(jnp.float32)
 
 
 def _along(shape: _Shape, vector: Any, *, axis: int) -> Any:
-    """Spread over the state."""
+    """Broadcast a vector over the state."""
     spread = lax.broadcast_in_dim(vector, (shape.key, shape.columns), (axis,))
     return plgpu.layout_cast(spread, shape.layout)

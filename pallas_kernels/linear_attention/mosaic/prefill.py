@@ -1,7 +1,7 @@
-"""Many tokens of each sequence, on states in a pool, in Pallas Mosaic GPU: the same code for sm_80 to sm_90a.
+"""Linear attention prefill, on states in a pool, in Pallas Mosaic GPU: the same code for sm_80 to sm_90a.
 
-A thread block (128 threads) owns some columns of the state of one head of one sequence, and goes through the tokens 16
-at a time; the state stays in its registers. Columns do not know of each other. A step:
+A CTA (128 threads) owns some columns of the state of one head of one sequence, and processes the tokens 16 at a time;
+the state stays in its registers. Columns are independent of each other. A step:
 
     device memory                  shared memory                   registers
     keys, queries, a step ahead -> tokens [keys | queries, key] -> scores = keys . (keys | queries)' x decay   (mma)
@@ -16,10 +16,10 @@ at a time; the state stays in its registers. Columns do not know of each other. 
                                                                 -> state = state x decay + keys' . change       (mma)
     pool[write], after a chunk  <-
 
-That is the chunked form (Yang et al. 2024, "Gated Delta Networks") with chunks of 16, whose triangular system is solved
-by substitution, in float32. A float32 is three bfloat16 which together have all its digits, and a product six of
-theirs, or three where keys and queries are bfloat16: as `pallas_kernels.lora` does it, and no TF32. Sums go in one
-order: no bit of a token depends on other sequences, or on how many tokens or chunks follow, or on their size.
+This is the chunked form (Yang et al. 2024, "Gated Delta Networks") with chunks of 16, whose triangular system is solved
+by substitution, in float32. A float32 is split into three bfloat16 which together have all its digits, a product into
+six of theirs, or three if keys and queries are bfloat16: as in `pallas_kernels.lora`, no TF32. Sums have a fixed order:
+a token is bitwise independent of other sequences, of later tokens and chunks, and of the chunk size.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from pallas_kernels.linear_attention.mosaic.refusal import prefill_refusal as re
 
 __all__ = ["Tiles", "heuristic_tiles", "prefill", "refusal"]
 
-_COLUMNS = (32, 64)  # of a thread block: those of four warps' mma, and what registers hold of 128 keys
-_PARTS = 3  # bfloat16 that make a float32
+_COLUMNS = (32, 64)  # columns of a CTA: the mma columns of four warps, and the limit of registers at 128 keys
+_PARTS = 3  # bfloat16 terms of a float32
 _LHS, _RHS = plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS
-_GAP = 8  # numbers between lines of shared memory, so that eight of them lie in different banks
+_GAP = 8  # padding between lines of SMEM, so that eight lines are in different banks
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes. No bit of a result depends on them.
+    """Block sizes; results are bitwise independent of them.
 
     Attributes:
-        columns: of a state in one thread block, 32 or 64.
+        columns: columns of a state per CTA, 32 or 64.
 
     Raises:
-        ValueError: other numbers than these.
+        ValueError: unsupported values.
     """
 
     columns: int = 64
@@ -69,17 +69,17 @@ class Tiles:
 
 
 def heuristic_tiles(heads: int, key: int, value: int, *, multiprocessors: int = 132) -> Tiles:
-    """More columns, for which scores are made once, where that leaves every multiprocessor a block and fits registers.
+    """Return more columns, which share their scores, if every multiprocessor still gets a CTA and registers suffice.
 
     Args:
-        heads: of all sequences.
+        heads: heads of all sequences.
     """
     few = value % 64 or key > 128 or heads * value // 64 < multiprocessors
     return Tiles(32 if few else 64)
 
 
 class _Shape(NamedTuple):
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     batch: int
     steps: int
@@ -90,7 +90,7 @@ class _Shape(NamedTuple):
     value: int
     states: int
     columns: int
-    parts: int  # bfloat16 that make a key or a query
+    parts: int  # bfloat16 terms of a key or a query
     interpret: bool
 
 
@@ -101,7 +101,7 @@ class _Gmem(NamedTuple):
     k: Any
     v: Any  # [batch, time, heads, value]
     since: Any  # [batch, heads, steps, 2 tokens] float32: decay since the step began, twice
-    beta: Any | None  # [batch, heads, steps, 2 tokens] float32: and ones
+    beta: Any | None  # [batch, heads, steps, 2 tokens] float32: beta, then ones
     read: Any  # [batch]
     write: Any  # [batch, chunks]
     pool: Any  # [states, heads, key, value] float32, written
@@ -109,7 +109,7 @@ class _Gmem(NamedTuple):
 
 
 class _Smem(NamedTuple):
-    """One thread block's shared memory."""
+    """Shared memory of one CTA."""
 
     tokens: Any  # [parts, 2 tokens, key]: keys, then queries
     state: Any  # [_PARTS, key, columns]
@@ -118,14 +118,14 @@ class _Smem(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What is read of some tokens, in registers."""
+    """The operands of one step, in registers."""
 
     keys: Any  # [tokens, key]
     queries: Any
     values: Any  # [tokens, columns]
     of_columns: Any  # decay since the step began, of [2 tokens], along columns
-    since: Any  # the same of [tokens], along rows
-    beta: tuple[Any, Any] | None  # in the same two ways
+    since: Any  # decay since the step began, of [tokens], along rows
+    beta: tuple[Any, Any] | None  # along columns, then along rows
 
 
 def prefill(
@@ -148,7 +148,7 @@ def prefill(
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     if (why := refusal(q, k, v, decay, beta, pool, read, write)) is not None:
         raise ValueError(why)
@@ -177,7 +177,7 @@ def _by_step(gate: Float[Array, "batch time heads"]) -> Float[Array, "batch head
 
 
 def _sums(steps: Float[Array, "batch heads steps tokens"]) -> Float[Array, "batch heads steps tokens"]:
-    """Running sums, in an order that XLA cannot choose."""
+    """Return running sums, in a fixed order that XLA cannot change."""
     return jnp.stack(list(itertools.accumulate(jnp.unstack(steps, axis=-1))), axis=-1)
 
 
@@ -189,7 +189,7 @@ def _doubled(first: jax.Array, second: jax.Array) -> jax.Array:
 def _launch(
     shape: _Shape, interpret: plgpu.InterpretGPUParams | None, given: tuple[Any, ...], pool: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A jit of its own, so that layers of one shape are lowered once."""
+    """Launch within a separate jit, so that layers of one shape are lowered once."""
     ref = jax.new_ref(pool)
     (out,) = _launcher(shape, jax.tree.structure(given), interpret)(*jax.tree.leaves(given), ref)
     return out, jax.freeze(ref)
@@ -207,7 +207,7 @@ def _launcher(shape: _Shape, tree: Any, interpret: plgpu.InterpretGPUParams | No
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="linear_prefill",
-        # Barriers between what one warp writes to shared memory and others read come by themselves.
+        # Mosaic inserts the barriers between one warp's writes to SMEM and reads of other warps.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         cost_estimate=pl.CostEstimate(flops=6 * numbers * shape.key, transcendentals=0, bytes_accessed=16 * numbers),
         interpret=interpret,
@@ -231,7 +231,7 @@ def _smem(shape: _Shape) -> _Smem:
 
 
 class _Place(NamedTuple):
-    """Which of all a thread block does. Traced scalars, and a slice."""
+    """The sequence, head and columns of a CTA. Traced scalars, and a slice."""
 
     sequence: Any
     head: Any
@@ -262,7 +262,7 @@ def _body(shape: _Shape, tree: Any, *refs: Any, smem: _Smem) -> None:
 
 
 def _begin(shape: _Shape, gmem: _Gmem, place: _Place) -> Any:
-    """The state as it is, or zeros where there is none."""
+    """Load the state, or return zeros if there is none."""
     read = gmem.read[place.sequence]
 
     def found() -> Any:
@@ -272,7 +272,7 @@ def _begin(shape: _Shape, gmem: _Gmem, place: _Place) -> Any:
 
 
 def _keep(shape: _Shape, gmem: _Gmem, place: _Place, index: Any, state: Any) -> None:
-    """The state to the pool, at the end of a chunk."""
+    """Store the state to the pool, at the end of a chunk."""
     chunk = lax.div(index, jnp.int32(shape.chunk))
     write = gmem.write[place.sequence, chunk]
     meant = (index + 1 == (chunk + 1) * shape.chunk) & (write >= 0) & (write < shape.states)
@@ -300,12 +300,12 @@ def _read(shape: _Shape, gmem: _Gmem, place: _Place, index: Any) -> _Step:
 
 
 def _tokens_of(ref: Any, place: _Place, index: Any) -> Any:
-    """Values or outputs of a step. [tokens, columns]"""
+    """Slice the values or outputs of a step. [tokens, columns]"""
     return ref.at[place.sequence, pl.ds(index * TOKENS, TOKENS), place.head, place.columns]
 
 
 def _scores(shape: _Shape, step: _Step, smem: _Smem) -> Any:
-    """What each token (a row) is to those behind it: to their keys, with beta, and to their queries, its own, too."""
+    """Return scores of each token (a row) with later keys (times beta), and with its own and later queries."""
     dims = (TOKENS, 2 * TOKENS)
     total = _zeros(dims, 1)
     for first in range(0, shape.key, TOKENS):
@@ -321,7 +321,7 @@ def _scores(shape: _Shape, step: _Step, smem: _Smem) -> Any:
 
 
 def _from_state(shape: _Shape, smem: _Smem) -> tuple[Any, Any]:
-    """The state under the keys, and under the queries. [tokens, columns] each"""
+    """Return the state under the keys, and under the queries. [tokens, columns] each"""
     totals = [_zeros((TOKENS, shape.columns), 1) for _ in range(2)]
     for first in range(0, shape.key, TOKENS):
         along = pl.ds(first, TOKENS)
@@ -333,14 +333,14 @@ def _from_state(shape: _Shape, smem: _Smem) -> tuple[Any, Any]:
 
 
 def _substituted(shape: _Shape, step: _Step, taken: Any, out: Any, smem: _Smem) -> tuple[Any, Any]:
-    """What each token adds to the state under its key, and the outputs. [tokens, columns] each"""
+    """Return each token's addition to the state under its key, and the outputs. [tokens, columns] each"""
     before = _rows(jnp.exp(step.since), shape.columns)
     out, change = out * before, step.values.astype(jnp.float32)
     if step.beta is not None:
         change = (change - taken * before) * _rows(step.beta[1], shape.columns)
     row = plgpu.broadcasted_iota(jnp.int32, change.shape, 0, layout=_acc(1))
     for token in range(TOKENS):
-        # All others are zeros, so that the sum is exact.
+        # All other rows are zeros, so the sum is exact.
         own = jnp.where(row == token, change, jnp.zeros_like(change)).sum(axis=0)
         own = _columns(own, TOKENS)
         if step.beta is not None:
@@ -359,7 +359,7 @@ def _changed(shape: _Shape, state: Any, smem: _Smem) -> Any:
 
 
 def _product(shape: _Shape, total: Any, lefts: Sequence[Any], rights: Sequence[Any]) -> Any:
-    """``total + left @ right`` of numbers in parts: the small ones first, and without those that are too small."""
+    """Add ``left @ right`` of split numbers to ``total``: small terms first, without the negligible ones."""
     for order in reversed(range(_PARTS)):
         for part, left in enumerate(lefts):
             if 0 <= order - part < len(rights):
@@ -368,19 +368,19 @@ def _product(shape: _Shape, total: Any, lefts: Sequence[Any], rights: Sequence[A
 
 
 def _mma(shape: _Shape, total: Any, left: Any, right: Any) -> Any:
-    if shape.interpret:  # which knows no mma
+    if shape.interpret:  # the interpreter has no mma
         return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
     return plgpu.mma(total, left, right)
 
 
 def _operands(ref: Any, layout: Any, warps: int, *, turned: bool = False) -> list[Any]:
-    """The parts of an operand of a product, for so many warps along its rows."""
+    """Load the terms of an operand of a product, for ``warps`` warps along its rows."""
     parts = [ref.at[part].transpose((1, 0)) if turned else ref.at[part] for part in range(ref.shape[0])]
     return [_load(part, layout(jnp.bfloat16, m_warps=warps)) for part in parts]
 
 
 def _write(ref: Any, value: Any, first: int) -> None:
-    """Numbers to lines of shared memory, from one on: each part of them to its own."""
+    """Write numbers to lines of SMEM from ``first`` on, each of their terms to its own array."""
     lines, length = value.shape
     for part in range(ref.shape[0]):
         own = value.astype(ref.dtype)
@@ -401,10 +401,10 @@ def _zeros(dims: tuple[int, ...], warps: int) -> Any:
 
 
 def _columns(vector: Any, rows: int) -> Any:
-    """A number for each column, in all rows."""
+    """Broadcast one number per column to all rows."""
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, (rows, vector.shape[0]), (1,)), _acc(1))
 
 
 def _rows(vector: Any, columns: int) -> Any:
-    """A number for each row, in all columns."""
+    """Broadcast one number per row to all columns."""
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, (vector.shape[0], columns), (0,)), _acc(1))

@@ -1,4 +1,4 @@
-"""What the kernels of linear attention cannot do, in words."""
+"""Rejections of the linear attention kernels: operands that they do not support, in words."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-UNIT = 16  # keys, and values of a head: multiples
+UNIT = 16  # keys, and values of a head, are multiples of this
 MOST_KEYS = 256
-TOKENS = 16  # of a step of prefill
+TOKENS = 16  # tokens of a prefill step
 
 
 def decode_refusal(q: Any, k: Any, v: Any, decay: Any, beta: Any, pool: Any, read: Any, write: Any) -> str | None:
-    """Why the kernel cannot do operands of these shapes and dtypes, in one sentence; None if it can."""
+    """Return why the kernel does not support operands of these shapes and dtypes; None if it does."""
     rows, gates = v.shape[:-2], [x.shape for x in (decay, beta) if x is not None]
     if q.shape != k.shape or q.shape[:-2] != rows or any(shape != v.shape[:-1] for shape in gates):
         return f"queries {q.shape}, keys {k.shape}, values {v.shape} and gates {gates} do not fit each other"
@@ -36,7 +36,7 @@ def _of_states(q: Any, k: Any, v: Any, pool: Any) -> str | None:
 
 
 def prefill_refusal(q: Any, k: Any, v: Any, decay: Any, beta: Any, pool: Any, read: Any, write: Any) -> str | None:
-    """Why the kernel cannot do operands of these shapes and dtypes, in one sentence; None if it can."""
+    """Return why the kernel does not support operands of these shapes and dtypes; None if it does."""
     lead, gates = v.shape[:-2], [x.shape for x in (decay, beta) if x is not None]
     if q.shape != k.shape or q.shape[:-2] != lead or any(shape != v.shape[:-1] for shape in gates):
         return f"queries {q.shape}, keys {k.shape}, values {v.shape} and gates {gates} do not fit each other"

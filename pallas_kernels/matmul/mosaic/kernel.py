@@ -1,4 +1,4 @@
-"""A thread block's work: copies by a producer, products and epilogues by consumers of 64 rows each.
+"""Device code of a CTA: copies by a producer, products and epilogues by consumers of 64 rows each.
 
     producer (the last warpgroup)                    consumers (one each for 64 rows)
     -----------------------------                    --------------------------------
@@ -9,13 +9,13 @@
                                                      per chunk: scaled, rounded, bias, silu x up, added
                                                        -> shared memory -> device memory
 
-``ready`` is arrived at by the copy engine, once per copy, and waited on by the consumers; ``free`` the other way round.
-The blocks of a cluster are a rectangle: those with the same columns share weights, those with the same rows share x.
-Each copies a part of what it shares into the memory of all that share it. So a slot is free for a block's producer once
-the consumers of its row and of its column of the rectangle have read theirs: the cross of both axes, whose arrivals
-``ClusterBarrier`` counts, without the block on the diagonal. The producer drains its last arrivals, so that no barrier
-ends in the middle of a phase and no block ends while another one writes to it. ``added`` is a consumer's own, for each
-of its two slots of results: what is to be added comes there first.
+The TMA arrives at ``ready``, once per copy, and the consumers wait on it; ``free`` works the other way round. The CTAs
+of a cluster are a rectangle: those with the same columns share weights, those with the same rows share x. Each copies a
+slice of the shared operand into the SMEM of all that share it. So a slot is free for a CTA's producer once the
+consumers of its row and of its column of the rectangle have read theirs: the cross of both axes, whose arrivals
+``ClusterBarrier`` counts, without the CTA on the diagonal. The producer drains its last arrivals, so that no mbarrier
+ends in the middle of a phase and no CTA exits while another one writes to it. ``added`` belongs to one consumer, for
+each of its two result slots: the residual is copied there first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MATRIX = plgpu.Layout.WGMMA
 _PER_ROW = _MATRIX.reduce(1)
 _PER_COLUMN = _MATRIX.reduce(0)
 _PRODUCER = 32  # registers: with 24 one of a cluster of 2 x 2 spills
-# The axes of a cluster. A copy for all along one is split among them by tiles of 8 lines of shared memory.
+# The axes of a cluster. A multicast copy along one is split among its CTAs by tiles of 8 lines of SMEM.
 ROW_AXIS, COLUMN_AXIS = "row_block", "column_block"
 
 
@@ -55,7 +55,7 @@ class Gmem(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """One thread block's shared memory."""
+    """Shared memory of one CTA."""
 
     x: Any  # [stages, rows, depth]
     weights: Any  # [stages, parts, depth, columns], or [stages, parts, columns, depth]
@@ -63,13 +63,13 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    ready: Any  # one per slot
+    ready: Any  # one mbarrier per slot
     free: Any
-    added: Any  # one per consumer and slot of its results; or nothing
+    added: Any  # one per consumer and result slot; () without a residual
 
 
 class _Unit(NamedTuple):
-    """A block's piece of the result: where its rows and columns begin. Traced scalars."""
+    """A CTA's tile of the result: its first row and column. Traced scalars."""
 
     row: Any
     column: Any
@@ -83,7 +83,7 @@ def body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Smem, barriers:
 
 
 def _each_unit(shape: Shape, work: Callable[[_Unit, Any], None]) -> Any:
-    """Call ``work`` with each unit of this thread block and the steps before it; return the number of all steps."""
+    """Call ``work`` with each unit of this CTA and the steps before it; return the number of all steps."""
     cluster, clusters = lax.axis_index("block"), lax.axis_size("block")
     tiles = shape.tiles
     row_member = lax.axis_index(ROW_AXIS) if tiles.row_blocks > 1 else 0
@@ -98,7 +98,7 @@ def _each_unit(shape: Shape, work: Callable[[_Unit, Any], None]) -> Any:
 
 
 def unit_at(shape: Shape, number: Any, row_member: Any, column_member: Any) -> _Unit:
-    """The unit of a cluster's number and a block in it: all rows of a panel for some columns, then the next columns."""
+    """Return the unit of a CTA in a cluster: all rows of a panel for some columns, then the next columns."""
     tiles = shape.tiles
     panel = lax.div(number, jnp.int32(tiles.panel * shape.column_units))
     first, within = panel * tiles.panel, number - panel * tiles.panel * shape.column_units
@@ -109,7 +109,7 @@ def unit_at(shape: Shape, number: Any, row_member: Any, column_member: Any) -> _
 
 
 def _registers(shape: Shape) -> Split | None:
-    """How warpgroups share registers where those of the launch are too few for a consumer: of two 168, of four 96."""
+    """Split registers between warpgroups if a consumer needs more than at launch: 168 with two, 96 with four."""
     return split(shape.tiles.consumers, _PRODUCER) if shape.tiles.consumers > 1 else None
 
 
@@ -141,7 +141,7 @@ def _produce(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
 
 
 def _copy_step(shape: Shape, unit: _Unit, index: Any, slot: Any, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
-    """Copy the inputs of a step. What lies beyond an operand's end is not read: zeros come instead."""
+    """Copy the inputs of a step. TMA does not read beyond an operand's end, and fills in zeros."""
     tiles, ready = shape.tiles, barriers.ready.at[slot]
     inputs = pl.ds(pl.multiple_of(index * tiles.depth, tiles.depth), tiles.depth)
     columns = pl.ds(pl.multiple_of(unit.column, tiles.columns), tiles.columns)
@@ -188,7 +188,7 @@ def _accumulators(shape: Shape) -> list[Any]:
 def _sums(
     shape: Shape, done: Any, warpgroup: Any, smem: Smem, barriers: Barriers
 ) -> tuple[Num[Array, "64 columns"], ...]:
-    """The sums of a unit, over the inputs in order. A slot is free once the next one's products have begun."""
+    """Compute the sums of a unit, over the inputs in order. A slot is free once the next one's products have begun."""
 
     def release(step: Any) -> None:
         plgpu.barrier_arrive(barriers.free.at[_slot(shape, step)])
@@ -213,7 +213,7 @@ def _sums(
 def _promoted_sums(
     shape: Shape, done: Any, warpgroup: Any, smem: Smem, barriers: Barriers
 ) -> tuple[Float[Array, "64 columns"], ...]:
-    """The same with the sums of each slot added in float32, in order: see `Shape.promoted`."""
+    """Compute the sums of a unit, adding those of each slot in float32, in order: see `Shape.promoted`."""
 
     def step(index: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         slot = _slot(shape, done + index)
@@ -233,10 +233,10 @@ def _promoted_sums(
 
 
 class _Writer(NamedTuple):
-    """A consumer's epilogue of one unit, a chunk of columns after the other, by way of two slots of shared memory."""
+    """A consumer's epilogue of one unit, one chunk of columns after the other, through two slots of SMEM."""
 
     shape: Shape
-    unit: _Unit  # the row is the consumer's
+    unit: _Unit  # its row is the first row of the consumer
     warpgroup: Any
     gmem: Gmem
     smem: Smem
@@ -247,7 +247,7 @@ class _Writer(NamedTuple):
         return self.shape.tiles.columns // self.shape.chunk
 
     def fetch_first(self) -> None:
-        """Begin to read what the first chunks are added to, under the unit's products."""
+        """Start to copy the residual of the first chunks, overlapping the unit's products."""
         if self.gmem.residual is None:
             return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -255,7 +255,7 @@ class _Writer(NamedTuple):
             self._fetch(chunk)
 
     def write(self, sums: tuple[Num[Array, "64 columns"], ...]) -> None:
-        last = self.shape.slots - 1  # copies out that may be on their way
+        last = self.shape.slots - 1  # copies out that may be in flight
         for chunk in range(self.chunks):
             result = self._finished(sums, chunk)
             mine = self._mine(chunk)
@@ -288,7 +288,7 @@ class _Writer(NamedTuple):
         return pl.ds(pl.multiple_of(self.unit.column + chunk * size, size), size)
 
     def _finished(self, sums: tuple[Num[Array, "64 columns"], ...], chunk: int) -> Float[Array, "64 chunk"]:
-        """A chunk with all but what is added to it last, rounded step by step as in `reference.finished`."""
+        """Return a chunk of the result without the residual, rounded step by step as in `reference.finished`."""
         first = chunk * self.shape.chunk
         parts = [self._scaled(one[:, first : first + self.shape.chunk], chunk, part) for part, one in enumerate(sums)]
         if self.shape.parts == 1:
@@ -309,7 +309,7 @@ class _Writer(NamedTuple):
         return result
 
     def _spread(self, ref: Any, layout: Any, dim: int) -> Float[Array, "64 chunk"]:
-        """A number for each row (dim 0) or column, all over the chunk."""
+        """Broadcast a number for each row (dim 0) or column over the chunk."""
         numbers = plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
         return lax.broadcast_in_dim(numbers, (GROUP, self.shape.chunk), [dim])
 

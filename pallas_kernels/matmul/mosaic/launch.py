@@ -1,17 +1,17 @@
-"""A dense product for Hopper GPUs in Pallas Mosaic GPU, of which no bit of a row depends on other rows or their number.
+"""Batch-invariant dense product for Hopper GPUs in Pallas Mosaic GPU: rows are bitwise independent of other rows.
 
-Whatever the number of rows, they are taken 64 at a time as the rows of a wgmma, with zeros where there are none (which
-cost no traffic: the copy engine does not read beyond an operand's end), and a sum goes over the inputs in order, in
-float32, in one accumulator. What tiles change is how many groups of 64 rows and how many columns a block has, and who
-reads what for whom: no bit. So one token and a prompt of 8192 have equal bits, if a wgmma's element depends neither on
-its place nor on how many columns the wgmma has.
+Any number of rows is processed in groups of 64, the rows of a wgmma, padded with zeros (which cost no traffic: the TMA
+does not read beyond an operand's end), and a sum is over the inputs in order, in float32, in one accumulator. Tiles
+change how many groups of 64 rows and how many columns a CTA has, and which CTA loads which data: no bit. So one token
+and a prompt of 8192 are bitwise identical, if a wgmma's element depends neither on its position nor on how many columns
+the wgmma has.
 
-As many thread blocks as there are multiprocessors take units (a block's rows and columns) in turns, so that a unit's
-first copies run under the products and the epilogue of the one before. `kernel` is what a block does.
+The CTAs (one per multiprocessor) take units (a CTA's rows and columns) in turns, so that a unit's first copies overlap
+the products and the epilogue of the previous unit. `kernel` has the code of a CTA.
 
-Few rows: as narrow columns as leave each multiprocessor a unit, whose time is that of reading its weights; blocks of a
-cluster read x for each other. Many rows: 128 rows and 256 columns a block, and four blocks read weights for each other,
-because 128 x 256 of one block alone ask more of the L2 cache than it has. Between them two by two do both.
+Few rows: columns narrow enough to leave each multiprocessor a unit, whose time is that of reading its weights; CTAs of
+a cluster multicast x. Many rows: 128 rows and 256 columns per CTA, and four CTAs multicast weights, because 128 x 256
+of one CTA alone need more L2 bandwidth than there is. Row counts in between: two by two, both are multicast.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ __all__ = ["Extras", "Tiles", "heuristic_tiles", "matmul", "refusal", "tiles_of"
 WIDE, NARROW = (jnp.bfloat16, jnp.float16), (jnp.float8_e4m3fn, jnp.int8)
 RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _BARRIER_BYTES = 1024
-_TILE_ROWS = 8  # of shared memory: operands of more rows have a multiple of them
+_TILE_ROWS = 8  # rows of a tile in SMEM: operands of more rows are padded to a multiple
 _MOST_STAGES = 16
 # Columns of all parts that a consumer's registers hold, by consumers; float8 holds its sums twice.
 _MOST_COLUMNS = {1: 256, 2: 256, 4: 128}
-_MOST_OF_INT8 = {1: 256, 2: 256, 4: 96}  # of gate and up, each of which has scales: compiled for sm_90a
-# What the heuristic takes a multiprocessor for besides `rates`: bytes of shared memory and products a cycle.
+_MOST_OF_INT8 = {1: 256, 2: 256, 4: 96}  # for gate and up, each of which has scales: compiled for sm_90a
+# Model of a multiprocessor besides `rates`: bytes of SMEM, and multiply-adds, per cycle.
 _SHARED_RATE, _PRODUCT_RATE = 128, 2048
-_WRITE_RATE = 20  # results a cycle
+_WRITE_RATE = 20  # results per cycle
 _AS_FAST = 1.02
-_PANEL = 16  # blocks along rows, of 128 rows: as many rows as all blocks that run together then have columns
-_FILL_CYCLES = 2500  # until a block's first slot is there
+_PANEL = 16  # CTAs along rows, of 128 rows: as many rows as all CTAs that run together then have columns
+_FILL_CYCLES = 2500  # until the first slot of a CTA is loaded
 
 
 def matmul(
@@ -86,13 +86,13 @@ def matmul(
     """See `reference.matmul`. Products are exact, sums in float32 (int8: in int32).
 
     Args:
-        dtype: of the result; None: that of ``x``, bfloat16 where that has 8 bits.
-        tiles: sizes of the work's pieces; None: those tuned for the device (`pallas_kernels.tiles`), else
+        dtype: dtype of the result; None: the dtype of ``x``, bfloat16 if that has 8 bits.
+        tiles: tile sizes; None: those tuned for the device (`pallas_kernels.tiles`), else
             `heuristic_tiles`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     if (why := refusal(x, weights, extras, layout=layout, gated=gated, dtype=dtype, tiles=tiles)) is not None:
         raise ValueError(why)
@@ -106,7 +106,7 @@ def matmul(
 
 
 def _whole_tiles(x: Any, extras: Extras) -> tuple[Any, Extras]:
-    """Fill up rows to what the copy engine can cut: up to 8 rows are as they are, and so are multiples of 8."""
+    """Pad rows to what TMA can tile: up to 8 rows are unchanged, and so are multiples of 8."""
     missing = -x.shape[0] % _TILE_ROWS if x.shape[0] > _TILE_ROWS else 0
     if not missing:
         return x, extras
@@ -124,7 +124,7 @@ def _stacked(shape: Shape, weights: Any) -> Any:
 
 
 def _laid_out(shape: Shape, extras: Extras) -> dict[str, Any]:
-    """Operands of the epilogue by name; those that are loaded without the copy engine have no end within a block."""
+    """Return operands of the epilogue by name; those loaded without TMA are padded to whole CTAs."""
     given = {name: array for name, array in extras._asdict().items() if array is not None}
     for name in given.keys() & {"scales", "bias"}:
         parts = given[name].reshape(shape.parts, shape.columns)
@@ -146,7 +146,7 @@ def refusal(
     dtype: Any = None,
     tiles: Tiles | None = None,
 ) -> str | None:
-    """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can.
+    """Return why this kernel does not support these shapes and dtypes (of arrays or tracers); None if it does.
 
     It does not depend on the number of rows.
     """
@@ -228,7 +228,7 @@ def tiles_of(
     gated: bool = False,
     dtype: Any = None,
 ) -> Tiles:
-    """The tiles that these operands are multiplied with: the tuned ones, else the heuristic's."""
+    """Return the tiles of the product of these operands: the tuned ones, else the heuristic's."""
 
     def refused(tiles: Tiles) -> str | None:
         return _tiles_refusal(_shape_of(x, weights, extras, layout, gated, dtype, tiles))
@@ -248,10 +248,10 @@ def heuristic_tiles(
     multiprocessors: int = 132,
     rates: Rates | None = None,
 ) -> Tiles:
-    """The tiles of the least time by a rough count of cycles, and all stages that fit. Not measured on a GPU.
+    """Return the tiles with the fewest estimated cycles, and all stages that fit. Not measured on a GPU.
 
     Args:
-        rates: of the GPU; None: of that which the program is lowered for.
+        rates: rates of the GPU; None: those of the lowering target.
     """
     known = rates or rates_of(lowering_target().device_kind)
     depth = 64 if jnp.dtype(x.dtype).itemsize == 2 else 128
@@ -260,7 +260,7 @@ def heuristic_tiles(
         panel, blocks = min(8, _PANEL // row_blocks), max(multiprocessors, row_blocks * column_blocks)
         tiles = Tiles(consumers, columns, depth, 4, row_blocks, column_blocks, panel, blocks)
         shape = _shape_of(x, weights, extras, layout, gated, dtype, tiles)
-        if _tiles_refusal(shape) is None and (row_blocks - 1) * tiles.rows < shape.rows:  # no block of zeros alone
+        if _tiles_refusal(shape) is None and (row_blocks - 1) * tiles.rows < shape.rows:  # no CTA has padding rows only
             shapes.append(shape)
     cycles = {shape: _cycles(known, shape) for shape in shapes}
     least = min(cycles.values())
@@ -268,15 +268,15 @@ def heuristic_tiles(
 
 
 def _order(shape: Shape) -> tuple[int, int, int]:
-    """Of tiles that are as fast: the smaller cluster, the wider columns, the fewer consumers."""
+    """Return the sort key of equally fast tiles: smaller cluster, then wider columns, then fewer consumers."""
     return shape.tiles.cluster, -shape.tiles.columns, shape.tiles.consumers
 
 
 def _cycles(rates: Rates, shape: Shape) -> float:
-    """Cycles that the slowest multiprocessor needs, at least those in which memory gives the weights."""
+    """Estimate the cycles of the slowest multiprocessor, at least the time to read the weights from memory."""
     tiles, size = shape.tiles, jnp.dtype(shape.dtype).itemsize
     columns, rows = shape.parts * tiles.columns, min(tiles.rows, shape.rows)
-    each = (  # of one input of a unit: products, what they read of shared memory, what comes from cache and memory
+    each = (  # per input of a unit: products, their SMEM reads, traffic from cache and from memory
         tiles.rows * columns / (_PRODUCT_RATE * 2 / size),
         tiles.consumers * (shape.parts * GROUP + columns) * size / _SHARED_RATE,
         (rows / tiles.column_blocks + columns / tiles.row_blocks) * size / rates.cache,
@@ -289,7 +289,7 @@ def _cycles(rates: Rates, shape: Shape) -> float:
 
 
 def _fullest(shape: Shape) -> Tiles:
-    """Tiles with lines as deep, and as many stages, as shared memory has room for; a few stages come first."""
+    """Return tiles with the deepest lines and the most stages that fit into SMEM; a few stages come first."""
     for depth, least in ((128, 6), (shape.tiles.depth, 2)):
         for stages in range(_MOST_STAGES, least - 1, -1):
             tiles = dataclasses.replace(shape.tiles, depth=depth, stages=stages)
@@ -349,7 +349,7 @@ def _smem(shape: Shape) -> Smem:
 
 
 def _tiled(dims: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    """Rows in swizzled tiles of 8, as wgmma and the copy engine want them."""
+    """Return rows in swizzled tiles of 8, as wgmma and TMA require."""
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(dims, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 

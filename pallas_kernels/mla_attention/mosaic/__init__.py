@@ -1,1 +1,1 @@
-"""Mosaic GPU kernels of MLA: `attention` (decode, extend, prefill) and the merge of what decode split."""
+"""Mosaic GPU kernels of MLA: `attention` (decode, extend, prefill) and the merge of the splits of decode."""

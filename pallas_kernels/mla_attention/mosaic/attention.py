@@ -1,9 +1,9 @@
 """Paged MLA attention for Hopper GPUs, in Pallas Mosaic GPU.
 
 All heads of a token share one latent, so the rows of a tile are queries of any heads: 64 packed rows ``token * heads +
-head``. One copy of 64 keys in shared memory serves as keys (all columns) and as values (the first ``rank``). Two such
-slots and the queries fill the memory of a multiprocessor. Two consumers own half of the result's columns each, which
-fills their registers (as FlashMLA divides it), and every second key block's softmax:
+head``. One copy of 64 keys in SMEM serves as keys (all columns) and as values (the first ``rank``). Two such slots and
+the queries fill the SMEM of a multiprocessor. Two consumers own half of the result's columns each, which fills their
+registers (the split of FlashMLA), and every second key block's softmax:
 
     producer (warpgroup 2)            consumer 0                                 consumer 1
     ----------------------            ----------                                 ----------
@@ -24,12 +24,12 @@ fills their registers (as FlashMLA divides it), and every second key block's sof
                                       result, or float32 sums of a split         the same: right columns
                                       of the keys: left columns
 
-The parts of a slot have barriers of their own: what one consumer is through with is loaded again while the other
-works. Consumers are half a step apart, so that the softmax of one falls into products of the other.
+The column ranges of a slot have separate mbarriers: what one consumer has finished with is loaded again while the other
+works. Consumers are half a step apart, so that the softmax of one overlaps products of the other.
 
-Decode has a fixed number of thread blocks, each with a run of units (one split of one tile; see `schedule`), whose
-copies go on across units. A second, small launch merges splits. Splits lie at absolute positions and are merged in
-order: no bit of a row depends on its neighbours, its pages or the table's width. Prefill has one unit a thread block.
+Decode has a fixed number of CTAs, each with a run of units (one split of one tile; see `schedule`), whose copies
+continue across units. A second, small launch merges splits. Splits are at absolute positions and are merged in order: a
+row is bitwise independent of the other rows, its pages and the table's width. Prefill has one unit per CTA.
 
 Online softmax: Milakov and Gimelshein 2018. Splitting over keys with a log-sum-exp merge: Dao et al. 2023
 (Flash-Decoding). The latent: DeepSeek-V2 (arXiv:2405.04434).
@@ -67,7 +67,7 @@ PRODUCER = 2
 
 
 def heuristic_tiles(heads: int, *, multiprocessors: int = 132) -> Tiles:
-    """Tiles with shorter splits for few heads, whose sums are less to write and to merge. Not measured on a GPU."""
+    """Return tiles with shorter splits for few heads, whose sums are cheaper to merge. Not measured on a GPU."""
     return Tiles(512 if heads <= 32 else 1024, multiprocessors)
 
 
@@ -88,7 +88,7 @@ def decode(
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     how: dict[str, Any] = {"tiles": tiles, "interpret": interpret}
     return extend(q[:, None], pool, tables, jnp.maximum(lengths - 1, 0), lengths, options, **how)[:, 0]
@@ -105,10 +105,10 @@ def extend(
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "sequences chunk heads rank"]:
-    """`reference.prefill` of a few queries a sequence, split over the keys. Padding queries give finite numbers.
+    """Run `reference.prefill` with a few queries per sequence, split over the keys. Padding gives finite numbers.
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     shape = _checked((q, pool, tables, starts, lengths), options, tiles, interpret, split=True)
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
@@ -131,10 +131,10 @@ def prefill(
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "sequences chunk heads rank"]:
-    """`reference.prefill` of many queries a sequence. Padding queries give finite numbers.
+    """Run `reference.prefill` with many queries per sequence. Padding queries give finite numbers.
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     shape = _checked((q, pool, tables, starts, lengths), options, tiles, interpret, split=False)
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
@@ -142,7 +142,7 @@ def prefill(
 
 
 def refusal(operands: tuple[Any, ...], options: LatentOptions) -> str | None:
-    """Why this kernel cannot do operands of these shapes and dtypes, in one sentence; None if it can."""
+    """Return why this kernel does not support operands of these shapes and dtypes; None if it does."""
     q, pool, tables, *per_row = operands
     sequences, latent, rank = q.shape[0], q.shape[-1], options.rank
     if options.chosen is not None or pool.shape[-1] > latent:
@@ -218,7 +218,7 @@ def _launch(
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="mla_decode" if shape.split else "mla_prefill",
-        # Sums over a row stay within a warp: no shared memory is needed for them.
+        # Sums over a row stay within a warp and need no SMEM.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         cost_estimate=_cost(shape),
         interpret=interpret,
@@ -238,7 +238,7 @@ def _results(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """The cost as if every sequence filled its table: lengths are not known when the step is compiled."""
+    """Return the cost as if every sequence filled its table: lengths are not known at compile time."""
     keys = shape.sequences * shape.width * shape.page
     pairs = keys * shape.packed
     return pl.CostEstimate(

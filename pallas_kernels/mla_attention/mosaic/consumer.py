@@ -21,7 +21,7 @@ from pallas_kernels import compat
 from pallas_kernels.mla_attention.mosaic.operands import SLOTS, TILE, Barriers, Gmem, Shape, Smem
 from pallas_kernels.mla_attention.mosaic.units import Place, Unit, after, run_of, unit_at
 
-LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
+LOWEST = -1e30  # represents minus infinity where inf - inf would give NaN
 MASKED = 2 * LOWEST  # below every running maximum, so that its probability is 0
 _ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer
 _LOG2_E = math.log2(math.e)
@@ -30,7 +30,7 @@ _PER_ROW = _MATRIX.reduce(1)
 
 
 class Sums(NamedTuple):
-    """Softmax over some of the keys, as one consumer has it."""
+    """Softmax state of one consumer over some of the keys."""
 
     mixed: Any  # [TILE, half]: weighted values, its own columns
     top: Any  # [TILE]: the integer that scores are relative to
@@ -39,7 +39,7 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """One of two consumers. ``me`` is static: 0 has even key blocks and left columns, 1 odd ones and right."""
+    """A consumer warpgroup. ``me`` is static: 0 has even key blocks and left columns, 1 odd ones and right."""
 
     me: int
     shape: Shape
@@ -52,7 +52,7 @@ class Consumer:
         return 1 - self.me
 
     def values(self, slot: int) -> Any:
-        """This consumer's columns of a slot's latents."""
+        """Return this consumer's columns of a slot's latents."""
         return self.smem.slots[self.me].at[slot]
 
     def await_part(self, part: int, slot: int) -> None:
@@ -97,7 +97,7 @@ def _across(per_row: Any, columns: int) -> Any:
 
 
 def _even_step(own: Consumer, unit: Unit, index: Any, sums: Sums) -> Sums:
-    """Scores of the even block, its values, then the odd block's values, whose weights the other consumer has."""
+    """Process even scores and values, then the values of the odd block, with weights of the other consumer."""
     scores = _scores(own, unit, index)
     top = _raised(sums.top, scores)
     probs, total = _weights(scores, top)
@@ -114,7 +114,7 @@ def _even_step(own: Consumer, unit: Unit, index: Any, sums: Sums) -> Sums:
 
 
 def _odd_step(own: Consumer, unit: Unit, index: Any, sums: Sums) -> Sums:
-    """Scores of the odd block, whose softmax falls into the product of the even block's weights and values."""
+    """Process odd scores; their softmax overlaps the product of the even block's weights and values."""
     scores = _scores(own, unit, index)
     own.await_part(own.me, 0)
     even_top = _others_top(own)
@@ -135,7 +135,7 @@ def _odd_step(own: Consumer, unit: Unit, index: Any, sums: Sums) -> Sums:
 
 
 def _scores(own: Consumer, unit: Unit, index: Any) -> Any:
-    """Scores of the consumer's key block, masked, in units of log 2; keys that no query sees are cleared."""
+    """Return masked scores of the consumer's key block in units of log 2; clear the keys that no query sees."""
     slot = own.me
     key = ((unit.first + index) * SLOTS + slot) * TILE
     for part in range(3):
@@ -143,8 +143,8 @@ def _scores(own: Consumer, unit: Unit, index: Any) -> Any:
     _clear_unseen(own, unit, key)
     queries, _ = own.smem.query
 
-    # The compiler cannot foresee that it is always 0: else it keeps the addresses of all 36 products in registers from
-    # one step to the next, and spills.
+    # Always 0, which the compiler cannot know: else it keeps the addresses of all 36 products in registers from one
+    # step to the next, and spills.
     zero = (index > unit.length).astype(jnp.int32)
 
     def multiply(accumulator: Any) -> Any:
@@ -168,7 +168,7 @@ def _mask(shape: Shape, unit: Unit, key: Any, scores: Any) -> Any:
 
 
 def _positions(shape: Shape, unit: Unit) -> Any:
-    """Positions of the rows' queries, counted from the sequence's first."""
+    """Return positions of the rows' queries, relative to the first of the chunk."""
     row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_ROW) + unit.tile * shape.tile_rows
     return lax.div(row, jnp.full_like(row, shape.heads))
 
@@ -193,13 +193,13 @@ def _raised(top: Any, scores: Any) -> Any:
 
 
 def _weights(scores: Any, top: Any) -> tuple[Any, Any]:
-    """Probabilities, not yet divided by their sum, and that sum's growth."""
+    """Return unnormalized probabilities and their sum over this block."""
     probs = jnp.exp2(scores - _across(top, TILE))
     return probs, probs.sum(axis=1)
 
 
 def _publish(own: Consumer, top: Any, probs: Any) -> None:
-    """Maxima and probabilities, for both. The slot's rotated keys have done their part."""
+    """Store maxima and probabilities for both consumers, over the slot's rotated keys, which are no longer needed."""
     own.smem.tops[own.me] = top
     own.smem.slots.rope[own.me] = probs.astype(own.shape.dtype)
     plgpu.commit_smem()
@@ -207,13 +207,13 @@ def _publish(own: Consumer, top: Any, probs: Any) -> None:
 
 
 def _others_top(own: Consumer) -> Any:
-    """Wait for the other consumer's maxima; from then on its probabilities can be read, too."""
+    """Wait for the other consumer's maxima; from then on its probabilities are readable, too."""
     plgpu.barrier_wait(own.barriers.probs_ready.at[own.other])
     return plgpu.load(own.smem.tops.at[own.other], layout=_PER_ROW)
 
 
 def _plus_values(own: Consumer, mixed: Any, slot: int, meanwhile: Callable[[], Any] = lambda: None) -> tuple[Any, Any]:
-    """Add a slot's weighted values to ``mixed``; return it and the result of ``meanwhile``, run beside the product."""
+    """Add a slot's weighted values to ``mixed``; return it and the result of ``meanwhile``, which runs during it."""
 
     def multiply(accumulator: Any) -> tuple[Any, Any]:
         if not own.shape.interpret:  # the interpreter's accumulators always start at zero
@@ -227,7 +227,7 @@ def _plus_values(own: Consumer, mixed: Any, slot: int, meanwhile: Callable[[], A
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Results leave through the queries' memory, once both consumers have all their scores.
+# Results are staged in the queries' SMEM, once both consumers have all their scores.
 
 
 def _write(own: Consumer, unit: Unit, sums: Sums) -> None:
@@ -280,7 +280,7 @@ def _write_part(own: Consumer, unit: Unit, sums: Sums) -> None:
 
 
 def _stage(staging: Any, numbers: Any, share: Any = None) -> None:
-    """Store to shared memory, a few columns at a time: a store shuffles registers, and has no room for a copy."""
+    """Store to SMEM, a few columns at a time: a store shuffles registers, which do not suffice for a copy."""
     columns = numbers.shape[1]
     step = min(columns, TILE)
     for column in range(0, columns, step):

@@ -1,4 +1,4 @@
-"""Merges what decode's splits left: one thread block for each query, as many steps as its sequence has splits."""
+"""Merge of the splits of decode: one CTA for each query, one step for each split of its sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels import compat
 from pallas_kernels.mla_attention.mosaic.consumer import LOWEST
 from pallas_kernels.mla_attention.mosaic.operands import TILE, Shape
 
-_AT_ONCE = 8  # splits whose loads are on their way together
+_AT_ONCE = 8  # splits whose loads are in flight together
 
 
 def merge(
@@ -26,7 +26,7 @@ def merge(
     lengths: Int[Array, " sequences"],
     interpret: plgpu.InterpretGPUParams | None,
 ) -> Float[Array, "sequences packed rank"]:
-    """Splits are added in their order, rescaled by powers of two: those without keys change no bit."""
+    """Add splits in their order, rescaled by powers of two: splits without keys leave results bitwise unchanged."""
     result = jax.ShapeDtypeStruct((shape.sequences, shape.packed, shape.rank), shape.dtype)
     read = 4 * sums.size
     launch = compat.kernel(
@@ -51,7 +51,7 @@ def _body(shape: Shape, sums: Any, stats: Any, lengths: Any, output: Any) -> Non
     used = pl.cdiv(lengths[sequence], jnp.int32(shape.tiles.keys_per_split))
 
     def part(split: Any) -> tuple[Any, Any, Any]:
-        """Read a part; parts past the last split are masked, as their memory may contain NaN."""
+        """Load a split; those past the last one are masked, as their memory may contain NaN."""
         there, split = split < used, jnp.minimum(split, shape.splits - 1)
         column = tile * TILE + row - tile * shape.tile_rows
         top, total = stats[sequence, split, 0, column], stats[sequence, split, 1, column]

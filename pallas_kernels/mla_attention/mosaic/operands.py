@@ -1,4 +1,4 @@
-"""Types shared by the parts of the MLA kernel: static shapes, block sizes, memory and barriers."""
+"""Types shared by the modules of the MLA kernel: static shapes, block sizes, memory and barriers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 TILE = 64  # queries of a tile (rows of a wgmma), and keys of a slot: probabilities are a tile of both
 PAIR = 2 * TILE  # keys that the two consumers handle together
 SLOTS = 2
-ROPE = TILE  # a slot's rotated keys make room for its probabilities, once the scores are there
+ROPE = TILE  # a slot's probabilities overwrite its rotated keys, once the scores are computed
 PARTS = ("left", "right", "rope")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sizes tuned for speed. ``keys_per_split`` is part of decode's numerics: changing it changes the last bits.
+    """Sizes tuned for speed. ``keys_per_split`` changes the last bits of results.
 
     Attributes:
         keys_per_split: keys of one unit of work in decode; a multiple of 128. Prefill does not split.
-        blocks: thread blocks of a decode launch, one for each of the GPU's multiprocessors.
+        blocks: CTAs of a decode launch, one for each of the GPU's multiprocessors.
 
     Raises:
-        ValueError: sizes that do not fit.
+        ValueError: unsupported sizes.
     """
 
     keys_per_split: int = 512
@@ -37,7 +37,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static part of one launch. Queries are packed: row ``token * heads + head`` of a sequence."""
+    """The static parameters of one launch. Queries are packed: row ``token * heads + head`` of a sequence."""
 
     sequences: int
     chunk: int
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def packed(self) -> int:
-        """A sequence's queries, filled up to whole tiles."""
+        """A sequence's queries, padded to whole tiles."""
         return self.tile_count * self.tile_rows
 
     @property
@@ -81,7 +81,7 @@ class Shape:
 
     @property
     def pieces(self) -> int:
-        """Copies of one part of a slot: pages, or one for a piece of a page that is longer."""
+        """Copies of one column range of a slot: one per page, or one for a slice of a longer page."""
         return TILE // self.piece
 
     @property
@@ -90,7 +90,7 @@ class Shape:
 
 
 class Gmem(NamedTuple):
-    """Operands and results in device memory; None where a launch has none."""
+    """Operands and results in device memory; None if a launch has none."""
 
     query: Any  # [sequences, packed, latent]
     pool: Any  # [pages, page, latent]
@@ -101,36 +101,36 @@ class Gmem(NamedTuple):
     output: Any  # [sequences, packed, rank]: of a launch without splits
     sums: Any  # [sequences, splits, packed, rank] float32: splits' weighted values, not yet divided by their totals
     stats: (
-        Any  # [sequences, splits, 2, tile_count * TILE] float32: what they are relative to (powers of 2), their totals
+        Any  # [sequences, splits, 2, tile_count * TILE] float32: maxima of the splits (as powers of 2) and their totals
     )
 
 
 class Latent(NamedTuple):
-    """Some rows of latents: the columns that consumer 0 owns as values, those of consumer 1, and the rotated keys."""
+    """Rows of latents: the columns that consumer 0 owns as values, those of consumer 1, and the rotated keys."""
 
     left: Any  # [..., half]
     right: Any  # [..., half]
-    rope: Any  # [..., ROPE]; of a slot: its probabilities [TILE, TILE], as soon as its scores are there
+    rope: Any  # [..., ROPE]; in a slot overwritten by probabilities [TILE, TILE] once its scores are computed
 
 
 class Smem(NamedTuple):
-    """One thread block's shared memory."""
+    """Shared memory of one CTA."""
 
-    query: Any  # a union of the queries, a `Latent`, and of both halves of the result in float32 on their way out
+    query: Any  # a union of the queries, a `Latent`, and of both float32 halves of the result being copied out
     slots: Latent  # each [SLOTS, TILE, ...]
     tops: Any  # [2, TILE] float32: each consumer's maxima
     totals: Any  # [2, TILE] float32: each consumer's share of the weights' sums
 
 
 class Barriers(NamedTuple):
-    """See the picture in `attention` for who arrives and who waits."""
+    """The mbarriers; the diagram in `attention` shows the arriving and waiting warpgroups."""
 
     query_ready: Any
     query_free: Any
-    ready: Latent  # each one per slot
+    ready: Latent  # one per slot in each field
     free: Latent
-    probs_ready: Any  # one per consumer: its maxima and probabilities lie in shared memory
-    totals_ready: Any  # one per consumer: its totals do, and it reads no queries any more
+    probs_ready: Any  # one per consumer: its maxima and probabilities are in SMEM
+    totals_ready: Any  # one per consumer: its totals are in SMEM, and it no longer reads queries
 
 
 def smem(shape: Shape) -> Smem:
@@ -147,7 +147,7 @@ def smem(shape: Shape) -> Smem:
 
 
 def tiled(dims: tuple[int, ...], dtype: Any) -> Any:
-    """Rows in swizzled tiles of 8 by 128 bytes, as wgmma and the copy engine want them."""
+    """Return rows in swizzled tiles of 8 by 128 bytes, as wgmma and TMA require."""
     transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(dims, dtype, transforms=transforms)
 

@@ -1,4 +1,4 @@
-"""The producer warpgroup of the MLA kernel: owns every copy into shared memory."""
+"""The producer warpgroup of the MLA kernel: owns every copy into SMEM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.mla_attention.mosaic.units import Place, Unit, after, run_of
 
 
 def produce(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
-    """Keep both slots full, across units; at the end wait for the last arrivals: no barrier ends within a phase."""
+    """Keep both slots full across units; drain the last arrivals, so that no mbarrier ends in mid-phase."""
     place, count = run_of(shape, gmem)
 
     def fill_unit(index: Any, carry: tuple[Place, Any]) -> tuple[Place, Any]:
@@ -68,7 +68,7 @@ def _await_free(free: Any, used: Any) -> None:
 
 
 def _page_id(shape: Shape, gmem: Gmem, sequence: Any, key: Any) -> Any:
-    """The page of a key, clipped to the pool: past the sequence's end the table may contain anything."""
+    """Return the page of a key, clipped to the pool: past the sequence's end the table may contain anything."""
     index = jnp.minimum(lax.div(key, jnp.int32(shape.page)), shape.width - 1)
     return jnp.clip(gmem.tables[sequence, index], 0, gmem.pool.shape[0] - 1)
 
@@ -81,5 +81,5 @@ def _copy_piece(
         source = gmem.pool.at[page, pl.ds(offset, shape.piece), columns]
         plgpu.copy_gmem_to_smem(source, target.at[pl.ds(index * shape.piece, shape.piece)], ready)
 
-    # Nobody sees the others: whatever the slot holds there is masked, and cleared before it serves as values.
+    # No query sees the other keys: the slot's old contents are masked, and cleared before use as values.
     lax.cond(key < unit.high, copy, lambda: plgpu.barrier_arrive(ready))

@@ -1,8 +1,7 @@
-"""Schedule of MLA decode: an equal share of the units of work for each of a fixed number of thread blocks.
+"""Schedule of MLA decode: an equal share of the units of work for each of a fixed number of CTAs.
 
-A unit is one split of one tile of one sequence, numbered by sequence, then tile, then split. A thread block takes a run
-of them, so that a long sequence occupies many blocks and short sequences share one (Osama et al. 2023,
-arXiv:2301.03598).
+A unit is one split of one tile of one sequence, numbered by sequence, then tile, then split. A CTA takes a run of
+units, so that a long sequence occupies many CTAs and short sequences share one (Osama et al. 2023, arXiv:2301.03598).
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.mla_attention.mosaic.operands import PAIR, Shape
 
-# What a unit costs beyond its key blocks (queries, results, latencies), in pairs of key blocks. A guess.
+# Cost of a unit besides its key blocks (queries, results, latencies), in pairs of key blocks. A guess.
 _UNIT_COST = 1
 
 
 def plan(shape: Shape, lengths: Int[Array, " sequences"]) -> Int[Array, "3 blocks"]:
-    """Each thread block's run: sequence of its first unit, that unit's index within the sequence, how many units.
+    """Plan each CTA's run: sequence of its first unit, that unit's index within the sequence, number of units.
 
-    A block begins at the first unit that starts at or after its share of the total cost.
+    A CTA begins at the first unit that starts at or after its share of the total cost.
     """
     splits = jnp.maximum(-(-lengths // shape.tiles.keys_per_split), 1)
     tile_cost = -(-lengths // PAIR) + _UNIT_COST * splits
@@ -37,13 +36,13 @@ def plan(shape: Shape, lengths: Int[Array, " sequences"]) -> Int[Array, "3 block
 
 
 def _running_sum(x: jax.Array) -> jax.Array:
-    """Cumulative sum by comparing all with all: one fused kernel for few sequences, where `cumsum` is several."""
+    """Return the cumulative sum by comparing all with all: one fused kernel for few sequences, unlike `cumsum`."""
     at = jnp.arange(x.shape[0])
     return jnp.where(at[None, :] <= at[:, None], x[None, :], 0).sum(1)
 
 
 def _shares(total: jax.Array, blocks: int) -> jax.Array:
-    """``block * total / blocks`` rounded down, without overflow."""
+    """Return ``block * total / blocks`` rounded down, without overflow."""
     at = jnp.arange(blocks, dtype=jnp.int32)
     return at * (total // blocks) + at * (total % blocks) // blocks
 
@@ -53,5 +52,5 @@ def _before(ends: jax.Array, sequence: jax.Array) -> jax.Array:
 
 
 def _count(ends: jax.Array, at: jax.Array) -> jax.Array:
-    """The sequence in which each of ``at`` lies, by the sequences' ends."""
+    """Return the sequence that contains each of ``at``, given the sequences' ends."""
     return jnp.minimum((ends[None, :] <= at[:, None]).sum(1), ends.shape[0] - 1)

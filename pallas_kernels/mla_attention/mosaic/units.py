@@ -1,4 +1,4 @@
-"""Units of work of a thread block of the MLA kernel, in the order of both producer and consumers."""
+"""Units of work of a CTA of the MLA kernel, in the order of both producer and consumers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Place(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One split of the keys that one tile of queries sees. Traced scalars."""
+    """A unit of work: one split of the keys that one tile of queries sees. Traced scalars."""
 
     sequence: Any
     tile: Any
     split: Any
-    splits: Any  # of the sequence
+    splits: Any  # splits of the sequence
     start: Any  # position of the sequence's first query
     length: Any
     high: Any  # one past the last key that any query of the tile sees
     first: Any  # first pair of key blocks
-    steps: Any  # pairs
+    steps: Any  # pairs of key blocks
 
 
 def run_of(shape: Shape, gmem: Gmem) -> tuple[Place, Any]:
-    """The first unit of this thread block, and how many it has."""
-    if not shape.split:  # tiles in falling order of their positions: those with the most keys start first
+    """Return the first unit of this CTA, and its number of units."""
+    if not shape.split:  # tiles in descending order of position: those with the most keys start first
         tile = shape.tile_count - 1 - lax.axis_index("tile")
         return Place(lax.axis_index("sequence"), tile, jnp.int32(0)), jnp.int32(1)
     sequence, within, count = (gmem.plan[i, lax.axis_index("block")] for i in range(3))
@@ -59,7 +59,7 @@ def unit_at(shape: Shape, gmem: Gmem, place: Place) -> Unit:
 
 
 def after(shape: Shape, unit: Unit) -> Place:
-    """The next split, else tile, else sequence (the last sequence's successor is never visited)."""
+    """Return the next split, else tile, else sequence (the last sequence's successor is never visited)."""
     tile_ends = unit.split == unit.splits - 1
     tile = jnp.where(tile_ends, unit.tile + 1, unit.tile)
     sequence_ends = tile == shape.tile_count
@@ -68,7 +68,7 @@ def after(shape: Shape, unit: Unit) -> Place:
 
 
 def _splits(shape: Shape, length: Any) -> Any:
-    """The number of splits; a sequence without keys has one without steps, which writes the zeros."""
+    """Return the number of splits; a sequence without keys has one without steps, which writes the zeros."""
     if not shape.split:
         return jnp.int32(1)
     return jnp.maximum(pl.cdiv(length, jnp.int32(shape.tiles.keys_per_split)), 1)

@@ -1,4 +1,4 @@
-"""The launch, and what a thread block does of it."""
+"""The launch, and the device code of a CTA."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes. ``keys_per_split`` is part of the numerics: the last bits.
+    """Block sizes. ``keys_per_split`` changes the last bits of results.
 
     Attributes:
-        stages: key blocks in shared memory, one of which is computed: 2 to 4.
-        keys_per_split: keys of a segment, which in decode a thread block of its own goes through: a multiple of 64.
+        stages: key blocks in SMEM, one of which is computed: 2 to 4.
+        keys_per_split: keys of a segment, which in decode is the work of one CTA: a multiple of 64.
 
     Raises:
-        ValueError: other numbers than these.
+        ValueError: unsupported values.
     """
 
     stages: int = 3
@@ -58,18 +58,18 @@ class Tiles:
 
 
 class Shape(NamedTuple):
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     sequences: int
-    parts: int  # of a sequence's chunk
-    tokens: int  # of a part
+    parts: int  # parts of a sequence's chunk
+    tokens: int  # tokens of a part
     kv_heads: int
     group: int
     page: int
     head_dim: int
     splits: int
     dtype: Any
-    options: AttentionOptions  # its `flags`
+    options: AttentionOptions  # the `flags` of the options
     tiles: Tiles
     interpret: bool
 
@@ -92,21 +92,21 @@ class Shape(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether a unit goes through all the segments that it sees, and leaves results instead of sums."""
+        """Whether a unit processes all segments that it sees, and writes results instead of sums."""
         return self.splits == 1
 
 
 class Gmem(NamedTuple):
-    q: Any  # [units, kv_heads, rows, head_dim]: a row for each column, or for each of those that have a query
+    q: Any  # [units, kv_heads, rows, head_dim]: a row per column, or per column with a query
     pool: Any  # [pages, 2, kv_heads, page, head_dim]
     tables: Any  # [sequences, width]
     starts: Any  # [sequences]: of the first token
     lengths: Any  # [sequences]
     low: Any  # [units, columns]: first key that a query sees
-    high: Any  # [units, columns]: one past the last, or past those before a tree
-    seen: Any  # [units, columns]: bits, which of a tree's tokens a query sees
+    high: Any  # [units, columns]: one past the last key, or past the keys before a tree
+    seen: Any  # [units, columns]: bit mask of the tree tokens that a query sees
     sinks: Any  # [kv_heads, columns], or None
-    sums: Any  # [units, kv_heads, splits, head_dim, columns]; in the end, where a unit is whole, its results
+    sums: Any  # [units, kv_heads, splits, head_dim, columns]; finally the results, if a unit is whole
     stats: Any  # [units, kv_heads, splits, 2, columns]: maximum, total
 
 
@@ -118,17 +118,17 @@ class Smem(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One split of what some tokens of a sequence see, of one KV head. Traced scalars."""
+    """A unit of work: one split of the keys of some tokens of a sequence, for one KV head. Traced scalars."""
 
     number: Any
     sequence: Any
     head: Any
     split: Any
-    start: Any  # of the sequence's chunk
+    start: Any  # start of the sequence's chunk
     low: Any  # first key that any of its queries sees
     high: Any  # one past the last
-    first: Any  # key block
-    steps: Any  # key blocks
+    first: Any  # first key block
+    steps: Any  # number of key blocks
 
 
 class Blocks(NamedTuple):
@@ -158,7 +158,7 @@ def launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="paged_decode" if shape.parts == 1 else "paged_prefill",
-        # Barriers between what one warp writes to shared memory and others read come by themselves.
+        # Mosaic inserts the barriers between one warp's writes to SMEM and reads of other warps.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
         cost_estimate=_cost(shape),
         interpret=interpret,
@@ -166,7 +166,7 @@ def launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """The cost as if every row filled its table: lengths are not known when the step is compiled."""
+    """Return the cost as if every row filled its table: lengths are not known at compile time."""
     keys = shape.units * shape.kv_heads * shape.splits * shape.tiles.keys_per_split
     moved, queries = 4 * keys * shape.head_dim, shape.tokens * shape.group
     return pl.CostEstimate(flops=moved * queries, transcendentals=keys * queries, bytes_accessed=moved)
@@ -190,7 +190,7 @@ def _smem(shape: Shape) -> Smem:
 def _body(shape: Shape, *refs: Any, smem: Smem) -> None:
     gmem = Gmem(*(refs if shape.options.sinks else (*refs[:-2], None, *refs[-2:])))
     unit = _unit_at(shape, gmem)
-    smem.queries[pl.ds(0, gmem.q.shape[2])] = gmem.q[unit.number, unit.head]  # columns without a query: anything
+    smem.queries[pl.ds(0, gmem.q.shape[2])] = gmem.q[unit.number, unit.head]  # columns without a query: undefined
     ahead = shape.tiles.stages - 1
 
     @pl.when(unit.steps > 0)
@@ -199,7 +199,7 @@ def _body(shape: Shape, *refs: Any, smem: Smem) -> None:
             _copy_block(shape, unit, index, gmem, smem)
 
     def step(index: Any, sums: Sums) -> Sums:
-        if not shape.interpret:  # until this block is there, and no thread reads the one before any more
+        if not shape.interpret:  # until this block is loaded, and all threads have read the previous one
             plgpu.wait_gmem_to_smem((ahead - 1) * 2 * (BLOCK // shape.piece))
         _copy_block(shape, unit, index + ahead, gmem, smem)
         return _attend(shape, unit, index, sums, gmem, smem)
@@ -217,7 +217,7 @@ def _body(shape: Shape, *refs: Any, smem: Smem) -> None:
 
 
 def _leave(unit: Unit, gmem: Gmem, of_blocks: Callable[[Any, Any], Sums]) -> None:
-    """Leave the sums of the unit's one segment to the merge, which reads none of those that have no keys."""
+    """Write the sums of the unit's one segment for the merge, which skips segments without keys."""
     where = (unit.number, unit.head, unit.split)
 
     @pl.when(unit.steps > 0)
@@ -226,7 +226,7 @@ def _leave(unit: Unit, gmem: Gmem, of_blocks: Callable[[Any, Any], Sums]) -> Non
 
 
 def _fold_all(shape: Shape, unit: Unit, gmem: Gmem, of_blocks: Callable[[Any, Any], Sums]) -> None:
-    """Fold the segments one by one. Between two of them the sums lie in memory: registers have room for one's alone."""
+    """Fold the segments one by one. Sums are kept in memory in between: registers hold those of one segment only."""
     where = (unit.number, unit.head, 0)
     kept, dims = (gmem.sums.at[where], gmem.stats.at[where]), (shape.head_dim, shape.columns)
     per_segment = jnp.int32(shape.blocks_per_segment)
@@ -250,7 +250,7 @@ def _fold_all(shape: Shape, unit: Unit, gmem: Gmem, of_blocks: Callable[[Any, An
 
 
 def seen_blocks(shape: Shape, start: Any, length: Any, part: Any) -> Blocks:
-    """Where the keys lie that a part of a sequence's chunk sees; where it has no query, ``end`` is 0."""
+    """Return the key blocks that a part of a sequence's chunk sees; ``end`` is 0 for a part without queries."""
     begin, end = start + part * shape.tokens, start + (part + 1) * shape.tokens
     own = (start, length) if shape.options.tree else (begin, jnp.minimum(length, end))
     keys = span(*own, block_keys=BLOCK, keys_per_split=shape.tiles.keys_per_split, window=shape.options.window)
@@ -283,7 +283,7 @@ def _copy_block(shape: Shape, unit: Unit, index: Any, gmem: Gmem, smem: Smem) ->
             page = jnp.clip(gmem.tables[unit.sequence, place], 0, gmem.pool.shape[0] - 1)
             rows = pl.ds(pl.multiple_of(lax.rem(key, jnp.int32(shape.page)), shape.piece), shape.piece)
             source, to = gmem.pool.at[page, half, unit.head, rows], target.at[slot, pl.ds(first, shape.piece)]
-            if shape.interpret:  # which knows no copies without a barrier
+            if shape.interpret:  # the interpreter has no copies without a barrier
                 to[...] = source[...]
             else:
                 plgpu.copy_gmem_to_smem(source, to, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -311,7 +311,7 @@ def _attend(shape: Shape, unit: Unit, index: Any, sums: Sums, gmem: Gmem, smem: 
 
 
 def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
-    """The mask of the keys from ``key`` on for each column. [64, columns]"""
+    """Return the mask of the keys from ``key`` on for each column. [64, columns]"""
     at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, shape.columns), 0, layout=layout(shape.dtype)) + key
     if shape.tokens == 1 and not shape.options.tree:
         return (at >= unit.low) & (at < unit.high)
@@ -328,7 +328,7 @@ def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
 
 
 def _seen_values(shape: Shape, unit: Unit, key: Any, values: Any) -> Any:
-    """[head_dim, keys]; zeros where nobody sees any: a page may hold an earlier owner's NaN, and 0 times it is NaN."""
+    """Load values [head_dim, keys], zeros where no query sees them: a page may hold an earlier owner's NaN."""
     left, dims = plgpu.Layout.MMA_LHS(shape.dtype), (shape.head_dim, BLOCK)
     numbers = plgpu.load(values.transpose((1, 0)), layout=left)
 
@@ -344,6 +344,6 @@ def _right(shape: Shape, ref: Any) -> Any:
 
 
 def _mma(shape: Shape, total: Any, left: Any, right: Any) -> Any:
-    if shape.interpret:  # which knows no mma
+    if shape.interpret:  # the interpreter has no mma
         return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
     return plgpu.mma(total, left, right)

@@ -1,21 +1,21 @@
 """Paged attention for GPUs below Hopper, which have neither the TMA nor wgmma, in Pallas Mosaic GPU.
 
-One thread block of 128 threads has a *unit*: the keys that some tokens of one sequence see, or one segment of them, for
-one KV head. Keys are the rows of both products, as in the decode kernel for Hopper; the columns, 8 to 48, are the
-queries of the KV head's group of one token (decode) or of a few that follow each other, ``token * group + head``:
+One CTA of 128 threads has a *unit*: the keys that some tokens of one sequence see, or one segment of them, for one KV
+head. Keys are the rows of both products, as in the decode kernel for Hopper; the columns, 8 to 48, are the queries of
+the KV head's group of one token (decode) or of a few consecutive tokens, ``token * group + head``:
 
     pages, by cp.async ->  keys   [stages, 64, dim] -> scores [64, columns]  = keys . queries       (mma)
                        ->  values [stages, 64, dim]    probs  [64, columns]  <- softmax, 16 bits
                                                     -> sums   [dim, columns] += values' . probs     (mma)
 
-``stages - 1`` key blocks are on their way while one is computed. Copies are waited for by their number, so that every
-step issues as many: beyond a unit's end it copies the last block again, which the L2 cache has.
+``stages - 1`` key blocks are in flight while one is computed. Copies are waited for by count, so every step must issue
+the same number: beyond a unit's end it copies the last block again, from the L2 cache.
 
-Keys are cut into segments at absolute positions, whose sums are folded in order (`sums`). Where one unit has all of a
-sequence's queries (decode, drafts), each segment is a unit's, for blocks enough, and a second kernel folds them
-(`merge`); a longer chunk has enough units of tokens, each of which goes through all the segments that it sees. Maxima
-are rounded to integers (scores are in powers of two), so rescaling is exact: no bit of a position depends on other
-rows, on where its pages lie, or on whether it is decoded or part of a chunk.
+Keys are cut into segments at absolute positions, whose sums are folded in order (`sums`). If one unit has all of a
+sequence's queries (decode, draft tokens), each segment is a separate unit, to get enough CTAs, and a second kernel
+folds them (`merge`); a longer chunk has enough units of tokens, each of which processes all segments that it sees.
+Maxima are rounded to integers (scores are in powers of two), so rescaling is exact: a position is bitwise independent
+of other rows, of its pages, and of whether it is decoded or part of a chunk.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["Tiles", "decode", "extend", "refusal"]
 
 HEAD_DIMS = (64, 128)
 PAGES = (16, 32, 64, 128)
-COLUMNS = 48  # queries of a thread block: with more, registers would spill
-_THREADS = 128  # each of which loads as many numbers of the queries
+COLUMNS = 48  # queries of a CTA: with more, registers would spill
+_THREADS = 128  # threads, each of which loads equally many numbers of the queries
 _LEAST_COPY = 2048  # numbers: 16 bytes for each of 128 threads
 
 
@@ -71,11 +71,11 @@ def extend(
     """See `reference.prefill`: chunks of any length. Probabilities are rounded to 16 bits. Padding gives zeros.
 
     Args:
-        tiles: block sizes; None: some that were not tuned.
+        tiles: block sizes; None: untuned defaults.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     if (why := refusal((q, pool, tables, starts, lengths), options)) is not None:
         raise ValueError(why)
@@ -90,7 +90,7 @@ def extend(
 
 
 def refusal(operands: tuple[Any, ...], options: AttentionOptions) -> str | None:
-    """Why this kernel cannot do `decode` or `extend` of operands of these shapes and dtypes; None if it can."""
+    """Return why this kernel does not support `decode` or `extend` of these operands; None if it does."""
     (q, pool, tables, *per_row), tree, sinks = operands, options.tree, options.sinks
     if q.ndim == 3:
         q = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
@@ -135,7 +135,7 @@ def _shape_of(q: Any, pool: Any, tables: Any, options: AttentionOptions, tiles: 
 
 
 def _heuristic_tiles(q: Any) -> Tiles:
-    """Tiles for the 99 KiB of a block on compute capability 8.6 and 8.9. Not measured on a GPU yet."""
+    """Return tiles for the 99 KiB of a CTA on compute capability 8.6 and 8.9. Not measured on a GPU yet."""
     return Tiles(stages=3 if q.shape[-1] == HEAD_DIMS[0] else 2)
 
 
@@ -165,7 +165,7 @@ def _unparted(
 def _bounds(
     shape: Shape, starts: Int[Array, " sequences"], lengths: Int[Array, " sequences"], tree: Any
 ) -> tuple[Int[Array, "units columns"], Int[Array, "units columns"], Int[Array, "units columns"]]:
-    """See `Gmem`; padding sees nothing."""
+    """Return the bounds of visible keys, see `Gmem`; padding sees nothing."""
     at = starts[:, None] + jnp.arange(shape.parts * shape.tokens)
     real, depth, high, seen = at < lengths[:, None], at, at + 1, jnp.zeros_like(at)
     if tree is not None:
@@ -184,7 +184,7 @@ def _of_columns(shape: Shape, of_tokens: Int[Array, "sequences padded"]) -> Int[
 
 
 def _by_head(shape: Shape, sinks: Array | None) -> tuple[Float[Array, "kv_heads columns"], ...]:
-    """In powers of two; none, if there are none."""
+    """Return the sinks in powers of two, per KV head and column; () without sinks."""
     if sinks is None:
         return ()
     grouped = sinks.astype(jnp.float32).reshape(shape.kv_heads, shape.group) * LOG2_E

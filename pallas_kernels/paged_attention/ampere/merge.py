@@ -1,7 +1,7 @@
-"""The kernel that folds what the thread blocks of decode made of a row's segments.
+"""The kernel that folds the segments of a row, computed by the CTAs of decode.
 
-A thread block has 64 of the head's dimensions. It reads a few segments at once, so that their loads wait together, and
-folds them one by one.
+A CTA has 64 of the head's dimensions. It loads a few segments at once, to overlap their latencies, and folds them one
+by one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pallas_kernels import compat
 from pallas_kernels.paged_attention.ampere.kernel import Shape, seen_blocks
 from pallas_kernels.paged_attention.ampere.sums import LOWEST, Sums, finished, fold, load, load_columns, nothing
 
-_DIMS = 64  # the rows of four warps' mma, whose layout the sums have
+_DIMS = 64  # the rows of four warps' mma, the layout of the sums
 _TOGETHER = 64  # columns of all segments that are read at once: 32 registers
 
 
 class _Gmem(NamedTuple):
-    """See `kernel.Gmem`."""
+    """Operands and results in device memory, see `kernel.Gmem`."""
 
     starts: Any
     lengths: Any
@@ -65,7 +65,7 @@ def _body(shape: Shape, starts: Any, lengths: Any, *refs: Any) -> None:
         places = [(unit, head, first + jnp.minimum(number, count - 1)) for number in numbers]
         segments = [load(gmem.sums.at[(*place, dims)], gmem.stats.at[place], shape.dtype) for place in places]
         for number, segment in zip(numbers, segments, strict=True):
-            # The last one again adds zeros.
+            # Past the end the last segment is loaded again and adds zeros.
             sums = fold(sums, segment._replace(top=segment.top + jnp.where(number < count, 0.0, LOWEST)))
         return sums
 

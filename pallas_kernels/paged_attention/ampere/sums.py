@@ -1,8 +1,8 @@
-"""Sums over keys, and the one way in which those of several segments of a row become its result.
+"""Sums over keys, and the single procedure that folds the sums of a row's segments into its result.
 
-A *segment* is ``keys_per_split`` keys at absolute positions. Whoever goes through a row's keys, one thread block for
-each segment (decode) or one for all of them (prefill), begins each segment with `nothing`, lets `fold` add them up from
-the first to the last and ends with `finished`: so a position's bits are the same in both.
+A *segment* is ``keys_per_split`` keys at absolute positions. Decode (one CTA per segment) and prefill (one CTA for all)
+begin each segment with `nothing`, `fold` the segments from the first to the last and end with `finished`: so a position
+is bitwise identical in both.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 
-LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
+LOWEST = -1e30  # represents minus infinity where inf - inf would give NaN
 _ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer
 
 
 class Sums(NamedTuple):
-    """Of the keys that each column has seen; a column is what `mma` makes of one query, whatever its neighbours."""
+    """Sums over the keys that each column has seen; `mma` computes a column independently of other columns."""
 
     mixed: Any  # [head_dim, columns]
-    top: Any  # [columns]: an integer, to whose power of two the others are relative
+    top: Any  # [columns]: an integer; sums are relative to its power of two
     total: Any  # [columns]
 
 
@@ -44,7 +44,7 @@ def rounded(numbers: Any) -> Any:
 
 
 def nothing(dims: tuple[int, int], dtype: Any) -> Sums:
-    """The sums of no keys: folded with others, they leave those as they are."""
+    """Return the sums of no keys: folding them leaves other sums unchanged."""
 
     def per_column(value: float) -> Any:
         return plgpu.layout_cast(jnp.full(dims[1:], value, jnp.float32), layout(dtype).reduce(0))
@@ -53,7 +53,7 @@ def nothing(dims: tuple[int, int], dtype: Any) -> Sums:
 
 
 def load(mixed: Any, stats: Any, dtype: Any) -> Sums:
-    """What `store` left in device memory."""
+    """Load what `store` wrote to device memory."""
     top, total = (load_columns(stats.at[row], dtype) for row in (0, 1))
     return Sums(plgpu.load(mixed, layout=layout(dtype), optimized=False), top, total)
 
@@ -69,7 +69,7 @@ def store(mixed: Any, stats: Any, sums: Sums) -> None:
 
 
 def fold(before: Sums, segment: Sums) -> Sums:
-    """Sums of a row's segments up to and with this one. Shares are powers of two: one rounding, contracted or not."""
+    """Fold a row's next segment. Factors are powers of two: one rounding, contracted to FMA or not."""
     top = jnp.maximum(before.top, segment.top)
     old, new = jnp.exp2(before.top - top), jnp.exp2(segment.top - top)
     rows = before.mixed.shape[0]
@@ -78,7 +78,7 @@ def fold(before: Sums, segment: Sums) -> Sums:
 
 
 def finished(sums: Sums, sinks: Any | None) -> Any:
-    """The attention of all keys; zeros where a column saw none. [head_dim, columns]
+    """Return the attention over all keys; zeros for columns that saw none. [head_dim, columns]
 
     Args:
         sinks: of each column, in powers of two.

@@ -1,14 +1,14 @@
-"""Rows times quantised weights, for Hopper GPUs, in Pallas Mosaic GPU: weights become plain numbers in registers.
+"""Rows times quantised weights, for Hopper GPUs, in Pallas Mosaic GPU: weights are dequantised in registers.
 
-The operands are swapped: a wgmma's 64 rows are 64 output channels, whose numbers go from shared memory to registers,
-become bfloat16 (or float16) there and enter the tensor core from there; its columns are the rows of x, 8 to 128. So
-little is wasted where there are few of them, and a dequantised weight never lies in memory.
+The operands are swapped: a wgmma's 64 rows are 64 output channels, whose numbers are loaded from SMEM to registers,
+converted to bfloat16 (or float16) there and passed to the tensor core from there; its columns are the rows of x, 8 to
+128. So few rows waste little, and dequantised weights are never written to memory.
 
-More rows are cut into tiles. With ``groups`` each tile has an expert of its own, which is read from device memory, as
-is the number of tiles that hold anything: those of a mixture of experts (`pallas_kernels.grouped_matmul`).
+More rows are cut into tiles. With ``groups`` each tile has an expert; experts and the number of non-empty tiles are
+read from device memory, for mixtures of experts (`pallas_kernels.grouped_matmul`).
 
-A unit of work is a tile, ``consumers`` x 64 output channels, and one of ``splits`` parts of k. As many thread blocks as
-there are multiprocessors take units in turns. Their warpgroups:
+A unit of work is a tile, ``consumers`` x 64 output channels, and one of ``splits`` splits of k. The CTAs (one per
+multiprocessor) take units in turns. Their warpgroups:
 
     producer (the last)                              consumers (one each for 64 channels)
     -------------------                              ------------------------------------
@@ -19,17 +19,17 @@ there are multiprocessors take units in turns. Their warpgroups:
       scales, zeros [groups, channels]                 per span: weights -> registers -> 16 bits (- zero)
                                                          part = weights . x, sums += part * scale
 
-``ready`` is arrived at by the copy engine, once per copy, and waited on by the consumers; ``free`` the other way round,
-and the producer drains its last arrivals, so that no barrier ends in the middle of a phase.
+The TMA arrives at ``ready``, once per copy, and the consumers wait on it; ``free`` works the other way round, and the
+producer drains its last arrivals, so that no mbarrier ends in the middle of a phase.
 
 Integers times x are exact before they are scaled: a group's sum is scaled, not its weights, which costs less than
 scaling the weights as soon as a group has more inputs than x has rows, and rounds nothing to 16 bits. float4_e2m1fn
 times a power of two (MXFP4) is a bfloat16: there the weights are scaled, which rounds nothing either.
 
-Splits have float32 sums of their own, which are added in order: by XLA, within whatever kernel comes next, or, where
-tiles are many, by the thread block that makes them one after the other. No bit of a row depends on the other rows. What
-is added in which order (`Shape.span`, `Shape.grain`, the splits) follows from the weights' shape alone, and so do the
-bits, if a wgmma's column does not depend on how many columns it has.
+Splits have separate float32 sums, which are added in order: by XLA, fused into the next kernel, or, if tiles are many,
+by the CTA that computes them one after the other. A row is bitwise independent of the other rows. The order of sums
+(`Shape.span`, `Shape.grain`, the splits) follows from the weights' shape alone, and so do the bits, if a wgmma's column
+does not depend on how many columns it has.
 
 Swapped operands and weights upcast in registers: Frantar et al. 2024 (MARLIN, arXiv:2408.11743).
 """
@@ -63,33 +63,33 @@ class _Gmem(NamedTuple):
     x: Any  # [tiles, rows, inputs]
     weights: Any  # [experts, channels, inputs]
     scales: Any  # [inputs / group, experts, channels]
-    zeros: Any  # the same, or None
+    zeros: Any  # [inputs / group, experts, channels], or None
     experts: Any  # [tiles], or None
     occupied: Any  # [1], or None
     output: Any  # [tiles, rows, channels], or [splits, tiles, rows, channels] float32
 
 
 class _Smem(NamedTuple):
-    """One thread block's shared memory."""
+    """Shared memory of one CTA."""
 
     x: Any  # [stages, rows, depth]
     weights: Any  # [stages, block_channels, depth]
     scales: Any  # [stages, groups, block_channels]
     zeros: Any
-    totals: Any  # [consumers, 64, rows]: of the splits before
-    upcast: Any  # [consumers, 64, span]: interpreted, a wgmma takes no registers
+    totals: Any  # [consumers, 64, rows]: of the earlier splits
+    upcast: Any  # [consumers, 64, span]: the interpreter's wgmma takes no registers
 
 
 class _Slot(NamedTuple):
-    """What a consumer reads in a step. Traced scalars."""
+    """The slot and channels that a consumer reads in a step. Traced scalars."""
 
     number: Any
-    own: Any  # its channels
-    known: Any  # inputs that the step before has had
+    own: Any  # channels of the consumer
+    known: Any  # inputs that the previous step has already summed
 
 
 class _Barriers(NamedTuple):
-    ready: Any  # one per slot
+    ready: Any  # one mbarrier per slot
     free: Any
 
 
@@ -98,7 +98,7 @@ class _Barriers(NamedTuple):
 
 
 def launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Callable[..., Any]:
-    """The kernel for a shape; its arguments are operands of these names (`_Gmem`)."""
+    """Return the kernel for a shape; its arguments are operands of these names (`_Gmem`)."""
     dims: tuple[int, ...] = (shape.tile_count, shape.rows, shape.channels)
     if shape.written > 1:
         dims = (shape.written, *dims)
@@ -121,7 +121,7 @@ def launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPU
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """The cost as if no tile were empty: which are is not known when the program is compiled."""
+    """Return the cost as if no tile were empty: which are empty is not known at compile time."""
     rows, experts = shape.tile_count * shape.rows, min(shape.experts, shape.tile_count)
     numbers = shape.channels * shape.inputs
     moved = experts * numbers * bits_of(shape.weight_dtype) // 8 + 2 * rows * (shape.inputs + shape.channels)
@@ -143,12 +143,12 @@ def _smem(shape: Shape) -> _Smem:
 
 def _weights(shape: Shape) -> Any:
     dims = (shape.tiles.stages, shape.block_channels, shape.tiles.depth)
-    # A copy in tiles wants device memory in whole ones.
+    # A tiled copy needs device memory in whole tiles.
     return plgpu.SMEM(dims, shape.weight_dtype) if shape.overlap else _tiled(dims, shape.weight_dtype)
 
 
 def _tiled(dims: tuple[int, ...], dtype: Any, within: int = 256) -> Any:
-    """Rows in swizzled tiles of 8, as wgmma and the copy engine want them, each in ``within`` numbers at most."""
+    """Return rows in swizzled tiles of 8, as wgmma and TMA require, of at most ``within`` numbers each."""
     size = bits_of(dtype)
     swizzle = next(one for one in (128, 64, 32) if dims[-1] * size % (8 * one) == 0 and one * 8 <= within * size)
     tiling = plgpu.TilingTransform((TILE_ROWS, swizzle * 8 // size))
@@ -185,7 +185,7 @@ def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: _Smem, barrier
 
 
 def _each_unit(shape: Shape, gmem: _Gmem, work: Callable[[_Unit, Any], None]) -> Any:
-    """Call ``work`` with each unit of this thread block and the steps before it; return the number of all steps."""
+    """Call ``work`` with each unit of this CTA and the steps before it; return the number of all steps."""
     block, blocks, units = lax.axis_index("block"), shape.blocks, shape.tile_count * shape.parts
     occupied = jnp.clip(gmem.occupied[0], 0, shape.tile_count) if shape.grouped else shape.tile_count
 
@@ -198,7 +198,7 @@ def _each_unit(shape: Shape, gmem: _Gmem, work: Callable[[_Unit, Any], None]) ->
 
 
 def _unit_at(shape: Shape, occupied: Any, number: Any) -> _Unit:
-    """The unit of a number: panels one after the other; the last one of tiles that hold something may be smaller."""
+    """Return the unit of a number: panels one after the other; the last non-empty panel may be smaller."""
     parts = jnp.int32(shape.parts)
     first = lax.div(number, PANEL * parts) * PANEL
     size = jnp.clip(occupied - first, 1, PANEL)
@@ -214,7 +214,7 @@ def _unit_at(shape: Shape, occupied: Any, number: Any) -> _Unit:
 
 
 def _first_step(shape: Shape, split: Any) -> Any:
-    """The step at which a split begins: a multiple of ``grain`` inputs, whatever the depth of a step."""
+    """Return the step at which a split begins: a multiple of ``grain`` inputs, for any depth of a step."""
     if shape.tiles.splits == 1:
         return split * shape.steps
     grains = shape.inputs // shape.grain
@@ -226,7 +226,7 @@ def _slot(shape: Shape, step: Any) -> Any:
 
 
 def _registers(shape: Shape) -> Split | None:
-    """How warpgroups share registers where those of the launch are too few for a consumer."""
+    """Split registers between warpgroups if those of the launch are too few for a consumer."""
     consumers = shape.tiles.consumers
     crowded = consumers > 2 or (consumers == 2 and shape.rows > FEW_ROWS)
     return split(consumers) if crowded else None
@@ -313,7 +313,7 @@ def _sum_splits(shape: Shape, done: Any, warpgroup: Any, smem: _Smem, barriers: 
 def _sums(
     shape: Shape, done: Any, count: Any, warpgroup: Any, smem: _Smem, barriers: _Barriers
 ) -> Float[Array, "64 rows"]:
-    """The sums over so many steps, the first of them in the slot of step ``done``."""
+    """Return the sums over ``count`` steps, the first of them in the slot of step ``done``."""
     own = pl.ds(pl.multiple_of(warpgroup * CHANNELS, CHANNELS), CHANNELS)
 
     def step(index: Any, sums: Any) -> Any:
@@ -330,7 +330,7 @@ def _sums(
 
 
 def _packed(shape: Shape, ref: Any) -> Any:
-    """Numbers of 64 channels, moved between threads while they are small to where the tensor core wants them."""
+    """Load numbers of 64 channels, shuffled while still packed into the register layout of wgmma."""
     narrow = plgpu.Layout.WGMMA_UPCAST_4X if bits_of(shape.weight_dtype) == 4 else plgpu.Layout.WGMMA_UPCAST_2X
     return plgpu.layout_cast(plgpu.load(ref, layout=narrow, optimized=not shape.overlap), _MATRIX)
 
@@ -338,7 +338,7 @@ def _packed(shape: Shape, ref: Any) -> Any:
 def _span_sums(
     shape: Shape, packed: Any, first: int, slot: _Slot, warpgroup: Any, smem: _Smem
 ) -> Float[Array, "64 rows"]:
-    """The sums over a span's inputs, times their scale."""
+    """Return the sums over a span's inputs, times their scale."""
     dims, size = (CHANNELS, shape.rows), min(shape.span, shape.group)
     scales = None if shape.e2m1 else _factors(smem.scales, slot, first // shape.group).astype(jnp.float32)
 
@@ -358,7 +358,7 @@ def _span_sums(
 
 
 def _upcast(shape: Shape, numbers: Any, first: int, slot: _Slot, smem: _Smem) -> Any:
-    """Convert to the dtype of x, exactly, by ways for which Mosaic GPU has short code."""
+    """Convert to the dtype of x, exactly, by conversions with short code in Mosaic GPU."""
     group = first // shape.group
     if shape.weight_dtype == jnp.int4 and shape.dtype == jnp.float16:
         numbers = numbers.astype(jnp.bfloat16).astype(jnp.float32)
@@ -376,7 +376,7 @@ def _upcast(shape: Shape, numbers: Any, first: int, slot: _Slot, smem: _Smem) ->
 
 
 def _float4(places: Float[Array, "64 k"]) -> Float[Array, "64 k"]:
-    """The numbers at places -7 to 7 in the order of float4_e2m1fn: straight lines that bend at 4 and at 6."""
+    """Decode indices -7 to 7 in the order of float4_e2m1fn: piecewise linear, with bends at 4 and at 6."""
 
     def within(most: float) -> Any:
         return jnp.minimum(jnp.maximum(places, jnp.bfloat16(-most)), jnp.bfloat16(most))
@@ -385,7 +385,7 @@ def _float4(places: Float[Array, "64 k"]) -> Float[Array, "64 k"]:
 
 
 def _power(exponents: UInt[Array, " 64"]) -> Float[Array, " 64"]:
-    """Two to the exponents of float8_e8m0fnu, whose bits are those of a float32's; the least of them becomes 0."""
+    """Return two to the power of float8_e8m0fnu exponents, which are those of float32; the smallest becomes 0."""
     return lax.bitcast_convert_type(exponents.astype(jnp.int32) << 23, jnp.float32).astype(jnp.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""The Mosaic kernel's own door: what it takes, in the form in which it takes it (`kernel` says what it does)."""
+"""Entry points of the Mosaic kernel: arrange the operands in the kernel's format (the device code is in `kernel`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def matmul(
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     (rows, inputs), channels = x.shape, weights.shape[0]
     count, size = fit.tiled(rows)
@@ -62,10 +62,10 @@ def matmul_tiles(
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "tiles rows n"]:
-    """Each tile's rows times the transposed weights of the tile's expert; tiles that hold nothing give zeros.
+    """Multiply each tile's rows by the transposed weights of the tile's expert; empty tiles give zeros.
 
     Raises:
-        ValueError: what `refusal` says, or every expert has a tile of its own.
+        ValueError: the operands are rejected, see `refusal`, or every expert has its own tile.
     """
     if groups.experts is None:
         raise ValueError("every expert has a tile of its own: the kernel is for tiles that have an expert each")

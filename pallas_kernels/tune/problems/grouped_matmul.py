@@ -20,7 +20,7 @@ from pallas_kernels.tune.problem import Problem, Tunable
 
 @dataclasses.dataclass(frozen=True)
 class GroupedShape:
-    """One product of a layer of ``experts``, each of ``tokens`` tokens with ``top_k`` of them."""
+    """A product of a layer of ``experts``, with ``top_k`` experts for each of ``tokens`` tokens."""
 
     tokens: int = 64
     experts: int = 8
@@ -30,12 +30,12 @@ class GroupedShape:
     dtype: str = "bfloat16"
 
     def groups(self) -> Groups:
-        """All experts have equally many entries."""
+        """Route the entries evenly to all experts."""
         owners = jnp.arange(self.tokens * self.top_k, dtype=jnp.int32) % self.experts
         return group(owners, self.experts, self.tokens, path="mosaic")
 
     def arguments(self) -> tuple[Any, ...]:
-        """x in tiles, and weights, as shapes."""
+        """Return x in tiles, and weights, as shapes."""
         tiles, rows = jax.eval_shape(self.groups).entries.shape
         dtype = jnp.dtype(self.dtype)
         return (
@@ -62,7 +62,7 @@ def problem(shape: GroupedShape, multiprocessors: int) -> Problem:
 
 
 def _operands(shape: GroupedShape) -> list[tuple[Any, ...]]:
-    """Operand sets with different weights: one layer's would stay in the cache, which a model's do not."""
+    """Make operand sets with different weights: one layer's would stay in the cache, unlike a model's."""
     x, weights = shape.arguments()
     groups = shape.groups()
     given = numbers(0, x.shape, x.dtype)

@@ -15,12 +15,12 @@ from pallas_kernels.matmul.types import COLUMNS, CONSUMERS, GROUP, TOGETHER, Lay
 from pallas_kernels.tune.operands import numbers, sets_beyond_cache
 from pallas_kernels.tune.problem import Problem, Tunable
 
-_MOST_GROUPS = 32  # of rows, to one consumer of a block
+_MOST_GROUPS = 32  # groups of rows per consumer of a CTA
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseShape:
-    """A layer's product; ``last`` and ``gated`` are 0 or 1: weights as [out, in], and by gate and up."""
+    """A layer's product; ``last`` and ``gated`` are 0 or 1: weights as [out, in], and with gate and up."""
 
     rows: int = 64
     inputs: int = 4096
@@ -34,7 +34,7 @@ class DenseShape:
         return "in last" if self.last else "in first"
 
     def arguments(self) -> tuple[Any, ...]:
-        """x and weights, as shapes."""
+        """Return x and weights, as shapes."""
         outputs = (2, self.columns) if self.gated else (self.columns,)
         weights = (*outputs, self.inputs) if self.last else (self.inputs, *outputs)
         dtype = jnp.dtype(self.dtype)
@@ -64,7 +64,7 @@ def problem(shape: DenseShape, multiprocessors: int) -> Problem:
 
 
 def _operands(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Operand sets with different weights: one layer's would stay in the cache, which a model's do not."""
+    """Make operand sets with different weights: one layer's would stay in the cache, unlike a model's."""
     x, weights = arguments
     count = sets_beyond_cache(weights.size * weights.dtype.itemsize)
     given = numbers(0, x.shape, x.dtype)
@@ -75,7 +75,7 @@ MATMUL_TUNING = Tunable(
     kernel=MATMUL,
     bits=frozenset(),
     shapes=tuple(
-        # Llama-3.1-8B: queries with keys and values, output, gate with up, down, head.
+        # Llama-3.1-8B: QKV, output, gate with up, down, LM head.
         DenseShape(rows, inputs, columns, last, gated)
         for rows in (64, 2048, 8, 256)
         for inputs, columns, last, gated in (

@@ -30,7 +30,7 @@ class MlaShape:
     dtype: str = "bfloat16"
 
     def arguments(self) -> tuple[Any, ...]:
-        """Queries, pool and tables, as shapes."""
+        """Return queries, pool and tables, as shapes."""
         width, latent = self.context // self.page, RANK + _ROPE
         return (
             shaped(self.sequences, self.chunk, self.heads, latent, dtype=jnp.dtype(self.dtype)),

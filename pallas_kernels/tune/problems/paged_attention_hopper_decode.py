@@ -34,7 +34,7 @@ class DecodeShape:
     scales: str = ""
 
     def arguments(self) -> tuple[Any, ...]:
-        """Queries, pool and tables, as shapes."""
+        """Return queries, pool and tables, as shapes."""
         width, heads = self.context // self.page, self.kv_heads * self.group
         return (
             shaped(self.rows, self.chunk, heads, self.head_dim, dtype=jnp.dtype(self.dtype)),
@@ -80,7 +80,7 @@ def _operands(shape: DecodeShape, q: Any, pool: Any, options: AttentionOptions) 
 
 DECODE_TUNING = Tunable(
     kernel=DECODE,
-    bits=frozenset({"block_keys"}),  # of 8-bit pools; the keys of a split are prefill's, too, and stay
+    bits=frozenset({"block_keys"}),  # of 8-bit pools; the keys of a split are fixed, as prefill shares them
     shapes=(
         DecodeShape(),
         DecodeShape(rows=8),

@@ -36,7 +36,7 @@ class PrefillShape:
     scales: str = ""
 
     def arguments(self) -> tuple[Any, ...]:
-        """Queries, pool and tables, as shapes."""
+        """Return queries, pool and tables, as shapes."""
         width, heads = self.context // self.page, self.kv_heads * self.group
         return (
             shaped(self.sequences, self.chunk, heads, self.head_dim, dtype=jnp.dtype(self.dtype)),
@@ -50,7 +50,7 @@ def _factors(shape: PrefillShape, pool: Any) -> Any | None:
 
 
 def problem(shape: PrefillShape, _: int) -> Problem:
-    """The problem for any number of multiprocessors: a thread block has one tile."""
+    """Return the problem for any number of multiprocessors: a CTA has one tile."""
     q, pool, table = shape.arguments()
     options = AttentionOptions(shape.head_dim**-0.5, scales=_factors(shape, pool))
     per_sequence = shaped(shape.sequences, dtype=jnp.int32)

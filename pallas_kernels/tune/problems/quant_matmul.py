@@ -31,7 +31,7 @@ class MatmulShape:
     zeros: int = 0
 
     def arguments(self) -> tuple[Any, ...]:
-        """x, weights, scales and zeros, as shapes."""
+        """Return x, weights, scales and zeros, as shapes."""
         factors = (self.inputs // self.group, self.channels)
         return (
             shaped(self.rows, self.inputs, dtype=jnp.dtype(self.dtype)),
@@ -61,7 +61,7 @@ def problem(shape: MatmulShape, multiprocessors: int) -> Problem:
 
 
 def _operands(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Operand sets with different weights: one layer's would stay in the cache, which a model's do not."""
+    """Make operand sets with different weights: one layer's would stay in the cache, unlike a model's."""
     x, weights, scales, zeros = arguments
     bits = 4 if weights.dtype == jnp.int4 else 8
     count = sets_beyond_cache(weights.size * bits // 8)
@@ -83,7 +83,7 @@ MATMUL_TUNING = Tunable(
     kernel=MATMUL,
     bits=frozenset({"splits"}),
     shapes=(
-        # Llama-3.1-8B: output, queries with keys and values, gate with up, down.
+        # Llama-3.1-8B: output, QKV, gate with up, down.
         *_shapes((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)),
         *_shapes((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), zeros=1),
     ),

@@ -1,12 +1,12 @@
 """The consumer warpgroup of paged decode: owns the arithmetic and the copies out.
 
 Scores are computed transposed, keys by queries: wgmma takes 64 keys at a time as its rows, and the few queries of a KV
-head as its 8 or 16 columns, instead of padding the queries to 64 rows. So a thread holds a handful of numbers, and
-each maximum is over rows: within a warp by shuffles, across the four warps through shared memory.
+head as its 8 or 16 columns, instead of padding the queries to 64 rows. So a thread holds a handful of numbers, and each
+maximum is over rows: within a warp by shuffles, across the four warps through SMEM.
 
 Maxima are rounded to integers (scores are in powers of two): rescaling is then exact, and it makes no difference
 whether a compiler contracts a multiplication and an addition into one instruction. A probability is at most sqrt(2).
-What makes the bits those of prefill stands in `pallas_kernels.paged_attention.hopper.softmax`.
+`pallas_kernels.paged_attention.hopper.softmax` explains why results are bitwise identical to those of prefill.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ MASKED = 2 * LOWEST  # below every running maximum, so that its probability is 0
 class _Bounds(NamedTuple):
     """First key that each query sees, and one past its last: scalars, or [columns] for many queries."""
 
-    low: Any  # None: all from the first on
+    low: Any  # None: all from the first key on
     high: Any
     seen: Any  # bits of a token tree, else None
 
 
 def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: Any, block: Any) -> None:
-    """All units of a thread block. ``arrived``: a semaphore per row and KV head, or None where blocks take turns."""
+    """Process all units of a CTA. ``arrived``: a semaphore per row and KV head, or None when CTAs run in turn."""
     if shape.interpret and shape.total_by_ones:
         smem.ones[...] = jnp.ones(smem.ones.shape, shape.dtype)
     place, count = run_of(shape, block, gmem)
@@ -99,16 +99,16 @@ def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: A
 
 
 class _Run(NamedTuple):
-    """The part of a head's splits that is this block's."""
+    """The splits of a head that this CTA has."""
 
     block: Any
-    began: Any  # the block that has the first one
-    borrowed: Any  # not the first ones
-    ends_here: Any  # the last one
+    began: Any  # the CTA with the first split
+    borrowed: Any  # whether the first splits are in another CTA
+    ends_here: Any  # whether the last split is in this CTA
 
 
 def _finish(shape: Shape, unit: Unit, run: _Run, part: Sums, whole: Sums, gmem: Gmem, smem: Smem, arrived: Any) -> Sums:
-    """Merge a unit with those before it in registers, and lend it to another block if that one has the others."""
+    """Merge a unit with those before it in registers; store its sums for another CTA if the head is cut."""
     whole = merge(pick_sums(unit.split == unit.keys.first_split, nothing(shape), whole), part)
     last = ~run.borrowed & (unit.split == unit.keys.last_split)
     pl.when(last)(functools.partial(_write, shape, unit, whole, gmem, smem))
@@ -120,7 +120,7 @@ def _finish(shape: Shape, unit: Unit, run: _Run, part: Sums, whole: Sums, gmem: 
 def _finish_parked(
     shape: Shape, unit: Unit, run: _Run, part: Sums, whole: tuple[()], gmem: Gmem, smem: Smem, arrived: Any
 ) -> tuple[()]:
-    """The same where registers hold the sums of one split only: those of the head so far are parked in memory."""
+    """Merge as `_finish` if registers hold the sums of one split only: the head's sums so far are parked in memory."""
     if shape.splits == 1:
         _write(shape, unit, merge(nothing(shape), part), gmem, smem)
         return whole
@@ -131,7 +131,7 @@ def _finish_parked(
 
 
 def _park(shape: Shape, unit: Unit, block: Any, part: Sums, gmem: Gmem, smem: Smem) -> None:
-    """Merge a unit with those before it, which are in memory; the sums go back there, or out."""
+    """Merge a unit with those before it, which are in memory; write the sums back, or the result."""
     head, split = _head(shape, unit), unit.split - unit.keys.first_split
 
     def unpark(_: Any, sums: Sums) -> Sums:
@@ -144,7 +144,7 @@ def _park(shape: Shape, unit: Unit, block: Any, part: Sums, gmem: Gmem, smem: Sm
 
 
 def _begun_elsewhere(shape: Shape, gmem: Gmem, place: Place) -> Any:
-    """Does the run begin in the middle of a head's splits? Then another block has its first ones."""
+    """Return whether the run begins in the middle of a head's splits, with the first ones in another CTA."""
     return place.split > unit_at(shape, gmem, place).keys.first_split
 
 
@@ -163,7 +163,7 @@ def _attend(shape: Shape, unit: Unit, index: Any, done: Any, gmem: Gmem, smem: S
     else:
         zeros = as_matrix(jnp.zeros((ONES_ROWS, shape.columns), jnp.float32))
         sums = lax.fori_loop(0, unit.steps, step, sums._replace(total=zeros))
-        sums = sums._replace(total=per_column(sums.total.max(axis=0)))  # of rows that are all alike
+        sums = sums._replace(total=per_column(sums.total.max(axis=0)))  # all rows are the same
     plgpu.barrier_arrive(barriers.query_free.at[slot])
     return sums
 
@@ -188,7 +188,7 @@ def _columns_of(shape: Shape) -> Any:
 
 
 def _query_of_column(shape: Shape, unit: Unit) -> Any:
-    """The query of the chunk in each column; columns are by query, then head of the group."""
+    """Return the query of the chunk in each column; columns are by query, then head of the group."""
     query = per_column(jnp.zeros((shape.columns,), jnp.int32))
     if shape.chunk == 1:
         return query
@@ -221,7 +221,7 @@ def _attend_block(
 ) -> Sums:
     slot, block = slot_of(shape, done + index), unit.first + index
     at = block * shape.tiles.block_keys
-    # Page factors come by plain loads: they are issued before the wait, and travel while it lasts.
+    # Page factors use plain loads, issued before the wait so that their latency overlaps it.
     factors = [_page_factors(shape, unit, block, half, gmem) for half in (0, 1)]
 
     plgpu.barrier_wait(barriers.keys_ready.at[slot])
@@ -261,7 +261,7 @@ def _scores(shape: Shape, keys: Any, query: Any) -> Any:
 
 
 def _add_products(shape: Shape, old: list[Any], values: Any, smem: Smem) -> list[Any]:
-    """``old`` sums and the probabilities' products: with the values and, if there are two, with ones."""
+    """Add products of the probabilities to ``old``: with the values and, if there are two sums, with ones."""
     probs = smem.probs.transpose((1, 0))
 
     def multiply(*accumulators: Any) -> list[Any]:
@@ -279,14 +279,14 @@ def _add_products(shape: Shape, old: list[Any], values: Any, smem: Smem) -> list
 
 
 def _ones(shape: Shape, smem: Smem) -> Any:
-    """The interpreter has no wgmma with its left operand in registers."""
+    """Return ones in registers, or in SMEM for the interpreter, which has no wgmma with a left operand in registers."""
     if shape.interpret:
         return smem.ones
     return as_matrix(jnp.ones((ONES_ROWS, shape.tiles.block_keys), shape.dtype))
 
 
 def _soft_scores(shape: Shape, scores: Any, factors: Any) -> Any:
-    """Scaled and capped, in units of log 2, lifted."""
+    """Scale, cap and lift the scores, in units of log 2."""
     options, factor = shape.options, shape.options.scale * LOG2_E
     if factors is not None:
         scores = scores * factors
@@ -317,7 +317,7 @@ def _stage_probs(shape: Shape, probs: Any, smem: Smem) -> None:
 
 
 def _clear_unseen(shape: Shape, unit: Unit, values: Any, at: Any) -> None:
-    """Zero what nobody sees: a page's earlier owner may have left NaN, and probability 0 times NaN is NaN."""
+    """Zero values that no query sees: a page's earlier owner may have left NaN, and probability 0 times NaN is NaN."""
     low, high = unit.keys.low - at, unit.keys.high - at
 
     @pl.when((low > 0) | (high < shape.tiles.block_keys))
@@ -329,7 +329,7 @@ def _clear_unseen(shape: Shape, unit: Unit, values: Any, at: Any) -> None:
 
 
 def _tiles_of(dims: tuple[int, int]) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    """64 rows by 64 columns: the first row, and where."""
+    """Yield tiles of 64 rows by 64 columns: the first row, and the slices."""
     for row in range(0, dims[0], 64):
         for column in range(0, dims[1], 64):
             yield row, (pl.ds(row, 64), pl.ds(column, 64))
@@ -342,7 +342,7 @@ def _clear_tile(values: Any, low: Any, high: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Quantised pools: numbers become bfloat16 or float16 in shared memory, factors multiply scores and probabilities.
+# Quantised pools: numbers become bfloat16 or float16 in SMEM, factors multiply scores and probabilities.
 
 
 def _widened(shape: Shape, raw: Any, wide: Any) -> Any:
@@ -356,7 +356,7 @@ def _widened(shape: Shape, raw: Any, wide: Any) -> Any:
 
 
 def _cast(numbers: Any, dtype: Any) -> Any:
-    """Exact: both hold any int8 and any float8. The hardware knows but one way out of float8."""
+    """Convert exactly: bfloat16 and float16 hold any int8 and float8. The hardware converts float8 only to float16."""
     if numbers.dtype == jnp.int8:
         return numbers.astype(dtype)
     half = numbers.astype(jnp.float16)
@@ -372,7 +372,7 @@ def _page_factors(shape: Shape, unit: Unit, block: Any, half: int, gmem: Gmem) -
 
 
 def _factors(shape: Shape, per_page: list[Any] | None, per_key: Any, slot: Any) -> Any:
-    """[block_keys, columns], or None."""
+    """Return the dequantization factors [block_keys, columns], or None."""
     dims = (shape.tiles.block_keys, shape.columns)
     if shape.scaled_by == "token":
         return lax.broadcast_in_dim(plgpu.load(per_key.at[slot], layout=PER_ROW), dims, [0])
@@ -399,14 +399,14 @@ def _write(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem, smem: Smem) -> None
     compat.store(smem.output.transpose((1, 0)), result)
     plgpu.commit_smem()
     columns = pl.ds(0, shape.head_dim)
-    if shape.value_dim != shape.head_dim:  # the copy engine leaves out what is out of bounds
+    if shape.value_dim != shape.head_dim:  # TMA clips what is out of bounds
         columns = pl.ds(pl.multiple_of(offset * 0, shape.value_dim), shape.value_dim)
     target = gmem.output.at[pl.ds(row + offset, shape.queries), columns]
     plgpu.copy_smem_to_gmem(smem.output.at[pl.ds(offset, shape.queries)], target)
 
 
 def _with_sinks(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem) -> Sums:
-    """Once per row: a score that has no value."""
+    """Add the sink, a score without a value, once per row."""
     if not shape.options.sinks:
         return sums
     sink = _sinks_of_columns(shape, unit, gmem)
@@ -426,7 +426,7 @@ def _sinks_of_columns(shape: Shape, unit: Unit, gmem: Gmem) -> Any:
 
 
 def _lend(shape: Shape, unit: Unit, run: _Run, part: Sums, gmem: Gmem, arrived: Any) -> None:
-    """Leave a split's sums to the block that has the head's last split, and tell it (unless this is that block)."""
+    """Store a split's sums for the CTA with the head's last split, and signal that CTA (unless it is this one)."""
     head = _head(shape, unit)
     _store(gmem, cut_slot(shape, head, unit.split - unit.keys.first_split, run.began), part)
     if arrived is not None:
@@ -434,10 +434,10 @@ def _lend(shape: Shape, unit: Unit, run: _Run, part: Sums, gmem: Gmem, arrived: 
 
 
 def _gather(shape: Shape, unit: Unit, began: Any, gmem: Gmem, smem: Smem, arrived: Any) -> None:
-    """Merge a head's splits in order, once all before ``unit`` have arrived from other blocks.
+    """Merge a head's splits in order, once all before ``unit`` have arrived from other CTAs.
 
-    Those are blocks before this one, each of which leaves its sums before it waits for anybody: no order in which
-    blocks are run can lock up as long as earlier blocks start first.
+    Those are earlier CTAs, each of which stores its sums before it waits for any other: no execution order of CTAs can
+    deadlock as long as earlier CTAs start first.
     """
     head = _head(shape, unit)
     if arrived is not None:

@@ -1,8 +1,8 @@
 """Paged decode attention for Hopper GPUs, in Pallas Mosaic GPU: few queries per row, split over the keys.
 
-A launch has a fixed number of thread blocks. Each takes a run of *units* (one split of one KV head of one row; see
-`schedule`) and works through it without a pause in its loads: while the consumer finishes one unit, the copies
-of the next are on their way. Two warpgroups of a block:
+A launch has a fixed number of CTAs. Each takes a run of *units* (one split of one KV head of one row; see `schedule`)
+and processes it without a pause in its loads: while the consumer finishes one unit, the copies of the next are in
+flight. Two warpgroups of a CTA:
 
     producer (warpgroup 1)                          consumer (warpgroup 0)
     ----------------------                          ----------------------
@@ -14,14 +14,14 @@ of the next are on their way. Two warpgroups of a block:
         keys, one copy per page    -> keys_ready   ->   waits, scores = keys . queries, online softmax
         values, one copy per page  -> values_ready ->   waits, sums += values . probabilities
 
-The ``*_ready`` barriers are arrived at by the copy engine (one arrival per copy; the producer arrives for a page that
-nobody sees) and waited on by the consumer; the ``*_free`` ones the other way round, and the producer drains their last
-arrivals, so that no barrier ends in the middle of a phase.
+The TMA arrives at the ``*_ready`` mbarriers (one arrival per copy; the producer arrives for a page that no query sees)
+and the consumer waits on them; the ``*_free`` ones work the other way round, and the producer drains their last
+arrivals, so that no mbarrier ends in the middle of a phase.
 
-A head whose splits all lie in one block is merged there, in registers. Otherwise every split's sums go to device
-memory (`slots`; they stay in the L2 cache), and the block that has the last split merges them in order after its own
-work, once a semaphore says that all are there. The same splits are merged in the same order either way, to the same
-bits.
+A head with all splits in one CTA is merged there, in registers. Otherwise every split's sums go to device memory
+(`slots`; they stay in the L2 cache), and the CTA with the last split merges them in order after its own work, once a
+semaphore shows that all have arrived. Either way merges the same splits in the same order, with bitwise identical
+results.
 
 Online softmax: Milakov and Gimelshein 2018. Splitting over keys with a log-sum-exp merge: Dao et al. 2023
 (Flash-Decoding). Equal shares of one list of units: Osama et al. 2023 (Stream-K, arXiv:2301.03598).
@@ -60,11 +60,11 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGES = (16, 32, 64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
 QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
-MOST_QUERIES = 64  # of one row and KV head
+MOST_QUERIES = 64  # queries of one row and KV head
 CONSUMER, PRODUCER = 0, 1
-_MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 233_472, 1024  # what several share, and what each costs beyond its own
+_MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 233_472, 1024  # SMEM that CTAs share, and reserved bytes of each
 _MOST_SUMS = 8192  # 64 registers of each thread
-_COLUMNS_OF_TWO = 16  # more queries need more than 128 registers a thread, and two blocks do not fit any longer
+_COLUMNS_OF_TWO = 16  # more queries need more than 128 registers per thread, so that two CTAs no longer fit
 
 
 def decode(
@@ -84,7 +84,7 @@ def decode(
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     starts = jnp.maximum(lengths - 1, 0)
     return extend(q[:, None], pool, tables, starts, lengths, options, tiles=tiles, interpret=interpret)[:, 0]
@@ -104,7 +104,7 @@ def extend(
     """See `reference.prefill`: a few queries per row, at most 64 to a KV head. Padding queries give finite numbers.
 
     Raises:
-        ValueError: what `refusal` says.
+        ValueError: the operands are rejected, see `refusal`.
     """
     if (why := refusal((q, pool, tables, starts, lengths), options, tiles)) is not None:
         raise ValueError(why)
@@ -140,7 +140,7 @@ def _of_options(shape: Shape, tables: Int[Array, "sequences width"], options: At
 
 
 def refusal(operands: tuple[Any, ...], options: AttentionOptions, tiles: Tiles | None = None) -> str | None:
-    """Why this kernel cannot do `decode` or `extend` of operands of these shapes and dtypes; None if it can."""
+    """Return why this kernel does not support `decode` or `extend` of these operands; None if it does."""
     q, pool, tables, *per_row = operands
     if q.ndim == 3:
         q = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
@@ -204,7 +204,7 @@ def _tiles_refusal(q: Any, pool: Any, options: AttentionOptions, tiles: Tiles | 
 
 
 def _best_tiles(q: Any, pool: Any, tables: Any, options: AttentionOptions) -> Tiles:
-    """The tuned tiles, else the heuristic's."""
+    """Return the tuned tiles, else the heuristic's."""
     untuned = heuristic_tiles(pool.shape[4], pool.shape[3], q.dtype, pool.dtype, queries=_queries(q, pool))
     key = decode_key(q, pool, tables, options)
     return pick(DECODE, key, untuned, lambda tiles: _tiles_refusal(q, pool, options, tiles))
@@ -213,9 +213,9 @@ def _best_tiles(q: Any, pool: Any, tables: Any, options: AttentionOptions) -> Ti
 def heuristic_tiles(
     head_dim: int, page: int, dtype: Any, pool_dtype: Any, *, queries: int, multiprocessors: int = 132
 ) -> Tiles:
-    """Two thread blocks a multiprocessor, so that one computes while the other waits, each with all stages that fit.
+    """Return tiles for two CTAs per multiprocessor, to overlap their waits, each with all stages that fit.
 
-    Where two would have fewer than two stages, or too few registers, one gets all. Not measured on a GPU yet.
+    If two would have fewer than two stages, or too few registers, one gets everything. Not measured on a GPU yet.
     """
     for resident in (2, 1):
         room = min(SHARED_BYTES, _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES)
@@ -263,14 +263,14 @@ def _shape_of(q: Any, pool: Any, tables: Any, options: AttentionOptions, tiles: 
 
 
 def _most_splits(keys: int, chunk: int, keys_per_split: int, window: int | None) -> int:
-    """The most splits that a row of at most ``keys`` keys sees any key of. Its queries are its last keys, ``chunk`` at
-    most, and the window of the first one may begin anywhere in a split."""
+    """Return the most splits with visible keys in a row of at most ``keys`` keys. The queries are at its last keys,
+    ``chunk`` at most, and the window of the first query may begin anywhere in a split."""
     most = pl.cdiv(keys, keys_per_split)
     return most if window is None else min(most, pl.cdiv(window + chunk - 2, keys_per_split) + 1)
 
 
 def _flat_queries(shape: Shape, q: Array) -> Array:
-    """[rows * kv_heads * queries, key_dim]; one query per row is that already, but for the tile it must fill."""
+    """Reshape queries to [rows * kv_heads * queries, key_dim], and pad to whole tiles."""
     if shape.chunk > 1:
         grouped = q.reshape(shape.rows, shape.chunk, shape.kv_heads, shape.group, shape.head_dim)
         q = jnp.swapaxes(grouped, 1, 2)
@@ -285,7 +285,7 @@ def _unflat(shape: Shape, output: Array) -> Array:
 
 
 def _scales_of(shape: Shape, tables: Int[Array, "sequences width"], scales: Array) -> Array:
-    """As they are, or [sequences, 2, kv_heads, keys] in the order of the keys, whole blocks of them."""
+    """Return the scales unchanged, or [sequences, 2, kv_heads, keys] in the order of the keys, in whole blocks."""
     scales = scales.astype(jnp.float32)
     if not shape.gathered:
         return scales
@@ -317,7 +317,7 @@ def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGP
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """The cost as if every row filled its table or window: lengths are not known when the step is compiled."""
+    """Return the cost as if every row filled its table or window: lengths are not known at compile time."""
     keys = shape.rows * shape.kv_heads * shape.splits * shape.tiles.keys_per_split
     return pl.CostEstimate(
         flops=4 * keys * shape.queries * shape.head_dim,
@@ -330,7 +330,7 @@ def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Any, barriers:
     gmem = Gmem(**(dict.fromkeys(Gmem._fields) | dict(zip(names, refs, strict=True))))
     warpgroup, arrived = lax.axis_index("warpgroup"), None
     if shape.splits > 1 and not shape.interpret:
-        # Global: those among the scratch types would be each block's own, and nobody would ever hear of the others.
+        # Global: semaphores among the scratch types would be private to each CTA.
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((shape.rows * shape.kv_heads,)))
     work = (
         functools.partial(consume, shape, gmem, smem, barriers, arrived),
@@ -341,7 +341,7 @@ def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Any, barriers:
 
 
 def _as_blocks(shape: Shape, work: Callable[[Any], None]) -> None:
-    """As this thread block; interpreted, as each in turn: the interpreter knows no semaphores between blocks."""
+    """Run as this CTA; interpreted, as each in turn: the interpreter has no semaphores between CTAs."""
     if shape.interpret:
         lax.fori_loop(0, shape.tiles.blocks, lambda block, _: work(block), None)
     else:

@@ -1,4 +1,4 @@
-"""The producer warpgroup of paged decode: owns every copy into shared memory. Also: which unit comes next."""
+"""The producer warpgroup of paged decode: owns every copy into SMEM. Also the order of units."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pallas_kernels.paged_attention.hopper.decode import types
 from pallas_kernels.paged_attention.hopper.decode.types import Barriers, Gmem, Shape, Smem
 from pallas_kernels.paged_attention.spans import Span, span
 
-FIRST = -1  # a split's number that stands for the first of the row
+FIRST = -1  # split number that represents the first split of the row
 
 
 class Unit(NamedTuple):
-    """One split of one KV head of one row. Traced scalars."""
+    """A unit of work: one split of one KV head of one row. Traced scalars."""
 
     row: Any
     head: Any
@@ -26,11 +26,11 @@ class Unit(NamedTuple):
     start: Any  # position of the row's first query
     keys: Span
     first: Any  # first key block
-    steps: Any  # key blocks
+    steps: Any  # number of key blocks
 
 
 class Place(NamedTuple):
-    """The current place of a walk over units."""
+    """The current position of a walk over units."""
 
     row: Any
     head: Any
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def run_of(shape: Shape, block: Any, gmem: Gmem) -> tuple[Place, Any]:
-    """The first unit of a thread block, and how many it has."""
+    """Return the first unit of a CTA, and its number of units."""
     row, within, count = (gmem.plan[i, block] for i in range(3))
     keys = _span(shape, gmem, row)
     in_head = jnp.maximum(keys.last_split - keys.first_split + 1, 1)
@@ -55,7 +55,7 @@ def unit_at(shape: Shape, gmem: Gmem, place: Place) -> Unit:
 
 
 def after(shape: Shape, unit: Unit) -> Place:
-    """The next split, else head, else row (the last row's successor is never visited)."""
+    """Return the next split, else head, else row (the last row's successor is never visited)."""
     row_ends = unit.split == unit.keys.last_split
     head = jnp.where(row_ends, unit.head + 1, unit.head)
     last_head = head == shape.kv_heads
@@ -77,7 +77,7 @@ def query_slot(unit_index: Any) -> Any:
 
 
 def query_row(shape: Shape, unit: Unit) -> tuple[Any, Any]:
-    """Row of ``gmem.query`` at which the tile with the unit's first query begins, and that query's place in it."""
+    """Return the row of ``gmem.query`` where the tile with the unit's first query begins, and its offset in that."""
     row = (unit.row * shape.kv_heads + unit.head) * shape.queries
     offset = lax.rem(row, jnp.int32(types.TILE_ROWS))
     return pl.multiple_of(row - offset, types.TILE_ROWS), offset
@@ -100,7 +100,7 @@ def produce(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, block: Any
 
 
 def _drain(free: Any, used: Any, slots: int) -> None:
-    """Every arrival is waited on, so that no barrier ends in the middle of a phase."""
+    """Wait for every arrival, so that no mbarrier ends in the middle of a phase."""
 
     def wait(index: Any, _: None) -> None:
         plgpu.barrier_wait(free.at[lax.rem(index, jnp.int32(slots))])
@@ -122,7 +122,7 @@ def _copy_query(shape: Shape, unit: Unit, index: Any, gmem: Gmem, smem: Smem, ba
 
 
 def _columns(shape: Shape, width: int, any_scalar: Any) -> Any:
-    """The first ``width`` of memory's columns. What is out of its bounds the copy engine fills with zeros."""
+    """Return the first ``width`` columns of memory. TMA fills columns that are out of bounds with zeros."""
     return pl.ds(0 if width == shape.head_dim else pl.multiple_of(any_scalar * 0, width), width)
 
 
@@ -158,7 +158,7 @@ class _Piece(NamedTuple):
 
 
 def page_id(shape: Shape, gmem: Gmem, row: Any, key: Any) -> Any:
-    """The page, clipped to the pool: past the row's end or before its window the table may contain anything."""
+    """Return the page, clipped to the pool: past the row's end or before its window the table may contain anything."""
     index = jnp.minimum(lax.div(key, jnp.int32(shape.page)), gmem.tables.shape[1] - 1)
     return jnp.clip(gmem.tables[row, index], 0, gmem.pool.shape[0] - 1)
 
@@ -180,7 +180,7 @@ def _scaled_by_piece(shape: Shape) -> bool:
 def _copy_gathered(
     shape: Shape, unit: Unit, half: int, first: Any, slot: Any, gmem: Gmem, smem: Smem, barriers: Barriers
 ) -> None:
-    """The factors of a whole slot."""
+    """Copy the factors of a whole slot."""
     factors, ready = (smem.key_scales, barriers.keys_ready) if half == 0 else (smem.value_scales, barriers.values_ready)
     keys = pl.ds(pl.multiple_of(first, shape.tiles.block_keys), shape.tiles.block_keys)
     plgpu.copy_gmem_to_smem(gmem.scales.at[unit.row, half, unit.head, keys], factors.at[slot], ready.at[slot])
@@ -191,7 +191,7 @@ def _rows(shape: Shape, index: int) -> Any:
 
 
 def _skip_piece(shape: Shape, half: int, slot: Any, barriers: Barriers) -> None:
-    """No query sees any of it: whatever the slot holds is masked."""
+    """Arrive for a copy that no query sees: the slot's old contents are masked."""
     ready = barriers.keys_ready if half == 0 else barriers.values_ready
     for _ in range(2 if _scaled_by_piece(shape) else 1):
         plgpu.barrier_arrive(ready.at[slot])

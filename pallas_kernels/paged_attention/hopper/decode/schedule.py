@@ -1,9 +1,9 @@
-"""Schedule of paged decode: the units of work, and their share among a fixed number of thread blocks.
+"""Schedule of paged decode: the units of work, and their share among a fixed number of CTAs.
 
-A *unit* is one split of one KV head of one row. Splits are the keys ``[s * keys_per_split, (s + 1) *
-keys_per_split)``: absolute positions, so that the order in which a row's keys are summed depends neither on its
-neighbours nor on the width of the table. Units are numbered by row, then head, then split. Each thread block takes a
-run of them of about equal cost, so long rows occupy many blocks and short rows share one.
+A *unit* is one split of one KV head of one row. Splits are the keys ``[s * keys_per_split, (s + 1) * keys_per_split)``:
+absolute positions, so that the order in which a row's keys are summed depends neither on the other rows nor on the
+width of the table. Units are numbered by row, then head, then split. Each CTA takes a run of units of about equal cost,
+so long rows occupy many CTAs and short rows share one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.paged_attention.spans import Span
 
-# What a unit costs beyond its key blocks (query, merge, first latencies), in key blocks. A guess; see `plan`.
+# Cost of a unit besides its key blocks (query, merge, first latencies), in key blocks. A guess; see `plan`.
 _UNIT_COST = 1
 
 
 def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> Int[Array, "4 blocks"]:
-    """Each thread block's run of units: row of the first, its index within that row, how many; and, where the run
-    begins in the middle of a head, the block that has the head's first split.
+    """Plan each CTA's run of units: row of the first, its index within that row, their number; and, if the run begins
+    in the middle of a head, the CTA with the head's first split.
 
-    A block begins at the first unit that starts at or after its share of the total cost. One step of a model computes
+    A CTA begins at the first unit that starts at or after its share of the total cost. One step of a model computes
     this once: it depends on the lengths alone, which all layers share.
     """
     in_head = spans.last_split - spans.first_split + 1
@@ -39,7 +39,7 @@ def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> I
     before = jnp.where(row > 0, unit_end[row - 1], 0)
     head_first = before + head * in_head[row]
     first = jnp.minimum(head_first + split, unit_end[-1])
-    # The last block that begins there or earlier: it is not empty, as the next begins later.
+    # The last CTA that begins there or earlier: it is not empty, as the next begins later.
     began = (first[None, :] <= head_first[:, None]).sum(1) - 1
     end = jnp.concatenate([first[1:], unit_end[-1:]])
     row = _count(unit_end, first)
@@ -48,17 +48,17 @@ def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> I
 
 
 def _running_sum(x: jax.Array) -> jax.Array:
-    """Cumulative sum by comparing all with all: one fused kernel for few rows, where `cumsum` is several."""
+    """Return the cumulative sum by comparing all with all: one fused kernel for few rows, unlike `cumsum`."""
     at = jnp.arange(x.shape[0])
     return jnp.where(at[None, :] <= at[:, None], x[None, :], 0).sum(1)
 
 
 def _shares(total: jax.Array, blocks: int) -> jax.Array:
-    """``block * total / blocks`` rounded down, without overflow."""
+    """Return ``block * total / blocks`` rounded down, without overflow."""
     at = jnp.arange(blocks, dtype=jnp.int32)
     return at * (total // blocks) + at * (total % blocks) // blocks
 
 
 def _count(ends: jax.Array, at: jax.Array) -> jax.Array:
-    """The row in which each of ``at`` lies, by the rows' ends."""
+    """Return the row that contains each of ``at``, given the rows' ends."""
     return jnp.minimum((ends[None, :] <= at[:, None]).sum(1), ends.shape[0] - 1)

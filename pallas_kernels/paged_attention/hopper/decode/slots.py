@@ -1,14 +1,14 @@
 """Slots of device memory for partial sums: those of one split, or of a head's splits so far.
 
-A head whose splits lie in several thread blocks (a *cut* head) needs a slot for each split. For any lengths there are
-fewer cut heads than blocks. Proof: units are in order and a block's are consecutive, so of the heads that begin in a
-block only the last can be cut; and none that begins in the last block is, as no block follows. So the block in which a
-cut head begins identifies it, and is one of the first ``blocks - 1``.
+A head with splits in several CTAs (a *cut* head) needs a slot for each split. For any lengths there are fewer cut heads
+than CTAs. Proof: units are in order and a CTA's are consecutive, so of the heads that begin in a CTA only the last can
+be cut; and none that begins in the last CTA is, as no CTA follows. So the CTA in which a cut head begins identifies it,
+and is one of the first ``blocks - 1``.
 
-A head that is not cut needs memory only while its block works on it, and only where registers do not hold its sums
-(`Shape.parks`). Two slots a block are written in turn: a slow warp may still read one while another writes.
+A head that is not cut needs memory only while its CTA works on it, and only if registers do not hold its sums
+(`Shape.parks`). Two slots per CTA are written in turn: a slow warp may still read one while another writes.
 
-Where a slot for each split of each head takes no more than that, heads have their own.
+If a slot for each split of each head takes no more than that, heads have their own slots.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _IN_TURN = 2
 
 
 def slots(shape: Shape) -> int:
-    """The number of slots of a launch, whatever its rows' lengths; an array has at least one."""
+    """Return the number of slots of a launch, independent of row lengths; an array has at least one."""
     return max(min(_by_head(shape), _by_block(shape)), 1)
 
 
 def cut_slot(shape: Shape, head: Any, split: Any, began: Any) -> Any:
-    """The slot of a cut head's split.
+    """Return the slot of a cut head's split.
 
     Args:
         head: ``row * kv_heads + head``.
         split: counted from the head's first one.
-        began: the thread block that has the head's first split.
+        began: the CTA that has the head's first split.
     """
     return (head if _has_own(shape) else began) * shape.splits + split
 
 
 def uncut_slot(shape: Shape, head: Any, split: Any, block: Any) -> Any:
-    """The slot of an uncut head's sums up to this split (counted from its first), while ``block`` works on it."""
+    """Return the slot of an uncut head's sums up to a split (counted from its first), while ``block`` works on it."""
     turn = split & (_IN_TURN - 1)
     if _has_own(shape):
         return head * shape.splits + turn
@@ -45,7 +45,7 @@ def uncut_slot(shape: Shape, head: Any, split: Any, block: Any) -> Any:
 
 
 def _has_own(shape: Shape) -> bool:
-    """Are there so few heads that a group of slots for each is the least?"""
+    """Return whether a group of slots for each head takes the least memory, as there are few heads."""
     return _by_head(shape) <= _by_block(shape)
 
 

@@ -1,4 +1,4 @@
-"""The sums that a consumer of paged decode holds, in the layouts of a wgmma, and how those over splits are merged."""
+"""The sums of a consumer of paged decode, in wgmma layouts, and their merge over splits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PER_COLUMN, PER_ROW = MATRIX.reduce(0), MATRIX.reduce(1)
 
 
 class Sums(NamedTuple):
-    """Softmax over some of the keys: ``mixed / total`` is the weighted mean of their values."""
+    """Softmax state over some of the keys: ``mixed / total`` is the weighted mean of their values."""
 
     mixed: Any  # [value_dim, columns]
     top: Any  # [columns]: the integer that scores are relative to
-    total: Any  # [columns]; while a split is walked, [ONES_ROWS, columns] where it is a product (`Shape.total_by_ones`)
+    total: Any  # [columns]; [ONES_ROWS, columns] within a split if it is a product (`Shape.total_by_ones`)
 
 
 def nothing(shape: Shape) -> Sums:
@@ -33,7 +33,7 @@ def nothing(shape: Shape) -> Sums:
 
 
 def pick_sums(condition: Any, yes: Sums, no: Sums) -> Sums:
-    """One scalar decides; not by multiplication with 0, or one row's NaN would reach the next."""
+    """Select by one scalar; not by multiplication with 0, or one row's NaN would reach the next."""
     number = condition.astype(jnp.int32)
     return Sums(*(jnp.where(jnp.broadcast_to(number, a.shape) != 0, a, b) for a, b in zip(yes, no, strict=True)))
 
@@ -43,7 +43,7 @@ def across(shape: tuple[int, ...], of_columns: Any) -> Any:
 
 
 def merge(a: Sums, b: Sums) -> Sums:
-    """Rescaling by powers of two: exact. Merging with nothing changes no bit."""
+    """Merge sums. Rescaling by powers of two is exact; merging with nothing leaves sums bitwise unchanged."""
     top = jnp.maximum(a.top, b.top)
     share_a, share_b = jnp.exp2(a.top - top), jnp.exp2(b.top - top)
     mixed = a.mixed * across(a.mixed.shape, share_a) + b.mixed * across(b.mixed.shape, share_b)
@@ -55,5 +55,5 @@ def as_matrix(x: Any) -> Any:
 
 
 def per_column(x: Any) -> Any:
-    """Saying each layout spares the compiler a search that takes minutes."""
+    """Cast to the per-column layout. Explicit layouts spare the compiler a search that takes minutes."""
     return plgpu.layout_cast(x, PER_COLUMN)

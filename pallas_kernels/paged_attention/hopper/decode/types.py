@@ -12,27 +12,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.spans import KEYS_PER_SPLIT
 
-QUERY_SLOTS = 2  # the next unit's queries are on their way while this one is computed
-# A KV head's first query lies anywhere in a shared-memory tile of so many rows.
+QUERY_SLOTS = 2  # the next unit's queries are in flight while this one is computed
+# Rows of an SMEM tile; a KV head's first query may be in any of them.
 TILE_ROWS = 8
 # Rows of ones whose product with the probabilities is their sum: the rows of a wgmma.
 ONES_ROWS = 64
-# Scales that the copy engine takes at once: 128 bytes.
+# Fewest scales of a TMA copy: 128 bytes.
 LEAST_SCALES = 32
-# Bytes of shared memory: scratch of reductions across warps, barriers, alignment.
+# Bytes of SMEM: scratch of reductions across warps, mbarriers, alignment.
 _OVERHEAD = 2048 + 768
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes, tuned for speed but for ``keys_per_split``, which is prefill's: it is part of the numerics. Of an
-    8-bit pool ``block_keys`` is that, too.
+    """Block sizes, tuned for speed except ``keys_per_split``, which equals prefill's, because it changes bits of
+    results. For an 8-bit pool ``block_keys`` changes them, too.
 
     Attributes:
         block_keys: keys of one pipeline slot: 64 or 128; it divides the page size or is a multiple of it.
-        stages: pipeline slots: how many key blocks are on their way from memory at once.
+        stages: pipeline slots: number of key blocks in flight from memory.
         keys_per_split: keys of one unit of work; a multiple of ``block_keys``.
-        blocks: thread blocks of the launch, best a multiple of the GPU's multiprocessors.
+        blocks: CTAs of the launch, best a multiple of the GPU's multiprocessors.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -51,7 +51,7 @@ class Tiles:
 
 
 class Shape(NamedTuple):
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     rows: int
     chunk: int  # queries of a row and head
@@ -59,11 +59,11 @@ class Shape(NamedTuple):
     group: int
     page: int
     head_dim: int
-    splits: int  # most that a head has: its table's width and its window bound them
+    splits: int  # most splits of a head, bounded by table width and window
     dtype: Any
     pool_dtype: Any
     scaled_by: str | None  # "head", "token" or None
-    options: AttentionOptions  # its `flags`
+    options: AttentionOptions  # the `flags` of the options
     tiles: Tiles
     interpret: bool
 
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Queries as the kernel reads them: whole tiles from the one in which the first query lies."""
+        """Queries as the kernel reads them: whole tiles from the one that contains the first query."""
         return columns(self.queries)
 
     @property
@@ -84,12 +84,12 @@ class Shape(NamedTuple):
 
     @property
     def key_dim(self) -> int:
-        """Width of keys and queries in shared memory. Bytes are widened 64 columns at a time, the last with zeros."""
+        """Width of keys and queries in SMEM. Bytes are widened 64 columns at a time, the last with zeros."""
         return self.value_dim if self.quantized else self.head_dim
 
     @property
     def gathered(self) -> bool:
-        """Are per-token scales gathered in the order of the keys? The copy engine takes at least 32 side by side."""
+        """Whether per-token scales are gathered in the order of the keys: TMA copies at least 32 adjacent ones."""
         return self.scaled_by == "token" and self.page < LEAST_SCALES
 
     @property
@@ -104,13 +104,13 @@ class Shape(NamedTuple):
 
     @property
     def parks(self) -> bool:
-        """Are the sums too large to keep those of a head beside those of its split in registers?"""
+        """Whether registers are too few for the sums of a head in addition to those of its split."""
         return self.quantized or self.value_dim * self.columns > 1024
 
     @property
     def total_by_ones(self) -> bool:
-        """Are probabilities summed by a product with ones, as in prefill? Not where those that meet the values were
-        scaled."""
+        """Whether probabilities are summed by a product with ones, as in prefill: not if scales multiply the
+        probabilities of the values."""
         return not self.quantized
 
     @property
@@ -119,7 +119,7 @@ class Shape(NamedTuple):
 
 
 def columns(queries: int) -> int:
-    """Columns for ``queries`` (`Shape.columns`), whose first may be any tile row in steps of the common divisor."""
+    """Return columns for ``queries`` (`Shape.columns`); the first is at any tile row in steps of the common divisor."""
     return -(-(queries + TILE_ROWS - math.gcd(queries, TILE_ROWS)) // TILE_ROWS) * TILE_ROWS
 
 
@@ -142,7 +142,7 @@ class Gmem(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """One thread block's shared memory."""
+    """Shared memory of one CTA."""
 
     query: Any  # [QUERY_SLOTS, columns, key_dim]
     keys: Any  # [stages, block_keys, key_dim]
@@ -157,7 +157,7 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """``*_ready``: the copy engine arrives, the consumer waits; ``*_free``: the other way round."""
+    """The mbarriers. ``*_ready``: the TMA arrives, the consumer waits; ``*_free``: the other way round."""
 
     query_ready: Any  # one per query slot
     query_free: Any
@@ -167,24 +167,24 @@ class Barriers(NamedTuple):
 
 
 def tiled(dims: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    """Rows in tiles of 8, swizzled as wgmma and the copy engine want them (a swizzle of 16 is none)."""
+    """Return rows in tiles of 8, swizzled as wgmma and TMA require (a swizzle of 16 is none)."""
     tiling = plgpu.TilingTransform((TILE_ROWS, swizzle // jnp.dtype(dtype).itemsize))
     swizzled = (plgpu.SwizzleTransform(swizzle),) if swizzle > 16 else ()
     return plgpu.SMEM(dims, dtype, transforms=(tiling, *swizzled))
 
 
 def swizzle(head_dim: int, dtype: Any) -> int:
-    """The widest swizzle that divides a row, in bytes; 16 means none, which wgmma does not take."""
+    """Return the widest swizzle that divides a row, in bytes; 16 means none, which wgmma does not support."""
     return math.gcd(head_dim * jnp.dtype(dtype).itemsize, 128)
 
 
 def smem(shape: Shape) -> Smem:
     stages, block, dim, wide = shape.tiles.stages, shape.tiles.block_keys, shape.key_dim, shape.value_dim
     own = swizzle(dim, shape.dtype)
-    # Bytes are no operand of a wgmma: narrow tiles let them be widened a few at a time, in few registers.
+    # Bytes are not an operand of a wgmma: narrow tiles let them be widened a few at a time, in few registers.
     raw = min(64, swizzle(shape.head_dim, shape.pool_dtype)) if shape.quantized else own
     factors = plgpu.SMEM((stages, block), jnp.float32) if shape.scaled_by == "token" else None
-    # Two tiles in a row of memory order: plain rows, of which the copy out may take any number.
+    # Two tiles in a row of memory order: unswizzled rows, so that the copy out may take any number of them.
     plain = (plgpu.TilingTransform((1, swizzle(shape.head_dim, shape.dtype) // 2)),) if wide != shape.head_dim else ()
     return Smem(
         query=tiled((QUERY_SLOTS, shape.columns, dim), shape.dtype, own),
@@ -201,7 +201,7 @@ def smem(shape: Shape) -> Smem:
 
 
 def smem_bytes(shape: Shape) -> int:
-    """Shared memory of one thread block in bytes, with the reductions' scratch and the barriers."""
+    """Return the SMEM of one CTA in bytes, with the reductions' scratch and the mbarriers."""
     size, raw = jnp.dtype(shape.dtype).itemsize, jnp.dtype(shape.pool_dtype).itemsize
     both = shape.tiles.block_keys * (shape.key_dim + shape.value_dim)
     slots = shape.tiles.stages * (both * raw + (8 * shape.tiles.block_keys if shape.scaled_by == "token" else 0))

@@ -53,13 +53,13 @@ class _Softmax(NamedTuple):
     """Online softmax of a warpgroup's rows, in powers of two."""
 
     top: Any  # [WARPGROUP_ROWS]: running maximum, an integer
-    total: Any  # [WARPGROUP_ROWS]: running sum; None where it is a product (`Shape.like_decode`)
-    shrink: Any  # [WARPGROUP_ROWS]: what sums are to be multiplied with before the last block's are added
+    total: Any  # [WARPGROUP_ROWS]: running sum; None if it is a product (`Shape.like_decode`)
+    shrink: Any  # [WARPGROUP_ROWS]: factor of the sums before the last block is added
     probs: Any  # [WARPGROUP_ROWS, block_keys] of the last block
 
 
 def consume(rows: Rows, smem: Smem, barriers: Barriers) -> None:
-    """All of a tile's key blocks, first to last: only at the diagonal, and a window's far end, is anything masked."""
+    """Process a tile's key blocks, first to last; only those at the diagonal and at a window's far end are masked."""
     shape, tile, warpgroup = rows.shape, rows.tile, rows.warpgroup
     _write_ones(rows, smem, barriers)
     _load_queries(rows, smem, barriers)
@@ -90,7 +90,7 @@ def write_zeros(rows: Rows, smem: Smem) -> None:
 
 
 def _write_ones(rows: Rows, smem: Smem, barriers: Barriers) -> None:
-    """Consumer 0, for both: who has its queries has these, too."""
+    """Write the ones in consumer 0, for both: ``query_ready`` covers the ones, too."""
 
     @pl.when(rows.warpgroup == 0)
     def _write() -> None:
@@ -103,7 +103,7 @@ def _write_ones(rows: Rows, smem: Smem, barriers: Barriers) -> None:
 
 
 def _boxes(rows: Rows, tensor: Any, smem: Smem) -> list[tuple[Any, Any]]:
-    """A warpgroup's rows in device and in shared memory, head by head."""
+    """Return a warpgroup's rows in device memory and in SMEM, head by head."""
     count = rows.shape.part_tokens
     tokens = pl.ds(pl.multiple_of(rows.token, count), count)
     return [
@@ -120,7 +120,7 @@ def _load_queries(rows: Rows, smem: Smem, barriers: Barriers) -> None:
 
 
 def _write_out(rows: Rows, smem: Smem, sums: Sums, softmax: _Softmax) -> None:
-    """Write the results; padding queries give zeros, whatever the caller padded with."""
+    """Write the results; padding queries give zeros for any padding values."""
     shape = rows.shape
     before, shrink, total = _last_factors(rows, sums, softmax)
     share, real = 1.0 / total, rows.tokens() < rows.tile.length - rows.tile.start
@@ -137,7 +137,7 @@ def _write_out(rows: Rows, smem: Smem, sums: Sums, softmax: _Softmax) -> None:
 
 
 def _last_factors(rows: Rows, sums: Sums, softmax: _Softmax) -> tuple[Any, Any, Any]:
-    """Factors of the values' sums over the splits before, and of those over all; and the weights' sum."""
+    """Return factors of the values' sums over earlier splits, and of those over all; and the weights' sum."""
     shape, top, before, shrink = rows.shape, softmax.top, per_row(0.0), None
     total = of_rows(sums.total) if shape.like_decode else softmax.total
     if shape.splits:
@@ -159,7 +159,7 @@ def _sinks(rows: Rows) -> Any:
 
 
 def _copy_out(rows: Rows, smem: Smem) -> None:
-    """The queries are not needed any more: their half of the memory has taken the results."""
+    """Copy the results out of the queries' SMEM, which is no longer needed for queries."""
     plgpu.commit_smem()
     for device, shared in _boxes(rows, rows.gmem.output, smem):
         plgpu.copy_smem_to_gmem(shared, device)
@@ -167,7 +167,7 @@ def _copy_out(rows: Rows, smem: Smem) -> None:
 
 
 def _clear_unseen(rows: Rows, step: Any, smem: Smem, clean: Any) -> None:
-    """Zero the values that another owner of a page left behind: probability 0 times its NaN would be NaN."""
+    """Zero values that another owner of a page left behind: probability 0 times its NaN would be NaN."""
     shape = rows.shape
     if shape.quantized:  # the producer has done it
         return
@@ -191,8 +191,8 @@ def _clear_unseen(rows: Rows, step: Any, smem: Smem, clean: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Products. The tensor cores' time is what counts: nothing but their own instructions may stand between two products
-# that are to be in flight together, and no register that they read or write may be touched until they are done.
+# Products. Tensor core time dominates: only their own instructions may be issued between two products that are to be in
+# flight together, and registers that they read or write must not be touched until they are done.
 
 
 def _first_scores(rows: Rows, smem: Smem, barriers: Barriers) -> _Softmax:
@@ -210,9 +210,9 @@ def _first_scores(rows: Rows, smem: Smem, barriers: Barriers) -> _Softmax:
 def _overlapped_step(
     rows: Rows, smem: Smem, barriers: Barriers, step: Any, carry: tuple[Sums, _Softmax]
 ) -> tuple[Sums, _Softmax]:
-    """The scores of ``step`` and, while the softmax works on them, the values of the step before.
+    """Compute the scores of ``step`` and, during their softmax, add the values of the step before.
 
-    The two consumers take turns in issuing products, so that one's softmax falls into the other's products.
+    The two consumers take turns in issuing products, so that the softmax of one overlaps the products of the other.
     """
     sums, last = carry
     shape, me = rows.shape, rows.warpgroup
@@ -228,7 +228,7 @@ def _overlapped_step(
             ready = plgpu.wgmma_accumulator_load(scores, wait_n=len(accumulators))
             plgpu.barrier_arrive(barriers.keys_free.at[slot])
             softmax = _fold(rows, step, ready, last.top, last.total)
-            # The next step's values, but here: without this loop ptxas moves the softmax behind the wait for `mixed`.
+            # The wait for the next step's values must be here, or ptxas moves the softmax after the wait for `mixed`.
             plgpu.barrier_wait(barriers.values_ready.at[slot])
             return softmax
 
@@ -236,7 +236,7 @@ def _overlapped_step(
 
     sums, softmax = _accumulated(shape, sums, multiply)
     plgpu.barrier_arrive(barriers.values_free.at[old_slot])
-    # Only now: until `mixed` is done the old probabilities are still being read from their registers.
+    # Only now: the old probabilities are read from their registers until `mixed` is done.
     softmax = softmax._replace(probs=softmax.probs.astype(shape.dtype))
     if shape.splits:
         put_away = functools.partial(end_split, rows, smem, sums, last.top)
@@ -259,7 +259,7 @@ def _last_values(rows: Rows, smem: Smem, barriers: Barriers, sums: Sums, softmax
 
 
 def _accumulated(shape: Shape, sums: Sums, multiply: Callable[..., Any]) -> tuple[Sums, Any]:
-    """``sums`` plus the products that ``multiply`` issues, when they are done; and what it returns."""
+    """Add the products that ``multiply`` issues to ``sums``, and wait for them; also return its result."""
     before = [each for each in sums if each is not None]
 
     def scoped(*accumulators: Any) -> tuple[list[Any], Any]:
@@ -280,7 +280,7 @@ def _times(sums: Sums, share: Any) -> Sums:
 
 
 def _left(rows: Rows, smem: Smem, probs: Any) -> Any:
-    """The interpreter has no wgmma with its left operand in registers."""
+    """Return the left operand: the interpreter has no wgmma with its left operand in registers."""
     if not rows.shape.interpret:
         return probs
     staging = smem.probs.at[rows.warpgroup]
@@ -294,7 +294,7 @@ def _left(rows: Rows, smem: Smem, probs: Any) -> Any:
 
 
 def _fold(rows: Rows, step: Any, scores: Any, top: Any, total: Any) -> _Softmax:
-    """One more block of keys. ``top`` is finite, so that a block in which a row sees nothing adds exact zeros."""
+    """Process one more block of keys. ``top`` is finite, so a block in which a row sees nothing adds exact zeros."""
     shape, options = rows.shape, rows.shape.options
     factor = options.scale * LOG2_E
     if options.softcap is not None:
@@ -322,10 +322,10 @@ def _mask(rows: Rows, step: Any, scores: Any) -> Any:
 
 
 def _visible(rows: Rows, step: Any) -> Any:
-    """The mask of the step's key block for each row, [WARPGROUP_ROWS, block_keys]."""
+    """Return the mask of the step's key block for each row, [WARPGROUP_ROWS, block_keys]."""
     shape, tile = rows.shape, rows.tile
     dims, begin = (WARPGROUP_ROWS, shape.block_keys), tile.first_key(shape, step)
-    # Added to the columns and not taken from the rows: else each thread's 32 column numbers outlive the loop and spill.
+    # Added to the columns, not subtracted from the rows: else each thread's 32 column numbers live on and spill.
     keys = plgpu.broadcasted_iota(jnp.int32, dims, 1, layout=plgpu.Layout.WGMMA) + begin
     positions = tile.start + (_depths(rows) if shape.options.tree else rows.tokens())
     if shape.options.tree:
@@ -336,7 +336,7 @@ def _visible(rows: Rows, step: Any) -> Any:
             else seen & (keys > spread(positions - shape.options.window, shape.block_keys))
         )
     behind = spread(positions, shape.block_keys) - keys
-    # One comparison for both ends, and no register for the window's: what lies ahead is a huge unsigned number.
+    # One comparison for both ends, without a register for the window's: future keys are huge unsigned numbers.
     return behind >= 0 if shape.options.window is None else behind.astype(jnp.uint32) < shape.options.window
 
 
@@ -346,7 +346,7 @@ def _depths(rows: Rows) -> Any:
 
 
 def _tree_block(rows: Rows, step: Any) -> Any:
-    """Part 0 of the mask is all ones, for blocks before the chunk."""
+    """Load a block of the tree's mask. Block 0 is all ones, for key blocks before the chunk."""
     shape, tile = rows.shape, rows.tile
     part = tile.first + step + 1 - lax.div(tile.start, jnp.int32(shape.block_keys))
     place = rows.gmem.seen.at[tile.sequence, tile.index, rows.warpgroup, jnp.maximum(part, 0)]

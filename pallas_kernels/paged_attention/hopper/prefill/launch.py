@@ -1,34 +1,34 @@
 """Paged prefill attention for Hopper GPUs, in Pallas Mosaic GPU: chunks of many sequences against their pages.
 
-A thread block handles one *tile*: 128 rows, which are 128 query tokens of one head, or fewer tokens of two to sixteen
-heads that share their keys. It walks the key blocks that the tile's queries see from the first to the last:
+A CTA handles one *tile*: 128 rows, which are 128 query tokens of one head, or fewer tokens of two to sixteen heads that
+share their keys. It walks the key blocks that the tile's queries see from the first to the last:
 
     producer (warpgroup 2)                           consumers (warpgroups 0 and 1, 64 rows each)
     ----------------------                           --------------------------------------------
                                       query_ready    load their own queries, wait
     per key block:                                   per key block:
-      waits keys_free             <-                   arrive when their scores are there
+      waits keys_free             <-                   arrive when their scores are computed
       keys, one copy per page     ->  keys_ready       wait
-                                      turn             wait for one's own; issue scores = queries . keys, and output
-                                                       += probabilities . values of the block before; give the turn
+                                      turn             wait for own turn; issue scores = queries . keys, and output
+                                                       += probabilities . values of the block before; pass the turn
                                                        to the other; softmax of the scores meanwhile
       waits values_free           <-                   arrive when the products with the values are done
       values, one copy per page   ->  values_ready     wait, at the end of the block's softmax
                                       clean            consumer 0 arrives when it has zeroed the values at either end
-                                                       that nobody may see; both wait
-                                                     at the end of a split of the keys: put the sums away, begin anew
+                                                       that no query may see; both wait
+                                                     at the end of a split of the keys: store the sums, start from zero
                                                      write their rows over their queries, and from there to memory
 
 Two things overlap with the products on the tensor cores, as in FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608):
-the softmax of the other warpgroup (the turns), and the softmax of one's own next block. Only blocks at the diagonal,
-at the far end of a window or within a tree are masked; those before the window are neither read nor counted.
+the softmax of the other warpgroup (the turns), and the softmax of a warpgroup's own next block. Only blocks at the
+diagonal, at the far end of a window or within a tree are masked; those before the window are neither read nor counted.
 
-Of a quantised pool the producer copies into buffers of its own, and writes the slots itself, multiplied with the
-scales and rounded to the queries' type; it then has more registers, and the consumers fewer.
+For a quantised pool the producer copies into separate buffers, and writes the slots itself, multiplied by the scales
+and rounded to the queries' type; it then has more registers, and the consumers fewer.
 
-Key blocks lie at absolute multiples of ``block_keys``, and one that a row does not see adds exact zeros to it: no bit
-of a row depends on other sequences, on its sequence, on the chunk it is part of, on the width of the table or on the
-pages. Nor on whether a chunk or decode computes it, but of 8-bit pools and wide heads (`softmax`, `Shape.like_decode`).
+Key blocks are at absolute multiples of ``block_keys``, and one that a row does not see adds exact zeros to it: a row is
+bitwise independent of other sequences, of its sequence index, of its chunk, of the width of the table and of the pages.
+Also of whether a chunk or decode computes it, except for 8-bit pools and wide heads (`softmax`, `Shape.like_decode`).
 
 Online softmax: Milakov and Gimelshein 2018 (arXiv:1805.02867).
 """
@@ -73,20 +73,20 @@ PAGES = (16, 32, 64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
 QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
 LARGEST_TREE = 512  # its mask is a byte per query, key and head of a tile
-_SHARED_BYTES = SHARED_BYTES - 1024  # less barriers
+_SHARED_BYTES = SHARED_BYTES - 1024  # less mbarriers
 PRODUCER = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes, tuned for speed but for ``keys_per_split``, which is decode's: it is part of the numerics.
+    """Block sizes, tuned for speed except ``keys_per_split``, which equals decode's: it changes bits of results.
 
     Attributes:
         block_keys: keys of one pipeline slot, 64 or 128.
         stages: pipeline slots, at least 2.
-        heads: query heads, all of one KV head, that share a thread block: 1, 2, 4, 8 or 16. It then has
+        heads: query heads, all of one KV head, that share a CTA: 1, 2, 4, 8 or 16. It then has
             ``128 // heads`` tokens, and computes less beyond the diagonal.
-        keys_per_split: keys whose sums begin anew, a multiple of ``block_keys``.
+        keys_per_split: keys of a split, with separate sums; a multiple of ``block_keys``.
     """
 
     block_keys: int = 128
@@ -102,12 +102,12 @@ class Tiles:
 
 
 def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantized: bool = False) -> Tiles:
-    """Tiles within the registers (64 keys where the output, or a tree's mask, needs many; one head where the producer
-    converts, too), and slots up to some 190 KiB.
+    """Return tiles that fit into the registers (64 keys where the output, or a tree's mask, needs many; one head if the
+    producer converts, too), with slots up to some 190 KiB.
 
     Args:
         group: query heads per KV head.
-        quantised: the pool is of 8 bits.
+        quantized: whether the pool has 8 bits.
     """
     heads = 1 if quantized and head_dim > 128 else math.gcd(group, 4)
     block_keys = 64 if tree or head_dim > 128 else 128
@@ -126,17 +126,17 @@ def prefill(
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
-    """`reference.prefill` on Hopper GPUs. Padding queries give zeros, and so does a sequence of length 0.
+    """Run `reference.prefill` on Hopper GPUs. Padding queries give zeros, and so does a sequence of length 0.
 
-    Products are of bfloat16 or float16 numbers, probabilities among them; sums are float32; exp2 is the hardware's
-    approximation. Numbers of a quantised pool are rounded to the queries' type when they have been scaled.
+    Products are of bfloat16 or float16 numbers, including probabilities; sums are float32; exp2 is the hardware's
+    approximation. Numbers of a quantised pool are scaled, then rounded to the queries' type.
 
     Args:
         tiles: block sizes; None: those tuned for the device (`pallas_kernels.tiles`), else `heuristic_tiles`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
-        ValueError: a shape, dtype or option that this kernel does not do; the message names it (`refusal`).
+        ValueError: a shape, dtype or option that this kernel does not support; the message names it (`refusal`).
     """
     if (why := refusal((q, pool, tables, starts, lengths), options, tiles)) is not None:
         raise ValueError(why)
@@ -153,7 +153,7 @@ def prefill(
 
 
 def refusal(operands: tuple[Any, ...], options: AttentionOptions, tiles: Tiles | None = None) -> str | None:
-    """Why this kernel cannot do `prefill` of operands of these shapes and dtypes; None if it can."""
+    """Return why this kernel does not support `prefill` of these operands; None if it does."""
     q, pool, tables, starts, lengths = operands
     return (
         _wrong_shapes(q, pool, tables, starts, lengths)
@@ -272,7 +272,7 @@ def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="paged_prefill",
-        # Sums over a row stay within a warp: no shared memory is needed for them.
+        # Sums over a row stay within a warp and need no SMEM.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         cost_estimate=_cost(shape),
         interpret=interpret,
@@ -280,7 +280,7 @@ def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """The cost as if every sequence filled its table: lengths are not known when the step is compiled."""
+    """Return the cost as if every sequence filled its table: lengths are not known at compile time."""
     keys = shape.width * shape.page
     pairs = shape.sequences * shape.heads * shape.chunk * keys
     queries = 2 * shape.sequences * shape.heads * shape.chunk * jnp.dtype(shape.dtype).itemsize
@@ -311,20 +311,20 @@ def _body(shape: Shape, *refs: Any, smem: Smem, barriers: Barriers) -> None:
 
 
 def _registers(shape: Shape) -> Split:
-    """How warpgroups share registers: a producer that converts an 8-bit pool keeps some."""
+    """Split registers between warpgroups: a producer that converts an 8-bit pool keeps some."""
     if not shape.quantized:
         return split(PRODUCER)
     return split(PRODUCER, 40 if shape.wide else 72)
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Operands that XLA prepares.
+# Operands prepared by XLA.
 
 
 def _factors(
     shape: Shape, scales: Float[Array, "pages 2 kv_heads *page"], tables: Int[Array, "sequences width"]
 ) -> Float[Array, "sequences 2 kv_heads keys"]:
-    """Scales in the order of the keys, one per key: so that the kernel reads both kinds alike, and in large pieces."""
+    """Gather scales in the order of the keys, one per key: one format for both kinds, read in large copies."""
     taken = scales.astype(jnp.float32)[jnp.clip(tables, 0, scales.shape[0] - 1)]
     if scales.ndim == 3:
         taken = jnp.broadcast_to(taken[..., None], (*taken.shape, shape.page))
@@ -338,7 +338,7 @@ def _tree_masks(
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
 ) -> tuple[Any, Any]:
-    """`Gmem.seen` and `Gmem.depths`. The mask's columns begin with the key block in which the chunk starts."""
+    """Return `Gmem.seen` and `Gmem.depths`. The mask's columns begin with the key block where the chunk starts."""
     chunk, block = tree.shape[1], shape.block_keys
     rows = jnp.pad(tree, ((0, 0), (0, shape.chunk - chunk), (0, 0)))
     keys = (starts // block * block)[:, None, None] + jnp.arange(shape.tree_blocks * block)
@@ -355,7 +355,7 @@ def _tree_masks(
 def _by_rows(
     shape: Shape, per_token: Num[Array, "sequences chunk *rest"]
 ) -> Num[Array, "sequences tiles 2 rows *rest"]:
-    """Each token's entry, once for each row that holds it."""
+    """Repeat each token's entry for each row that holds it."""
     rest = per_token.shape[2:]
     parts = shape.tokens // shape.part_tokens
     split = per_token.reshape(shape.sequences, shape.tiles, parts, 1, shape.part_tokens, *rest)

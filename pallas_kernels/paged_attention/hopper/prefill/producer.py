@@ -1,4 +1,4 @@
-"""The producer of `prefill`: one warpgroup that owns every copy of keys and values into shared memory."""
+"""The producer of `prefill`: one warpgroup that owns every copy of keys and values into SMEM."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pallas_kernels.paged_attention.hopper.prefill.types import (
     slot_of,
 )
 
-_COLUMNS = 64  # of keys or values that a warpgroup converts or clears at a time
-_FEW_ROWS = 16  # of them, where it has few registers
+_COLUMNS = 64  # columns of keys or values that a warpgroup converts or clears at a time
+_FEW_ROWS = 16  # rows at a time, if it has few registers
 
 
 class _Source(NamedTuple):
@@ -33,13 +33,13 @@ class _Source(NamedTuple):
 
 
 def _halves(smem: Smem, barriers: Barriers) -> tuple[tuple[int, Any, Any, Any], ...]:
-    """The index in the pool, the slots and their barriers, of keys and of values."""
+    """Return the index in the pool, the slots and their mbarriers, for keys and for values."""
     keys = (0, smem.keys, barriers.keys_ready, barriers.keys_free)
     return keys, (1, smem.values, barriers.values_ready, barriers.values_free)
 
 
 def produce(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
-    """Keep the slots full; at the end wait for the last arrivals, so that no barrier ends in the middle of a phase."""
+    """Keep the slots full; drain the last arrivals, so that no mbarrier ends in the middle of a phase."""
     if shape.quantized:
         _produce_converted(shape, tile, gmem, smem, barriers)
     else:
@@ -74,10 +74,10 @@ def _sources(shape: Shape, tile: Tile, gmem: Gmem, step: Any) -> list[_Source]:
 
 
 def _source(shape: Shape, tile: Tile, gmem: Gmem, step: Any, i: Any) -> _Source:
-    """A block may end past the sequence's last page, or past the table: any page of the pool will do there."""
+    """Return the source of a copy. For keys past the last page, or past the table, any page of the pool will do."""
     key = tile.first_key(shape, step)
     if shape.width % shape.copies == 0 and shape.page <= shape.piece:
-        # The table's end is no place within a block. So all its pages lie at one address, which few registers hold.
+        # Blocks never straddle the table's end, so all pages of a block share one address, which needs few registers.
         first = jnp.minimum(lax.div(key, jnp.int32(shape.page)), shape.width - shape.copies)
         page, offset = gmem.tables[tile.sequence, first + i], jnp.int32(0)
     else:
@@ -94,7 +94,7 @@ def _copy(shape: Shape, tile: Tile, sources: list[_Source], half: int, gmem: Gme
 
 
 def _copy_in_turn(shape: Shape, tile: Tile, step: Any, half: int, gmem: Gmem, target: Any, ready: Any) -> None:
-    """The same with one source at a time, for a producer with few registers."""
+    """Copy as `_copy`, one source at a time, for a producer with few registers."""
 
     def copy(i: Any, _: None) -> None:
         rows = pl.ds(pl.multiple_of(i * shape.piece, shape.piece), shape.piece)
@@ -111,7 +111,7 @@ def _copy_piece(shape: Shape, tile: Tile, source: _Source, half: int, gmem: Gmem
 
 
 def _produce_converted(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
-    """Produce from a quantised pool: copies land in ``raw``; this warpgroup converts them to 16-bit numbers."""
+    """Produce from a quantised pool: copies go to ``raw``; this warpgroup converts them to 16-bit numbers."""
 
     def raw_slot(half: int, step: Any) -> tuple[Any, Any]:
         slot = lax.rem(step, jnp.int32(shape.raw_slots))
@@ -140,7 +140,7 @@ def _produce_converted(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barrier
 
 
 def _convert(shape: Shape, tile: Tile, gmem: Gmem, step: Any, half: int, raw: Any, target: Any) -> None:
-    """Numbers times scales; zero what no query of the tile sees, whose scales may be anything."""
+    """Multiply numbers by scales; zero what no query of the tile sees, as those scales are undefined."""
     start = tile.first_key(shape, step)
 
     def piece(rows: Any, columns: Any, layout: Any) -> None:
@@ -162,7 +162,7 @@ def _convert(shape: Shape, tile: Tile, gmem: Gmem, step: Any, half: int, raw: An
 
 
 def _in_turn(shape: Shape, piece: Callable[[Any, Any, Any], None]) -> None:
-    """Small pieces of a slot in a loop: the registers suffice for one at a time."""
+    """Process a slot in a loop over small tiles: registers suffice for one at a time."""
     layout, _ = row_layout(_FEW_ROWS, _COLUMNS, 8)
 
     def some_rows(index: Any, _: None) -> None:
@@ -175,13 +175,13 @@ def _in_turn(shape: Shape, piece: Callable[[Any, Any, Any], None]) -> None:
 
 
 def pieces(shape: Shape) -> list[tuple[Any, Any]]:
-    """A slot's rows and columns in pieces that cost few registers: whole swizzled tiles, rows of a wgmma."""
+    """Return a slot's rows and columns in tiles that cost few registers: whole swizzled tiles, rows of a wgmma."""
     rows, columns = range(0, shape.block_keys, WARPGROUP_ROWS), range(0, shape.head_dim, _COLUMNS)
     widths = {column: min(_COLUMNS, shape.head_dim - column) for column in columns}
     return [(pl.ds(row, WARPGROUP_ROWS), pl.ds(column, widths[column])) for row in rows for column in columns]
 
 
 def rows_between(dims: tuple[int, ...], low: Any, high: Any, layout: Any = plgpu.Layout.WGMMA) -> Any:
-    """True in the rows [low, high) of a matrix."""
+    """Return True in the rows [low, high) of a matrix."""
     index = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=layout)
     return (index >= low) & (index < high)

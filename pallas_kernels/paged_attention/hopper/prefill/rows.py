@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.hopper.prefill.types import WARPGROUP_ROWS, 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One consumer's share of a tile."""
+    """The share of one consumer in a tile."""
 
     shape: Shape
     tile: Tile
@@ -35,12 +35,12 @@ class Rows:
 
     @property
     def zero(self) -> Any:
-        """Zero, of which the compiler does not know: addresses in which it takes part are not computed at the kernel's
-        beginning, and do not occupy registers until they are needed."""
+        """Zero, unknown to the compiler: addresses that contain it are not computed at the kernel's beginning, and do
+        not occupy registers until they are needed."""
         return jnp.minimum(self.gmem.lengths[self.tile.sequence], 0)
 
     def tokens(self) -> Any:
-        """Each row's token within the chunk."""
+        """Return each row's token within the chunk."""
         return (row_index() & (self.shape.part_tokens - 1)) + self.token
 
 

@@ -1,5 +1,5 @@
-"""Sums over splits of the keys in `prefill`. Registers hold those of one: the sums over earlier splits lie in memory,
-those of values in shared memory and the others in device memory. Each thread reads but what it has written itself."""
+"""Sums over splits of the keys in `prefill`. Registers hold one split: sums over earlier splits are in memory, those of
+values in SMEM and the others in device memory. Each thread reads only what it has written itself."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pallas_kernels.paged_attention.hopper.softmax import LOWEST
 class Sums(NamedTuple):
     """Sums over the keys of a split, relative to two to the power of the maximum."""
 
-    mixed: Any  # [WARPGROUP_ROWS, head_dim]: values, weighted
-    total: Any  # [WARPGROUP_ROWS, TOTALS]: weights, all columns alike; None where the softmax has them
+    mixed: Any  # [WARPGROUP_ROWS, head_dim]: weighted values
+    total: Any  # [WARPGROUP_ROWS, TOTALS]: weights, the same in all columns; None if the softmax has them
 
 
 def no_sums(shape: Shape) -> Sums:
@@ -39,7 +39,7 @@ def _put_stats(rows: Rows, top: Any, total: Any) -> None:
 
 
 def begin_splits(rows: Rows, smem: Smem) -> None:
-    """Begin with sums over nothing, where there will be several."""
+    """Store sums over nothing, if there will be several splits."""
     if not rows.shape.splits:
         return
 
@@ -50,7 +50,7 @@ def begin_splits(rows: Rows, smem: Smem) -> None:
 
 
 def total_with_earlier(rows: Rows, total: Any, top: Any) -> tuple[Any, Any]:
-    """What the splits before are to be multiplied with, to be relative to ``top``; the weights' sums with theirs."""
+    """Return the factor of earlier splits, relative to ``top``, and the sum of all weights so far."""
     load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     old_top, old_total = (load(rows.gmem.stats.at[(*_where(rows), i)]) for i in range(2))
     share = jnp.exp2(old_top - top)
@@ -58,14 +58,14 @@ def total_with_earlier(rows: Rows, total: Any, top: Any) -> tuple[Any, Any]:
 
 
 def with_earlier(rows: Rows, smem: Smem, columns: Any, share: Any, mixed: Any) -> Any:
-    """Some columns of the sums over a split, behind those over the splits before."""
+    """Add earlier splits to some columns of the sums over a split."""
     place = smem.earlier.at[rows.warpgroup + rows.zero].at[:, columns]
     earlier = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
     return earlier * spread(share, columns.size) + mixed
 
 
 def end_split(rows: Rows, smem: Smem, sums: Sums, top: Any) -> Sums:
-    """Put a split's sums to those before, some columns at a time for the registers, and begin anew."""
+    """Add a split's sums to the earlier ones, some columns at a time to save registers, and return zero sums."""
     share, total = total_with_earlier(rows, of_rows(sums.total), top)
     for columns in column_pieces(rows.shape):
         whole = with_earlier(rows, smem, columns, share, columns_of(sums.mixed, columns))
@@ -83,5 +83,5 @@ def columns_of(matrix: Any, columns: Any) -> Any:
 
 
 def of_rows(total: Any) -> Any:
-    """One of the columns, which are all alike."""
+    """Return one of the columns, which are all the same."""
     return total.max(axis=1)

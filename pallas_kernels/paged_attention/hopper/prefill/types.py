@@ -1,4 +1,4 @@
-"""Types shared by the parts of `prefill`: the shape of a launch, its memory and barriers, a thread block's work."""
+"""Types shared by the modules of `prefill`: the shape of a launch, its memory and barriers, a CTA's work."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pallas_kernels.paged_attention.options import AttentionOptions
 
 WARPGROUP_ROWS = 64  # rows of a wgmma
 BLOCK_ROWS = 2 * WARPGROUP_ROWS  # two warpgroups compute
-TOTALS = 8  # columns of the product with ones, all alike: the fewest of a wgmma
+TOTALS = 8  # identical columns of the product with ones: the fewest of a wgmma
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static part of one launch."""
+    """The static parameters of one launch."""
 
     sequences: int
     chunk: int  # a multiple of `tokens`
@@ -34,12 +34,12 @@ class Shape:
     stages: int
     block_heads: int
     keys_per_split: int
-    options: AttentionOptions  # its `flags`
+    options: AttentionOptions  # the `flags` of the options
     interpret: bool
 
     @property
     def tokens(self) -> int:
-        """Query tokens of one thread block."""
+        """Query tokens of one CTA."""
         return BLOCK_ROWS // self.block_heads
 
     @property
@@ -62,33 +62,33 @@ class Shape:
 
     @property
     def raw_slots(self) -> int:
-        """Blocks of a quantised pool's keys, and as many of its values, that are on their way from memory."""
+        """Key blocks of a quantised pool, and as many of values, that are in flight from memory."""
         return 1 if self.wide else 2
 
     @property
     def wide(self) -> bool:
-        """The output needs most of a consumer's registers, and a slot most of the memory."""
+        """Whether the output needs most of a consumer's registers, and a slot most of the SMEM."""
         return self.head_dim > 128
 
     @property
     def like_decode(self) -> bool:
-        """Are sums taken as decode takes them? Not where the numbers are rounded when they have been scaled, and not
-        where registers would not suffice."""
+        """Whether sums have the order of decode: not if numbers are rounded after they have been scaled, and not where
+        registers would not suffice."""
         return not self.quantized and not self.wide
 
     @property
     def splits(self) -> bool:
-        """May there be several splits of the keys, whose sums are added up in order?"""
+        """Whether there may be several splits of the keys with sums added up in order."""
         return self.like_decode and self.width * self.page > self.keys_per_split
 
     @property
     def blocks_per_split(self) -> int:
-        """A power of two."""
+        """Key blocks of a split, a power of two."""
         return self.keys_per_split // self.block_keys
 
     @property
     def piece(self) -> int:
-        """Keys of one copy: a page, or what of it belongs to one block."""
+        """Keys of one copy: a page, or the slice of it that belongs to one block."""
         return min(self.page, self.block_keys)
 
     @property
@@ -102,7 +102,7 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory, barriers aside."""
+        """Bytes of SMEM without mbarriers."""
         numbers = (BLOCK_ROWS + 2 * self.stages * self.block_keys) * jnp.dtype(self.dtype).itemsize
         raw = 2 * self.raw_slots * self.block_keys if self.quantized else 0
         earlier = 4 * BLOCK_ROWS if self.splits else 0
@@ -111,7 +111,7 @@ class Shape:
 
 
 class Gmem(NamedTuple):
-    """Operands and result in device memory. Operands of options that are off are single numbers that nobody reads."""
+    """Operands and result in device memory. Operands of options that are off are single numbers that are never read."""
 
     query: Any  # [sequences, chunk, heads, head_dim]
     pool: Any  # [pages, 2, kv_heads, page, head_dim]
@@ -123,45 +123,45 @@ class Gmem(NamedTuple):
     seen: Any  # [sequences, tiles, 2, 1 + tree_blocks, WARPGROUP_ROWS, block_keys] int8: the tree's mask
     depths: Any  # [sequences, tiles, 2, WARPGROUP_ROWS] int32: each row's distance from its tree's root
     output: Any  # [sequences, chunk, heads, head_dim]
-    stats: Any = None  # [sequences, tiles, groups of heads, 2, 2, WARPGROUP_ROWS] float32, where there are splits
+    stats: Any = None  # [sequences, tiles, groups of heads, 2, 2, WARPGROUP_ROWS] float32, if there are splits
 
 
 class Smem(NamedTuple):
-    """One thread block's shared memory."""
+    """Shared memory of one CTA."""
 
-    query: Any  # [2, WARPGROUP_ROWS, head_dim]; each warpgroup's results leave through its half
+    query: Any  # [2, WARPGROUP_ROWS, head_dim]; each warpgroup copies its results out through its half
     keys: Any  # [stages, block_keys, head_dim]
     values: Any  # [stages, block_keys, head_dim]
     raw: Any  # [2, raw_slots, block_keys, head_dim] of a quantised pool, else None
     probs: Any  # [2, WARPGROUP_ROWS, block_keys] when interpreting, else None
     ones: Any  # [TOTALS, block_keys], or None
-    earlier: Any  # [2, WARPGROUP_ROWS, head_dim] float32: sums of the splits before, or None
+    earlier: Any  # [2, WARPGROUP_ROWS, head_dim] float32: sums of earlier splits, or None
 
 
 class Barriers(NamedTuple):
-    """See the picture in `launch` for who arrives and who waits."""
+    """The mbarriers; the diagram in `launch` shows the arriving and waiting warpgroups."""
 
-    query_ready: Any  # one per consumer; with them the ones
+    query_ready: Any  # one per consumer; also for the ones
     keys_ready: Any  # one per slot, as the next three
     values_ready: Any
     keys_free: Any
     values_free: Any
     turn: Any  # one per consumer: it may issue its products
-    clean: Any  # consumer 0 has zeroed the values that nobody may see: of the last key block, of a window's first one
+    clean: Any  # consumer 0 has zeroed the unseen values: of the last key block, of a window's first one
     raw_ready: Any  # one per slot of raw keys, then of raw values
 
 
 class Tile(NamedTuple):
-    """The work of one thread block. Traced scalars."""
+    """The work of one CTA. Traced scalars."""
 
-    index: Any  # which of the chunk's tiles
+    index: Any  # index among the chunk's tiles
     sequence: Any
     head: Any  # first query head
     kv_head: Any
     token: Any  # first query token, within the chunk
     start: Any  # position of the chunk's first query
     length: Any
-    low: Any  # keys [low, high) are those that some query of the tile may see
+    low: Any  # keys [low, high) are visible to some query of the tile
     high: Any
     first: Any  # key blocks [first, first + steps)
     steps: Any  # 0 if all queries are padding
@@ -190,7 +190,7 @@ def smem_types(shape: Shape) -> Smem:
 
 
 def _tiled(dims: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the swizzled tiles of 8 rows in which wgmma and the copy engine want it."""
+    """Return SMEM in the swizzled tiles of 8 rows that wgmma and TMA require."""
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = min(plgpu.find_swizzle(dims[-1] * bits), 8 * bits)
     if swizzle == 16:  # none at all: only a quantised pool of head_dim 80
@@ -216,7 +216,7 @@ def barrier_types(shape: Shape) -> Barriers:
 
 
 def this_tile(shape: Shape, gmem: Gmem) -> Tile:
-    """Tiles come in falling order of their tokens: those with the most keys start first."""
+    """Return this CTA's tile. Tiles are in descending order of tokens: those with the most keys start first."""
     index = shape.tiles - 1 - lax.axis_index("tile")
     sequence, head = lax.axis_index("sequence"), lax.axis_index("head") * shape.block_heads
     start, length, token = gmem.starts[sequence], gmem.lengths[sequence], index * shape.tokens
