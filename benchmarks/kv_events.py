@@ -26,7 +26,7 @@ from benchmarks.traces import record
 from jaxinfer.engine.engine import Engine
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.core.telling import Telling
+from jaxinfer.serve.core.kv_event_encoder import Telling
 from jaxinfer.types import Request
 
 GOAL = 0.02

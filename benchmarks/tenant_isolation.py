@@ -36,8 +36,8 @@ import grpc
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.tenants import SHARING, TENANT
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.api.tenants import SHARING, TENANT
 
 _START_SECONDS = 600.0
 _ENGINE = ("--max-num-seqs", "4", "--max-model-len", "1024", "--page-size", "16", "--prefill-sizes", "64", "256")

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from jaxinfer.lora.door import LoRARequest
     from jaxinfer.models.model import Model
     from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
-    from jaxinfer.serve.async_engine import AsyncEngine
+    from jaxinfer.serve.core.async_engine import AsyncEngine
 
 _HOMES = {
-    "AsyncEngine": "jaxinfer.serve.async_engine",
+    "AsyncEngine": "jaxinfer.serve.core.async_engine",
     "EngineConfig": "jaxinfer.config",
     "LLM": "jaxinfer.llm",
     "LoRARequest": "jaxinfer.lora.door",

@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 
 from jaxinfer.compilations import timed, use_compilation_cache
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.defaults import layout_for_cpu
-from jaxinfer.edited import require_described, require_one_dtype, require_specified
+from jaxinfer.config.aliases import DTYPES, demo_folder, draft_of, known_dtype
+from jaxinfer.config.defaults import layout_for_cpu
+from jaxinfer.draft_heads import describe_head, load_head
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
 from jaxinfer.engine.execution.compiled import CompileProgress
@@ -27,13 +28,12 @@ from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
 from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
-from jaxinfer.families import find_families
-from jaxinfer.heads import describe_head, load_head
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigError
+from jaxinfer.models.edits import require_described, require_one_dtype, require_specified
 from jaxinfer.models.model import Model, describe
+from jaxinfer.models.plugins import find_families
 from jaxinfer.models.registry import HEADS, Family, family_for
-from jaxinfer.names import DTYPES, demo_folder, draft_of, known_dtype
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes

@@ -28,7 +28,7 @@ class Request:
         priority: lower is served earlier, under the priority policy.
         tenant: tenant of the request, under the fair policy.
         weight: weight of the tenant, which decides its share.
-        cache_scope: principals that may share its cached pages, encoded by the front end; see `jaxinfer.kv.identity`.
+        cache_scope: principals that may share its cached pages, encoded by the front end; see `jaxinfer.kv.cache_key`.
         cache_salt: within a scope, requests of different salts never share cached pages.
         deadline: in seconds of ``time.monotonic``; a request that is not done by then ends.
         thinking: tokens that delimit reasoning, which the grammar does not constrain and ``thinking_token_budget``

@@ -6,7 +6,8 @@ python -m tests.affected --rest     those that the change does not touch, in tur
 A change is what has been committed since ``--base``, and what has not been committed yet. It touches a test file
 
 - that it changes, or whose helpers or conftest.py it changes;
-- in the folder that mirrors the changed module's package (jaxinfer/kv/radix.py: all of tests/kv);
+- in the folder that mirrors the changed module's package (jaxinfer/kv/radix.py: all of tests/kv), or the nearest one
+  around it that there is;
 - that imports the changed module, or for a kernel any module of its op;
 - that names a changed file which is no module (protos, templates, golden files).
 """
@@ -103,7 +104,23 @@ class Suite:
         if path.suffix != ".py":
             return any(path.name in self._strings(name) for name in (_dotted(test), *self._helpers(test)))
         name = _dotted(path.as_posix())
-        return name in (_dotted(test), *self._helpers(test)) or _mirrors(path, test) or self._imports(test, name)
+        return name in (_dotted(test), *self._helpers(test)) or self._mirrors(path, test) or self._imports(test, name)
+
+    def _mirrors(self, path: pathlib.PurePosixPath, test: str) -> bool:
+        """A test file is in the folder that mirrors a module's package, or named after a module of the top."""
+        top, *folders = path.parent.parts or ("",)
+        if top == "pallas_kernels":
+            return False  # tests/kernels names ops as it likes: imports tell
+        if top == "jaxinfer" and not folders:
+            return pathlib.PurePosixPath(test).stem == f"test_{path.stem}"
+        mirror = pathlib.PurePosixPath("tests", *([] if top == "jaxinfer" else [top]), *folders)
+        while len(mirror.parts) > 2 and not self._has_tests(mirror):
+            mirror = mirror.parent
+        return top in (*PACKAGES, *SCRIPTS) and pathlib.PurePosixPath(test).is_relative_to(mirror)
+
+    @functools.cache  # noqa: B019
+    def _has_tests(self, folder: pathlib.PurePosixPath) -> bool:
+        return any(pathlib.PurePosixPath(test).is_relative_to(folder) for test in self.tests)
 
     def _imports(self, test: str, name: str) -> bool:
         unit = _unit(name)
@@ -143,17 +160,6 @@ def _names(module: Module) -> Iterator[str]:
     for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(PACKAGES + SCRIPTS):
             yield node.value
-
-
-def _mirrors(path: pathlib.PurePosixPath, test: str) -> bool:
-    """A test file is in the folder that mirrors a module's package, or named after a module of the top."""
-    top, *folders = path.parent.parts or ("",)
-    if top == "pallas_kernels":
-        return False  # tests/kernels names ops as it likes: imports tell
-    if top == "jaxinfer" and not folders:
-        return pathlib.PurePosixPath(test).stem == f"test_{path.stem}"
-    mirror = pathlib.PurePosixPath("tests", *([] if top == "jaxinfer" else [top]), *folders)
-    return top in (*PACKAGES, *SCRIPTS) and pathlib.PurePosixPath(test).is_relative_to(mirror)
 
 
 def _unit(name: str) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.heads import abstract_head
-from jaxinfer.models.eagle import MAP
+from jaxinfer.draft_heads import abstract_head
 from jaxinfer.models.head import HeadFiles
+from jaxinfer.models.heads.eagle import MAP
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import map_specs

@@ -13,6 +13,7 @@ FILES = {
     "jaxinfer/kv/__init__.py": "",
     "jaxinfer/kv/radix.py": "X = 1\n",
     "jaxinfer/kv/pool.py": "",
+    "jaxinfer/kv/tiers/disk.py": "",
     "jaxinfer/version.py": "",
     "pallas_kernels/__init__.py": "",
     "pallas_kernels/mla/__init__.py": "",
@@ -46,6 +47,7 @@ def suite(tmp_path: pathlib.Path) -> Suite:
     ("changed", "touched"),
     [
         ("jaxinfer/kv/radix.py", ["tests/engine/test_core.py", "tests/kv/test_pool.py", "tests/kv/test_radix.py"]),
+        ("jaxinfer/kv/tiers/disk.py", ["tests/kv/test_pool.py", "tests/kv/test_radix.py"]),
         ("jaxinfer/version.py", ["tests/serve/test_command.py", "tests/test_version.py"]),
         ("pallas_kernels/mla/tiles.py", ["tests/kernels/test_latents.py"]),
         ("protos/inference.proto", ["tests/serve/test_wire.py"]),

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.contiguous import KV, Contiguous, new_cache, new_states, positions_of
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.layers.recurrent import short_conv
+from jaxinfer.research import KV, Contiguous, new_cache, new_states, positions_of
 from jaxinfer.types import CacheSpec, LayerSpec, StateSpec
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3

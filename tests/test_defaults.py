@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
-from jaxinfer.defaults import CPU, Defaults, layout_for_cpu, of_platform
+from jaxinfer.config.defaults import CPU, Defaults, layout_for_cpu, of_platform
 from jaxinfer.types import CacheSpec, LayerSpec, StateSpec
 
 GIB = 1 << 30

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, load_model
-from jaxinfer.edited import require_described, require_one_dtype, require_specified
-from jaxinfer.models.llama import LlamaBlock
+from jaxinfer.models.edits import require_described, require_one_dtype, require_specified
+from jaxinfer.models.families.llama import LlamaBlock
 from jaxinfer.models.model import Model
 from jaxinfer.weights import save_params
 from tests.fakes import llama_json, random_model

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from jaxinfer import LLM
-from jaxinfer.families import find_families
 from jaxinfer.loading import abstract_model, model_folder
 from jaxinfer.models.config import ConfigError
+from jaxinfer.models.plugins import find_families
 from jaxinfer.models.registry import LLAMA
 from jaxinfer.serve.core.__main__ import build
 from jaxinfer.serve.core.settings import CoreSettings
@@ -50,7 +50,7 @@ METADATA = {
 
 
 def entry(architecture: str) -> str:
-    return f"[jaxinfer.families]\n{architecture} = a_family_of_mine:MINE\n"
+    return f"[jaxinfer.models.plugins]\n{architecture} = a_family_of_mine:MINE\n"
 
 
 def install(site: pathlib.Path, architecture: str) -> None:

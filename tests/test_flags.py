@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
+from jaxinfer.cli.flags import add_flags, attribute_docs, given_settings
 from jaxinfer.config import EngineConfig
-from jaxinfer.flags import add_flags, attribute_docs, given_settings
 
 FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 

@@ -98,7 +98,7 @@ REFUSED = {
     ),
     "text above": (
         {"jaxinfer/text/a.py": "import jaxinfer.config", "jaxinfer/config.py": ""},
-        "text imports gguf, json_values, sampling_params, types, validate only",
+        "text imports formats, sampling_params, types only",
     ),
     "text below": ({"jaxinfer/engine/a.py": "import jaxinfer.text", "jaxinfer/text/b.py": ""}, "speak token ids"),
     "hidden": (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.json_values import flag, real, whole
+from jaxinfer.formats.json_values import flag, real, whole
 
 NOTHING = [None, "", "a", "nan", "inf", "1_0", "٣", "1" * 41, [], [1], {}, {"a": 1}, math.nan, math.inf, -math.inf]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.progress import prompts_bar
+from jaxinfer.llm import prompts_bar
 
 
 def test_no_bar_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import load_model, research
-from jaxinfer.models.llama import LlamaBlock
+from jaxinfer.models.families.llama import LlamaBlock
 from jaxinfer.models.model import Model
 from tests.fakes import random_head, random_model
 from tests.models.parity import load_case

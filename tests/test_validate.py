@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.sampling_params import RequestError, SamplingParams
-from jaxinfer.validate import SamplingLimits, validate_request
+from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams, validate_request
 
 VOCAB = 100
 SMALL = SamplingLimits(max_stop_ids=3, max_bad_words=2, max_bad_word_tokens=2, max_logprobs=5)

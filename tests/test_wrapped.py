@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 
 from jaxinfer import LLM, SamplingParams, load_model
 from jaxinfer.convert import main
+from jaxinfer.formats.multimodal import is_wrapper, names_of, spelling, text_model
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import abstract
-from jaxinfer.wrapped import is_wrapper, names_of, spelling, text_model
 from tests.models.parity import load_case
 from tools.oracle.golden import load, write_checkpoint
 

@@ -13,9 +13,9 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jaxinfer.cli.flags import attribute_docs
 from jaxinfer.config import EngineConfig
-from jaxinfer.flags import attribute_docs
-from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.settings import TIMES, ServeConfig
 
 FILE = pathlib.Path(__file__).resolve().parent.parent / "configs/kubernetes/jaxinfer/values.schema.json"

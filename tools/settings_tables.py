@@ -15,9 +15,9 @@ import re
 import sys
 from collections.abc import Mapping
 
+from jaxinfer.cli.flags import attribute_docs
 from jaxinfer.config import EngineConfig
-from jaxinfer.flags import attribute_docs
-from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.settings import ServeConfig
 from tools.chart_schema import FILE as SCHEMA
 from tools.chart_schema import with_settings

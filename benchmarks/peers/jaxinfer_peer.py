@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from benchmarks.peers.protocol import Prompts, Reply, Stopwatch, best_seconds, serve
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.stats import measured_bandwidth
+from jaxinfer.terminal.stats import measured_bandwidth
 
 
 class JaxInfer:

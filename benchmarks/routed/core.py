@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.serving.paced import InstantRunner
 from benchmarks.traces.fake import resolved
 from jaxinfer.engine.core import EngineLoop, new_kv
-from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings

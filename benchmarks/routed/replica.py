@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 
 from benchmarks.routed import core
-from jaxinfer.serve import event_loop
+from jaxinfer.serve.runtime import event_loop
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import make_config
 

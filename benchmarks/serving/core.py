@@ -11,7 +11,7 @@ from typing import Any
 
 import jaxinfer
 from benchmarks.serving.paced import Pace, PacedEngine, Stamps
-from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings

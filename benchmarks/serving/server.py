@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.serving import core
 from benchmarks.serving.paced import Pace
 from jaxinfer.config import EngineConfig
-from jaxinfer.serve import event_loop, heap
+from jaxinfer.serve.runtime import event_loop, malloc_trim
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import ServeConfig
 
@@ -103,7 +103,7 @@ async def serve(settings: ServerSettings) -> None:
         enable_prefix_caching=False,
     )
     config = ServeConfig(model="paced", grpc_port=0, http_port=0, log_level="warning", engine=engine)
-    server = Server(config, core.command(settings.table, settings.pace), opened=heap.settle)
+    server = Server(config, core.command(settings.table, settings.pace), opened=malloc_trim.settle)
     try:
         await server.start()
         await server.until_ready()

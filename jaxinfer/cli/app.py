@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxinfer.cli.interrupts import INTERRUPTED, leaving_at_once, show_cursor, until_cut_off
-from jaxinfer.names import advice
+from jaxinfer.config.aliases import advice
 from jaxinfer.version import __version__
 
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from jaxinfer.cli.engine import add_dtype, add_model_flag
+from jaxinfer.cli.flags import add_groups, given_settings
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
-from jaxinfer.flags import add_groups, given_settings
 
 THIS = "this"
 GPUS = ("h100", "h200", "a100")

@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import pathlib
 
+from jaxinfer.cli.flags import add_groups, all_flags, given_settings, whole_number
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
-from jaxinfer.flags import add_groups, all_flags, given_settings, whole_number
-from jaxinfer.names import DTYPES, known_dtype
+from jaxinfer.config.aliases import DTYPES, known_dtype
 from jaxinfer.sampling_params import SamplingParams
 
 # On the command line --seed is that of the request; the engine's seed is the source of unset request seeds.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from jaxinfer.cli import chat
 from jaxinfer.cli.engine import add_engine, add_sampling, engine_settings, sampling_settings
+from jaxinfer.cli.flags import all_flags
 from jaxinfer.cli.parser import Parser
-from jaxinfer.flags import all_flags
-from jaxinfer.names import DEMO_ADAPTERS, demo_adapter
+from jaxinfer.config.aliases import DEMO_ADAPTERS, demo_adapter
 
 _COMMON = (
     "prompt",

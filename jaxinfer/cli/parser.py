@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, override
 
-from jaxinfer.flags import own_flags
-from jaxinfer.names import advice
+from jaxinfer.cli.flags import own_flags
+from jaxinfer.config.aliases import advice
 from jaxinfer.version import __version__
 
 _WIDTH = 100

@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxinfer.cli.flags import add_flags, add_groups, given_settings
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig
-from jaxinfer.flags import add_flags, add_groups, given_settings
-from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
 
 _NESTED = ("limits", "engine")

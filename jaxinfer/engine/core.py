@@ -20,11 +20,11 @@ from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.kv.journal import Journal
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.lora.store import LoRAStore
+from jaxinfer.sampling_params import SamplingLimits
 from jaxinfer.spec import Bounded, make_drafter
 from jaxinfer.structured.masks import Masks
 from jaxinfer.structured.matcher import Vocabulary
 from jaxinfer.types import FinishReason, Request, SequenceDelta
-from jaxinfer.validate import SamplingLimits
 
 
 @runtime_checkable

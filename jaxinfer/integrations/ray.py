@@ -29,16 +29,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
+from jaxinfer.integrations.embedded import EmbeddedServer
 from jaxinfer.integrations.replicas.calls import STRANGER, Calls, Encoded
 from jaxinfer.integrations.replicas.health import Patience
 from jaxinfer.integrations.replicas.scaling import RUNNING, WAITING
 from jaxinfer.integrations.replicas.settings import deployment_options, parse
-from jaxinfer.serve import logs
-from jaxinfer.serve.embedded import EmbeddedServer
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.follower import Follower
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.core.worker_node import Follower
+from jaxinfer.serve.frontend.preflight import refuse_early
 from jaxinfer.serve.http.errors import error_body
-from jaxinfer.serve.preview import refuse_early
+from jaxinfer.serve.runtime import logs
 from jaxinfer.serve.settings import ServeConfig, is_loopback
 
 _KEY_BYTES = 32

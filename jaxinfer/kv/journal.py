@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxinfer.kv.identity import parts_of
+from jaxinfer.kv.cache_key import parts_of
 from jaxinfer.kv.radix import Node
 from jaxinfer.kv.store import PageStore
 

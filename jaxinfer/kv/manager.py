@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxinfer.kv.journal import Journal
-from jaxinfer.kv.moves import Copy, Export, Import, Pages
+from jaxinfer.kv.page_copies import Copy, Export, Import, Pages
+from jaxinfer.kv.page_state import KVConfig, KVUsage, SlotPages, Swapped
 from jaxinfer.kv.prefix import Match, find_prefix
 from jaxinfer.kv.radix import Node, PageKeys
-from jaxinfer.kv.records import KVConfig, KVUsage, SlotPages, Swapped
 from jaxinfer.kv.store import PageStore, check_tree
 from jaxinfer.types import NO_STATE, STATE
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxinfer.kv.blocks import BlockPool
-from jaxinfer.kv.moves import Copy, Export, Import, Pages
+from jaxinfer.kv.page_copies import Copy, Export, Import, Pages
 from jaxinfer.kv.radix import Node
 
 

@@ -25,7 +25,7 @@ class PageKeys:
     """Tokens of one sequence and the keys of its full pages, each computed once.
 
     Args:
-        namespace: sequences of different namespaces share nothing (`jaxinfer.kv.identity.cache_identity`).
+        namespace: sequences of different namespaces share nothing (`jaxinfer.kv.cache_key.cache_identity`).
         page_size: tokens per page.
     """
 

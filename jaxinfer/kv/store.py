@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxinfer.kv.blocks import BlockPool
-from jaxinfer.kv.moves import Pages
+from jaxinfer.kv.page_copies import Pages
 from jaxinfer.kv.pending import PendingMoves
 from jaxinfer.kv.radix import Node, PageKey, RadixTree
 from jaxinfer.types import STATE

@@ -23,7 +23,7 @@ from jaxinfer.layers.top_k import top_k
 from jaxinfer.parallel.mesh import RULES, traced_dp_ranks, traced_size
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import grouped_matmul, grouped_path, matmul_transposed, partition, plus_bias
-from jaxinfer.quant.adapted import for_rows, slots_of
+from jaxinfer.quant.lora_weight import for_rows, slots_of
 from pallas_kernels.grouped_matmul import group, taken
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft.places import input_axis, with_tied_head
+from jaxinfer.lora.peft.module_paths import input_axis, with_tied_head
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.heads import without_copies
 from jaxinfer.quant import dense, is_stored

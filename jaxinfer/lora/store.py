@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from jaxinfer.config.aliases import advice
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.slots import Part
-from jaxinfer.names import advice
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import LoRARef
 

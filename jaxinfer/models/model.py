@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.formats.multimodal import text_model
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
@@ -22,7 +23,6 @@ from jaxinfer.parallel.mesh import require_auto
 from jaxinfer.quant import for_gemm, for_kernels, is_stored, laid_out, with_activations
 from jaxinfer.quant.banks import adapt
 from jaxinfer.types import CacheSpec, ParamTree, walk_specs
-from jaxinfer.wrapped import text_model
 from pallas_kernels.choice import Wish
 from pallas_kernels.matmul import Layout
 

@@ -20,7 +20,7 @@ from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.llama import block_specs
+from jaxinfer.models.families.llama import block_specs
 from jaxinfer.models.specs import decoder, gated_mlp
 from jaxinfer.types import LayerSpec, ParamTree
 

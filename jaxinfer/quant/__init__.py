@@ -1,6 +1,5 @@
 """Weight storages: arrays, `Quantized`, `Split`. A forward pass reads weights only through the functions here."""
 
-from jaxinfer.quant.adapted import Adapted
 from jaxinfer.quant.dispatch import (
     grouped_matmul,
     grouped_path,
@@ -11,8 +10,9 @@ from jaxinfer.quant.dispatch import (
     swiglu,
     take,
 )
+from jaxinfer.quant.gemm_selftest import KernelLost, gemm_fault, refused_products
 from jaxinfer.quant.kernel_form import for_kernels
-from jaxinfer.quant.plain import Plain, for_gemm, gemm_refusal, laid_out
+from jaxinfer.quant.lora_weight import Adapted
 from jaxinfer.quant.storage import (
     Quantized,
     Split,
@@ -23,7 +23,7 @@ from jaxinfer.quant.storage import (
     with_activations,
     with_values,
 )
-from jaxinfer.quant.trial import KernelLost, gemm_fault, refused_products
+from jaxinfer.quant.unquantized import Plain, for_gemm, gemm_refusal, laid_out
 
 __all__ = [
     "Adapted",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.quant.adapted import Adapted, Rows
+from jaxinfer.quant.lora_weight import Adapted, Rows
 from jaxinfer.types import EMBEDDING, HEAD, LoRATarget, ParamSpec, ParamTree
 
 Path = tuple[str, ...]

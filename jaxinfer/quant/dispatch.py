@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.quant.adapted import Adapted, unadapted
+from jaxinfer.quant.activation_hooks import Observed
 from jaxinfer.quant.experts import grouped_product
 from jaxinfer.quant.kernel_form import explain_tiles, tiles_product
-from jaxinfer.quant.observe import Observed
-from jaxinfer.quant.plain import Plain
+from jaxinfer.quant.lora_weight import Adapted, unadapted
 from jaxinfer.quant.storage import Quantized, Split
+from jaxinfer.quant.unquantized import Plain
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels import one_row
 from pallas_kernels.sums import dot

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.parallel.mesh import RULES, spread_over
 from jaxinfer.quant import activations
-from jaxinfer.quant.adapted import Adapted
 from jaxinfer.quant.layouts import Float4, Grouped, Layout, Part
-from jaxinfer.quant.plain import Plain
-from jaxinfer.quant.spread import is_spread
+from jaxinfer.quant.lora_weight import Adapted
+from jaxinfer.quant.sharded import is_spread
+from jaxinfer.quant.unquantized import Plain
 from pallas_kernels import quant_matmul
 from pallas_kernels.choice import Wish, lowering_target
 from pallas_kernels.quant_matmul.xla import in_pieces

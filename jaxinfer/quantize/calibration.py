@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.models.decoder import Decoder
+from jaxinfer.quant.activation_hooks import InputStatistics, Observed, Orientation
 from jaxinfer.quant.make.recipe import RecipeError
-from jaxinfer.quant.observe import InputStatistics, Observed, Orientation
 from jaxinfer.weights.tree import Path
 
 # Default text: prose, dialogue, facts, code, tables and several languages, written for this purpose.

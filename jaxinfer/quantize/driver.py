@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxinfer.loading import open_model
 from jaxinfer.models.decoder import Decoder
+from jaxinfer.quant.activation_hooks import InputStatistics
 from jaxinfer.quant.make.formats import tensors_of
 from jaxinfer.quant.make.gptq import enough_tokens
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
-from jaxinfer.quant.observe import InputStatistics
 from jaxinfer.quantize.calibration import Calibration, embedded, observed, passed
 from jaxinfer.quantize.fold import Folder, Statistics, can_fold
 from jaxinfer.quantize.folder import TARGETS, Target

@@ -16,14 +16,14 @@ from jaxtyping import Float
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.moe import GLU
-from jaxinfer.models.llama import LlamaBlock
+from jaxinfer.models.families.llama import LlamaBlock
 from jaxinfer.models.sparse import SparseBlock
+from jaxinfer.quant.activation_hooks import InputStatistics
 from jaxinfer.quant.make import awq
 from jaxinfer.quant.make.gptq import enough_tokens
 from jaxinfer.quant.make.grid import IntegerGrid
 from jaxinfer.quant.make.recipe import Recipe, whole_groups
 from jaxinfer.quant.make.smoothquant import smoothing
-from jaxinfer.quant.observe import InputStatistics
 from jaxinfer.quantize.layer import LayerWeights
 from jaxinfer.weights.tree import Path
 

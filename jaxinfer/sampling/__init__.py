@@ -13,7 +13,7 @@ from jaxinfer.sampling.slots import (
     new_state,
     resume_slot,
 )
-from jaxinfer.validate import SamplingLimits
+from jaxinfer.sampling_params import SamplingLimits
 
 __all__ = [
     "DraftRows",

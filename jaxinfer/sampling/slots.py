@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
+from jaxinfer.sampling_params import SamplingLimits
 from jaxinfer.types import Request
-from jaxinfer.validate import SamplingLimits
 
 # float32 would round larger numbers to infinity or flush smaller ones to zero, and turn masked logits into NaN.
 _LARGE = 1e30

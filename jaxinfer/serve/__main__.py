@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from jaxinfer.cli.app import run as run_command
-from jaxinfer.serve import event_loop, heap, logs
-from jaxinfer.serve.auth import KeysError
-from jaxinfer.serve.follower import Follower
-from jaxinfer.serve.preview import refuse_early
+from jaxinfer.serve.api.auth import KeysError
+from jaxinfer.serve.core.worker_node import Follower
+from jaxinfer.serve.frontend.preflight import refuse_early
+from jaxinfer.serve.runtime import event_loop, logs, malloc_trim
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_early(config)
         logs.configure(config.log_format, config.log_level)
         follows = config.process_id > 0
-        return event_loop.run(serve(Follower(config) if follows else Server(config, opened=heap.settle)))
+        return event_loop.run(serve(Follower(config) if follows else Server(config, opened=malloc_trim.settle)))
     except (ServeConfigError, KeysError) as error:
         logs.say(f"error: {error}")
         return CANNOT_BE
@@ -47,7 +47,7 @@ async def serve(server: Server | Follower) -> int:
     loop.add_signal_handler(signal.SIGHUP, server.reload)
     try:
         await server.start()
-        tidying = server.background.start("heap", lambda: heap.tidy(lambda: server.active))
+        tidying = server.background.start("heap", lambda: malloc_trim.tidy(lambda: server.active))
         signalled, failed = asyncio.create_task(signals.get()), asyncio.create_task(server.until_failed())
         await asyncio.wait({signalled, failed}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():

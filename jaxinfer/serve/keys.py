@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.parser import Parser
-from jaxinfer.serve.auth import SCOPES, KeysError, key_entry, new_key
+from jaxinfer.serve.api.auth import SCOPES, KeysError, key_entry, new_key
 
 _ABOUT = """Make an API key for a server. Its entry for the file of keys, with nothing but the key's hash, goes to
 stdout, the key itself, this once, to stderr. To take a key away, delete its entry: servers notice within a second."""

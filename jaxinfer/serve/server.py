@@ -9,28 +9,28 @@ import pathlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from jaxinfer.serve import descriptors
-from jaxinfer.serve.auth import Authoriser
-from jaxinfer.serve.background import Background
-from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.api.auth import Authoriser
+from jaxinfer.serve.api.errors import unavailable
+from jaxinfer.serve.api.requests import ModelCard
+from jaxinfer.serve.api.tenants import ALL, cache_scope
 from jaxinfer.serve.core.link import CoreLink
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, StartupEvent, Supervisor
-from jaxinfer.serve.faults import unavailable
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.loras import LoRAs
+from jaxinfer.serve.frontend.parser_settings import model_parsers
 from jaxinfer.serve.grpc import oip
 from jaxinfer.serve.grpc.server import GrpcServers, Service
 from jaxinfer.serve.grpc.vllm.service import Served, VllmEngine, service
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.kv_events.door import KvEventsDoor
-from jaxinfer.serve.loras import LoRAs
-from jaxinfer.serve.metrics import ServerMetrics
-from jaxinfer.serve.parsing import model_parsers
-from jaxinfer.serve.request_log import RequestLog
+from jaxinfer.serve.runtime import descriptors
+from jaxinfer.serve.runtime.background import Background
 from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig, is_loopback
-from jaxinfer.serve.tenants import ALL, cache_scope
-from jaxinfer.serve.throughput import Throughput
-from jaxinfer.serve.tracing import Tracing
+from jaxinfer.serve.telemetry.metrics import ServerMetrics
+from jaxinfer.serve.telemetry.request_log import RequestLog
+from jaxinfer.serve.telemetry.throughput import Throughput
+from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.text.load import load_template, load_tokenizer
 from jaxinfer.version import __version__
 

@@ -17,13 +17,13 @@ import pydantic
 import yaml
 
 from jaxinfer.config import EngineConfig, EngineConfigError, check
-from jaxinfer.names import DTYPES, advice, known_dtype
+from jaxinfer.config.aliases import DTYPES, advice, known_dtype
 from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.kv_events.settings import KvEventsConfig, refusal
-from jaxinfer.serve.logs import FORMATS, LEVELS
-from jaxinfer.serve.lora_modules import parse_modules
-from jaxinfer.serve.tenants import SHARING, TENANT
+from jaxinfer.serve.api.kv_events import KvEventsConfig, refusal
+from jaxinfer.serve.api.lora_modules import parse_modules
+from jaxinfer.serve.api.requests import ServeLimits
+from jaxinfer.serve.api.tenants import SHARING, TENANT
+from jaxinfer.serve.runtime.logs import FORMATS, LEVELS
 
 QUEUE: Mapping[str, Any] = {
     "max_waiting_requests": 2048,

@@ -1,11 +1,11 @@
 """Speculative decoding: drafters that propose draft tokens, which the engine verifies. No jax."""
 
+from jaxinfer.config.speculative import GRAMMAR, HEADS
 from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, Tempo
 from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, NoDrafter, make_drafter, register
 from jaxinfer.spec.ngram import NgramDrafter
 from jaxinfer.spec.suffix import SuffixDrafter
 from jaxinfer.spec.tree import Tree
-from jaxinfer.speculative import GRAMMAR, HEADS
 
 __all__ = [
     "WORTH",

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxinfer.config import EngineConfigError
+from jaxinfer.config.speculative import SpeculativeConfig
 from jaxinfer.spec.tree import Tree
-from jaxinfer.speculative import SpeculativeConfig
 
 
 class Drafted(NamedTuple):

@@ -17,9 +17,9 @@ from jaxinfer.llm import LLM, CompletionOutput, Delta, LogprobsDict, RequestOutp
 from jaxinfer.loading import model_folder
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.stats import Clock, measured_bandwidth, report
 from jaxinfer.terminal.chat import converse
 from jaxinfer.terminal.start import in_one_sentence, start
+from jaxinfer.terminal.stats import Clock, measured_bandwidth, report
 from jaxinfer.text import load_template
 
 _NO_PROMPT = "give --prompt TEXT, --prompt-file FILE or --prompts FILE, or pipe a text in"

@@ -7,13 +7,20 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxinfer import json_values
-from jaxinfer.sampling_params import ContextLengthError, RequestError, SamplingParams, StructuredOutputs
+from jaxinfer.formats import json_values
+from jaxinfer.sampling_params import (
+    ContextLengthError,
+    RequestError,
+    SamplingLimits,
+    SamplingParams,
+    StructuredOutputs,
+    check_prompt_length,
+    validate_request,
+)
 from jaxinfer.text.lengths import utf8_length
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, Thinking
-from jaxinfer.validate import SamplingLimits, check_prompt_length, validate_request
 
 Prompt = str | Sequence[int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.gguf import GgufError, Header, Metadata
+from jaxinfer.formats.gguf import GgufError, Header, Metadata
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError, given_source
 from jaxinfer.text.files import read_object
 from jaxinfer.text.gguf import gguf_chat_template, gguf_text_files, gguf_tokenizer

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE, Unigram
 
-from jaxinfer.json_values import whole
+from jaxinfer.formats.json_values import whole
 from jaxinfer.text import tiktoken
 from jaxinfer.text.classes import (
     MAX_TOKENIZER_BYTES,

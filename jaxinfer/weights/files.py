@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.formats.multimodal import OTHER_TENSORS, OTHERS, is_wrapper, spelling, spellings, text_model
 from jaxinfer.types import ParamTree, walk_specs
 from jaxinfer.weights.formats import mlx, quantized_weights
 from jaxinfer.weights.formats.beside import PLACES, with_quantization
 from jaxinfer.weights.formats.fields import CONFIG_FILE
+from jaxinfer.weights.moe_stacks import with_experts
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
-from jaxinfer.weights.stacks import with_experts
 from jaxinfer.weights.tree import with_names
-from jaxinfer.wrapped import OTHER_TENSORS, OTHERS, is_wrapper, spelling, spellings, text_model
 
 _NOTHING: Mapping[str, StoredWeight] = MappingProxyType({})
 
@@ -33,7 +33,7 @@ class ModelFiles:
     Attributes:
         path: the folder.
         config_json: contents of config.json; of a wrapped model, those of the text model alone.
-        wrapped: whether the model is inside a wrapper model (`jaxinfer.wrapped`).
+        wrapped: whether the model is inside a wrapper model (`jaxinfer.formats.multimodal`).
         renamed: tensor names to read instead, by the names they replace.
         quantized_by: the file that describes the weight quantisation.
     """

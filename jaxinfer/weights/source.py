@@ -8,7 +8,7 @@ import re
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-from jaxinfer.names import no_model
+from jaxinfer.config.aliases import no_model
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.native.manifest import MANIFEST, PARAMS
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from benchmarks.traces.replay import Counters, Occupancy
 from jaxinfer.config import EngineConfig
-from jaxinfer.defaults import CPU
+from jaxinfer.config.defaults import CPU
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 

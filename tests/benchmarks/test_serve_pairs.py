@@ -15,7 +15,7 @@ def test_a_slower_checkout_is_found(tmp_path: pathlib.Path, capsys: pytest.Captu
     other, out = tmp_path / "other", tmp_path / "pairs.json"
     for name in ("jaxinfer", "benchmarks", "pallas_kernels"):
         shutil.copytree(serve_pairs.HERE / name, other / name, ignore=shutil.ignore_patterns("results", "__pycache__"))
-    generation = other / "jaxinfer/serve/generation.py"
+    generation = other / "jaxinfer/serve/frontend/generation.py"
     source = generation.read_text()
     taken = "        new = output.take(delta)\n"
     assert taken in source

@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer import client as c
 from jaxinfer.cli.app import main
-from jaxinfer.serve.loras import LoRAs
+from jaxinfer.serve.frontend.loras import LoRAs
 from tests.client.serving import Served, served
 from tests.lora.fakes import write_number
 from tests.serve.fake_engine import Mischief

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from jaxinfer import client as c
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.v1 import inference_pb2 as pb
 from tests.client.serving import SEED, Served, expected, scripted, served
 from tests.serve.fake_engine import FIRST_BYTE, Mischief

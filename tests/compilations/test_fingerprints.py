@@ -19,7 +19,7 @@ import pytest
 
 from jaxinfer.compilations import Fingerprints, fingerprints
 from jaxinfer.layers import norm
-from jaxinfer.models import llama
+from jaxinfer.models.families import llama
 from jaxinfer.models.model import abstract
 from jaxinfer.quant import dispatch
 from tests.compilations import functions

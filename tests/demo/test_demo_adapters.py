@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import jaxinfer
+from jaxinfer.config.aliases import DEMO_ADAPTERS, demo_adapter
 from jaxinfer.generate import main
 from jaxinfer.loading import load_model
 from jaxinfer.lora.merge import declared
 from jaxinfer.lora.peft.read import read_adapter
 from jaxinfer.models.model import Model
-from jaxinfer.names import DEMO_ADAPTERS, demo_adapter
 from tools.train_demo.styles import STYLES
 
 # Of the last twentieth of each book, which no adapter was trained on.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxinfer
-from jaxinfer.heads import load_head
+from jaxinfer.draft_heads import load_head
 from jaxinfer.loading import load_model, model_folder
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig, EngineConfigError, resolve
-from jaxinfer.defaults import of_platform
+from jaxinfer.config.defaults import of_platform
 from jaxinfer.engine.execution.commands import DecodeBatch, with_rows
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.compilations import count_compilations
+from jaxinfer.draft_heads import load_head
 from jaxinfer.engine.execution.runner import Launched, Runner
-from jaxinfer.heads import load_head
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model

@@ -21,7 +21,7 @@ from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.settings import ServeConfig
-from jaxinfer.stats import bytes_per_step
+from jaxinfer.terminal.stats import bytes_per_step
 from jaxinfer.types import KV_CACHE_DTYPES, LayerSpec
 from pallas_kernels.kv_write.reference import quantize, token_scales
 from tests.engine.execution.test_compiled import LOOPED, programs

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.compilations import count_compilations
 from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.kv.identity import cache_identity
+from jaxinfer.kv.cache_key import cache_identity
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.models.model import Model

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxinfer.serve import event_loop, heap, logs
 from jaxinfer.serve.__main__ import serve
+from jaxinfer.serve.runtime import event_loop, logs, malloc_trim
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import make_config
 from tests.serve.core.fake_core import REPO
@@ -130,7 +130,7 @@ def main() -> int:
     config = make_config(json.loads(sys.argv[1]))
     core = ["env", f"PYTHONPATH={REPO}", sys.executable, "-m", "tests.fleet.fake_core", *sys.argv[2:]]
     logs.configure(config.log_format, config.log_level)
-    return event_loop.run(serve(Server(config, core, opened=heap.settle)))
+    return event_loop.run(serve(Server(config, core, opened=malloc_trim.settle)))
 
 
 if __name__ == "__main__":

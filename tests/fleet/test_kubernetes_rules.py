@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from jaxinfer.cli.serve import parse
-from jaxinfer.serve.auth import read_keys
+from jaxinfer.serve.api.auth import read_keys
 from jaxinfer.version import __version__
 from tests.fleet.chart import (
     CHART,

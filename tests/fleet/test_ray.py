@@ -22,7 +22,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.auth import key_entry, new_key
+from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.settings import ServeConfigError
 from tests.fleet.raying import BOUND, Application, Cluster, cluster, members, wait_until
 from tests.serve.fake_engine import expected_text, expected_tokens, fake_tokenizer

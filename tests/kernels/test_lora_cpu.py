@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxinfer.quant.adapted import rows_of
+from jaxinfer.quant.lora_weight import rows_of
 from pallas_kernels.grouped_matmul import Groups, group
 from pallas_kernels.lora import cpu
 from pallas_kernels.lora.cpu import BySlot, by_slot, low_rank

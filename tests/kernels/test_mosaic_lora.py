@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.quant import Adapted, matmul_transposed
-from jaxinfer.quant.adapted import rows_of
+from jaxinfer.quant.lora_weight import rows_of
 from pallas_kernels import compat
 from pallas_kernels.choice import Choice
 from pallas_kernels.lora import api, mosaic, reference

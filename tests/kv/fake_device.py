@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxinfer.kv.manager import KVConfig, KVManager, Swapped
-from jaxinfer.kv.moves import Copy, Export, Import
+from jaxinfer.kv.page_copies import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.types import NO_STATE, STATE
 

@@ -6,7 +6,7 @@ from jaxinfer.kv.journal import DEVICE, HOST
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import Node
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.core.telling import events_message
+from jaxinfer.serve.core.kv_event_encoder import events_message
 
 
 def shareable(kv: KVManager) -> dict[tuple[bytes, ...], Node]:

@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.kv.identity import cache_identity
+from jaxinfer.kv.cache_key import cache_identity
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxinfer.kv.identity import cache_identity
+from jaxinfer.kv.cache_key import cache_identity
 from jaxinfer.kv.journal import DEVICE, HOST
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.protos.internal import core_pb2 as pb

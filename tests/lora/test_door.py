@@ -9,9 +9,9 @@ import pytest
 
 from jaxinfer import LoRARequest
 from jaxinfer.cli.generate import parse
+from jaxinfer.config.aliases import demo_adapter
 from jaxinfer.llm import LLM
 from jaxinfer.lora.store import LoRAError
-from jaxinfer.names import demo_adapter
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.terminal import complete
 from jaxinfer.types import LoRARef, Request

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import LLM, SamplingParams, load_model
+from jaxinfer.formats.multimodal import text_model
 from jaxinfer.llm import CompletionOutput, LogprobsDict, RequestOutput
 from jaxinfer.models.model import Model
-from jaxinfer.wrapped import text_model
 from tools.oracle.golden import Golden, write_checkpoint
 
 SLACK = 1e-6

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.formats.multimodal import text_model
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.registry import family_for
-from jaxinfer.wrapped import text_model
 from tests.models.answers import Answers, load_answers
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "config_defaults.json.gz"

@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.layers.moe import RoutingRule
 from jaxinfer.llm import LLM
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.deepseek import DeepseekConfig
+from jaxinfer.models.families.deepseek import DeepseekConfig
 from jaxinfer.models.model import Model
 from jaxinfer.models.registry import family_for
 from jaxinfer.types import CacheSpec, LayerSpec

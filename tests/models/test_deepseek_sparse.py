@@ -14,10 +14,10 @@ from jaxinfer.engine.execution.stages import cut
 from jaxinfer.layers.attention import causal_attend, causal_choice
 from jaxinfer.llm import LLM
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.deepseek_sparse import DeepseekSparseConfig
+from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
 from jaxinfer.models.head import HeadFiles
+from jaxinfer.models.heads.mtp import config as mtp_config
 from jaxinfer.models.model import Model
-from jaxinfer.models.mtp import config as mtp_config
 from jaxinfer.models.registry import family_for
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import CacheSpec, LayerSpec

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.gemma import GemmaConfig
+from jaxinfer.models.families.gemma import GemmaConfig
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.models.registry import family_for
 from jaxinfer.types import LayerSpec

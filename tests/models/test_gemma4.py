@@ -13,8 +13,8 @@ import pytest
 from jaxinfer.config import EngineConfigError
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.gemma3n import Gemma3nConfig
-from jaxinfer.models.gemma4 import Gemma4Config
+from jaxinfer.models.families.gemma3n import Gemma3nConfig
+from jaxinfer.models.families.gemma4 import Gemma4Config
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.parallel.heads import kv_copies
 from jaxinfer.quant.banks import known_modules

@@ -16,7 +16,7 @@ from jaxinfer.config import EngineConfigError
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.llm import LLM
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.falcon import alibi_bias
+from jaxinfer.models.families.falcon import alibi_bias
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights import CheckpointError
 from tests.models.parity import load_case, logit_faults, teacher_forced

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxinfer.heads import describe_head, load_head
+from jaxinfer.draft_heads import describe_head, load_head
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.loading import load_model
 from jaxinfer.models.config import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.lfm2 import Lfm2Config
+from jaxinfer.models.families.lfm2 import Lfm2Config
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -14,7 +14,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.layers.attention import causal_attend
-from jaxinfer.models.llama import Llama, LlamaBlock
+from jaxinfer.models.families.llama import Llama, LlamaBlock
 from jaxinfer.models.model import Model, abstract, require_ids
 from jaxinfer.types import LayerSpec, ParamSpec
 from jaxinfer.weights import init_params

@@ -11,9 +11,9 @@ import pytest
 
 from jaxinfer.llm import LLM
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.llama import LlamaConfig
+from jaxinfer.models.families.llama import LlamaConfig
+from jaxinfer.models.families.phi3 import config_from_json
 from jaxinfer.models.model import Model, abstract
-from jaxinfer.models.phi3 import config_from_json
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights import init_params
 from tests.models.identity import SETTINGS, check_identity

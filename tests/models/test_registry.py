@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.llama import LlamaConfig
+from jaxinfer.models.families.llama import LlamaConfig
 from jaxinfer.models.registry import FAMILIES, family_for
 from tests.fakes import llama_json
 

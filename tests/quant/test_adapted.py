@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.quant import Adapted, Split, dense, grouped_matmul, matmul, matmul_transposed, take
-from jaxinfer.quant.adapted import rows_of
+from jaxinfer.quant.lora_weight import rows_of
 from pallas_kernels.grouped_matmul import group
 from tests.quant.examples import INPUTS, LAYOUTS, example
 

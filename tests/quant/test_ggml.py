@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer import gguf
+from jaxinfer.formats import gguf
 from jaxinfer.quant import codebooks
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.gguf.checkpoint import GgufFile

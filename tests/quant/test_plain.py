@@ -10,7 +10,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.prepare import prepare, resolve_for
 from jaxinfer.quant import Plain, dense, laid_out, matmul, matmul_heads, matmul_transposed, swiglu, take
 from jaxinfer.quant.layouts import Grouped
-from jaxinfer.quant.plain import for_gemm, gemm_refusal
+from jaxinfer.quant.unquantized import for_gemm, gemm_refusal
 from jaxinfer.types import ParamSpec
 from pallas_kernels import one_row
 from pallas_kernels.choice import HOPPER, Target
@@ -172,7 +172,7 @@ def test_where_the_kernel_can_be(dtype, platform, why):
 
 
 def test_a_gpu_for_which_it_is_not_written(monkeypatch):
-    monkeypatch.setattr("jaxinfer.quant.plain.lowering_target", lambda: Target("cuda", (8, 0)))
+    monkeypatch.setattr("jaxinfer.quant.unquantized.lowering_target", lambda: Target("cuda", (8, 0)))
     assert "compute capability is 8.0" in str(gemm_refusal(jnp.dtype("bfloat16"), "gpu"))
 
 

@@ -16,9 +16,9 @@ from jaxinfer.engine.execution import prepare as preparing
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.quant import Quantized
-from jaxinfer.quant import trial as trials
+from jaxinfer.quant import gemm_selftest as trials
+from jaxinfer.quant.gemm_selftest import KernelLost, Operands, Product, Trial, by_xla, gemm_fault, products_of
 from jaxinfer.quant.layouts import Grouped
-from jaxinfer.quant.trial import KernelLost, Operands, Product, Trial, by_xla, gemm_fault, products_of
 from jaxinfer.types import ParamSpec
 from pallas_kernels import matmul as dense_matmul
 from tests.fakes import random_model

@@ -17,7 +17,7 @@ from grpc import aio
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.errors import Kind
+from jaxinfer.serve.api.errors import Kind
 from tests.serve import fake_engine as fake
 
 GRPC, HTTP = "grpc", "http"

@@ -22,7 +22,7 @@ from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.plan import PrefillPlan, StepPlan, StepResult
 from jaxinfer.lora.store import LoRAStore
-from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
 from jaxinfer.types import CacheSpec, LayerSpec, PositionLogprobs, TokenLogprob

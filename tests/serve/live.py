@@ -9,7 +9,7 @@ import pathlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from jaxinfer.serve.event_loop import Loop
+from jaxinfer.serve.runtime.event_loop import Loop
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.core.fake_core import command

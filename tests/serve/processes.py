@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jaxinfer.serve import event_loop, heap, logs
 from jaxinfer.serve.__main__ import serve
+from jaxinfer.serve.runtime import event_loop, logs, malloc_trim
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import make_config
 from tests.lora.fakes import write_number
@@ -194,7 +194,7 @@ def with_adapters(folder: pathlib.Path) -> dict[str, object]:
 def main() -> int:
     config = make_config(json.loads(sys.argv[1]))
     logs.configure(config.log_format, config.log_level)
-    return event_loop.run(serve(Server(config, command(*sys.argv[2:]), opened=heap.settle)))
+    return event_loop.run(serve(Server(config, command(*sys.argv[2:]), opened=malloc_trim.settle)))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
-from jaxinfer.serve.async_engine import AsyncEngine
-from jaxinfer.serve.auth import Authoriser, key_entry
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.auth import Authoriser, key_entry
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.http.app import build_app
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.doors import METHODS, VLLM, VLLM_METHODS

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.serve.admission import check_prompt, check_terms, request_id_of, sampling_of
-from jaxinfer.serve.calls import Call, Conversation, ServeLimits
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.admission import check_prompt, check_terms, request_id_of, sampling_of
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call, Conversation, ServeLimits
 from tests.serve.fake_engine import VOCAB, fake_card
 
 CARD = fake_card()

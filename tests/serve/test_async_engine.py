@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
-from jaxinfer.serve.async_engine import AsyncEngine, EngineDeadError, _StepTimes
-from jaxinfer.serve.streams import merged as merge
+from jaxinfer.serve.api.streams import merged as merge
+from jaxinfer.serve.core.async_engine import AsyncEngine, EngineDeadError, _StepTimes
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 from tests.engine.gated_engine import QUEUE, FakeEngine, Sample, expected, make_request
 from tests.fakes import random_model

@@ -8,9 +8,10 @@ import pathlib
 
 import pytest
 
-from jaxinfer.serve import auth, keys
-from jaxinfer.serve.auth import SCOPES, Authoriser, KeysError, key_entry, new_key, read_keys
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve import keys
+from jaxinfer.serve.api import auth
+from jaxinfer.serve.api.auth import SCOPES, Authoriser, KeysError, key_entry, new_key, read_keys
+from jaxinfer.serve.api.errors import Kind, ServeError
 
 ALICE, BOB = "jaxinfer-alice", "jaxinfer-bob"
 

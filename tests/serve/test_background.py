@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.serve import background, heap
-from jaxinfer.serve.auth import Authoriser, key_entry
-from jaxinfer.serve.background import TOLERATED, Background
+from jaxinfer.serve.api.auth import Authoriser, key_entry
 from jaxinfer.serve.grpc.connections import Connections
 from jaxinfer.serve.grpc.health import Health
 from jaxinfer.serve.grpc.rpc import SlowClients
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.kv_events.publisher import Publisher
-from jaxinfer.serve.throughput import Throughput
+from jaxinfer.serve.runtime import background, malloc_trim
+from jaxinfer.serve.runtime.background import TOLERATED, Background
+from jaxinfer.serve.telemetry.throughput import Throughput
 from tests.serve.live import Live, live_fake
 from tests.serve.processes import wait_until
 
@@ -117,5 +117,5 @@ def test_the_process_has_its_own_task() -> None:
         assert not task.done()
         task.cancel()
 
-    work = failing(heap.tidy)
+    work = failing(malloc_trim.tidy)
     asyncio.run(asyncio.wait_for(story(), 60))

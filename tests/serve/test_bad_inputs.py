@@ -14,11 +14,11 @@ from starlette.routing import Route
 
 from jaxinfer.protos.oip import open_inference_pb2
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.auth import key_entry, new_key
+from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.grpc.auth import OPEN as OPEN_RPC
 from jaxinfer.serve.grpc.auth import SCOPES as RPC_SCOPES
 from jaxinfer.serve.http.app import build_app
-from jaxinfer.serve.http.door import OPEN, Door
+from jaxinfer.serve.http.app_state import OPEN, Door
 from tests.serve import corpus
 from tests.serve.doors import (
     COMPLETIONS,

@@ -15,8 +15,8 @@ from grpc import aio
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.calls import Call
-from jaxinfer.serve.tenants import cache_scope, engine_id, own_id, tenant_of_certificate
+from jaxinfer.serve.api.requests import Call
+from jaxinfer.serve.api.tenants import cache_scope, engine_id, own_id, tenant_of_certificate
 from tests.serve.grpc.running import running
 from tests.serve.http.support import run, serving
 

@@ -16,7 +16,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.client import Client, InvalidRequest
-from jaxinfer.serve.metrics import render
+from jaxinfer.serve.telemetry.metrics import render
 from tests.serve.live import Live, live_fake
 from tests.serve.test_metrics import busy
 

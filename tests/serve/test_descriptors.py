@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from jaxinfer.client import Client
-from jaxinfer.serve import descriptors
+from jaxinfer.serve.runtime import descriptors
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from tests.serve.core.fake_core import REPO
 from tests.serve.grpc.wire import Wire
@@ -50,7 +50,7 @@ def test_too_few_descriptors_are_refused_with_the_figures() -> None:
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     program = (
-        "import resource as r; from jaxinfer.serve.descriptors import raise_limit;"
+        "import resource as r; from jaxinfer.serve.runtime.descriptors import raise_limit;"
         "r.setrlimit(r.RLIMIT_NOFILE, (100, 300)); print(raise_limit(), *r.getrlimit(r.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, check=True, capture_output=True, text=True)

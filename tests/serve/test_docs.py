@@ -15,13 +15,13 @@ import pytest
 
 from jaxinfer.bench import options
 from jaxinfer.cli import serve as door
-from jaxinfer.flags import attribute_docs
+from jaxinfer.cli.flags import attribute_docs
 from jaxinfer.serve import keys
-from jaxinfer.serve.auth import SCOPES
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.errors import Kind
+from jaxinfer.serve.api.auth import SCOPES
+from jaxinfer.serve.api.errors import Kind
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.grpc import auth
-from jaxinfer.serve.http import door as http_door
+from jaxinfer.serve.http import app_state as http_door
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.live import Live, live_fake
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from jaxinfer.integrations.embedded import EmbeddedServer
 from jaxinfer.protos.v1 import inference_pb2
-from jaxinfer.serve.embedded import EmbeddedServer
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.api.errors import ServeError
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.core.fake_core import command
 from tests.serve.fake_engine import expected_text, fake_tokenizer, write_fake_folder

@@ -3,9 +3,8 @@
 import pytest
 
 from jaxinfer.sampling_params import QueueFullError, RequestError
-from jaxinfer.serve.errors import DuplicateIdError, Kind, ServeError, UnknownModelError
-from jaxinfer.serve.faults import answer_to
-from jaxinfer.serve.streams import EngineDeadError
+from jaxinfer.serve.api.errors import DuplicateIdError, Kind, ServeError, UnknownModelError, answer_to
+from jaxinfer.serve.api.streams import EngineDeadError
 
 
 @pytest.mark.parametrize(

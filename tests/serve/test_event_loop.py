@@ -12,11 +12,11 @@ from typing import Any, override
 
 import grpc
 
-from jaxinfer.serve.event_loop import Holds, Loop
+from jaxinfer.serve.runtime.event_loop import Holds, Loop
 
 PROCESS = """
 import asyncio, sys
-from jaxinfer.serve import event_loop
+from jaxinfer.serve.runtime import event_loop
 
 async def main():
     assert type(asyncio.get_running_loop()) is event_loop.Loop

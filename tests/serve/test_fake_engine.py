@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.async_engine import AsyncEngine
+from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, Request

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.fitting import fitted
-from jaxinfer.serve.fitting import written as in_form
+from jaxinfer.serve.api.requests import Conversation
+from jaxinfer.serve.workers.normalize import fitted
+from jaxinfer.serve.workers.normalize import written as in_form
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from tests.serve.fake_engine import TEMPLATE
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.serve.async_engine import AsyncEngine, EngineDeadError
-from jaxinfer.serve.calls import Call, Conversation, ServeLimits, Usage
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call, Conversation, ServeLimits, Usage
+from jaxinfer.serve.core.async_engine import AsyncEngine, EngineDeadError
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.text.output import OutputDelta
 from tests.serve.fake_engine import (
     EOS,

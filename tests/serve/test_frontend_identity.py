@@ -8,9 +8,9 @@ import pytest
 from jaxinfer.llm import LLM, CompletionOutput, LogprobsDict, RequestOutput
 from jaxinfer.loading import model_folder
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.async_engine import AsyncEngine
-from jaxinfer.serve.calls import Call, Conversation, ModelCard
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.requests import Call, Conversation, ModelCard
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.text import ChatTemplate, Tokenizer
 from jaxinfer.types import PositionLogprobs
 

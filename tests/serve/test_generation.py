@@ -11,10 +11,10 @@ import pytest
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.calls import Usage
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.generation import Generation
-from jaxinfer.serve.streams import EngineDeadError
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Usage
+from jaxinfer.serve.api.streams import EngineDeadError
+from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 from tests.serve.fake_engine import FIRST_BYTE, fake_tokenizer

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import gc
-from jaxinfer.serve import heap
+from jaxinfer.serve.runtime import malloc_trim as heap
 kept = [[] for _ in range(1000)]
 cycle = []
 cycle.append(cycle)
@@ -22,7 +22,7 @@ assert gc.get_threshold()[0] > 700
 
 TIDYING = """
 import asyncio, gc, weakref
-from jaxinfer.serve import heap
+from jaxinfer.serve.runtime import malloc_trim as heap
 
 class Thing:
     pass
@@ -62,7 +62,7 @@ def test_what_requests_left_goes_when_none_runs() -> None:
 
 LARGE = """
 import asyncio, gc
-from jaxinfer.serve import heap
+from jaxinfer.serve.runtime import malloc_trim as heap
 
 async def main():
     heap.settle()

@@ -15,8 +15,8 @@ import urllib.request
 
 import pytest
 
-from jaxinfer.serve import log_queue
-from jaxinfer.serve.log_queue import BURST, PER_SECOND, QUEUE_BYTES, Descriptor, Limiter, QueueHandler
+from jaxinfer.serve.runtime import log_queue
+from jaxinfer.serve.runtime.log_queue import BURST, PER_SECOND, QUEUE_BYTES, Descriptor, Limiter, QueueHandler
 from tests.serve.core.fake_core import REPO
 from tests.serve.fake_engine import write_fake_folder
 from tests.serve.processes import BOUND, fake_server, is_alive, wait_until
@@ -216,7 +216,7 @@ def test_a_core_whose_log_nobody_reads_gets_on(tmp_path):
         while True:
             os.write(writing, b"x" * 512)
     os.set_blocking(writing, True)
-    program = "import logging; from jaxinfer.serve import logs; logs.configure('text', 'info')\n"
+    program = "import logging; from jaxinfer.serve.runtime import logs; logs.configure('text', 'info')\n"
     program += "for k in range(5000): logging.getLogger('a').warning('line %d ' + str(k % 50) * 99, k)\n"
     program += "from jaxinfer.serve.core.process import _exit; _exit(7)"
     start = time.monotonic()

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from jaxinfer.serve import logs
-from jaxinfer.serve.logs import configure
+from jaxinfer.serve.runtime import logs
+from jaxinfer.serve.runtime.logs import configure
 
 
 class Written:

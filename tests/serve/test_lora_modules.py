@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.serve.lora_modules import parse_modules
+from jaxinfer.serve.api.lora_modules import parse_modules
 from jaxinfer.serve.settings import ServeConfigError, make_config
 
 printable = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20).filter(str.isprintable)

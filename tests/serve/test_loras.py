@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from jaxinfer.lora.store import LoRAError
-from jaxinfer.serve.async_engine import AsyncEngine
-from jaxinfer.serve.backend import LoRABackend
-from jaxinfer.serve.calls import Call
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.core.backend import LoRABackend
 from jaxinfer.serve.core.link import CoreLink
 from jaxinfer.serve.core.supervisor import CurrentCore
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.loras import LoRAs
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.types import LoRARef
 from tests.lora.fakes import Folders, make_store
 from tests.serve.fake_engine import FakeEngine, fake_card, fake_template, fake_tokenizer

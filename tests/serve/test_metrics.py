@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxinfer.engine.scheduling.stats import EngineStats, StatsRecorder
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.lora.usage import LoRAUsage
-from jaxinfer.serve.background import Background
-from jaxinfer.serve.metrics import EngineCollector, ServerMetrics, render
+from jaxinfer.serve.runtime.background import Background
+from jaxinfer.serve.telemetry.metrics import EngineCollector, ServerMetrics, render
 from jaxinfer.types import FinishReason
 from tests.engine.scheduling.test_stats import Clock, Fake
 

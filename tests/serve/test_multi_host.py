@@ -23,9 +23,9 @@ from jaxinfer import client as c
 from jaxinfer.cli.serve import parse
 from jaxinfer.protos.v1 import control_pb2 as control
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
-from jaxinfer.serve import logs
 from jaxinfer.serve.__main__ import serve
-from jaxinfer.serve.follower import Follower
+from jaxinfer.serve.core.worker_node import Follower
+from jaxinfer.serve.runtime import logs
 from jaxinfer.serve.settings import make_config
 from tests.serve.processes import BOUND, ServerProcess, is_alive, started, wait_until
 

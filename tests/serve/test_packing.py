@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.serve.packing import PackError, pack, unpack
+from jaxinfer.serve.workers.packing import PackError, pack, unpack
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.text(min_size=65, max_size=99) | st.lists(st.integers()),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jaxinfer.parsers.registry import Parsers
-from jaxinfer.serve.parsing import model_parsers
-from jaxinfer.serve.preview import refuse_early
+from jaxinfer.serve.frontend.parser_settings import model_parsers
+from jaxinfer.serve.frontend.preflight import refuse_early
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.text import ChatTemplate
 from tests.parsers.response_template.recorded import TEMPLATES

@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from jaxinfer.serve.async_engine import AsyncEngine
-from jaxinfer.serve.backend import BackendStream
-from jaxinfer.serve.calls import Call, Conversation, ServeLimits
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.tenants import cache_scope, engine_id
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call, Conversation, ServeLimits
+from jaxinfer.serve.api.tenants import cache_scope, engine_id
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.core.backend import BackendStream
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
 from jaxinfer.types import Request
 from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, FakeEngine, fake_card, fake_library, fake_template

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.serve.preview import refuse_early
+from jaxinfer.serve.frontend.preflight import refuse_early
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 DRAFTS: dict[str, Any] = {"speculative": "draft_model"}

@@ -17,7 +17,7 @@ import pytest
 from jaxinfer.client import Client, Health
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.auth import key_entry
+from jaxinfer.serve.api.auth import key_entry
 from tests.serve.processes import fake_server, is_alive, started, wait_until
 
 SERVE = ["-m", "jaxinfer.serve", "--grpc-port", "0", "--http-port", "off"]

@@ -8,9 +8,9 @@ from array import array
 import pytest
 
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.reading import BodyReader, LongTexts
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import ServeLimits
+from jaxinfer.serve.workers.offload import BodyReader, LongTexts
 from jaxinfer.text import find_tokenizer
 from tests.serve.fake_engine import fake_tokenizer, write_fake_folder
 

@@ -14,12 +14,12 @@ from jaxinfer.client import Client
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.calls import Call, Usage
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.log_queue import BURST, REQUESTS, Limiter
-from jaxinfer.serve.logs import JsonFormatter, TextFormatter
-from jaxinfer.serve.request_log import REFUSED, RequestLog
-from jaxinfer.serve.tracing import Tracing
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call, Usage
+from jaxinfer.serve.runtime.log_queue import BURST, REQUESTS, Limiter
+from jaxinfer.serve.runtime.logs import JsonFormatter, TextFormatter
+from jaxinfer.serve.telemetry.request_log import REFUSED, RequestLog
+from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.types import Request
 from tests.serve.live import live_fake
 from tests.serve.test_frontend import MESSAGES, PROMPT, served, whole

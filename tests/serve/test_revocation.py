@@ -12,8 +12,8 @@ import pytest
 from grpc import aio
 
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.auth import Authoriser, key_entry, new_key
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.auth import Authoriser, key_entry, new_key
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.core.fake_core import command
 from tests.serve.fake_engine import write_fake_folder

@@ -7,10 +7,10 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.sampling_params import QueueFullError, RequestError
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.calls import Call
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.room import Load, Room
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.api.capacity import Load, Room
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call
 from jaxinfer.serve.settings import QUEUE, make_config
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import run, serving

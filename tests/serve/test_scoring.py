@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.serve.calls import Call, ServeLimits
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.generation import Generation
-from jaxinfer.serve.scoring import check_continuations, score_all
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call, ServeLimits
+from jaxinfer.serve.frontend.generation import Generation
+from jaxinfer.serve.frontend.scoring import check_continuations, score_all
 from jaxinfer.types import FinishReason
 from tests.serve.test_generation import delta, generation_of, scripted
 

@@ -20,12 +20,12 @@ from jaxinfer.client.results import Answer
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.protos.oip import open_inference_pb2 as oip_pb
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.inference import Inference
 from jaxinfer.serve.grpc.oip import FINAL, OpenInference
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.serve.http.app import build_app
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.text.output import Output
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
 from tests.serve.fake_engine import FIRST_BYTE, VOCAB, fake_card, fake_template, fake_tokenizer

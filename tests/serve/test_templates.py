@@ -14,12 +14,11 @@ import pytest
 from jaxinfer import helper_process
 from jaxinfer.helper_process import GOOD, read_frame, write_frame
 from jaxinfer.sampling_params import QueueFullError, RequestError
-from jaxinfer.serve import templates
-from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import RETRY_SECONDS
-from jaxinfer.serve.packing import pack
-from jaxinfer.serve.templates import Renderer
+from jaxinfer.serve.api.errors import RETRY_SECONDS, Kind, ServeError
+from jaxinfer.serve.api.requests import Conversation
+from jaxinfer.serve.workers import templates
+from jaxinfer.serve.workers.packing import pack
+from jaxinfer.serve.workers.templates import Renderer
 from jaxinfer.text.chat_template import ChatTemplate
 from tests.serve.core.fake_core import REPO
 from tests.serve.fake_engine import TEMPLATE, fake_template
@@ -307,9 +306,9 @@ def test_one_tenants_queue_does_not_fill_that_of_others(monkeypatch):
 
 PARENT = """
 import asyncio, sys
-from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.api.requests import Conversation
 from jaxinfer.helper_process import read_frame, write_frame
-from jaxinfer.serve.templates import Renderer
+from jaxinfer.serve.workers.templates import Renderer
 
 async def main():
     renderer = Renderer(None, 1000.0)

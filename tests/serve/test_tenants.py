@@ -17,14 +17,14 @@ import pytest
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.protos.v1 import control_pb2
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
-from jaxinfer.serve import template_helper
-from jaxinfer.serve.auth import Authoriser, key_entry
-from jaxinfer.serve.calls import Call
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.auth import Authoriser, key_entry
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call
+from jaxinfer.serve.api.tenants import cache_scope
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.auth import SCOPES as RPC_SCOPES
-from jaxinfer.serve.http.door import SCOPES as ROUTES
-from jaxinfer.serve.tenants import cache_scope
+from jaxinfer.serve.http.app_state import SCOPES as ROUTES
+from jaxinfer.serve.workers import template_helper
 from jaxinfer.text import chat_template
 from jaxinfer.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import FakeEngine, Mischief

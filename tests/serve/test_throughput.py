@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.kv.manager import KVUsage
-from jaxinfer.serve.faults import unavailable
-from jaxinfer.serve.throughput import Throughput
+from jaxinfer.serve.api.errors import unavailable
+from jaxinfer.serve.telemetry.throughput import Throughput
 
 
 def stats(**changes: Any):

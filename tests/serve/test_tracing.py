@@ -7,9 +7,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.calls import Call, Conversation, Usage
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.tracing import Tracing
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call, Conversation, Usage
+from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.types import Request
 from tests.serve.test_frontend import PROMPT, served, whole
 
@@ -82,7 +82,7 @@ def test_only_plain_http_goes_without_tls(monkeypatch):
         asked[endpoint] = insecure
         return InMemorySpanExporter()
 
-    monkeypatch.setattr("jaxinfer.serve.tracing.OTLPSpanExporter", exporter)
+    monkeypatch.setattr("jaxinfer.serve.telemetry.tracing.OTLPSpanExporter", exporter)
     for endpoint in ("http://a:4317", "https://a:4317", "a:4317"):
         Tracing(endpoint).close()
     assert asked == {"http://a:4317": True, "https://a:4317": False, "a:4317": False}

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxinfer.sampling_params import QueueFullError
-from jaxinfer.serve.turns import Turns
+from jaxinfer.serve.workers.fair_pool import Turns
 
 
 def run(coroutine) -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfigError
+from jaxinfer.config.speculative import SpeculativeConfig
 from jaxinfer.spec import Bounded, Drafted, NgramDrafter, SuffixDrafter, Tree, drafter, make_drafter, register
-from jaxinfer.speculative import SpeculativeConfig
 
 
 def test_drafters_by_name() -> None:

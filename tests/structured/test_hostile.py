@@ -15,7 +15,7 @@ import pytest
 
 from jaxinfer.helper_process import Helper
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve import grammars
+from jaxinfer.serve.workers import grammars
 from jaxinfer.structured import masks as masking
 from jaxinfer.structured.helper import MODULE, check, setup
 from jaxinfer.structured.masks import Held, Masks

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.parsers.registry import REASONING_PARSERS
-from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams
 from jaxinfer.text.intake import Intake, recommended_sampling
 from jaxinfer.types import Thinking
-from jaxinfer.validate import SamplingLimits
 from tests.serve.fake_engine import VOCAB
 from tests.serve.http.scripted import SPECIAL, tokenizer
 

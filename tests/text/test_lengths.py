@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from jaxinfer.sampling_params import RequestError
+from jaxinfer.sampling_params import RequestError, SamplingLimits
 from jaxinfer.text.intake import Intake
 from jaxinfer.text.lengths import _NFC_SHRINKS, longest, utf8_length
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
-from jaxinfer.validate import SamplingLimits
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ["the", "aaaa", " " * 9, "K", "Ķ", "각"]

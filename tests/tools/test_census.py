@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
+from jaxinfer.formats.multimodal import text_model
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.registry import FAMILIES
-from jaxinfer.wrapped import text_model
 from tools import census
 
 MODELS = dict(census.configs())

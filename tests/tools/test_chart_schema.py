@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.settings import ServeConfig
 from tools import chart_schema
 

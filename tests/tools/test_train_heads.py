@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxinfer.heads import load_head
+from jaxinfer.draft_heads import load_head
 from jaxinfer.layers.attention import causal_attend
-from jaxinfer.models.eagle import MAP
 from jaxinfer.models.head import shared
+from jaxinfer.models.heads.eagle import MAP
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from tests.tools.test_train_demo import play

@@ -16,7 +16,7 @@ from jaxinfer.models.specs import fused_experts, gated_experts
 from jaxinfer.quant import dense, with_activations
 from jaxinfer.types import walk_specs
 from jaxinfer.weights import load_params, open_checkpoint
-from jaxinfer.weights.stacks import with_experts
+from jaxinfer.weights.moe_stacks import with_experts
 from tests.models.parity import teacher_forced
 from tests.models.test_parity import golden
 from tests.weights.files import refused, write_tensors

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
+from jaxinfer.config.speculative import HEADS
 from jaxinfer.gpu_check.stored import WEIGHTS
-from jaxinfer.speculative import HEADS
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
 from tools.check_programs import shipped, topologies

@@ -21,13 +21,13 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.draft_heads import abstract_head
 from jaxinfer.engine.execution.compiled import ADAPTED, compile_largest, compile_moving, temporary_bytes
 from jaxinfer.engine.execution.memory import Needs, stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
 from jaxinfer.gpu_check.stored import dequantized, stored
-from jaxinfer.heads import abstract_head
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model

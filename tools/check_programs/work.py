@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.wrapped import text_model
+from jaxinfer.formats.multimodal import text_model
 from pallas_kernels.check.plugins import ROOT
 
 MODELS = ROOT / "configs" / "models"

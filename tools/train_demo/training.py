@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import causal_attend
-from jaxinfer.models.llama import Llama, LlamaBlock
+from jaxinfer.models.families.llama import Llama, LlamaBlock
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.quant import take
 from jaxinfer.types import ParamSpec

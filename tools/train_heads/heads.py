@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxinfer.models.eagle import MAP
 from jaxinfer.models.head import HeadFiles
+from jaxinfer.models.heads.eagle import MAP
 from jaxinfer.models.model import Model
 from jaxinfer.models.registry import HEADS
 from jaxinfer.types import ParamSpec

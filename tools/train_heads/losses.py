@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, causal_attend
-from jaxinfer.models.eagle import MAP
 from jaxinfer.models.head import shared
+from jaxinfer.models.heads.eagle import MAP
 from jaxinfer.models.model import Model
 from jaxinfer.types import LayerSpec
 from tools.train_heads.recipes import HeadRecipe

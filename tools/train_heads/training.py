@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from jaxinfer.models.eagle import MAP
+from jaxinfer.models.heads.eagle import MAP
 from jaxinfer.models.model import Model
 from tools.train_demo.corpus import Corpus, batch
 from tools.train_demo.training import Progress

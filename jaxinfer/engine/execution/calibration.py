@@ -12,9 +12,9 @@ import jax
 
 from jaxinfer.compilations import found_out, timed
 from jaxinfer.engine.execution.commands import Executor
-from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.probe import AdaptedExecutor, Probe, joint
+from jaxinfer.engine.execution.step_costs import measure_costs
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.quant.banks import lora_targets
 

@@ -33,8 +33,8 @@ from jaxinfer.kv.transfer import COPIES, TRANSFERS, moved_pages
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, over_ranks_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.parallel.processes import on_host
-from jaxinfer.quant.adapted import rows_of
 from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writing_over_ranks
+from jaxinfer.quant.lora_weight import rows_of
 
 # Called with the number of compiled programs, and with the total.
 CompileProgress = Callable[[int, int], None]

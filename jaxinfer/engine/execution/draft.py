@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.engine.execution.commands import DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
-from jaxinfer.kv.spread import spread
+from jaxinfer.kv.sharded import spread
 from jaxinfer.models.head import DraftHead
 from jaxinfer.parallel.mesh import gathered_logits
 from jaxinfer.sampling import DraftRows, SlotParams, SlotState, accepted, guess

@@ -11,7 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
-from jaxinfer.defaults import Defaults, of_platform
+from jaxinfer.config.defaults import Defaults, of_platform
+from jaxinfer.config.speculative import other_vocabulary
 from jaxinfer.engine.execution.placement import device_memory, spread_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
@@ -21,7 +22,6 @@ from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.quant import KernelLost, Plain, gemm_fault, gemm_refusal, is_stored, refused_products, rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
-from jaxinfer.speculative import other_vocabulary
 
 _log = logging.getLogger("jaxinfer.start")
 

@@ -17,7 +17,7 @@ from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatc
 from jaxinfer.engine.execution.draft import keep_features
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, Pool, PrefillAttend, StatePool, pages_of, with_pages
-from jaxinfer.kv.spread import copy_own_pages, spread
+from jaxinfer.kv.sharded import copy_own_pages, spread
 from jaxinfer.kv.transfer import export_pages, import_pages
 from jaxinfer.parallel.mesh import gathered_logits, traced_size
 from jaxinfer.parallel.tokens import tokens_spread

@@ -10,8 +10,8 @@ from collections.abc import Sequence as Row
 from typing import NamedTuple
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.scheduling.branches import BranchPlanner, Tree
 from jaxinfer.engine.scheduling.buckets import Chunk
+from jaxinfer.engine.scheduling.draft_branches import BranchPlanner, Tree
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Pairs, PrefillPlan, StepPlan
 from jaxinfer.engine.scheduling.sequence import Sequence

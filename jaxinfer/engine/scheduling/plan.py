@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.kv.moves import Copy, Export, Import
+from jaxinfer.kv.page_copies import Copy, Export, Import
 from jaxinfer.types import PositionLogprobs
 
 

@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Row
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.scheduling.branches import RowResult
 from jaxinfer.engine.scheduling.decode import Constraints, DecodePlanner
+from jaxinfer.engine.scheduling.draft_branches import RowResult
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
+from jaxinfer.engine.scheduling.parallel_samples import Siblings
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, LoraLoad, Preempted, StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.prefill import PrefillPlanner
 from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_room
 from jaxinfer.engine.scheduling.sequence import Sequence, Status, needs_sampler_state
-from jaxinfer.engine.scheduling.siblings import Siblings
 from jaxinfer.engine.scheduling.stats import StatsRecorder
-from jaxinfer.kv.identity import cache_identity
+from jaxinfer.kv.cache_key import cache_identity
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.lora.queue import AdapterSource, with_adapters

@@ -1,7 +1,7 @@
 """Counters and timers of the engine. No jax.
 
 The scheduler and the engine report events to a `StatsRecorder`; benchmarks print its `snapshot`, and
-`jaxinfer.serve.metrics` exports it to Prometheus.
+`jaxinfer.serve.telemetry.metrics` exports it to Prometheus.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc import aio
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.connections import plain
 from jaxinfer.serve.settings import is_loopback
 

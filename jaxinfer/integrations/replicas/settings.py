@@ -13,9 +13,9 @@ import pydantic
 import yaml
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.names import advice
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.kv_events.settings import KvEventsConfig
+from jaxinfer.config.aliases import advice
+from jaxinfer.serve.api.kv_events import KvEventsConfig
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
 
 POLICY = "jaxinfer.integrations.replicas.scaling.QueueLength"

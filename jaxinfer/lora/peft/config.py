@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer import json_values
+from jaxinfer.formats import json_values
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft.patterns import Budget, Pattern, Suffix, first_match
 

@@ -1,7 +1,7 @@
 """Module names in an adapter file, which follow the model it was trained on and can differ from those of this model.
 
-The adapter may have been trained on a text model or on a wrapper around it (`jaxinfer.wrapped`), with transformers
-before or after 4.52, with or without a head; rules of its configuration use the names that its writer saw.
+The adapter may have been trained on a text model or on a wrapper around it (`jaxinfer.formats.multimodal`), with
+transformers before or after 4.52, with or without a head; rules of its configuration use the names that its writer saw.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from jaxinfer.wrapped import INNER_SPELLINGS, OTHERS
+from jaxinfer.formats.multimodal import INNER_SPELLINGS, OTHERS
 
 Prefixes = tuple[tuple[str, str], ...]
 

@@ -14,12 +14,12 @@ from jaxtyping import Float32
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
+from jaxinfer.lora.peft.adapter_tensors import BASE_BIAS, BASE_WEIGHT, BIAS, WEIGHT, Unit, UnitReader
 from jaxinfer.lora.peft.config import PeftConfig, parse_config
-from jaxinfer.lora.peft.places import Path, Place, Places, find_places, input_axis, room_for, values_at
+from jaxinfer.lora.peft.module_paths import Path, Place, Places, find_places, input_axis, room_for, values_at
 from jaxinfer.lora.peft.saved import SavedReader, is_cast
 from jaxinfer.lora.peft.tensors import AdapterFiles, open_adapter
 from jaxinfer.lora.peft.tokens import TokenReader
-from jaxinfer.lora.peft.units import BASE_BIAS, BASE_WEIGHT, BIAS, WEIGHT, Unit, UnitReader
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.errors import quoted
 from jaxinfer.weights.safetensors.reader import TensorInfo

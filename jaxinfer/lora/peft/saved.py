@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxinfer.lora.errors import AdapterError
+from jaxinfer.lora.peft.adapter_tensors import BIAS, OF_LORA, WEIGHT, Unit
 from jaxinfer.lora.peft.config import ends_with
-from jaxinfer.lora.peft.places import Path, Place
+from jaxinfer.lora.peft.module_paths import Path, Place
 from jaxinfer.lora.peft.tokens import RowReader, unit_of_rows
-from jaxinfer.lora.peft.units import BIAS, OF_LORA, WEIGHT, Unit
 from jaxinfer.types import EMBEDDING, HEAD
 from jaxinfer.weights.errors import quoted
 from jaxinfer.weights.safetensors.reader import DTYPES, TensorInfo

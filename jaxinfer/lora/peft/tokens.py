@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxinfer.lora.errors import AdapterError
+from jaxinfer.lora.peft.adapter_tensors import OF_LORA, Unit
 from jaxinfer.lora.peft.config import PeftConfig, ends_with
-from jaxinfer.lora.peft.places import Path, Place, Places
+from jaxinfer.lora.peft.module_paths import Path, Place, Places
 from jaxinfer.lora.peft.tensors import AdapterFiles
-from jaxinfer.lora.peft.units import OF_LORA, Unit
 from jaxinfer.types import HEAD
 from jaxinfer.weights.errors import quoted
 from jaxinfer.weights.safetensors.reader import TensorInfo

@@ -15,7 +15,7 @@ from jaxtyping import Float32
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.folders import CONFIG_FILE, TENSORS_FILE
-from jaxinfer.lora.peft.places import Path, Place, Places, find_places
+from jaxinfer.lora.peft.module_paths import Path, Place, Places, find_places
 from jaxinfer.types import EMBEDDING, ParamTree
 from jaxinfer.weights.safetensors.writer import write_tensors
 

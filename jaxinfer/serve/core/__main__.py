@@ -14,7 +14,7 @@ from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.group import enter_group, run_follower
 from jaxinfer.serve.core.service import Built, Report

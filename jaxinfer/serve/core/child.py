@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.core.folder import SocketFolder
 from jaxinfer.serve.core.link import CoreLink, require_descriptors
 from jaxinfer.serve.core.settings import CoreSettings
+from jaxinfer.serve.core.socket_dir import SocketFolder
 from jaxinfer.serve.settings import ServeConfig
 
 _GROUPED = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"

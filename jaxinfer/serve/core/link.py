@@ -18,9 +18,9 @@ from jaxinfer.lora.store import LoadedLoRA, LoRAError
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.protos.internal.core_pb2_grpc import CoreStub
 from jaxinfer.sampling_params import QueueFullError, RequestError
+from jaxinfer.serve.api.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
-from jaxinfer.serve.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.types import LoRARef, PositionLogprobs, Request, SequenceDelta
 
 _OPTIONS = (

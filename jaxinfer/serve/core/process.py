@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import BinaryIO, NoReturn
 
-from jaxinfer.serve import event_loop, logs
 from jaxinfer.serve.core import service
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
+from jaxinfer.serve.runtime import event_loop, logs
 from jaxinfer.serve.settings import ServeConfigError
 
 MAX_SETTINGS_BYTES = 1 << 20

@@ -22,12 +22,12 @@ from jaxinfer.lora.store import LoRAError
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.protos.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
 from jaxinfer.sampling_params import QueueFullError, RequestError
-from jaxinfer.serve.async_engine import AsyncEngine, Outlet
-from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.api.requests import ModelCard
+from jaxinfer.serve.api.streams import Closed, EngineDeadError, merged
 from jaxinfer.serve.core import wire
+from jaxinfer.serve.core.async_engine import AsyncEngine, Outlet
+from jaxinfer.serve.core.kv_event_encoder import Telling
 from jaxinfer.serve.core.outbox import Outbox
-from jaxinfer.serve.core.telling import Telling
-from jaxinfer.serve.streams import Closed, EngineDeadError, merged
 from jaxinfer.types import LoRARef, Request, SequenceDelta
 
 STOPPED, FAULT, FAILED = 0, 1, 2

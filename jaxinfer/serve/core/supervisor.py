@@ -13,14 +13,15 @@ from typing import Any
 
 from jaxinfer.lora.store import LoRAError
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.calls import ModelCard
-from jaxinfer.serve.core import folder, wire
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import ModelCard
+from jaxinfer.serve.api.streams import EngineDeadError
+from jaxinfer.serve.core import socket_dir as folder
+from jaxinfer.serve.core import wire
+from jaxinfer.serve.core.active_core import CurrentCore
 from jaxinfer.serve.core.child import Child
-from jaxinfer.serve.core.current import CurrentCore
 from jaxinfer.serve.core.link import CoreLink, RefusedError
-from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.settings import ServeConfig
-from jaxinfer.serve.streams import EngineDeadError
 
 STARTING, READY, DEAD, STOPPED = "starting", "ready", "dead", "stopped"
 FAILED = "failed"

@@ -13,8 +13,8 @@ from jaxinfer.lora.store import LoadedLoRA
 from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
-from jaxinfer.serve.calls import ModelCard
-from jaxinfer.serve.tenants import own_id
+from jaxinfer.serve.api.requests import ModelCard
+from jaxinfer.serve.api.tenants import own_id
 from jaxinfer.types import FinishReason, LoRARef, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
 
 MOST_CANDIDATES = 4096

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.chat.outputs import ParsedOutput, outputs_of
-from jaxinfer.serve.chat.terms import ChatTerms
-from jaxinfer.serve.faults import in_its_words
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.api.errors import in_its_words
+from jaxinfer.serve.api.requests import Conversation
+from jaxinfer.serve.frontend.chat.outputs import ParsedOutput, outputs_of
+from jaxinfer.serve.frontend.chat.terms import ChatTerms
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.grpc import chat, convert
 from jaxinfer.serve.grpc.loras import model_of
 from jaxinfer.serve.grpc.rpc import Rpc

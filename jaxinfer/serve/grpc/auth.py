@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 
 OPEN = None
 """Value in place of a scope: no API key is required."""
@@ -23,7 +23,7 @@ class Caller(Protocol):
 
 @runtime_checkable
 class Authoriser(Protocol):
-    """Checks API keys; see `jaxinfer.serve.auth.Authoriser`."""
+    """Checks API keys; see `jaxinfer.serve.api.auth.Authoriser`."""
 
     def authorise(
         self, token: str | None, scope: str, certificate: Callable[[], bytes | None] = lambda: None

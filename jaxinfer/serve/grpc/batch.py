@@ -6,11 +6,11 @@ import uuid
 from typing import override
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.errors import DuplicateIdError, ServeError, refused
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.errors import DuplicateIdError, ServeError, refused
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc import status
 from jaxinfer.serve.grpc.answers import answering
-from jaxinfer.serve.grpc.many import ManyRequests
+from jaxinfer.serve.grpc.bidi_stream import ManyRequests
 from jaxinfer.serve.grpc.rpc import Rpc
 
 _REMEMBERED = 1 << 17

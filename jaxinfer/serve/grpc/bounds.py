@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from google.protobuf.message import Message
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.auth import OPEN, Caller
 from jaxinfer.serve.grpc.connections import Connections, address_of
 

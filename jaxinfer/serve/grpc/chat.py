@@ -10,10 +10,10 @@ from google.protobuf import struct_pb2
 
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.chat.messages import for_template, message_at, tool_call
-from jaxinfer.serve.chat.terms import AUTO, EFFORTS, NONE, REQUIRED, ChatTerms
-from jaxinfer.serve.errors import Kind, ServeError, invalid
+from jaxinfer.serve.api.errors import Kind, ServeError, invalid
+from jaxinfer.serve.api.requests import Conversation
+from jaxinfer.serve.frontend.chat.messages import for_template, message_at, tool_call
+from jaxinfer.serve.frontend.chat.terms import AUTO, EFFORTS, NONE, REQUIRED, ChatTerms
 
 _TERMS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort")
 NAMES: Mapping[str, str] = {name: f"chat.{name}" for name in ("messages", "template", *_TERMS)}

@@ -9,11 +9,11 @@ from typing import Protocol, override, runtime_checkable
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlServicer
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.loras import NameInUseError, required
 from jaxinfer.serve.grpc.loras import lora_message
 from jaxinfer.serve.grpc.rpc import Rpc
-from jaxinfer.serve.loras import NameInUseError, required
 
 _MAX_DRAIN_SECONDS = 24 * 3600.0
 

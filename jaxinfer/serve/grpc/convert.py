@@ -1,4 +1,4 @@
-"""Conversion between messages of protos/jaxinfer/v1/inference.proto and records of `jaxinfer.serve.calls`.
+"""Conversion between messages of protos/jaxinfer/v1/inference.proto and records of `jaxinfer.serve.api.requests`.
 
 The conversion is lossless: a field that the client did not set is not set in the `Call`. The front end validates
 values; only values that a `Call` cannot represent are rejected here.
@@ -17,10 +17,9 @@ from google.protobuf.message import Message
 from jaxinfer.parsers.events import message_of
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.calls import Call, Input, ModelCard, Scored, ServeLimits, Usage
-from jaxinfer.serve.chat.outputs import TOOL_CALLS, CallDelta, ParsedOutput, call_deltas
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import prompt_as
+from jaxinfer.serve.api.errors import Kind, ServeError, prompt_as
+from jaxinfer.serve.api.requests import Call, Input, ModelCard, Scored, ServeLimits, Usage
+from jaxinfer.serve.frontend.chat.outputs import TOOL_CALLS, CallDelta, ParsedOutput, call_deltas
 from jaxinfer.serve.grpc import chat
 from jaxinfer.serve.grpc.chat import optional
 from jaxinfer.text.output import OutputDelta

@@ -12,7 +12,7 @@ import asyncio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 
 MAX_NUMBERS = 4 << 20
 """Maximum count of numbers in repeated numeric fields of one message."""

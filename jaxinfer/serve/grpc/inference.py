@@ -8,17 +8,16 @@ from typing import override
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceServicer
-from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import in_its_words
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.errors import Kind, ServeError, in_its_words
+from jaxinfer.serve.api.requests import Conversation
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc import convert
 from jaxinfer.serve.grpc.answers import answering
 from jaxinfer.serve.grpc.batch import Batch
 from jaxinfer.serve.grpc.chat import optional
 from jaxinfer.serve.grpc.loras import model_of
-from jaxinfer.serve.grpc.pump import Pump
 from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.serve.grpc.stream_writer import Pump
 from jaxinfer.text.output import OutputDelta
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from jaxinfer.lora.store import LoadedLoRA
 from jaxinfer.protos.v1 import control_pb2
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.errors import Kind, ServeError, invalid, short
-from jaxinfer.serve.faults import in_its_words
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.errors import Kind, ServeError, in_its_words, invalid, short
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.chat import optional
 
 

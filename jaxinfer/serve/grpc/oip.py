@@ -12,12 +12,11 @@ from typing import override
 
 from jaxinfer.protos.oip import open_inference_pb2 as pb
 from jaxinfer.protos.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import in_its_words, prompt_as
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.api.errors import Kind, ServeError, in_its_words, prompt_as
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.grpc import status
-from jaxinfer.serve.grpc.many import ManyRequests
+from jaxinfer.serve.grpc.bidi_stream import ManyRequests
 from jaxinfer.serve.grpc.oip_request import INPUTS, OUTPUTS, Ask, ask_of
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.serve.grpc.tensors import Value, add_output, refuse

@@ -13,10 +13,10 @@ from typing import Any
 
 from jaxinfer.protos.oip import open_inference_pb2 as pb
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.calls import Call
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.json_bodies import is_short, parse
+from jaxinfer.serve.api.requests import Call
 from jaxinfer.serve.grpc.tensors import read_scalar, refuse, text_of
-from jaxinfer.serve.http.bodies import is_short, parse
 
 INPUTS: Mapping[str, str] = MappingProxyType(
     {

@@ -26,14 +26,13 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import answer_to
+from jaxinfer.serve.api.errors import Kind, ServeError, answer_to
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.grpc import status
 from jaxinfer.serve.grpc.auth import OPEN, SCOPES, Authoriser, Caller, token_of
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.decode import decode
-from jaxinfer.serve.request_log import asked
+from jaxinfer.serve.telemetry.request_log import asked
 
 Observer = Callable[[str, grpc.StatusCode, float], None]
 """Callback at the end of every RPC: its full name ("package.Service/Method"), status, and duration in seconds."""

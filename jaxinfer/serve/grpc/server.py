@@ -14,9 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxinfer.protos.v1 import control_pb2, inference_pb2
-from jaxinfer.serve.background import Background
-from jaxinfer.serve.descriptors import OPERATORS
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.auth import Authoriser
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.connections import Connections
@@ -25,7 +23,9 @@ from jaxinfer.serve.grpc.health import Health
 from jaxinfer.serve.grpc.inference import Inference
 from jaxinfer.serve.grpc.rpc import Observer, Refused, Registrar, SlowClients
 from jaxinfer.serve.grpc.tls import credentials_of
-from jaxinfer.serve.ports import listen
+from jaxinfer.serve.runtime.background import Background
+from jaxinfer.serve.runtime.descriptors import OPERATORS
+from jaxinfer.serve.runtime.ports import listen
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 METADATA_BYTES = 16 << 10

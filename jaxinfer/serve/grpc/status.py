@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from jaxinfer.protos.v1 import inference_pb2
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 
 DOMAIN = "jaxinfer"
 """Domain of ErrorInfo: the namespace of its reasons."""

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 
 from jaxinfer.protos.oip import open_inference_pb2 as pb
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 
 _CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents", "UINT32": "uint_contents"}
 _LENGTH = struct.Struct("<I")

@@ -16,16 +16,15 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxinfer.serve.calls import Call, Usage
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import answer_to, in_its_words
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.generation import Generation
-from jaxinfer.serve.http.bodies import gone_away
+from jaxinfer.serve.api.capacity import Place
+from jaxinfer.serve.api.errors import Kind, ServeError, answer_to, in_its_words
+from jaxinfer.serve.api.json_bodies import gone_away
+from jaxinfer.serve.api.requests import Call, Usage
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.generation import Generation
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.choices import Choice, TextChoice
-from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.errors import error_event
-from jaxinfer.serve.room import Place
 from jaxinfer.text.output import OutputDelta
 
 _AT_ONCE = 8

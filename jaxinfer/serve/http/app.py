@@ -15,21 +15,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxinfer.serve.api.errors import Kind, ServeError, answered, in_its_words
+from jaxinfer.serve.api.json_bodies import read_json
 from jaxinfer.serve.core.supervisor import READY, Condition
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import answered, in_its_words
-from jaxinfer.serve.http import completions, long, models, operations, requests
+from jaxinfer.serve.http import completions, large_response, models, operations, requests
 from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
-from jaxinfer.serve.http.bodies import read_json
-from jaxinfer.serve.http.door import SCOPES, Door
+from jaxinfer.serve.http.app_state import SCOPES, Door
 from jaxinfer.serve.http.fields import Body, checked
-from jaxinfer.serve.http.gate import Gate, error_json, error_response
-from jaxinfer.serve.http.page import add_page
+from jaxinfer.serve.http.middleware import Gate, error_json, error_response
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.route import respond
-from jaxinfer.serve.metrics import render
+from jaxinfer.serve.http.swagger_ui import add_page
+from jaxinfer.serve.telemetry.metrics import render
 
 _BODIES: Mapping[str, type[Body]] = {
     "/v1/completions": requests.CompletionRequest,
@@ -170,7 +169,7 @@ async def _tokenize(request: Request) -> Response:
         ids = await frontend.tokenize(text, model=body.model, add_special_tokens=special, tenant=tenant)
     spell = frontend.token_text if body.return_token_strs else None
     about = {"count": len(ids), "max_model_len": frontend.card.max_model_len}
-    return long.tokens_answer(about, ids, spell)
+    return large_response.tokens_answer(about, ids, spell)
 
 
 async def _detokenize(request: Request) -> Response:
@@ -178,11 +177,14 @@ async def _detokenize(request: Request) -> Response:
     body = checked(requests.DetokenizeRequest, await read_json(request, door.limits, door.long.read))
     skip = body.skip_special_tokens
     with in_its_words({"token_ids": "tokens"}):
-        ids = await long.off_loop(
+        ids = await large_response.off_loop(
             len(body.tokens) if isinstance(body.tokens, list) else 0, ids_of, "tokens", body.tokens
         )
         text = await door.serving().detokenize(ids, model=body.model, skip_special_tokens=skip)
-    return Response(await long.off_loop(len(text), long.text_json, "prompt", text), media_type="application/json")
+    return Response(
+        await large_response.off_loop(len(text), large_response.text_json, "prompt", text),
+        media_type="application/json",
+    )
 
 
 # ---- errors

@@ -20,7 +20,7 @@ LOWEST_LOGPROB = -9999.0
 
 @runtime_checkable
 class Words(Protocol):
-    """Text and bytes of single tokens; implemented by `jaxinfer.serve.frontend.Frontend`."""
+    """Text and bytes of single tokens; implemented by `jaxinfer.serve.frontend.frontend.Frontend`."""
 
     def token_text(self, token: int) -> str: ...
     def token_bytes(self, token: int) -> bytes: ...

@@ -11,22 +11,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.parsers.registry import Parsers
-from jaxinfer.serve.calls import Call, Input
-from jaxinfer.serve.chat.outputs import outputs_of
-from jaxinfer.serve.chat.terms import ChatTerms
-from jaxinfer.serve.faults import in_its_words
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.api.errors import in_its_words
+from jaxinfer.serve.api.json_bodies import read_json
+from jaxinfer.serve.api.requests import Call, Input
+from jaxinfer.serve.frontend.chat.outputs import outputs_of
+from jaxinfer.serve.frontend.chat.terms import ChatTerms
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.http import answers, prompts
 from jaxinfer.serve.http.answers import Envelope, EventStream, Reply
-from jaxinfer.serve.http.bodies import read_json
+from jaxinfer.serve.http.app_state import Door, fingerprint
 from jaxinfer.serve.http.choices import ChatChoice, Echo, TextChoice, Wanted
-from jaxinfer.serve.http.door import Door, fingerprint
 from jaxinfer.serve.http.fields import checked
-from jaxinfer.serve.http.gate import usable_id
 from jaxinfer.serve.http.messages import MessageChoice
+from jaxinfer.serve.http.middleware import usable_id
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling
-from jaxinfer.serve.tracing import HEADERS
+from jaxinfer.serve.telemetry.tracing import HEADERS
 from jaxinfer.types import LoRARef
 
 

@@ -22,9 +22,9 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from jaxinfer.serve.descriptors import SPARE
-from jaxinfer.serve.http import framing, idle
-from jaxinfer.serve.http.gate import ALLOWED, CERTIFICATE, CROWDED
+from jaxinfer.serve.http import connection_eviction, framing
+from jaxinfer.serve.http.middleware import ALLOWED, CERTIFICATE, CROWDED
+from jaxinfer.serve.runtime.descriptors import SPARE
 
 _CHUNK_BYTES = 24
 """Bytes that frame a chunk without extensions: its size (as long as a 64-bit size may be) and line endings."""
@@ -62,10 +62,12 @@ class Connection(HttpToolsProtocol):
         settings: arguments of uvicorn's protocol.
     """
 
-    def __init__(self, *, bounds: Bounds, waiting: idle.Idle, cut: Callable[[str], None], **settings: Any) -> None:
+    def __init__(
+        self, *, bounds: Bounds, waiting: connection_eviction.Idle, cut: Callable[[str], None], **settings: Any
+    ) -> None:
         super().__init__(**settings)
         self._bounds, self._waiting, self._cut = bounds, waiting, cut
-        self._account = idle.STRANGER
+        self._account = connection_eviction.STRANGER
         self._due: float | None = None  # deadline of the head or body that is being read
         self._in_head = self._in_body = False
         self._head_bytes = self._framing = self._waste = 0
@@ -85,16 +87,16 @@ class Connection(HttpToolsProtocol):
         if (certificate := _certificate(transport)) is not None:
             self.app = _marked(self.app, CERTIFICATE, certificate)
         crowd = len(self.connections) - self._bounds.connections
-        if crowd > 0 and not self._waiting.make_room(idle.STRANGER, idle.KNOWN):
-            if crowd > SPARE and not self._waiting.make_room(idle.CROWDED):
+        if crowd > 0 and not self._waiting.make_room(connection_eviction.STRANGER, connection_eviction.KNOWN):
+            if crowd > SPARE and not self._waiting.make_room(connection_eviction.CROWDED):
                 self._close("connections")
                 return
-            self._account, self.app = idle.CROWDED, _marked(self.app, CROWDED, True)
+            self._account, self.app = connection_eviction.CROWDED, _marked(self.app, CROWDED, True)
         self._waiting.add(self, self._account)
 
     def give_way(self) -> None:
         """Close the connection because another one needs the slot."""
-        if self._account == idle.KNOWN:
+        if self._account == connection_eviction.KNOWN:
             self._cut("connections")
             self.transport.close()  # close() still flushes the last response
         else:
@@ -239,8 +241,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self._early:
             self.pipeline.clear()
-        if self._account == idle.STRANGER and self.cycle.scope.get(ALLOWED):
-            self._account = idle.KNOWN
+        if self._account == connection_eviction.STRANGER and self.cycle.scope.get(ALLOWED):
+            self._account = connection_eviction.KNOWN
         super().on_response_complete()
         if self._idle and not self.transport.is_closing():
             self._waiting.add(self, self._account)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pydantic
 
-from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.serve.api.errors import Kind, ServeError, short
 
 # ``type`` and ``code`` of each error kind; OpenAI clients choose the exception class by the HTTP status.
 _NAMES: Mapping[Kind, tuple[str, str | None]] = {

@@ -2,7 +2,7 @@
 
 There are three kinds of fields that are not served. Unserved fields would change the answer: they are rejected by name
 unless their value requests nothing (null, or OpenAI's default). Fields without effect are accepted, and a response
-header names them (`jaxinfer.serve.ignored`). Labels never change an answer. All other fields are mistakes and are
+header names them (`jaxinfer.serve.api.ignored`). Labels never change an answer. All other fields are mistakes and are
 rejected with the nearest known name.
 """
 
@@ -16,10 +16,10 @@ from typing import Any, ClassVar, get_args
 import pydantic
 from pydantic import ConfigDict
 
-from jaxinfer.names import advice
-from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.config.aliases import advice
+from jaxinfer.serve.api.errors import Kind, ServeError, short
+from jaxinfer.serve.api.ignored import ignore
 from jaxinfer.serve.http.errors import from_pydantic
-from jaxinfer.serve.ignored import ignore
 
 _DATED = re.compile(r"_([0-9]{8}|[0-9]{4}_[0-9]{2}_[0-9]{2})\Z")
 

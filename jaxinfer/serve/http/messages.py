@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.parsers.events import Content, Event, Reasoning, message_of
-from jaxinfer.serve.chat.messages import tool_call
-from jaxinfer.serve.chat.outputs import TOOL_CALLS, CallDelta, ParsedOutput, call_deltas
+from jaxinfer.serve.frontend.chat.messages import tool_call
+from jaxinfer.serve.frontend.chat.outputs import TOOL_CALLS, CallDelta, ParsedOutput, call_deltas
 from jaxinfer.serve.http.choices import ChatChoice, Wanted, Words
 from jaxinfer.text.output import OutputDelta
 

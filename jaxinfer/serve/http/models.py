@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from jaxinfer.lora.store import LoadedLoRA
-from jaxinfer.serve.calls import ModelCard
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.http.bodies import read_json
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.api.json_bodies import read_json
+from jaxinfer.serve.api.requests import ModelCard
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.loras import LoRAs, required
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.fields import Body, checked
-from jaxinfer.serve.loras import LoRAs, required
 
 
 class LoadLoRARequest(Body):

@@ -7,7 +7,7 @@ import json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 
 _UNSERVED = ("reset_running_requests", "reset_external")
 """Unsupported parameters of vLLM's reset (stop running requests; reset external caches); false is accepted."""

@@ -7,11 +7,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxinfer.serve.calls import Conversation, ServeLimits
-from jaxinfer.serve.chat.messages import for_template, message_at
-from jaxinfer.serve.chat.terms import ChatTerms
-from jaxinfer.serve.errors import Kind, ServeError, invalid, short
-from jaxinfer.serve.faults import prompt_as
+from jaxinfer.serve.api.errors import Kind, ServeError, invalid, prompt_as, short
+from jaxinfer.serve.api.requests import Conversation, ServeLimits
+from jaxinfer.serve.frontend.chat.messages import for_template, message_at
+from jaxinfer.serve.frontend.chat.terms import ChatTerms
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, TokenizeRequest
 
 MAX_PROMPTS = 1024

@@ -1,8 +1,8 @@
 """Request bodies: OpenAI's fields, and vLLM's names for extensions.
 
 Tables define which fields are served and how the remaining fields are treated (`jaxinfer.serve.http.fields`). Sampling
-parameters are passed on unchecked, because one validator serves all APIs (`jaxinfer.serve.admission`); here they are
-only described. Fields declared with a type are strict: a string is not accepted as a number.
+parameters are passed on unchecked, because one validator serves all APIs (`jaxinfer.serve.api.admission`); here they
+are only described. Fields declared with a type are strict: a string is not accepted as a number.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from jaxinfer.serve.chat.terms import Effort
-from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.serve.api.errors import Kind, ServeError, short
+from jaxinfer.serve.frontend.chat.terms import Effort
 from jaxinfer.serve.http.fields import Body, left_out
 from jaxinfer.serve.http.response_format import GUIDED, constraint_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.serve.api.errors import Kind, ServeError, short
 
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 _TAG_FIELDS = ("format", "structures", "triggers")

@@ -13,15 +13,15 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from jaxinfer.serve.background import Background
-from jaxinfer.serve.descriptors import OPERATORS
+from jaxinfer.serve.api.ignored import HEADER
 from jaxinfer.serve.http.app import build_app, build_metrics_app
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.connection import Bounds, Connection
-from jaxinfer.serve.http.door import Door
-from jaxinfer.serve.http.idle import Idle
+from jaxinfer.serve.http.connection_eviction import Idle
 from jaxinfer.serve.http.tls import ReloadingContext
-from jaxinfer.serve.ignored import HEADER
-from jaxinfer.serve.ports import listen
+from jaxinfer.serve.runtime.background import Background
+from jaxinfer.serve.runtime.descriptors import OPERATORS
+from jaxinfer.serve.runtime.ports import listen
 from jaxinfer.serve.settings import ServeConfig
 
 KEEP_ALIVE_SECONDS = 75

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Callable
 
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.background import Background
+from jaxinfer.serve.api.kv_events import OFF, KvEventsConfig
 from jaxinfer.serve.kv_events.hub import Hub
-from jaxinfer.serve.kv_events.settings import OFF, KvEventsConfig
+from jaxinfer.serve.runtime.background import Background
 
 try:
     from jaxinfer.serve.kv_events.publisher import Publisher

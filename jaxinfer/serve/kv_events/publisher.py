@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import zmq
 import zmq.asyncio
 
-from jaxinfer.serve.background import Background
+from jaxinfer.serve.api.kv_events import OFF, KvEventsConfig
 from jaxinfer.serve.kv_events.frames import END, Encoder, number_bytes
 from jaxinfer.serve.kv_events.hub import BATCHES, Batch, Hub
-from jaxinfer.serve.kv_events.settings import OFF, KvEventsConfig
+from jaxinfer.serve.runtime.background import Background
 from jaxinfer.serve.settings import ServeConfigError
 
 _HWM = 100_000

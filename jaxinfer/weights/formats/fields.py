@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from jaxinfer import json_values
+from jaxinfer.formats import json_values
 from jaxinfer.weights.errors import CheckpointError, quoted
 
 CONFIG_FILE = "config.json"

@@ -1,7 +1,7 @@
 """Per-module overrides in quantisation configs: ``dynamic`` of GPTQModel and ``extra_config`` of auto-round.
 
 Overrides use the module names of the model that was quantised, tensors the names in the file. These differ for a text
-model inside another model, so a module is looked up by each name that it may have (`jaxinfer.wrapped.names_of`).
+model inside another model, so a module is looked up by each name that it may have (`formats.multimodal.names_of`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from jaxinfer.formats.multimodal import names_of
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.patterns import Patterns
 from jaxinfer.weights.formats.tensors import RawTensors
-from jaxinfer.wrapped import names_of
 
 _WITH, _WITHOUT = "+:", "-:"
 _PLAIN_BITS = 16

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.gguf import GgufError, Metadata
+from jaxinfer.formats.gguf import GgufError, Metadata
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf.config import config_json
-from jaxinfer.weights.gguf.described import Described
-from jaxinfer.weights.gguf.joined import Joined, LatentUp, Latest, Rows
-from jaxinfer.weights.gguf.names import joins, targets
-from jaxinfer.weights.gguf.naming import Target
+from jaxinfer.weights.gguf.fused_tensors import Joined, LatentUp, Latest, Rows
+from jaxinfer.weights.gguf.header_view import Described
+from jaxinfer.weights.gguf.name_rules import Target
+from jaxinfer.weights.gguf.tensor_names import joins, targets
 from jaxinfer.weights.gguf.tensors import GgufFile, Plain, stored_weight
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import TensorInfo

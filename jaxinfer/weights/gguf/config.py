@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf.dense import DENSE, llama_biases
-from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.experts import EXPERTS, SIGMOID, SOFTMAX
 from jaxinfer.weights.gguf.fields import (
     Json,
@@ -22,6 +21,7 @@ from jaxinfer.weights.gguf.fields import (
     rope_scaling,
     rows_of_first,
 )
+from jaxinfer.weights.gguf.header_view import Described
 from jaxinfer.weights.gguf.hybrids import HYBRIDS
 from jaxinfer.weights.gguf.per_layer import PER_LAYER
 

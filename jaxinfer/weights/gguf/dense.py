@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.fields import (
     Json,
     biases,
@@ -17,6 +16,7 @@ from jaxinfer.weights.gguf.fields import (
     rows_of_first,
     sizes,
 )
+from jaxinfer.weights.gguf.header_view import Described
 
 _EXAONE_32B = 64  # layer count of the only EXAONE 4 with sliding windows, even if the file has no window
 _ATTENTION, _MLP = {"attention_bias": "attn_q"}, {"mlp_bias": "ffn_down"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.fields import (
     Json,
     biases,
@@ -15,6 +14,7 @@ from jaxinfer.weights.gguf.fields import (
     named,
     rotated_share,
 )
+from jaxinfer.weights.gguf.header_view import Described
 
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's ids of router gates
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.weights.errors import CheckpointError
-from jaxinfer.weights.gguf.described import Described
+from jaxinfer.weights.gguf.header_view import Described
 
 Json = dict[str, Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.fields import Json, common, expert_size, named, rotated_share, rows_of_first
+from jaxinfer.weights.gguf.header_view import Described
 from jaxinfer.weights.gguf.recurrent import Heads
 
 

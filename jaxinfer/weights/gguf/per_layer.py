@@ -10,9 +10,9 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxinfer.weights.errors import CheckpointError
-from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.fields import Json, expert_size, layer_types, named, rope_scaling, rows_of_first
-from jaxinfer.weights.gguf.naming import fused_kv_heads
+from jaxinfer.weights.gguf.header_view import Described
+from jaxinfer.weights.gguf.name_rules import fused_kv_heads
 
 _FREQUENCIES = "rope_freqs.weight"
 

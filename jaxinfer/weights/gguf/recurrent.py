@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxinfer.weights.gguf.described import MAX_HEADS, Described
 from jaxinfer.weights.gguf.fields import Json
-from jaxinfer.weights.gguf.naming import Target
+from jaxinfer.weights.gguf.header_view import MAX_HEADS, Described
+from jaxinfer.weights.gguf.name_rules import Target
 
 Order = Callable[[int], np.ndarray]
 

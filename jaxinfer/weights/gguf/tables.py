@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxinfer.weights.gguf.naming import Names, fused_kv_heads, grouped, in_numbers, turned_keys, turned_queries
+from jaxinfer.weights.gguf.name_rules import Names, fused_kv_heads, grouped, in_numbers, turned_keys, turned_queries
 from jaxinfer.weights.gguf.recurrent import (
     by_heads,
     channels,

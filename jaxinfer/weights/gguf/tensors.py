@@ -13,11 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.gguf import GgufError, GgufTensor, Header
+from jaxinfer.formats.gguf import GgufError, GgufTensor, Header
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf.blocks import layout_of, numbers, part_of
-from jaxinfer.weights.gguf.naming import Target
+from jaxinfer.weights.gguf.name_rules import Target
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import TensorInfo
 

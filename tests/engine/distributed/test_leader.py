@@ -16,8 +16,8 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution import calibration
 from jaxinfer.engine.execution.commands import COMMANDS, DecodeBatch, SaveSlot
 from jaxinfer.engine.execution.executor import LocalExecutor
-from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.step_costs import measure_costs
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError

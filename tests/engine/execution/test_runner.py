@@ -21,7 +21,7 @@ from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence, needs_sampler_state
 from jaxinfer.kv.manager import Swapped
-from jaxinfer.kv.moves import Copy, Export, Import
+from jaxinfer.kv.page_copies import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits, SlotState

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxinfer.engine.scheduling.branches import Tree as Planned
-from jaxinfer.engine.scheduling.branches import _candidates
+from jaxinfer.engine.scheduling.draft_branches import Tree as Planned
+from jaxinfer.engine.scheduling.draft_branches import _candidates
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import Branch, Draft
 from jaxinfer.spec import Drafted, Tree

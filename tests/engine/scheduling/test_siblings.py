@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jaxinfer.engine.scheduling.parallel_samples import Siblings
 from jaxinfer.engine.scheduling.sequence import Sequence, Status
-from jaxinfer.engine.scheduling.siblings import Siblings
 from tests.engine.scheduling.test_queues import make_sequence
 
 

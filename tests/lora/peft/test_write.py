@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from jaxinfer.lora.adapter import Adapter, Delta
-from jaxinfer.lora.peft.places import find_places
+from jaxinfer.lora.peft.module_paths import find_places
 from jaxinfer.lora.peft.read import read_adapter
 from jaxinfer.lora.peft.write import save_adapter
 from jaxinfer.lora.trainable import init_adapter

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.parsers.events import Content, Event, Reasoning, message_of
 from jaxinfer.parsers.registry import GPT_OSS, OPENAI, Parsers
 from jaxinfer.parsers.tools import Tools
-from jaxinfer.serve.chat.continued import continuing
+from jaxinfer.serve.frontend.chat.continued import continuing
 
 TOOLS = Tools([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}])
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.serve.chat.messages import INVALID, MOST_DEPTH, MOST_VALUES, arguments_of, for_template, tool_call
+from jaxinfer.serve.frontend.chat.messages import (
+    INVALID,
+    MOST_DEPTH,
+    MOST_VALUES,
+    arguments_of,
+    for_template,
+    tool_call,
+)
 
 
 def told(arguments: Any) -> Any:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Message, message_of
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.parsers.tools import Tools
-from jaxinfer.serve.chat.outputs import CallDelta, ParsedOutput, Shown, call_deltas
-from jaxinfer.serve.chat.terms import ChatTerms
-from jaxinfer.serve.chat.token_texts import TokenTexts
+from jaxinfer.serve.frontend.chat.outputs import CallDelta, ParsedOutput, Shown, call_deltas
+from jaxinfer.serve.frontend.chat.terms import ChatTerms
+from jaxinfer.serve.frontend.chat.token_texts import TokenTexts
 from jaxinfer.text.output import OutputDelta
 
 CALLS = "".join(f'<tool_call>{{"name": "f", "arguments": {{"a": {i}}}}}</tool_call>' for i in range(2))

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jaxinfer.parsers.registry import Parsers
-from jaxinfer.serve.chat.terms import ChatTerms
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.api.errors import ServeError
+from jaxinfer.serve.frontend.chat.terms import ChatTerms
 
 KNOWN = Parsers("hermes", "qwen3")
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

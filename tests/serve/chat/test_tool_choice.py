@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.parsers.registry import TOOL_FORMS, Parsers
 from jaxinfer.sampling_params import RequestError, SamplingParams
-from jaxinfer.serve.chat.tool_choice import Choice, choice_of, held
+from jaxinfer.serve.frontend.chat.tool_choice import Choice, choice_of, held
 from jaxinfer.structured.grammar import compiled
 from tests.structured.walks import takes, vocabulary
 

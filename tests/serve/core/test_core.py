@@ -12,12 +12,12 @@ import time
 import pytest
 
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
-from jaxinfer.serve.async_engine import AsyncEngine
-from jaxinfer.serve.backend import Backend, BackendStream
+from jaxinfer.serve.api.errors import ServeError
+from jaxinfer.serve.api.streams import EngineDeadError
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.core.backend import Backend, BackendStream
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.core.supervisor import Patience, Supervisor
-from jaxinfer.serve.errors import ServeError
-from jaxinfer.serve.streams import EngineDeadError
 from jaxinfer.types import FinishReason, Request
 from tests.serve import fake_engine as fake
 from tests.serve.core.fake_core import command, make_config

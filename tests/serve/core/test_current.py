@@ -10,10 +10,10 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.lora.store import LoRAError
 from jaxinfer.sampling_params import RequestError
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.streams import EngineDeadError
 from jaxinfer.serve.core.supervisor import Supervisor
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.loras import LoRAs
-from jaxinfer.serve.streams import EngineDeadError
+from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.types import LoRARef
 from tests.lora.fakes import write_number
 from tests.serve.core.fake_core import command, make_config

@@ -9,13 +9,13 @@ import tempfile
 
 import pytest
 
-from jaxinfer.serve.core.folder import PREFIX, SocketFolder, sweep
+from jaxinfer.serve.core.socket_dir import PREFIX, SocketFolder, sweep
 from tests.serve.core.fake_core import REPO
 from tests.serve.processes import fake_server
 
 HOLD = """
 import socket, sys, time
-from jaxinfer.serve.core.folder import SocketFolder
+from jaxinfer.serve.core.socket_dir import SocketFolder
 folder = SocketFolder.make()
 with socket.socket(socket.AF_UNIX) as listening:
     listening.bind(folder.socket)

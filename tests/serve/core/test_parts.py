@@ -6,8 +6,8 @@ import contextlib
 import pytest
 
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.core import link, service, wire
+from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import SequenceDelta
 from tests.serve import fake_engine as fake

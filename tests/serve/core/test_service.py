@@ -5,8 +5,8 @@ import time
 
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.core import wire
+from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.core.service import _Core
 from jaxinfer.types import Request
 from tests.serve.fake_engine import FakeEngine

@@ -13,7 +13,7 @@ from jaxinfer.kv.manager import KVUsage
 from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
-from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError

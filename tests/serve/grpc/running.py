@@ -16,12 +16,12 @@ from jaxinfer.lora.store import LoRAStore
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.async_engine import AsyncEngine
-from jaxinfer.serve.auth import Authoriser
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.auth import Authoriser
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.grpc.server import GrpcServers
-from jaxinfer.serve.loras import LoRAs
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import parts_of, read_number
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinfer.client import AsyncClient, Client
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.grpc.running import FakeSupervisor, Keys, plain

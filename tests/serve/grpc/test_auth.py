@@ -11,8 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from jaxinfer.protos.oip import open_inference_pb2
 from jaxinfer.protos.v1 import control_pb2, inference_pb2
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.auth import OPEN, SCOPES, token_of
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference

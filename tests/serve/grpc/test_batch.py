@@ -10,7 +10,7 @@ from grpc import aio
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.api.errors import ServeError
 from jaxinfer.serve.grpc.batch import Batch
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.inference import Inference

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.grpc import bounds
 from jaxinfer.serve.grpc.bounds import STRANGERS, Crowd, Turns
 from tests.serve.grpc.running import Running, failure, plain, running

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.chat.messages import arguments_of
-from jaxinfer.serve.chat.terms import ChatTerms
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Conversation
+from jaxinfer.serve.frontend.chat.messages import arguments_of
+from jaxinfer.serve.frontend.chat.terms import ChatTerms
 from jaxinfer.serve.grpc import chat as chats
 from tests.serve.grpc.running import failure
 from tests.serve.grpc.speaking import Speaking, speaking

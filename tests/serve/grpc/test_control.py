@@ -10,8 +10,8 @@ from google.protobuf import duration_pb2
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1 import inference_pb2
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.frontend.frontend import Frontend
 from tests.serve.fake_engine import Mischief
 from tests.serve.grpc.running import collected, failure, request, running
 from tests.serve.test_metrics import busy

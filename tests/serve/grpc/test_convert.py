@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.calls import Conversation, ServeLimits
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Conversation, ServeLimits
 from jaxinfer.serve.grpc import chat as chats
 from jaxinfer.serve.grpc import convert
 from jaxinfer.text.output import OutputDelta

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.decode import MAX_NUMBERS, _Count, decode
 from tests.serve.evil import GENERATE, GRPC, field, number_of
 from tests.yardstick import slowness

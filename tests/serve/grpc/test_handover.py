@@ -7,8 +7,8 @@ from typing import Any
 from jaxinfer.protos.oip import open_inference_pb2 as oip_pb
 from jaxinfer.protos.oip.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.calls import Call
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call
 from jaxinfer.serve.grpc import oip
 from tests.serve.grpc.running import failure, running
 

@@ -10,8 +10,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jaxinfer.protos.oip import open_inference_pb2
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.frontend.frontend import Frontend
 from tests.serve.fake_engine import expected_text, fake_tokenizer
 from tests.serve.grpc.running import failure, running
 

@@ -8,9 +8,9 @@ import pytest
 from grpc import aio
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.calls import Call
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call
+from jaxinfer.serve.frontend.frontend import Frontend
 from tests.serve.fake_engine import (
     FIRST_BYTE,
     Mischief,

@@ -15,9 +15,9 @@ from jaxinfer.protos.oip import open_inference_pb2 as oip
 from jaxinfer.protos.oip.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jaxinfer.protos.v1 import control_pb2 as control
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.async_engine import AsyncEngine
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference
-from jaxinfer.serve.loras import LoRAs
 from jaxinfer.types import Request
 from tests.lora.fakes import write_number
 from tests.serve.grpc.running import Failure, Running, failure, refusal, request, running, unpacked

@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from jaxinfer.protos.oip import open_inference_pb2 as pb
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.oip import FINAL, SERVICE, OpenInference
 from jaxinfer.serve.grpc.oip_request import ask_of
 from jaxinfer.serve.grpc.tensors import read_scalar

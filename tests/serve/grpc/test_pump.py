@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.generation import Generation
-from jaxinfer.serve.grpc.pump import Pump
-from jaxinfer.serve.streams import Closed, DeltaStream
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.streams import Closed, DeltaStream
+from jaxinfer.serve.frontend.generation import Generation
+from jaxinfer.serve.grpc.stream_writer import Pump
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 

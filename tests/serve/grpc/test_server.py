@@ -16,7 +16,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
-from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.grpc.server import CONCURRENT_STREAMS, GrpcServers
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.types import PositionLogprobs

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.status import trailers_of
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.parsers.registry import Parsers, detect
-from jaxinfer.serve.async_engine import AsyncEngine
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.structured.matcher import Vocabulary
 from jaxinfer.text.chat_template import ChatTemplate

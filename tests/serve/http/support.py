@@ -14,14 +14,14 @@ import httpx
 import openai
 from starlette.routing import BaseRoute
 
-from jaxinfer.serve.async_engine import AsyncEngine
-from jaxinfer.serve.auth import Authoriser
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.auth import Authoriser
+from jaxinfer.serve.api.requests import ServeLimits
+from jaxinfer.serve.core.async_engine import AsyncEngine
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.http.app import build_app
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.server import HttpServer
-from jaxinfer.serve.loras import LoRAs
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import Folders, make_store
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.http.bodies import MAX_DEPTH, parse
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.json_bodies import MAX_DEPTH, parse
 from tests.yardstick import slowness
 
 VALUES = st.recursive(

@@ -3,9 +3,9 @@
 import asyncio
 import dataclasses
 
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.calls import Call, Conversation
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.requests import Call, Conversation
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import events, run, serving
 

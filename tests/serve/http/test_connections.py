@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.descriptors import SPARE
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.api.requests import ServeLimits
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.runtime.descriptors import SPARE
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import BOUND, post, raw, run, serving

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.fake_engine import Mischief

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxinfer.serve.ignored import HEADER, collecting, header_of, ignore
+from jaxinfer.serve.api.ignored import HEADER, collecting, header_of, ignore
 from tests.serve.http.scripted import QWEN, speaking
 from tests.serve.http.support import Running, run
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.serve.auth import key_entry, new_key
+from jaxinfer.serve.api.auth import key_entry, new_key
 from tests.lora.fakes import Folders
 from tests.serve.http.support import events, run, serving
 

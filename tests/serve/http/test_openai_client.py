@@ -6,7 +6,7 @@ import threading
 import openai
 import pytest
 
-from jaxinfer.serve.calls import Call, Conversation
+from jaxinfer.serve.api.requests import Call, Conversation
 from tests.serve.fake_engine import EOS, FIRST_BYTE, Mischief, expected_text, expected_tokens
 from tests.serve.http.support import run, serving
 

@@ -5,11 +5,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.async_engine import AsyncEngine, EngineDeadError
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.calls import ModelCard
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.http.door import ADMIN, SCOPES, Door
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.api.requests import ModelCard
+from jaxinfer.serve.core.async_engine import AsyncEngine, EngineDeadError
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.http.app_state import ADMIN, SCOPES, Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from tests.serve.fake_engine import Mischief, fake_tokenizer

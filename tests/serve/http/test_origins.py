@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.serve.auth import key_entry, new_key
+from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.settings import ServeConfigError, make_config
 from tests.serve.http.support import run, serving
 

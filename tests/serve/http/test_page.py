@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.http.page import FILES
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.http.swagger_ui import FILES
 from tests.serve.http.support import run, serving
 
 

@@ -6,11 +6,11 @@ import logging
 import pytest
 from starlette.routing import Route
 
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.core.supervisor import Condition
 from jaxinfer.serve.http import completions
-from jaxinfer.serve.http.door import OPEN, SCOPES
+from jaxinfer.serve.http.app_state import OPEN, SCOPES
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import events, post, raw, run, serving
 from tests.text.test_contents import NOT_TEXT

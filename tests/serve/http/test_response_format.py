@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.api.errors import ServeError
 from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest
 from jaxinfer.serve.http.response_format import constraint_of

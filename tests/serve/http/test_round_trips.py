@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from jaxinfer.parsers.registry import Parsers
-from jaxinfer.serve.calls import Conversation, Usage
-from jaxinfer.serve.chat.messages import arguments_of
-from jaxinfer.serve.chat.outputs import outputs_of
-from jaxinfer.serve.fitting import fitted, written
+from jaxinfer.serve.api.requests import Conversation, Usage
+from jaxinfer.serve.frontend.chat.messages import arguments_of
+from jaxinfer.serve.frontend.chat.outputs import outputs_of
 from jaxinfer.serve.http import prompts
 from jaxinfer.serve.http.anthropic import inputs as anthropic
 from jaxinfer.serve.http.anthropic.answer import MessageWriter
@@ -32,6 +31,7 @@ from jaxinfer.serve.http.requests import ChatCompletionRequest
 from jaxinfer.serve.http.responses import inputs as responses
 from jaxinfer.serve.http.responses.answer import ResponseWriter
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
+from jaxinfer.serve.workers.normalize import fitted, written
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason

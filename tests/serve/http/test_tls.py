@@ -7,7 +7,7 @@ import subprocess
 import httpx
 import pytest
 
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.http.tls import ReloadingContext
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.kv.manager import KVConfig
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.core.telling import Telling
+from jaxinfer.serve.core.kv_event_encoder import Telling
 from jaxinfer.serve.grpc.vllm.events import batch_message, chunk_message
 from jaxinfer.serve.kv_events import hub as hubs
 from jaxinfer.serve.kv_events.frames import Encoder

@@ -10,11 +10,11 @@ import zmq
 import zmq.asyncio
 
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve import heap
+from jaxinfer.serve.api.kv_events import KvEventsConfig
 from jaxinfer.serve.kv_events import publisher as publisher_module
 from jaxinfer.serve.kv_events.hub import Hub
 from jaxinfer.serve.kv_events.publisher import Publisher
-from jaxinfer.serve.kv_events.settings import KvEventsConfig
+from jaxinfer.serve.runtime import malloc_trim
 from jaxinfer.serve.settings import ServeConfigError
 from tests.serve.kv_events.subscribers import DECODERS, AllBlocksCleared, BlockRemoved, BlockStored, Router
 from tests.serve.kv_events.test_hub import removed, stored
@@ -172,14 +172,14 @@ def test_one_that_never_reads_is_given_up_and_holds_little(monkeypatch) -> None:
     async def run() -> None:
         async with publishing() as (_, publisher, context):
             publisher._kept.extend((number, bytes(20_000)) for number in range(10_000))
-            before, lazy = heap.resident(), context.socket(zmq.DEALER)
+            before, lazy = malloc_trim.resident(), context.socket(zmq.DEALER)
             lazy.set_hwm(1)
             lazy.connect(publisher.replay_endpoint)
             await lazy.send_multipart([b"", bytes(8)])
             while not publisher._replays:
                 await asyncio.sleep(0.01)
             while publisher._replays:
-                assert heap.resident() - before < 50 << 20
+                assert malloc_trim.resident() - before < 50 << 20
                 await asyncio.sleep(0.01)
             assert len(await replayed(context, publisher, 9_990)) == 11  # with the end
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.serve.kv_events import settings
+from jaxinfer.serve.api import kv_events
 from jaxinfer.serve.settings import ServeConfigError, make_config
 
 
@@ -36,6 +36,6 @@ def test_what_nobody_else_reaches_needs_no_leave(endpoint):
 
 
 def test_without_its_packages_it_is_refused_with_the_name_of_the_extra(monkeypatch):
-    monkeypatch.setattr(settings, "PACKAGES", ("zmq", "nowhere_to_be_found"))
+    monkeypatch.setattr(kv_events, "PACKAGES", ("zmq", "nowhere_to_be_found"))
     with pytest.raises(ServeConfigError, match=r"needs nowhere_to_be_found: pip install 'jaxinfer\[routing\]'"):
         make_config({"model": "demo", "kv_events": True})

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxinfer import load_model
-from jaxinfer.gguf import BLOCKS, PLAIN
+from jaxinfer.formats.gguf import BLOCKS, PLAIN
 from jaxinfer.models.model import abstract
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint

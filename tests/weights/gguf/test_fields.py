@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.models.llama import LlamaConfig
-from jaxinfer.weights.gguf.described import Described
+from jaxinfer.models.families.llama import LlamaConfig
 from jaxinfer.weights.gguf.fields import common
+from jaxinfer.weights.gguf.header_view import Described
 from tests.weights.files import refused
 from tests.weights.gguf.files import TINY
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxinfer.gguf import BLOCKS, MAX_KEYS, MAX_STRINGS, MAX_TENSORS, PLAIN, SIZES, GgufError
+from jaxinfer.formats.gguf import BLOCKS, MAX_KEYS, MAX_STRINGS, MAX_TENSORS, PLAIN, SIZES, GgufError
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import abstract
 from jaxinfer.text import TemplateError, TokenizerError

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer import load_model
 from jaxinfer.weights.gguf.checkpoint import open_gguf
-from jaxinfer.weights.gguf.joined import Latest
+from jaxinfer.weights.gguf.fused_tensors import Latest
 from tests.weights.files import refused
 from tests.weights.formats.checkpoints import weights_of
 from tests.weights.gguf.files import TINY, dequantized_logits, q8_0, write_gguf

@@ -13,9 +13,9 @@ from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
 from jaxinfer.weights.gguf.config import config_json
 from jaxinfer.weights.gguf.dense import DENSE
-from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.experts import EXPERTS
-from jaxinfer.weights.gguf.names import joins, targets
+from jaxinfer.weights.gguf.header_view import Described
+from jaxinfer.weights.gguf.tensor_names import joins, targets
 from tests.weights.files import refused
 from tests.weights.gguf.convert import factors_of_llama3
 from tests.weights.gguf.files import write_gguf

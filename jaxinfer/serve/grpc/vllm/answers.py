@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.grpc.vllm import messages
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from jaxinfer.serve.calls import Call, Input
-from jaxinfer.serve.errors import Kind, ServeError, invalid
-from jaxinfer.serve.faults import prompt_as
+from jaxinfer.serve.api.errors import Kind, ServeError, invalid, prompt_as
+from jaxinfer.serve.api.requests import Call, Input
 from jaxinfer.serve.grpc.vllm import messages
 
 REFUSED: Mapping[str, str] = {

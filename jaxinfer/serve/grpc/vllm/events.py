@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from jaxinfer.protos.internal import core_pb2 as core
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.vllm import messages
 from jaxinfer.serve.kv_events.hub import Batch, Chunk, Hub, LaggedError
 from jaxinfer.serve.kv_events.mirror import TOKEN_BYTES, stored_of

@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.capacity import slots_of
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.vllm import messages
-from jaxinfer.serve.room import slots_of
 from jaxinfer.text.files import read_object
 from jaxinfer.text.pieces import TokenizerError
 

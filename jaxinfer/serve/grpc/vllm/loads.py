@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.capacity import slots_of
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.vllm import messages
-from jaxinfer.serve.room import slots_of
 from jaxinfer.version import __version__
 
 SECONDS = 1.0

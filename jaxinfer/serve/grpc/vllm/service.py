@@ -11,14 +11,13 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxinfer.serve.calls import Call, Conversation
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import in_its_words
-from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.api.errors import Kind, ServeError, in_its_words
+from jaxinfer.serve.api.requests import Call, Conversation
+from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.grpc.auth import SCOPES
-from jaxinfer.serve.grpc.pump import Pump
 from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.serve.grpc.stream_writer import Pump
 from jaxinfer.serve.grpc.vllm import convert, messages
 from jaxinfer.serve.grpc.vllm.answers import Answer
 from jaxinfer.serve.grpc.vllm.events import send_events

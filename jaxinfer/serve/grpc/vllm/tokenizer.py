@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.vllm import messages
 from jaxinfer.text.files import read_bytes
 from jaxinfer.text.load import gguf_files

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxinfer.serve.chat.messages import arguments_of
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.api.errors import ServeError
+from jaxinfer.serve.frontend.chat.messages import arguments_of
 from jaxinfer.serve.http.anthropic.errors import error_body
 from jaxinfer.serve.http.completions import Chat
 from jaxinfer.serve.http.events.parts import CALL, REASONING, Closed, More, Opened, Part, Step

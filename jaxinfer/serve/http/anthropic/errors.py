@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 
 ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Routes whose errors have this format."""

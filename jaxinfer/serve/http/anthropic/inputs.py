@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.fitting import thinking_switches
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.api.ignored import ignore
+from jaxinfer.serve.api.requests import ServeLimits
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.http.anthropic.bodies import (
     ASSISTANT,
     CHOICES,
@@ -41,7 +41,7 @@ from jaxinfer.serve.http.events.inputs import (
 )
 from jaxinfer.serve.http.fields import Body, checked
 from jaxinfer.serve.http.requests import ChatCompletionRequest
-from jaxinfer.serve.ignored import ignore
+from jaxinfer.serve.workers.normalize import thinking_switches
 
 _NAMES = {
     "stop": "stop_sequences",

@@ -7,13 +7,13 @@ import json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.serve.faults import in_its_words as in_words
+from jaxinfer.serve.api.errors import in_its_words as in_words
+from jaxinfer.serve.api.json_bodies import read_json
 from jaxinfer.serve.http.anthropic.answer import MessageWriter
 from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from jaxinfer.serve.http.anthropic.inputs import chat_of, in_its_words
-from jaxinfer.serve.http.bodies import read_json
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.completions import begin_chat
-from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.events.stream import written
 from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.prompts import conversation_of, names_in_messages, terms_of

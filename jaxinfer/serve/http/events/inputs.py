@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxinfer.names import advice
-from jaxinfer.serve.chat.messages import by_place
-from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.config.aliases import advice
+from jaxinfer.serve.api.errors import Kind, ServeError, short
+from jaxinfer.serve.api.ignored import renaming
+from jaxinfer.serve.frontend.chat.messages import by_place
 from jaxinfer.serve.http.fields import Body, checked, left_out, undated
 from jaxinfer.serve.http.requests import ChatCompletionRequest
-from jaxinfer.serve.ignored import renaming
 from jaxinfer.text import contents
 
 _FEW = 256

@@ -8,9 +8,9 @@ from typing import Literal
 
 from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from jaxinfer.parsers.parser import Parser
-from jaxinfer.serve.chat.outputs import Shown
-from jaxinfer.serve.chat.token_texts import TokenTexts
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.frontend.chat.outputs import Shown
+from jaxinfer.serve.frontend.chat.token_texts import TokenTexts
 from jaxinfer.serve.http.choices import Words
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason, PositionLogprobs

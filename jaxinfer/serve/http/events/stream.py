@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from jaxinfer.serve.chat.outputs import Shown, hidden_tokens, new_parsers
-from jaxinfer.serve.errors import ServeError
-from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.api.errors import ServeError
+from jaxinfer.serve.frontend.chat.outputs import Shown, hidden_tokens, new_parsers
+from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.http.answers import ServerSentEvents, put, while_connected
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.completions import Chat, id_headers
-from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.events.parts import PartReader
 from jaxinfer.text.output import OutputDelta
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.http.answers import ServerSentEvents
 from jaxinfer.serve.http.choices import Words, position_json
 from jaxinfer.serve.http.completions import Chat

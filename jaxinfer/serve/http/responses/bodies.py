@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from jaxinfer.serve.chat.terms import Effort
-from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.serve.api.errors import Kind, ServeError, short
+from jaxinfer.serve.api.ignored import ignore
+from jaxinfer.serve.frontend.chat.terms import Effort
 from jaxinfer.serve.http.fields import Body
 from jaxinfer.serve.http.requests import ACCOUNTING, HOSTED, NOTHING, Boolean, Integer, Number, Objects
-from jaxinfer.serve.ignored import ignore
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED: Mapping[str, None] = dict.fromkeys(

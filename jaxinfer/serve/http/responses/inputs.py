@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.chat.messages import arguments_of
+from jaxinfer.serve.api.requests import ServeLimits
+from jaxinfer.serve.frontend.chat.messages import arguments_of
 from jaxinfer.serve.http.events.inputs import (
     Turns,
     chat_body,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.serve.http.bodies import read_json
+from jaxinfer.serve.api.json_bodies import read_json
+from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.completions import begin_chat
-from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.events.stream import written
 from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.responses.answer import ResponseWriter

@@ -12,7 +12,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from jaxinfer.serve.core.supervisor import READY, Condition
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.vllm.messages import pb
 from jaxinfer.serve.grpc.vllm.service import Served, VllmEngine, service
 from tests.serve.fake_engine import FIRST_BYTE, Mischief, write_fake_folder

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.vllm import convert
 from jaxinfer.serve.grpc.vllm.messages import pb
 from tests.serve.grpc.vllm.serving import IDS, request

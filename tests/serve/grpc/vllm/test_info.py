@@ -7,9 +7,9 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.core.supervisor import READY, Condition
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.vllm.messages import common, pb
 from jaxinfer.serve.grpc.vllm.service import NAME
 from tests.serve.fake_engine import BOS, EOS, PAD, VOCAB

@@ -8,10 +8,10 @@ import anthropic
 import httpx
 import pytest
 
-from jaxinfer.serve.auth import key_entry, new_key
-from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.api.auth import key_entry, new_key
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.http.anthropic.errors import ROUTES
-from jaxinfer.serve.http.door import SCOPES
+from jaxinfer.serve.http.app_state import SCOPES
 from tests.parsers.corpus import CASES
 from tests.parsers.corpus import TOOLS as CORPUS_TOOLS
 from tests.serve.fake_engine import Mischief

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.api.errors import ServeError
+from jaxinfer.serve.api.ignored import collecting
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.http.anthropic.bodies import MessagesRequest
 from jaxinfer.serve.http.anthropic.inputs import chat_of, messages_of
 from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.requests import ChatCompletionRequest
-from jaxinfer.serve.ignored import collecting
 from tests.serve.http.scripted import QWEN, speaking
 from tests.serve.http.support import run, serving
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.http.events.inputs import Turns, in_the_words_of, item_of, text_of
 from jaxinfer.serve.http.responses.bodies import InputText
 

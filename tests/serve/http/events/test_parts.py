@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jaxinfer.parsers.events import message_of
 from jaxinfer.parsers.parser import Parser
 from jaxinfer.parsers.tools import Tools
-from jaxinfer.serve.chat.outputs import Shown
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.frontend.chat.outputs import Shown
 from jaxinfer.serve.http.events.parts import CALL, REASONING, TEXT, Closed, More, Opened, PartReader, Step
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob

@@ -1,6 +1,6 @@
 """Readers of chats, as doors make them."""
 
-from jaxinfer.serve.calls import Call, Conversation
+from jaxinfer.serve.api.requests import Call, Conversation
 from jaxinfer.serve.http.completions import Chat
 from jaxinfer.serve.http.events.parts import REASONING, TEXT
 from jaxinfer.serve.http.events.stream import event, reader_of

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.api.errors import ServeError
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.inputs import chat_of, messages_of

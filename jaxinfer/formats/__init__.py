@@ -1,0 +1,1 @@
+"""Readers of file formats that several packages share. Standard library alone."""

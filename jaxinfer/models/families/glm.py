@@ -1,0 +1,118 @@
+"""GLM-4 dense models: Llama with half of each head rotated, interleaved; gate and up are one tensor.
+
+``glm4`` (GLM-4-0414) adds post-norms of attention and MLP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.models.config import ConfigError, ConfigReader, decoder_fields, rope_config
+from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, block_specs
+from jaxinfer.models.families.phi3 import gate_up
+from jaxinfer.models.family import Family
+from jaxinfer.models.specs import cache_spec, decoder, linear, rms_norm
+from jaxinfer.types import LayerSpec, ParamTree
+
+# Defaults of transformers for fields missing from config.json.
+_DEFAULTS = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "partial_rotary_factor": 0.5,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class GlmConfig(LlamaConfig):
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``sandwich``: whether there are post-norms."""
+
+    sandwich: bool
+
+    @staticmethod
+    def from_json(config: Mapping[str, Any]) -> GlmConfig:
+        """Read config.json; raises as `decoder_fields` does."""
+        read = ConfigReader(config, _DEFAULTS)
+        sandwich = read.choice("model_type", "glm", ("glm", "glm4")) == "glm4"
+        fields = decoder_fields(read)
+        rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
+        even_rotation(fields["head_dim"], rope.partial)
+        layers = (LayerSpec(),) * read.positive("num_hidden_layers")
+        return GlmConfig(
+            **fields, layers=layers, rope=rope, qkv_bias=read.flag("attention_bias", True), sandwich=sandwich
+        )
+
+
+def even_rotation(head_dim: int, partial: float) -> None:
+    """Raise ConfigError unless this fraction of a head is a positive even number of dims."""
+    size = int(head_dim * partial)
+    if size == 0 or size % 2:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor = {partial} rotates {size} of {head_dim} numbers of a head: "
+            "it must be an even number of them"
+        )
+
+
+class GlmBlock(LlamaBlock):
+    """A decoder layer."""
+
+    config: GlmConfig
+
+    def options(self) -> dict[str, Any]:
+        return {"interleaved": True}
+
+    def setup(self) -> None:
+        super().setup()
+        if self.config.sandwich:
+            self.attention_out_norm, self.mlp_out_norm = (RMSNorm(self.config.norm_eps) for _ in range(2))
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
+        x = x + (self.attention_out_norm(mixed) if self.config.sandwich else mixed)
+        changed = self.feed_forward(self.mlp_norm(x))
+        return x + (self.mlp_out_norm(changed) if self.config.sandwich else changed), cache
+
+
+class Glm(Llama):
+    """The Glm decoder: see `Decoder`."""
+
+    config: GlmConfig
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        return (override or GlmBlock)(self.config, self.config.layers[index], parent=None)
+
+
+def param_specs(cfg: GlmConfig) -> ParamTree:
+    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix))
+
+
+def _block_specs(cfg: GlmConfig, prefix: str) -> dict[str, Any]:
+    d, hidden = cfg.hidden_size, cfg.intermediate_size
+    mlp = {
+        "gate_up": gate_up(f"{prefix}.mlp.gate_up_proj.weight", d, hidden),
+        "down": linear(f"{prefix}.mlp.down_proj.weight", (hidden, d), ("mlp", "embed")),
+    }
+    tree = block_specs(cfg, prefix, mlp)
+    if cfg.sandwich:
+        tree["attention_out_norm"] = rms_norm(f"{prefix}.post_self_attn_layernorm", d)
+        tree["mlp_out_norm"] = rms_norm(f"{prefix}.post_mlp_layernorm", d)
+    return tree
+
+
+GLM = Family(GlmConfig.from_json, param_specs, cache_spec, Glm)

@@ -1,0 +1,113 @@
+"""GPT-J (Wang & Komatsuzaki 2021): interleaved partial rotation, parallel attention and MLP after one layer norm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mlp import MLP
+from jaxinfer.layers.norm import LayerNorm
+from jaxinfer.layers.rope import RopeConfig, rope_angles
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
+from jaxinfer.models.decoder import LayerNormDecoder
+from jaxinfer.models.families.gpt2 import GENERAL_NAMES, IGNORE, NAMES
+from jaxinfer.models.family import Family
+from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, layer_norm, linear, plain_mlp
+from jaxinfer.types import LayerSpec, ParamTree
+
+_DEFAULTS = {
+    "vocab_size": 50400,
+    "hidden_size": 4096,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu_new",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class GPTJConfig(DecoderConfig):
+    """The resolved config.json of a checkpoint: see `DecoderConfig`. ``rotary_dim``: rotated dims of a head."""
+
+    rotary_dim: int
+
+    @staticmethod
+    def from_json(config: Mapping[str, Any]) -> GPTJConfig:
+        """Read config.json; raises as `decoder_fields` does."""
+        read = ConfigReader(renamed(config, GENERAL_NAMES), _DEFAULTS, NAMES)
+        fields, layers = decoder_fields(read, mlp_ratio=4, cut_heads=True), read.positive("num_hidden_layers")
+        return GPTJConfig(**fields, layers=(LayerSpec(),) * layers, rotary_dim=_rotary_dim(read, fields["head_dim"]))
+
+
+def _rotary_dim(read: ConfigReader, head_dim: int) -> int:
+    read.require(read.fields.get("rotary_dim", 64) is not None, "rotary_dim", "must be > 0")
+    size = read.positive("rotary_dim", 64)
+    read.require(size % 2 == 0 and size <= head_dim, "rotary_dim", f"must be even and at most {head_dim}")
+    return size
+
+
+class GPTJBlock(Layer):
+    """A decoder layer: attention and MLP read the same normalised input."""
+
+    config: GPTJConfig
+    layer: LayerSpec
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.norm = LayerNorm(cfg.norm_eps)
+        self.attention = Attention(cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer, interleaved=True)
+        self.mlp = MLP(cfg.activation)
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        normal = self.norm(x)
+        mixed, cache = self.attention(normal, rope, attend, cache)
+        return mixed + self.feed_forward(normal) + x, cache
+
+    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return self.mlp(x)
+
+
+class GPTJ(LayerNormDecoder):
+    config: GPTJConfig
+    head_bias = True
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        return (override or GPTJBlock)(self.config, self.config.layers[index], parent=None)
+
+    def context(self, positions: Int[Array, "*batch"]) -> tuple[jax.Array, jax.Array]:
+        return rope_angles(positions, RopeConfig().inverse_frequencies(self.config.rotary_dim))
+
+
+def param_specs(cfg: GPTJConfig) -> ParamTree:
+    return decoder(
+        cfg,
+        lambda _, prefix: _block_specs(cfg, prefix),
+        embed="transformer.wte.weight",
+        layers="transformer.h",
+        final_norm=layer_norm("transformer.ln_f", cfg.hidden_size),
+        head_bias=True,
+    )
+
+
+def _block_specs(cfg: GPTJConfig, prefix: str) -> dict[str, Any]:
+    d, mlp = cfg.hidden_size, f"{prefix}.mlp"
+    attention = {
+        "qkv": fused_qkv(f"{prefix}.attn", d, cfg.heads, cfg.heads, cfg.head_dim),
+        "out": linear(f"{prefix}.attn.out_proj.weight", (d, d), ("heads", "embed")),
+    }
+    return {
+        "norm": layer_norm(f"{prefix}.ln_1", d),
+        "attention": attention,
+        "mlp": plain_mlp(f"{mlp}.fc_in", f"{mlp}.fc_out", d, cfg.intermediate_size),
+    }
+
+
+GPTJ_FAMILY = Family(GPTJConfig.from_json, param_specs, cache_spec, GPTJ, IGNORE, "transformer.")

@@ -1,0 +1,1 @@
+"""Draft heads: EAGLE, Medusa, multi-token prediction."""

@@ -1,0 +1,1 @@
+"""The vocabulary of all APIs: requests, errors, authentication, admission control."""

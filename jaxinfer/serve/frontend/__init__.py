@@ -1,0 +1,1 @@
+"""The front end that all APIs call: generation, chat, scoring, LoRA adapters."""

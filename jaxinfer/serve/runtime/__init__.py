@@ -1,0 +1,1 @@
+"""Process-level services: logging, the event loop, ports, descriptors."""

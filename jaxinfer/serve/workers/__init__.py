@@ -1,0 +1,1 @@
+"""Worker processes that parse, tokenize and render untrusted input, and the pools that run them."""
