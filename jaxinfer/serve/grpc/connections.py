@@ -114,7 +114,8 @@ class Connections:
         peers = {name: dataclasses.replace(peer) for name, peer in self._peers.items()}
         present, cut = await asyncio.to_thread(self._look, {plain(name): peer for name, peer in peers.items()})
         for name in peers:
-            if plain(name) not in present and not self._peers[name].running:
+            peer = self._peers.get(name)  # a call may have ended meanwhile
+            if plain(name) not in present and peer is not None and not peer.running:
                 del self._peers[name]
         for _ in range(cut):
             self._cut()
@@ -186,18 +187,24 @@ def _ends_of(copy: socket.socket) -> tuple[int, str | None]:
 
 
 def plain(peer: str) -> str:
-    """Convert gRPC's name of a peer, ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``, to address and port."""
+    """Convert gRPC's name of a peer, ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``, to address and port.
+
+    Other names are returned unchanged: that of a connection that was reset at once has no address.
+    """
     host, _, port = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")
-    return f"{_ip(host.strip('[]'))} {port}"
+    try:
+        return f"{_ip(host.strip('[]'))} {port}"
+    except ValueError:
+        return peer
 
 
 def address_of(peer: str) -> str:
     """Return the key that identifies a client: its IPv4 address, or the /64 network of its IPv6 address."""
     if peer.startswith("ipv4:"):
         return peer[5:].rpartition(":")[0]
-    if not peer.startswith("ipv6:"):
+    if not peer.startswith("ipv6:") or plain(peer) == peer:
         return peer.partition(":")[0]
-    ip = _ip(plain(peer).partition(" ")[0])
+    ip = plain(peer).partition(" ")[0]
     return str(ipaddress.ip_network((ip, 64), strict=False)) if ":" in ip else ip
 
 

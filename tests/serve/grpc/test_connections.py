@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import socket
+from collections.abc import Mapping
 
 import pytest
 
-from jaxinfer.serve.grpc.connections import Connections, address_of, plain
+from jaxinfer.serve.grpc.connections import Connections, Peer, address_of, plain
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,11 @@ from jaxinfer.serve.grpc.connections import Connections, address_of, plain
         ("ipv6:[2001:db8:0:1:2::3]:4", "2001:db8:0:1:2::3 4", "2001:db8:0:1::/64"),
         ("ipv6:%5Bfe80::1%25eth0%5D:80", "fe80::1 80", "fe80::/64"),
         ("ipv6:%5B::ffff:10.0.0.1%5D:80", "10.0.0.1 80", "10.0.0.1"),
+        # Connections that were reset before gRPC asked for their address.
+        ("", "", ""),
+        ("unknown", "unknown", "unknown"),
+        ("ipv4:", "ipv4:", ""),
+        ("ipv6:", "ipv6:", "ipv6"),
     ],
 )
 def test_names_of_peers(peer: str, name: str, address: str) -> None:
@@ -74,6 +80,20 @@ def test_strangers_go_first_then_who_was_served_longest_ago_and_never_who_is_ser
             assert await look(connections, [clients[at] for at in (3, 6, 7)]) == []
 
         asyncio.run(story())
+
+
+@pytest.mark.parametrize("peer", ["", "unknown", "ipv4:127.0.0.1:80"])
+def test_a_call_of_any_peer_may_end_during_a_look(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connections = Connections({1: 8})
+    call, waits = connections.begin(peer, known=False), connections._look
+
+    def during(peers: Mapping[str, Peer]) -> tuple[set[str | None], int]:
+        connections.end(peer, call, known=False)
+        return waits(peers)
+
+    monkeypatch.setattr(connections, "_look", during)
+    assert not asyncio.run(connections.look())
+    assert not connections._peers
 
 
 def test_looks_are_close_where_half_of_the_places_are_taken() -> None:
