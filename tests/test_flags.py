@@ -1,4 +1,4 @@
-"""Flags of the command line, made of `EngineConfig`."""
+"""Command-line flags derived from `EngineConfig`."""
 
 import argparse
 import dataclasses
@@ -45,6 +45,7 @@ EVERY = {
     "async_scheduling": (["--async-scheduling", "off"], False),
     "batching": (["--batching", "static"], "static"),
     "multi_step": (["--multi-step", "4"], 4),
+    "trace_steps": (["--trace-steps", "steps.jsonl"], "steps.jsonl"),
     "speculative": (["--speculative", "ngram"], "ngram"),
     "speculative_model": (["--speculative-model", "folder"], "folder"),
     "num_speculative_tokens": (["--num-speculative-tokens", "2"], 2),

@@ -84,6 +84,7 @@ class SchedulerConfig:
         async_scheduling: launch step N+1 before the results of step N are read. Off: for debugging.
         batching: "continuous", or "static": a batch runs until all its sequences have ended. For comparison.
         multi_step: maximum decode steps that run on the device without the host, while no request waits.
+        trace_steps: file to which each step's plan and results are appended as lines of JSON. For debugging.
     """
 
     max_num_seqs: int | None = None
@@ -98,6 +99,7 @@ class SchedulerConfig:
     async_scheduling: bool = True
     batching: str = "continuous"
     multi_step: int = 1
+    trace_steps: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.engine.step_trace import StepTrace
 from jaxinfer.kv.journal import Journal
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.lora.store import LoRAStore
@@ -144,6 +145,7 @@ class EngineLoop:
         self._pending: collections.deque[Any] = collections.deque()  # launched steps that are not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()
+        self._trace = StepTrace(config.trace_steps) if config.trace_steps is not None else None
         self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
 
     @property
@@ -184,9 +186,12 @@ class EngineLoop:
 
     def launch(self) -> bool:
         """Plan the next step and launch it; return whether there was anything to do."""
-        launched = self._runner.launch(self._scheduler.plan())
+        plan = self._scheduler.plan()
+        launched = self._runner.launch(plan)
         if launched is not None:
             self._pending.append(launched)
+            if self._trace is not None:
+                self._trace.planned(plan)
         elif not self._pending:
             self._scheduler.rest()
         return launched is not None
@@ -196,7 +201,10 @@ class EngineLoop:
         each in another stage; all are read when nothing more was ``launched``."""
         due = self._pending and (not launched or len(self._pending) > self._ahead)
         before = self._pending.popleft() if due else None
-        deltas = self._scheduler.commit(self._runner.read(before))
+        result = self._runner.read(before)
+        if self._trace is not None and result is not None:
+            self._trace.read(result)
+        deltas = self._scheduler.commit(result)
         now, since = time.monotonic(), self._last_read
         self._last_read = now
         if before is not None:
