@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import PlanRunner
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.scheduler import Scheduler
@@ -91,19 +91,6 @@ class EngineCore(Protocol):
         ...
 
 
-@runtime_checkable
-class PlanRunner(Protocol):
-    """Executes plans. The result of `launch` is opaque to the loop."""
-
-    def launch(self, plan: StepPlan) -> Any:
-        """Start a step without waiting for it; None: the plan is empty."""
-        ...
-
-    def read(self, launched: Any) -> StepResult | None:
-        """Wait for a step and copy its results to the host; None for None."""
-        ...
-
-
 class EngineLoop:
     """An `EngineCore` (see there) around a runner: plans a step, launches it, reads an earlier one, commits it.
 
@@ -133,7 +120,8 @@ class EngineLoop:
         vocabulary: Callable[[], Vocabulary] | None = None,
         loras: LoRAStore | None = None,
     ) -> None:
-        self.config, self._kv, self._runner, self.loras = config, kv, runner, loras
+        self.config, self._kv, self.loras = config, kv, loras
+        self._runner = runner if config.trace_steps is None else StepTrace(config.trace_steps, runner)
         self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs, drafts=config.guesses)
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
@@ -145,7 +133,6 @@ class EngineLoop:
         self._pending: collections.deque[Any] = collections.deque()  # launched steps that are not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()
-        self._trace = StepTrace(config.trace_steps) if config.trace_steps is not None else None
         self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
 
     @property
@@ -186,12 +173,9 @@ class EngineLoop:
 
     def launch(self) -> bool:
         """Plan the next step and launch it; return whether there was anything to do."""
-        plan = self._scheduler.plan()
-        launched = self._runner.launch(plan)
+        launched = self._runner.launch(self._scheduler.plan())
         if launched is not None:
             self._pending.append(launched)
-            if self._trace is not None:
-                self._trace.planned(plan)
         elif not self._pending:
             self._scheduler.rest()
         return launched is not None
@@ -201,10 +185,7 @@ class EngineLoop:
         each in another stage; all are read when nothing more was ``launched``."""
         due = self._pending and (not launched or len(self._pending) > self._ahead)
         before = self._pending.popleft() if due else None
-        result = self._runner.read(before)
-        if self._trace is not None and result is not None:
-            self._trace.read(result)
-        deltas = self._scheduler.commit(result)
+        deltas = self._scheduler.commit(self._runner.read(before))
         now, since = time.monotonic(), self._last_read
         self._last_read = now
         if before is not None:

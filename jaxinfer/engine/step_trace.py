@@ -9,36 +9,47 @@ import time
 from typing import Any
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.scheduling.plan import PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import PlanRunner, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence
 
 _ENGINES = itertools.count()
 
 
 class StepTrace:
-    """Appends the steps of one engine to a file.
+    """A `PlanRunner` that appends the steps of another one to a file.
 
     Every line has ``engine`` (data-parallel replicas of a process have one file), ``step`` and ``seconds`` (monotonic).
     A plan names sequences as ``[request id, sample]``; tokens in it are those that the host feeds, below 0 where the
-    device has them. The results follow after the next plan with async scheduling.
+    device has them. The results are the sampled tokens by decode row; with async scheduling they follow the next plan.
 
     Raises:
         EngineConfigError: the file cannot be opened.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, runner: PlanRunner) -> None:
         try:
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  as long as the engine
         except OSError as error:
             raise EngineConfigError(f"trace_steps={path!r} cannot be written: {error.strerror}") from error
-        self._engine, self._count = next(_ENGINES), itertools.count()
-        self._launched = collections.deque[int]()
+        self._runner, self._engine, self._count = runner, next(_ENGINES), itertools.count()
+        self._launched = collections.deque[int]()  # steps that are not read yet
 
-    def planned(self, plan: StepPlan) -> None:
-        """Write a plan that was launched."""
-        self._launched.append(next(self._count))
+    def launch(self, plan: StepPlan) -> Any:
+        launched = self._runner.launch(plan)
+        if launched is not None:
+            self._launched.append(next(self._count))
+            self._write_plan(self._launched[-1], plan)
+        return launched
+
+    def read(self, launched: Any) -> StepResult | None:
+        result = self._runner.read(launched)
+        if result is not None:
+            self._write(self._launched.popleft(), tokens=result.tokens)
+        return result
+
+    def _write_plan(self, step: int, plan: StepPlan) -> None:
         self._write(
-            self._launched[-1],
+            step,
             microbatch=plan.microbatch,
             runs=plan.steps,
             admitted=[[*_name(each), each.slot] for each in plan.admitted],
@@ -53,10 +64,6 @@ class StepTrace:
             copies=plan.copies,
             imports=plan.imports,
         )
-
-    def read(self, result: StepResult) -> None:
-        """Write the tokens of the oldest launched step, by decode row."""
-        self._write(self._launched.popleft(), tokens=result.tokens)
 
     def _write(self, step: int, **fields: Any) -> None:
         line = {"engine": self._engine, "step": step, "seconds": round(time.monotonic(), 6)}

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Row
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -159,3 +159,16 @@ class StepResult:
     tokens: list[list[int]]
     logprobs: list[Row[PositionLogprobs]]
     prompt_logprobs: list[list[PositionLogprobs]]
+
+
+@runtime_checkable
+class PlanRunner(Protocol):
+    """Executes plans. The result of `launch` is opaque to the loop."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step without waiting for it; None: the plan is empty."""
+        ...
+
+    def read(self, launched: Any) -> StepResult | None:
+        """Wait for a step and copy its results to the host; None for None."""
+        ...
