@@ -53,19 +53,19 @@ demo: $(BASE) ## generate text with the embedded model (PROMPT=... MAX_TOKENS=..
 serve: $(BASE) ## serve the embedded model over gRPC and HTTP (docs/serving.md; ARGS="--model ...")
 	@$(RUN) -m jaxinfer.serve --config configs/deployments/demo.yaml $(ARGS)
 
-bench-serve: $(BASE) ## put load on a server that runs here (docs/load_testing.md; ARGS=...)
+bench-serve: $(BASE) ## benchmark a server that runs here (docs/load_testing.md; ARGS=...)
 	@$(RUN) -m jaxinfer.bench serve --target grpc://localhost:50051 $(ARGS)
 
-test: $(DEV) ## run the fast tier of the tests (ARGS="tests/text -k emoji": a part of both tiers)
+test: $(DEV) ## run the fast tier of the tests (ARGS="tests/text -k emoji": selected tests of both tiers)
 	@tools/test.sh host $(RUN) $(ARGS)
 
 test-slow: $(DEV) ## run the slow tier (ARGS="tests/serve")
 	@tools/test.sh slow $(RUN) $(ARGS)
 
-test-devices: $(DEV) ## run the tests on eight devices of a CPU
+test-devices: $(DEV) ## run the multi-device tests on eight CPU devices
 	@tools/test.sh devices $(RUN) $(ARGS)
 
-test-interpreted: $(DEV) ## run GPU kernels, interpreted on the CPU
+test-interpreted: $(DEV) ## run the tests of GPU kernels, interpreted on the CPU
 	@tools/test.sh interpreted $(RUN) $(ARGS)
 
 # Routers, proxies, Ray and clients: other people's programs, in an environment of their own behind which .venv lies.
@@ -77,33 +77,33 @@ $(FLEET): $(DEV) tests/fleet/requirements.txt tests/fleet/requirements_alone.txt
 	@build/fleet/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/fleet/requirements_alone.txt
 	@touch $@
 
-test-fleet: $(FLEET) ## other people's routers and proxies in front of replicas (docs/deploying.md; ARGS="tests/fleet -k ...")
+test-fleet: $(FLEET) ## test third-party routers and proxies in front of replicas (docs/deploying.md; ARGS="tests/fleet -k ...")
 	@build/fleet/bin/python -m pytest -m fleet $(or $(ARGS),tests/fleet)
 
-test-all: test test-slow test-devices test-interpreted ## all of that (test-fleet and test-parity: other environments)
+test-all: test test-slow test-devices test-interpreted ## run the four tiers above (test-fleet and test-parity have other environments)
 
-attack: $(DEV) ## the attacks on the server, with fresh seeds (docs/security.md; ARGS="--seed 7")
+attack: $(DEV) ## run the attack tests of the server with fresh seeds (docs/security.md; ARGS="--seed 7")
 	@$(RUN) -m pytest -n 2 --dist loadfile --fresh $(ATTACKED) $(ARGS)
 	@$(RUN) -m tests.serve.attack chaos --seconds 30
 
-fuzz: $(DEV) ## wrong requests at every door of a server; the corpus grows (ARGS="--cases 1000000")
+fuzz: $(DEV) ## fuzz every API of a server; the corpus grows (ARGS="--cases 1000000")
 	@$(RUN) -m tests.serve.attack fuzz $(ARGS)
 
-chaos: $(DEV) ## faults at random under load, and what became of each stream (ARGS="--seconds 600 --model demo")
+chaos: $(DEV) ## inject random faults under load and report the outcome of each stream (ARGS="--seconds 600 --model demo")
 	@$(RUN) -m tests.serve.attack chaos $(ARGS)
 
-test-parity: $(DEV) ## compare live with transformers, in an environment of its own (ARGS="-k ...")
+test-parity: $(DEV) ## compare live with transformers, in a separate environment (ARGS="-k ...")
 	@$(RUN) -m pytest -m parity $(ARGS)
 
-lint: $(DEV) ## ruff: rules and format
+lint: $(DEV) ## check rules and format with ruff
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 
-format: $(DEV) ## ruff: rewrite
+format: $(DEV) ## fix and format with ruff
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-types: $(DEV) ## mypy
+types: $(DEV) ## check types with mypy
 	@$(RUN) -m mypy
 
 $(PROTOC): $(BASE) tools/gen_protos.py
@@ -114,24 +114,24 @@ $(PROTOC): $(BASE) tools/gen_protos.py
 protos: $(PROTOC) ## generate jaxinfer/protos/ from protos/
 	@build/protos/bin/python -m tools.gen_protos
 
-protos-check: $(PROTOC) ## are the generated messages those of protos/?
+protos-check: $(PROTOC) ## check that jaxinfer/protos/ is up to date with protos/
 	@build/protos/bin/python -m tools.gen_protos --check
 
-wheel: $(DEV) ## build dist/jaxinfer-*.whl, and the client's alone
+wheel: $(DEV) ## build the wheels in dist/: jaxinfer, and the client alone
 	@rm -rf build/lib build/bdist.* dist
 	@$(RUN) -m pip wheel . ./packaging/client --no-deps --quiet --wheel-dir dist
 	@ls dist
 
-train-demo: $(TRAIN) ## train the embedded models again (docs/demo_model.md)
+train-demo: $(TRAIN) ## retrain the embedded models (docs/demo_model.md)
 	@$(RUN) -m tools.train_demo $(ARGS)
 
-train-adapters: $(TRAIN) ## train the embedded adapters again (docs/demo_model.md)
+train-adapters: $(TRAIN) ## retrain the embedded adapters (docs/demo_model.md)
 	@$(RUN) -m tools.train_demo.adapters $(ARGS)
 
-train-heads: $(TRAIN) ## train the embedded draft heads again (docs/demo_model.md)
+train-heads: $(TRAIN) ## retrain the embedded draft heads (docs/demo_model.md)
 	@$(RUN) -m tools.train_heads $(ARGS)
 
-bench: $(DEV) ## compare speed with other engines (benchmarks/vs_peers.py)
+bench: $(DEV) ## benchmark against other engines (benchmarks/vs_peers.py)
 	@$(RUN) -m benchmarks.vs_peers $(ARGS)
 
 # A folder of its own: in .venv, the plugin would make every start of JAX look for a GPU.
@@ -153,18 +153,18 @@ $(OLDEST)/.installed: $(DEV)
 	    "jax-cuda13-plugin==$(OLDEST_JAX)" "jax-cuda13-pjrt==$(OLDEST_JAX)" "$(DISASSEMBLER)"
 	@touch $@
 
-check-oldest: $(OLDEST)/.installed ## the same with the oldest JAX that jaxinfer takes (ARGS="--every 4")
+check-oldest: $(OLDEST)/.installed ## compile every kernel with the oldest supported JAX (ARGS="--every 4")
 	@$(OLDEST)/bin/python -m pallas_kernels.check --plugins $(OLDEST)/plugins --target sm_90a sm_80 $(ARGS)
 
-check-kernels: $(GPU_PLUGINS)/.installed ## compile every kernel for GPUs, without one: registers, spills (docs/kernels.md)
+check-kernels: $(GPU_PLUGINS)/.installed ## compile every kernel without a GPU: registers, spills (docs/kernels.md)
 	@$(RUN) -m pallas_kernels.check --target sm_90a sm_80 $(ARGS)
 
-check-programs: $(GPU_PLUGINS)/.installed ## compile the engine's steps at an 8B shape for an H100, without one
+check-programs: $(GPU_PLUGINS)/.installed ## compile the engine's steps of an 8B shape for an H100, without a GPU
 	@$(RUN) -m tools.check_programs $(ARGS)
 
-check-gpu: $(BASE) ## check kernels and rates on this machine's GPU
+check-gpu: $(BASE) ## check and benchmark this machine's GPU
 	@$(RUN) -m jaxinfer.gpu_check $(ARGS)
 
-clean: ## remove what builds and tests left, .venv aside
+clean: ## remove the outputs of builds and tests, except .venv
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

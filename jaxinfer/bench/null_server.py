@@ -146,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m jaxinfer.bench.null_server")
     parser.add_argument("protocol", choices=("grpc", "http"))
-    parser.add_argument("--ttft", type=float, default=0.0, help="seconds")
-    parser.add_argument("--itl", type=float, default=0.0, help="seconds")
+    parser.add_argument("--ttft", type=float, default=0.0, help="time to first token in seconds")
+    parser.add_argument("--itl", type=float, default=0.0, help="inter-token latency in seconds")
     options = parser.parse_args(arguments)
     asyncio.run(_serve(options.protocol, Script(options.ttft, options.itl)))
     return 0

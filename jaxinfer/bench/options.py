@@ -24,7 +24,7 @@ class OptionsError(ValueError):
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options; conflicting ones end the command with one sentence, as the parser's own errors do."""
     parser = Parser("jaxinfer bench", _DESCRIPTION, _EXAMPLES, _COMMON)
-    parser.add_argument("command", nargs="?", choices=("serve",), metavar="serve", help="measure a server")
+    parser.add_argument("command", nargs="?", choices=("serve",), metavar="serve", help="benchmark a running server")
     for add in (_target, _load, _sweep, _dataset, _report):
         add(parser)
     options: argparse.Namespace = parser.parse_args(arguments)
@@ -40,75 +40,99 @@ _EXAMPLES = (
     "jaxinfer bench serve --target grpc://localhost:50051 --concurrency 16 --num-requests 500",
     "jaxinfer bench serve --target http://localhost:8000 --sweep --goodput ttft:200 tpot:50 --plot knee.png",
 )
-_DESCRIPTION = "Put load on a server and report what its users see. docs/load_testing.md says how to read it."
+_DESCRIPTION = "Send load to a server and report user-visible latencies and throughput (docs/load_testing.md)."
 
 
 def _target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--target", type=_url, help="grpc://HOST:PORT, http://HOST:PORT, or grpcs://, https://")
-    group.add_argument("--model", help="as the server names it (default: the one it serves)")
-    group.add_argument("--endpoint", choices=sorted(PATHS), default="completions", help="over HTTP")
-    group.add_argument("--api-key-file", type=pathlib.Path, help="its first line is the key")
-    group.add_argument("--ca-file", type=pathlib.Path, help="PEM of whom to trust, under TLS")
-    group.add_argument("--connections", type=_count, default=8, help="over gRPC; requests take turns (default 8)")
+    group.add_argument("--target", type=_url, help="server: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
+    group.add_argument("--model", help="model name in requests (default: the served model)")
     group.add_argument(
-        "--metrics", type=_http, metavar="URL", help="page of the server's metrics (default: over HTTP its /metrics)"
+        "--endpoint", choices=sorted(PATHS), default="completions", help="HTTP endpoint (default completions)"
     )
-    group.add_argument("--timeout", type=_positive, default=600.0, help="seconds for one request (default 600)")
-    group.add_argument("--vocab-size", type=_count, help="over HTTP: prompts are random ids below it, not words")
+    group.add_argument("--api-key-file", type=pathlib.Path, help="file whose first line is the API key")
+    group.add_argument("--ca-file", type=pathlib.Path, help="PEM file of trusted CAs, for TLS")
+    group.add_argument("--connections", type=_count, default=8, help="gRPC connections, used in turn (default 8)")
+    group.add_argument(
+        "--metrics",
+        type=_http,
+        metavar="URL",
+        help="Prometheus metrics of the server (default: /metrics of an HTTP target)",
+    )
+    group.add_argument(
+        "--timeout", type=_positive, default=600.0, help="time limit of a request in seconds (default 600)"
+    )
+    group.add_argument("--vocab-size", type=_count, help="over HTTP: send random token ids below it, not words")
     group.add_argument("--temperature", type=_not_negative, default=0.0)
 
 
 def _load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     how = group.add_mutually_exclusive_group()
-    how.add_argument("--request-rate", type=_positive, help="open loop: requests a second, inf: all at once")
-    how.add_argument("--concurrency", type=_count, help=f"closed loop: so many users (default {DEFAULT_USERS})")
-    how.add_argument("--speed", type=_positive, help="open loop: a trace's arrivals, so many times as fast")
+    how.add_argument("--request-rate", type=_positive, help="open loop: requests per second; inf: all at once")
+    how.add_argument("--concurrency", type=_count, help=f"closed loop: concurrent users (default {DEFAULT_USERS})")
+    how.add_argument("--speed", type=_positive, help="open loop: speedup of a trace's arrivals")
     group.add_argument(
-        "--burstiness", type=_positive, default=1.0, help="gamma shape: 1 Poisson, less: bursts, inf: even"
+        "--burstiness",
+        type=_positive,
+        default=1.0,
+        help="shape of the gamma distributed gaps; 1: Poisson, below: bursts, inf: even",
     )
-    group.add_argument("--num-requests", type=_count, help=f"(default {DEFAULT_REQUESTS}, without --duration)")
-    group.add_argument("--duration", type=_positive, help="seconds in which requests are begun")
-    group.add_argument("--warmup", type=int, default=0, help="requests beforehand that do not count (default 0)")
-    group.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and sampling (default 0)")
+    group.add_argument(
+        "--num-requests", type=_count, help=f"requests to send (default {DEFAULT_REQUESTS}, without --duration)"
+    )
+    group.add_argument("--duration", type=_positive, help="seconds during which requests are started")
+    group.add_argument("--warmup", type=int, default=0, help="warmup requests, not measured (default 0)")
+    group.add_argument("--seed", type=int, default=0, help="seed of arrivals, prompts and sampling (default 0)")
 
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sweep")
-    group.add_argument("--sweep", action="store_true", help="search the highest rate that holds, from --request-rate")
-    group.add_argument("--sweep-precision", type=_positive, default=0.1, help="relative (default 0.1)")
+    group.add_argument("--sweep", action="store_true", help="search for the highest sustainable rate")
+    group.add_argument(
+        "--sweep-precision", type=_positive, default=0.1, help="relative precision of the rate (default 0.1)"
+    )
     group.add_argument("--sweep-max-rate", type=_positive, default=65536.0)
-    group.add_argument("--good-share", type=_positive, default=0.9, help="of requests within --goodput (default 0.9)")
-    group.add_argument("--keep-up", type=_positive, default=0.9, help="ending over coming requests (default 0.9)")
+    group.add_argument(
+        "--good-share", type=_positive, default=0.9, help="minimum fraction of requests within --goodput (default 0.9)"
+    )
+    group.add_argument(
+        "--keep-up", type=_positive, default=0.9, help="minimum completion rate / arrival rate (default 0.9)"
+    )
 
 
 def _dataset(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument("--dataset", choices=sorted(DATASETS), default="random")
-    group.add_argument("--dataset-path", type=pathlib.Path, help="the file, for those that are one")
+    group.add_argument("--dataset-path", type=pathlib.Path, help="file of the data set, if it is read from a file")
     group.add_argument("--input-len", type=_lengths, default=Lengths(128, 128), metavar="N|LOW:HIGH")
-    group.add_argument("--output-len", type=_lengths, metavar="N|LOW:HIGH", help="(default 128, or the data set's)")
-    group.add_argument("--prefix-len", type=_tokens, default=0, help="shared-prefix, sonnet: tokens shared")
-    group.add_argument("--groups", type=_count, default=1, help="shared-prefix: different prefixes")
-    group.add_argument("--scale", type=_positive, help="azure: lengths times this (default: the longest fits)")
-    group.add_argument("--block-tokens", type=_count, default=512, help="mooncake: tokens of a block (default 512)")
+    group.add_argument(
+        "--output-len", type=_lengths, metavar="N|LOW:HIGH", help="output tokens (default 128, or the data set's)"
+    )
+    group.add_argument("--prefix-len", type=_tokens, default=0, help="shared-prefix, sonnet: tokens of the prefix")
+    group.add_argument("--groups", type=_count, default=1, help="shared-prefix: number of prefixes")
+    group.add_argument("--scale", type=_positive, help="azure: factor of lengths (default: the longest fits)")
+    group.add_argument("--block-tokens", type=_count, default=512, help="mooncake: tokens per block (default 512)")
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="outputs of exactly the asked length (default: but for sharegpt)",
+        help="generate exactly the requested length (default: on, except for sharegpt)",
     )
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
-    group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:200 tpot:50 e2e:5000")
-    group.add_argument("--out", type=pathlib.Path, help="JSON lines: settings, each request, figures")
-    group.add_argument("--plot", type=pathlib.Path, help="PNG: latencies and throughput over the rate")
-    group.add_argument("--max-lateness", type=_positive, default=10.0, help="ms at p99, of sending (default 10)")
-    group.add_argument("--max-lag", type=_positive, default=10.0, help="ms at p99, of the event loop (default 10)")
     group.add_argument(
-        "--self-test", action="store_true", help="measure the generator, with a server that does nothing"
+        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="latency goals: ttft:200 tpot:50 e2e:5000"
+    )
+    group.add_argument("--out", type=pathlib.Path, help="JSON lines file: settings, each request, statistics")
+    group.add_argument("--plot", type=pathlib.Path, help="PNG file: latencies and throughput over the rate")
+    group.add_argument(
+        "--max-lateness", type=_positive, default=10.0, help="maximum p99 delay of sends in ms (default 10)"
+    )
+    group.add_argument("--max-lag", type=_positive, default=10.0, help="maximum p99 event loop lag in ms (default 10)")
+    group.add_argument(
+        "--self-test", action="store_true", help="measure the load generator, with a server of known latencies"
     )
 
 

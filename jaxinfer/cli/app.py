@@ -29,16 +29,16 @@ class Command:
 
 COMMANDS = {
     "serve": Command("serve a model over gRPC and HTTP", "jaxinfer.cli.serve", "jaxinfer.serve.__main__"),
-    "generate": Command("text from a model, in this process", "jaxinfer.cli.generate", "jaxinfer.terminal.complete"),
-    "chat": Command("a conversation with a model, in this process", "jaxinfer.cli.chat", "jaxinfer.terminal.chat"),
-    "bench": Command("put load on a server, and measure it", "jaxinfer.bench.options", "jaxinfer.bench.__main__"),
-    "convert": Command("write a model as it loads fastest, or quantised", "jaxinfer.cli.convert", "jaxinfer.convert"),
-    "compile": Command("compile a server's programs ahead of its start", "jaxinfer.cli.compile", "jaxinfer.compile"),
-    "control": Command("figures, drain, abort, flush of a server", "jaxinfer.cli.control", "jaxinfer.terminal.control"),
-    "keys": Command("make API keys for a server", "jaxinfer.serve.keys", "jaxinfer.serve.keys"),
-    "eval": Command("a text's perplexity under a model", "jaxinfer.cli.eval", "jaxinfer.eval.__main__"),
-    "check-gpu": Command("measure this machine's GPU", "jaxinfer.gpu_check.__main__", "jaxinfer.gpu_check.__main__"),
-    "version": Command("versions of jaxinfer and what it stands on", "jaxinfer.cli.version", "jaxinfer.cli.version"),
+    "generate": Command("generate text offline", "jaxinfer.cli.generate", "jaxinfer.terminal.complete"),
+    "chat": Command("chat with a model in the terminal", "jaxinfer.cli.chat", "jaxinfer.terminal.chat"),
+    "bench": Command("benchmark a running server", "jaxinfer.bench.options", "jaxinfer.bench.__main__"),
+    "convert": Command("convert a model for fast loading, or quantise it", "jaxinfer.cli.convert", "jaxinfer.convert"),
+    "compile": Command("compile a server's programs ahead of time", "jaxinfer.cli.compile", "jaxinfer.compile"),
+    "control": Command("stats, drain, abort, flush of a server", "jaxinfer.cli.control", "jaxinfer.terminal.control"),
+    "keys": Command("create API keys for a server", "jaxinfer.serve.keys", "jaxinfer.serve.keys"),
+    "eval": Command("measure the perplexity of a text", "jaxinfer.cli.eval", "jaxinfer.eval.__main__"),
+    "check-gpu": Command("check and time the GPU", "jaxinfer.gpu_check.__main__", "jaxinfer.gpu_check.__main__"),
+    "version": Command("versions of jaxinfer and its dependencies", "jaxinfer.cli.version", "jaxinfer.cli.version"),
 }
 
 _EXAMPLES = """
@@ -95,5 +95,5 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     rows = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     examples = [f"  {line}" for line in _EXAMPLES.strip().splitlines()]
-    first = "usage: jaxinfer COMMAND ...\n\nLLM inference for people who think in JAX.\n\ncommands:"
-    return "\n".join([first, *rows, "\nexamples:", *examples, "\njaxinfer COMMAND --help says more of one of them."])
+    first = "usage: jaxinfer COMMAND ...\n\nLLM inference and serving in JAX.\n\ncommands:"
+    return "\n".join([first, *rows, "\nexamples:", *examples, "\njaxinfer COMMAND --help shows its options."])

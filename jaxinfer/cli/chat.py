@@ -23,9 +23,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_parser() -> Parser:
     """Return the parser."""
-    about = "A conversation with a model, in this process. Ctrl-C stops an answer, Ctrl-D ends it; /help says more."
+    about = "Chat with a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the chat; /help lists the commands."
     parser = Parser("jaxinfer chat", about, _EXAMPLES, _COMMON)
-    group = parser.add_argument_group("the conversation")
+    group = parser.add_argument_group("conversation")
     add_system(group)
     add_stats(group)
     add_sampling(parser)
@@ -35,11 +35,11 @@ def make_parser() -> Parser:
 
 def add_system(group: argparse._ArgumentGroup) -> None:
     """Add ``--system`` and ``--chat-template``."""
-    group.add_argument("--system", metavar="TEXT", help="the first message of a conversation")
-    template = "in place of the model's chat template: a file, or the text of one"
+    group.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    template = "chat template that replaces the model's: a file, or the template itself"
     group.add_argument("--chat-template", metavar="FILE|TEXT", help=template)
 
 
 def add_stats(group: argparse._ArgumentGroup) -> None:
     """Add ``--stats``."""
-    group.add_argument("--stats", action="store_true", help="seeds, TTFT, TPOT, tokens/s and share of the bandwidth")
+    group.add_argument("--stats", action="store_true", help="print seeds, TTFT, TPOT, tokens/s, memory bandwidth")

@@ -43,17 +43,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_parser() -> Parser:
     """Return the parser."""
-    about = "Compile every program that a server with the same flags will need, ahead of its first start."
+    about = "Compile every program of a server with the same flags, ahead of its first start."
     parser = Parser("jaxinfer compile", about, _EXAMPLES, _COMMON)
     parser.add_model()
-    group = parser.add_argument_group("what for, and where to")
+    group = parser.add_argument_group("target and output")
     add_model_flag(group)
     add_dtype(group)
-    target = "this machine, or GPUs that need not be there"
+    target = "device to compile for: this machine's, or a GPU that need not be present"
     group.add_argument("--target", choices=(THIS, *GPUS), default=THIS, help=target)
-    where = f"where the programs are kept (default: {FOLDER} in the model's folder)"
+    where = f"folder of the compiled programs (default: {FOLDER} in the model's folder)"
     group.add_argument("--compilation-cache-dir", metavar="DIR", help=where)
-    plugins = "where JAX's CUDA plugin is, for a GPU that is not there"
+    plugins = "folder of JAX's CUDA plugin, for a GPU that is not present"
     group.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help=plugins)
     group.add_argument("--prepared", action="store_true", help=argparse.SUPPRESS)
     add_groups(parser, EngineConfig)

@@ -28,37 +28,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_parser() -> Parser:
     """Return the parser."""
-    about = "Write a model's folder in the form in which it loads fastest, or as safetensors, quantised if asked for."
+    about = "Convert a model to the format that loads fastest, or to safetensors, and optionally quantise it."
     parser = Parser("jaxinfer convert", about, _EXAMPLES, _COMMON)
-    parser.add_argument("source", metavar="SRC", help='"demo", a model\'s folder, a .gguf file, or a hub id')
-    parser.add_argument("destination", metavar="DST", type=pathlib.Path, help="a folder that does not exist")
-    group = parser.add_argument_group("the folder")
+    parser.add_argument("source", metavar="SRC", help='model: "demo", a folder, a .gguf file, or a hub id')
+    parser.add_argument("destination", metavar="DST", type=pathlib.Path, help="output folder, which must not exist")
+    group = parser.add_argument_group("output")
     add_dtype(group)
-    group.add_argument("--output-format", choices=FORMATS, default="orbax", help="(default: %(default)s)")
-    group.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
+    group.add_argument("--output-format", choices=FORMATS, default="orbax", help="output format (default: %(default)s)")
+    group.add_argument("--check-finite", action="store_true", help="reject weights with NaN or infinity")
     _add_quantisation(parser.add_argument_group("quantisation (docs/quantisation.md)"))
     return parser
 
 
 def _add_quantisation(group: argparse._ArgumentGroup) -> None:
     switch = argparse.BooleanOptionalAction
-    group.add_argument("--quantize", choices=METHODS, help="how weights are quantised")
-    text = "sample text, or .jsonl with texts (default: a built-in one)"
+    group.add_argument("--quantize", choices=METHODS, help="quantisation method of the weights")
+    text = "calibration text, or .jsonl with texts (default: a built-in text)"
     group.add_argument("--calibration", type=pathlib.Path, metavar="FILE", help=text)
-    group.add_argument("--samples", type=int, default=128, metavar="N", help="of the calibration (default: 128)")
-    group.add_argument("--sequence-length", type=int, default=512, metavar="N", help="of a sample (default: 512)")
-    group.add_argument("--bits", type=int, metavar="N", help="of int4, gptq and awq (default: 4)")
-    group.add_argument("--group-size", type=int, metavar="N", help="inputs that share a scale, -1: all (default: 128)")
-    group.add_argument("--symmetric", action=switch, help="no zero points (default: but awq)")
-    group.add_argument("--activations", action="store_true", default=None, help="int8, fp8: round inputs, too")
-    group.add_argument("--blocks", action="store_true", default=None, help="fp8: a scale for 128 by 128 weights")
-    damp = "gptq: share of the mean diagonal that is added (default: 0.01)"
+    group.add_argument("--samples", type=int, default=128, metavar="N", help="calibration samples (default: 128)")
+    group.add_argument("--sequence-length", type=int, default=512, metavar="N", help="tokens per sample (default: 512)")
+    group.add_argument("--bits", type=int, metavar="N", help="int4, gptq, awq: bits per weight (default: 4)")
+    group.add_argument("--group-size", type=int, metavar="N", help="inputs per scale; -1: all inputs (default: 128)")
+    group.add_argument("--symmetric", action=switch, help="symmetric: no zero points (default: on, except for awq)")
+    group.add_argument("--activations", action="store_true", default=None, help="int8, fp8: also quantise activations")
+    group.add_argument("--blocks", action="store_true", default=None, help="fp8: one scale per 128 x 128 block")
+    damp = "gptq: damping, as a fraction of the mean diagonal of the Hessian (default: 0.01)"
     group.add_argument("--damp", type=float, metavar="X", help=damp)
-    group.add_argument("--act-order", action="store_true", default=None, help="gptq: the largest inputs first")
-    group.add_argument("--static-groups", action="store_true", default=None, help="gptq: groups are of neighbours")
-    alpha = "smoothquant: what weights take over (default: 0.5)"
+    group.add_argument("--act-order", action="store_true", default=None, help="gptq: quantise the largest inputs first")
+    group.add_argument("--static-groups", action="store_true", default=None, help="gptq: groups of neighbouring inputs")
+    alpha = "smoothquant: migration strength from activations to weights (default: 0.5)"
     group.add_argument("--alpha", type=float, metavar="X", help=alpha)
-    group.add_argument("--clip", action=switch, help="awq: limit weights (default: yes)")
-    group.add_argument("--nested", action=switch, help="nf4, fp4: 8-bit scales (default: yes)")
-    group.add_argument("--short-groups", action="store_true", default=None, help="the last group may be a shorter one")
-    group.add_argument("--weight-format", metavar="FORMAT", help="compressed-tensors, gptq or awq")
+    group.add_argument("--clip", action=switch, help="awq: clip the weights of each group (default: on)")
+    group.add_argument("--nested", action=switch, help="nf4, fp4: quantise the scales to 8 bits (default: on)")
+    group.add_argument("--short-groups", action="store_true", default=None, help="allow a shorter last group")
+    group.add_argument("--weight-format", metavar="FORMAT", help="checkpoint format: compressed-tensors, gptq or awq")

@@ -19,20 +19,20 @@ MAX_TOKENS = 128
 
 # Options passed to SamplingParams under the same name; the defaults are those of the checkpoint or the field.
 SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "most tokens of an output"),
-    "temperature": (float, "0: always the likeliest token; more: more variety"),
-    "top_p": (float, "sample from the likeliest tokens whose probabilities come to this"),
-    "top_k": (int, "sample from so many of the likeliest tokens; 0: from all"),
-    "min_p": (float, "leave out tokens below this share of the likeliest one's probability"),
-    "presence_penalty": (float, "lowers logits of tokens that the output has"),
-    "frequency_penalty": (float, "the same, for each time that it has them"),
-    "repetition_penalty": (float, "divides positive logits of tokens of prompt and output"),
-    "seed": (int, "the same seed gives the same text (default: drawn; --stats and --json show it)"),
-    "n": (int, "outputs for each prompt"),
-    "min_tokens": (int, "tokens before which an output does not end"),
-    "thinking_token_budget": (int, "tokens of a thought after which it is closed"),
-    "logprobs": (int, "show the log probabilities of so many tokens at each position"),
-    "prompt_logprobs": (int, "the same for the prompt; with --json"),
+    "max_tokens": (int, "maximum number of generated tokens per output"),
+    "temperature": (float, "sampling temperature; 0: greedy, higher: more random"),
+    "top_p": (float, "nucleus sampling: cumulative probability of the most likely tokens to sample from"),
+    "top_k": (int, "number of most likely tokens to sample from; 0: all"),
+    "min_p": (float, "drop tokens with probability below min_p times that of the most likely token"),
+    "presence_penalty": (float, "subtracted from the logits of tokens that occur in the output"),
+    "frequency_penalty": (float, "subtracted from the logits of tokens for each occurrence in the output"),
+    "repetition_penalty": (float, "divides positive and multiplies negative logits of tokens in prompt and output"),
+    "seed": (int, "sampling seed; equal seeds give equal text (default: random; shown by --stats and --json)"),
+    "n": (int, "number of outputs per prompt"),
+    "min_tokens": (int, "minimum number of generated tokens per output"),
+    "thinking_token_budget": (int, "reasoning budget: end the think block after N tokens"),
+    "logprobs": (int, "number of most likely tokens to return with log probabilities, per output position"),
+    "prompt_logprobs": (int, "number of most likely tokens per prompt position; shown with --json"),
 }
 _LISTS = ("stop", "stop_token_ids", "bad_words")
 _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
@@ -41,25 +41,27 @@ _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 def add_engine(parser: Parser, sequences: str) -> None:
     """Add the flags of model and engine; ``sequences``: the default of max_num_seqs, in words."""
     parser.add_model("demo")
-    group = parser.add_argument_group("the model, and how it is loaded")
+    group = parser.add_argument_group("model and weight loading")
     add_model_flag(group)
     add_dtype(group)
-    whose = "whose code computes the model: auto, jaxinfer, or a family of yours, which is imported (default: auto)"
+    whose = "model implementation: auto, jaxinfer, or your own family, which is imported (default: auto)"
     group.add_argument(*all_flags("family"), default="auto", metavar="MODULE:NAME", help=whose)
-    group.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
-    group.add_argument("--compilation-cache-dir", metavar="DIR", help='of compiled programs ("" keeps none)')
+    group.add_argument("--check-finite", action="store_true", help="reject weights with NaN or infinity")
+    group.add_argument("--compilation-cache-dir", metavar="DIR", help='folder of compiled programs; "" keeps none')
     add_groups(parser, EngineConfig, skip=_NO_FLAGS, defaults={"max_num_seqs": sequences})
 
 
 def add_model_flag(group: argparse._ArgumentGroup) -> None:
     """Add ``--model`` and its aliases."""
-    group.add_argument(*all_flags("model"), metavar="MODEL", help="the model, where it is not the first word")
+    group.add_argument(*all_flags("model"), metavar="MODEL", help="model, instead of the positional argument")
 
 
 def add_dtype(group: argparse._ArgumentGroup) -> None:
     """Add ``--dtype``."""
     shown = "{" + ",".join(DTYPES) + "}"
-    group.add_argument("--dtype", type=_dtype, default="auto", metavar=shown, help="of the weights (default: auto)")
+    group.add_argument(
+        "--dtype", type=_dtype, default="auto", metavar=shown, help="dtype of the weights (default: auto)"
+    )
 
 
 def _dtype(text: str) -> str:
@@ -81,7 +83,7 @@ def engine_settings(parser: Parser, args: argparse.Namespace) -> dict[str, objec
 
 def add_sampling(parser: Parser) -> None:
     """Add the sampling flags."""
-    group = parser.add_argument_group("sampling (what the checkpoint recommends goes before the defaults below)")
+    group = parser.add_argument_group("sampling (values recommended by the checkpoint override the defaults below)")
     own = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | {"max_tokens": MAX_TOKENS}
     for name, (kind, text) in SAMPLING.items():
         shown = text if own[name] is None else f"{text} (default: {own[name]})"
@@ -90,33 +92,39 @@ def add_sampling(parser: Parser) -> None:
         group.add_argument(*all_flags(name), dest=name, type=read, metavar=value, help=shown)
     _add_speculation(group)
     _add_structured(group)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be given several times")
-    group.add_argument("--stop-token-ids", type=int, nargs="+", metavar="N", help="tokens that end the output")
-    group.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that the output does not have")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the end of text")
-    group.add_argument("--include-stop-str-in-output", action="store_true", help="keep the text that ended it")
-    whether = "leave special tokens out of the text (default: on)"
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop string of the output; may be repeated")
+    group.add_argument("--stop-token-ids", type=int, nargs="+", metavar="N", help="token ids that end the output")
+    group.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that must not occur in the output")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after the EOS token")
+    group.add_argument("--include-stop-str-in-output", action="store_true", help="keep the stop string in the output")
+    whether = "omit special tokens from the text (default: on)"
     group.add_argument("--skip-special-tokens", action=argparse.BooleanOptionalAction, default=True, help=whether)
 
 
 def _add_speculation(group: argparse._ArgumentGroup) -> None:
     """Add the fields of `Speculation`."""
-    whether = "draft, where there is --speculative (default: on)"
+    whether = "verify draft tokens, if --speculative is set (default: on)"
     group.add_argument("--speculation", action=argparse.BooleanOptionalAction, default=None, help=whether)
-    group.add_argument("--speculation-max-tokens", type=int, metavar="N", help="most draft tokens of a step; 0: none")
-    lossy = "typical: keep drafts that are likely enough, which changes tokens (default: exact)"
+    group.add_argument("--speculation-max-tokens", type=int, metavar="N", help="maximum draft tokens per step; 0: none")
+    lossy = "acceptance rule; typical: accept drafts that are likely enough, which changes outputs (default: exact)"
     group.add_argument("--speculation-acceptance", metavar="{exact,typical}", help=lossy)
 
 
 def _add_structured(group: argparse._ArgumentGroup) -> None:
     """Add the fields of `StructuredOutputs`."""
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--json-schema", type=_text, metavar="SCHEMA", help="the output is JSON of it (@FILE: in a file)")
-    one.add_argument("--json-object", action="store_true", help="the output is a JSON object")
-    one.add_argument("--regex", metavar="REGEX", help="the output matches a regular expression")
-    one.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of these; give it repeatedly")
-    one.add_argument("--grammar", type=_text, metavar="GRAMMAR", help="the output is of it: Lark, or GBNF (@FILE)")
-    one.add_argument("--structural-tag", type=_text, metavar="TAG", help="texts, tags and free text, as JSON (@FILE)")
+    one.add_argument("--json-schema", type=_text, metavar="SCHEMA", help="constrain output to this JSON Schema (@FILE)")
+    one.add_argument("--json-object", action="store_true", help="constrain output to a JSON object")
+    one.add_argument("--regex", metavar="REGEX", help="constrain output to this regular expression")
+    one.add_argument(
+        "--choice", action="append", metavar="TEXT", help="constrain output to one of these texts; may be repeated"
+    )
+    one.add_argument(
+        "--grammar", type=_text, metavar="GRAMMAR", help="constrain output to this Lark or GBNF grammar (@FILE)"
+    )
+    one.add_argument(
+        "--structural-tag", type=_text, metavar="TAG", help="constrain tagged parts of the output, as JSON (@FILE)"
+    )
 
 
 def _structured(args: argparse.Namespace) -> dict[str, object]:

@@ -29,13 +29,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_parser() -> Parser:
     """Return the parser."""
-    parser = Parser("jaxinfer eval", "Perplexity of a text under a model as it is served.", _EXAMPLES, _COMMON)
-    parser.add_argument("measure", choices=("perplexity",), metavar="perplexity", help="over windows of a fixed length")
-    parser.add_argument("file", metavar="FILE", help="text in UTF-8 (- is stdin)")
+    parser = Parser("jaxinfer eval", "Perplexity of a text, computed by the serving engine.", _EXAMPLES, _COMMON)
+    parser.add_argument("measure", choices=("perplexity",), metavar="perplexity", help="over windows of fixed length")
+    parser.add_argument("file", metavar="FILE", help="UTF-8 text file (-: stdin)")
     group = parser.add_argument_group("windows and output")
-    length = f"tokens of a window (default: {LONGEST}, or what fits)"
+    length = f"tokens per window (default: {LONGEST}, or the context length if shorter)"
     group.add_argument("--max-length", type=int, metavar="N", help=length)
-    group.add_argument("--stride", type=int, metavar="N", help="from one window to the next (default: half a window)")
-    group.add_argument("--json", action="store_true", help="the figures as one line of JSON")
-    add_engine(parser, "the engine's own")
+    group.add_argument("--stride", type=int, metavar="N", help="tokens between window starts (default: half a window)")
+    group.add_argument("--json", action="store_true", help="print the results as one line of JSON")
+    add_engine(parser, "chosen by the engine")
     return parser

@@ -58,27 +58,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_parser() -> Parser:
     """Return the parser."""
-    parser = Parser("jaxinfer generate", "Text from a model, in this process.", _EXAMPLES, _COMMON)
-    what = parser.add_argument_group("the prompt (without one: what is piped in, or a chat at a terminal)")
-    text = "text to continue; may be given several times"
+    parser = Parser("jaxinfer generate", "Generate text offline, in this process.", _EXAMPLES, _COMMON)
+    what = parser.add_argument_group("prompt (default: piped standard input; in a terminal, a chat)")
+    text = "text to continue; may be repeated"
     what.add_argument(*all_flags("prompt"), dest="prompt", action="append", metavar="TEXT", help=text)
-    whole = "a file whose whole text is the prompt (- is stdin)"
+    whole = "file with one prompt, its whole text (-: stdin)"
     what.add_argument(*all_flags("prompt_file"), dest="prompt_file", metavar="FILE", help=whole)
-    each = 'a file of prompts, one a line; with the suffix .jsonl, each line is a JSON string or {"prompt": TEXT}'
+    each = 'file with one prompt per line; in a .jsonl file each line is a JSON string or {"prompt": TEXT}'
     what.add_argument("--prompts", metavar="FILE", help=each)
-    what.add_argument("--chat", action="store_true", help="a conversation, as jaxinfer chat")
+    what.add_argument("--chat", action="store_true", help="chat in the terminal, like jaxinfer chat")
     chat.add_system(what)
     shipped = ", ".join(f"{name} ({what})" for name, what in DEMO_ADAPTERS.items())
-    adapter = f"an adapter's folder, whose text it is; of demo also by name alone: {shipped}. "
-    adapter += "One for all prompts, or one for each in their order"
+    adapter = f"LoRA adapter and its folder; adapters shipped with demo need no PATH: {shipped}. "
+    adapter += "Give one for all prompts, or one per prompt, in order"
     what.add_argument("--lora", action="append", type=_adapter, default=[], metavar="NAME[=PATH]", help=adapter)
     out = parser.add_argument_group("output")
-    streaming = "print as it generates (default: on, where there is one output)"
+    streaming = "print text while it is generated (default: on for a single output)"
     out.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help=streaming)
-    out.add_argument("--json", action="store_true", help="one JSON object a prompt, one a line")
+    out.add_argument("--json", action="store_true", help="print one JSON object per prompt, one per line")
     chat.add_stats(out)
     add_sampling(parser)
-    add_engine(parser, "as many as asked for, at most 32")
+    add_engine(parser, "the number of sequences requested, at most 32")
     return parser
 
 

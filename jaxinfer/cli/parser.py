@@ -34,13 +34,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False, add_help=False, **options)
         self._examples, self._common = examples, common
         group = self.add_argument_group("help")
-        group.add_argument("-h", "--help", action=_Help, nargs=0, help="the usual flags")
-        group.add_argument("--help-all", action=_Help, nargs=0, help="all flags")
-        group.add_argument("--version", action="version", version=f"jaxinfer {__version__}", help="the version")
+        group.add_argument("-h", "--help", action=_Help, nargs=0, help="show the common options and exit")
+        group.add_argument("--help-all", action=_Help, nargs=0, help="show all options and exit")
+        group.add_argument(
+            "--version", action="version", version=f"jaxinfer {__version__}", help="show the version and exit"
+        )
 
     def add_model(self, default: str | None = None) -> None:
         """Add the model, which can be given without a flag; see `take_model`."""
-        what = '"demo", a folder, a .gguf file, or a hub id'
+        what = 'model: "demo", a folder, a .gguf file, or a hub id'
         self.add_argument("named", metavar="MODEL", nargs="?", help=_with_default(what, default))
         self.set_defaults(model_by_default=default)
 
@@ -81,11 +83,11 @@ class Parser(argparse.ArgumentParser):
         return self._page(groups, _WholeFormatter, [])
 
     def format_short_help(self) -> str:
-        """Return the help of the usual flags."""
+        """Return the help of the common options."""
         flags = [action for action in self._actions if action.option_strings]
         usual = [action for action in flags if action.dest in self._common]
-        groups = [("arguments", self._get_positional_actions()), ("usual flags", usual)]
-        return self._page(groups, _Formatter, [f"--help-all shows all {len(flags)} flags."])
+        groups = [("arguments", self._get_positional_actions()), ("common options", usual)]
+        return self._page(groups, _Formatter, [f"--help-all shows all {len(flags)} options."])
 
     def _page(
         self, groups: Iterable[tuple[str, list[argparse.Action]]], kind: type[_Formatter], end: Sequence[str]

@@ -23,8 +23,8 @@ _EXAMPLES = (
     "jaxinfer serve path/to/folder --host 0.0.0.0 --api-keys keys.yaml",
     "jaxinfer serve --config configs/deployments/production.yaml",
 )
-_ABOUT = """Serve a model over gRPC and HTTP. Settings come from --config, and flags go before it. SIGTERM or Ctrl-C
-ends the server when its requests have ended, after --drain-seconds at the latest; a second one ends them at once."""
+_ABOUT = """Serve a model over gRPC and HTTP. Flags override the settings of --config. On SIGTERM or Ctrl-C the server
+drains: it exits when its requests have finished, after --drain-seconds at the latest; a second signal aborts them."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,10 +43,10 @@ def make_parser() -> Parser:
     """Return the parser."""
     parser = Parser("jaxinfer serve", _ABOUT, _EXAMPLES, (*_COMMON, *_MORE))
     parser.add_model()
-    file = parser.add_argument_group("file")
-    file.add_argument("--config", type=pathlib.Path, help="YAML file of settings, as in configs/deployments")
+    file = parser.add_argument_group("config file")
+    file.add_argument("--config", type=pathlib.Path, help="YAML file of settings; configs/deployments has examples")
     add_groups(parser, ServeConfig, skip=_NESTED)
-    add_flags(parser.add_argument_group("limits of one request"), ServeLimits, prefix=_LIMIT)
+    add_flags(parser.add_argument_group("per-request limits"), ServeLimits, prefix=_LIMIT)
     add_groups(parser, EngineConfig)
     return parser
 

@@ -15,9 +15,7 @@ _OTHERS = ("jax", "jaxlib", "flax", "grpcio", "jax-cuda12-plugin", "jax-cuda13-p
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags: only those shared by all commands."""
-    args: argparse.Namespace = Parser("jaxinfer version", "Versions of jaxinfer and what it stands on.").parse_args(
-        argv
-    )
+    args: argparse.Namespace = Parser("jaxinfer version", "Versions of jaxinfer and its dependencies.").parse_args(argv)
     return args
 
 

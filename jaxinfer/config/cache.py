@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV cache: its pages on the devices and on the host.
+    """KV cache: pages on the devices and in host memory.
 
     Attributes:
         page_size: tokens per KV page, a power of two.

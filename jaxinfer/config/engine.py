@@ -26,7 +26,7 @@ class EngineConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Lengths, numbers and kernels.
+    """Lengths, numerics and kernels.
 
     Attributes:
         max_model_len: longest prompt plus output in tokens (default: the model's own limit).
@@ -63,7 +63,7 @@ class ExecutionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Steps, and the queue.
+    """Scheduling and batching.
 
     Attributes:
         max_num_seqs: most sequences decoded together (default: 8 on a CPU, 256 on a GPU of 48 GB and more).

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Adapters (LoRA) served together with the model.
+    """LoRA adapters served together with the model.
 
     Attributes:
         enable_lora: requests may name adapters.

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Devices, and how the model is sharded over them.
+    """Parallelism: how the model is sharded over devices.
 
     Attributes:
         tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are sharded.

@@ -76,8 +76,8 @@ SECTIONS = (
     Section("agree", "agree", 60, patience=30, asked=False),
     Section("server", "server", 400, patience=200, asked=False),
 )
-_ABOUT = """What this machine's GPU does with jaxinfer: bandwidth, products, every kernel against float64, the step of
-an 8B model, the engine end to end, the demo's text. Under ten minutes."""
+_ABOUT = """Check and benchmark jaxinfer on this machine's GPU: bandwidth, matmuls, every kernel against float64, the
+step of an 8B model, the engine end to end, the text of the demo model. Takes less than ten minutes."""
 BY_NAME = {section.name: section for section in SECTIONS}
 NAMES = tuple(BY_NAME)
 UNASKED = tuple(section.name for section in SECTIONS if section.asked)
@@ -312,10 +312,14 @@ def summary(results: Results, names: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("jaxinfer check-gpu", _ABOUT, ("jaxinfer check-gpu --only copy,gemm",), ("only", "out", "quick"))
-    group = parser.add_argument_group("what, and where to")
-    group.add_argument("--only", type=_names, default=UNASKED, metavar="NAME,...", help=f"of {', '.join(NAMES)}")
-    group.add_argument("--out", default=str(_results()), metavar="DIR", help="of the results (default: %(default)s)")
-    group.add_argument("--quick", action="store_true", help="tiny sizes, also without a GPU: does the code run?")
+    group = parser.add_argument_group("sections and output")
+    group.add_argument(
+        "--only", type=_names, default=UNASKED, metavar="NAME,...", help=f"sections to run: {', '.join(NAMES)}"
+    )
+    group.add_argument(
+        "--out", default=str(_results()), metavar="DIR", help="folder of the results (default: %(default)s)"
+    )
+    group.add_argument("--quick", action="store_true", help="smoke test with tiny sizes, also without a GPU")
     for hidden in ("--section", "--records", "--limits"):
         group.add_argument(hidden, help=argparse.SUPPRESS)
     group.add_argument("--left", type=float, help=argparse.SUPPRESS)

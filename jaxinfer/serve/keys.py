@@ -14,8 +14,8 @@ from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.parser import Parser
 from jaxinfer.serve.api.auth import SCOPES, KeysError, key_entry, new_key
 
-_ABOUT = """Make an API key for a server. Its entry for the file of keys, with nothing but the key's hash, goes to
-stdout, the key itself, this once, to stderr. To take a key away, delete its entry: servers notice within a second."""
+_ABOUT = """Create an API key for a server. The entry for the keys file, which has only the key's hash, goes to stdout.
+The key itself is shown once, on stderr. To revoke a key, delete its entry: servers notice within a second."""
 _EXAMPLES = (
     "jaxinfer keys new alice --scopes infer,observe >> keys.yaml",
     "jaxinfer keys hash alice < key.txt >> keys.yaml",
@@ -31,15 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags."""
     parser = Parser("jaxinfer keys", _ABOUT, _EXAMPLES, ("scopes", "cache_group", "weight"))
-    what = "new: make a key; hash: take the one on standard input"
+    what = "new: create a key; hash: hash the key on standard input"
     parser.add_argument("what", choices=("new", "hash"), metavar="new|hash", help=what)
-    parser.add_argument("name", metavar="NAME", help="the tenant, whose ids, cached prefixes and turns are its own")
-    group = parser.add_argument_group("its entry")
-    scopes = f"some of {','.join(SCOPES)} (default: infer)"
+    parser.add_argument("name", metavar="NAME", help="tenant, with its own request ids, cached prefixes and turns")
+    group = parser.add_argument_group("key entry")
+    scopes = f"scopes of the key: some of {','.join(SCOPES)} (default: infer)"
     group.add_argument("--scopes", default="infer", metavar="NAME,...", help=scopes)
-    shared = "names of the same group share cached prefixes (default: with nobody)"
+    shared = "group of tenants that share cached prefixes (default: no sharing)"
     group.add_argument("--cache-group", metavar="NAME", help=shared)
-    group.add_argument("--weight", type=float, metavar="X", help="its share under the fair policy (default: 1)")
+    group.add_argument("--weight", type=float, metavar="X", help="weight under the fair scheduling policy (default: 1)")
     args: argparse.Namespace = parser.parse_args(argv)
     return args
 

@@ -19,10 +19,10 @@ from jaxinfer.text import TemplateError, load_template
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401 importing it adds history and editing to input()
 
-HELP = """/system TEXT  begin anew with TEXT as the first message
-/clear        begin anew
-/exit         end (or Ctrl-D)
-/help         this list
+HELP = """/system TEXT  start over with TEXT as the system message
+/clear        start over
+/exit         end the conversation (or Ctrl-D)
+/help         list the commands
 Ctrl-C stops an answer; at the prompt it ends the conversation."""
 
 

@@ -81,17 +81,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", nargs="+", default=[""], metavar="PREFIX", help="only ops that begin with one of these")
-    parser.add_argument("--name", default="", metavar="PART", help="only configurations whose names hold it")
-    parser.add_argument("--target", nargs="+", default=[], choices=TARGETS, help="only these (default: all)")
+    parser.add_argument("--op", nargs="+", default=[""], metavar="PREFIX", help="only ops with one of these prefixes")
+    parser.add_argument("--name", default="", metavar="PART", help="only configurations whose names contain PART")
     parser.add_argument(
-        "--every", type=_positive, default=1, metavar="N", help="one of N of them: a sample (default: all)"
+        "--target", nargs="+", default=[], choices=TARGETS, help="only these GPU targets (default: all)"
     )
-    parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results there, too")
-    parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="keep PTX and machine code there")
-    parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes at a time")
+    parser.add_argument(
+        "--every", type=_positive, default=1, metavar="N", help="sample: one of N configurations (default: all)"
+    )
+    parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="folder of JAX's CUDA plugin")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="file to which results are also written")
+    parser.add_argument(
+        "--keep", type=pathlib.Path, metavar="DIR", help="folder in which PTX and machine code are kept"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="number of parallel processes")
     return parser.parse_args(argv)
 
 

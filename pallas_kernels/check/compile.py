@@ -69,9 +69,11 @@ def _clear(dumps: pathlib.Path, keep: pathlib.Path | None) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=TARGETS, required=True)
-    parser.add_argument("--results", type=pathlib.Path, required=True, help="file that gets a line a configuration")
-    parser.add_argument("--cuda-root", help="folder whose bin/ holds nvdisasm")
-    parser.add_argument("--keep", type=pathlib.Path, help="folder that gets PTX, machine code and reports")
+    parser.add_argument(
+        "--results", type=pathlib.Path, required=True, help="file to append a line per configuration to"
+    )
+    parser.add_argument("--cuda-root", help="folder whose bin/ contains nvdisasm")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for PTX, machine code and reports")
     arguments = parser.parse_args(argv)
     wanted = [(op, name) for op, name in json.load(sys.stdin)]
     shipped = {(one.op, one.name): one for one in configurations({op for op, _ in wanted})}

@@ -179,22 +179,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", nargs="+", default=[""], metavar="PREFIX", help="only kernels that begin with these")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for everything (default 300)")
+    parser.add_argument(
+        "--op", nargs="+", default=[""], metavar="PREFIX", help="only kernels with one of these prefixes"
+    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of the whole search (default 300)")
     parser.add_argument(
         "--shape",
         nargs="+",
         default=[SHIPPED],
         metavar="FIELD=VALUE,...",
-        help=f"a kernel's first shape with other fields; or: {SHIPPED}, all that ship (default)",
+        help=f"first shape of a kernel with these fields changed, or {SHIPPED}: all shipped shapes (default)",
     )
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write there, not into the package")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="output file, instead of the package's files")
     parser.add_argument(
-        "--patience", type=float, default=30.0, metavar="S", help="seconds after which a candidate hangs (default 30)"
+        "--patience",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds after which a candidate counts as hung (default 30)",
     )
     parser.add_argument("--journal", type=pathlib.Path, help=argparse.SUPPRESS)  # of a searching process
-    parser.add_argument("--anew", action="store_true", help="forget what was measured of these kernels on such a GPU")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be swept, and stop")
+    parser.add_argument(
+        "--anew", action="store_true", help="discard earlier results of these kernels on this GPU model"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list the planned searches and exit")
     return parser
 
 

@@ -145,7 +145,7 @@ def test_what_an_output_must_be_is_one_parameter(tmp_path, capsys):
 @pytest.mark.parametrize("command", ["serve", "generate", "compile"])
 def test_all_flags_are_explained_in_groups(command):
     page = PARSERS[command].make_parser().format_help()
-    for title in ("Steps, and the queue:", "Devices, and how the model is sharded over them:", "Speculative decoding:"):
+    for title in ("Scheduling and batching:", "Parallelism:", "Speculative decoding:"):
         assert title in page
     plain = " ".join(page.split())
     assert "[also --gpu-memory-utilization, --mem-fraction-static]" in plain

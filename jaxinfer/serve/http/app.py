@@ -83,18 +83,18 @@ def _add(app: FastAPI, path: str, handler: _Handler, **described: Any) -> None:
 
 def _add_operations(app: FastAPI) -> None:
     add = functools.partial(_add, app)
-    add("/health", _health, summary="Whether the server lives.")
-    add("/ready", _ready, summary="Whether it accepts generations.", responses={503: {"description": "Not now."}})
-    add("/metrics", _metrics, summary="Figures for Prometheus.")
+    add("/health", _health, summary="Liveness check: state of the engine.")
+    add("/ready", _ready, summary="Readiness check.", responses={503: {"description": "Not ready."}})
+    add("/metrics", _metrics, summary="Prometheus metrics.")
 
 
 def _add_routes(app: FastAPI) -> None:
     add = functools.partial(_add, app)
-    add("/version", _version, summary="jaxinfer's version.")
-    add("/v1/models", models.list_models, summary="The model that is served, and its adapters.")
-    add("/v1/models/{model:path}", models.describe_model, summary="One of them.")
+    add("/version", _version, summary="Version of jaxinfer.")
+    add("/v1/models", models.list_models, summary="List the served model and its LoRA adapters.")
+    add("/v1/models/{model:path}", models.describe_model, summary="Describe the model or one LoRA adapter.")
     reset = operations.reset_prefix_cache
-    add("/reset_prefix_cache", reset, methods=["POST"], summary="Forget every cached page. For operators.")
+    add("/reset_prefix_cache", reset, methods=["POST"], summary="Clear the prefix cache. For operators.")
     chats = (completions.complete, completions.chat, respond, create_message, count_tokens)
     handlers = (*chats, _tokenize, _detokenize, models.load_lora, models.unload_lora)
     for (path, body), handler in zip(_BODIES.items(), handlers, strict=True):

@@ -41,10 +41,10 @@ _SPECULATION: dict[str, Any] = {
 }
 Speculates = Annotated[Any, WithJsonSchema({"anyOf": [_SPECULATION, {"type": "null"}]})]
 _SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
-_OLD = Field(json_schema_extra={"deprecated": True}, description="vLLM's older name for a field of structured_outputs.")
+_OLD = Field(json_schema_extra={"deprecated": True}, description="Older vLLM name of a field of structured_outputs.")
 _STRUCTURED: dict[str, Any] = {
     "type": "object",
-    "description": "Exactly one of these; enable_in_reasoning holds the thought, too.",
+    "description": "Exactly one constraint; enable_in_reasoning applies it to the reasoning, too.",
     "properties": {
         "json": {"anyOf": [{"type": "object"}, {"type": "string"}]},
         "json_object": {"type": "boolean"},
@@ -129,7 +129,7 @@ HOSTED: Mapping[str, None] = dict.fromkeys(
 )
 """Types of tools that run on OpenAI's or Anthropic's side, or whose calls are not JSON. They are left out of the
 prompt: the model does not see them, so it cannot call them."""
-_CONTINUES = "The answer goes on where the last message, the assistant's, ends."
+_CONTINUES = "Continue the last message, which must be from the assistant."
 
 
 def _functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -165,9 +165,9 @@ class Sampling(Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    request_id: Annotated[str | None, Field(description="Default: the header X-Request-Id, or the server's own.")] = (
-        None
-    )
+    request_id: Annotated[
+        str | None, Field(description="Request id (default: the header X-Request-Id, or generated).")
+    ] = None
     n: Integer = None
     temperature: Number = None
     top_p: Number = None
@@ -225,7 +225,7 @@ class CompletionRequest(Sampling):
     max_tokens: Integer = 16
     logprobs: Integer = None
     echo: bool | None = None
-    best_of: Annotated[Any, WithJsonSchema({"type": "integer", "description": "n, if given."})] = None
+    best_of: Annotated[Any, WithJsonSchema({"type": "integer", "description": "Must equal n."})] = None
     add_special_tokens: bool | None = None
 
 
@@ -260,8 +260,8 @@ class ChatCompletionRequest(Sampling):
     messages: Annotated[Objects, Field(min_length=1)]
     tools: Annotated[Objects | None, AfterValidator(_functions)] = None
     tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": _CHOICES}, {"type": "object"}]})] = None
-    parallel_tool_calls: Annotated[bool | None, Field(description="false: no call behind the first is shown.")] = None
-    include_reasoning: Annotated[bool | None, Field(description="Default: true.")] = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: return only the first tool call.")] = None
+    include_reasoning: Annotated[bool | None, Field(description="Return the reasoning (default: true).")] = None
     reasoning_effort: Effort | None = None
     max_completion_tokens: Integer = None
     logprobs: bool | None = None
@@ -281,7 +281,7 @@ class TokenizeRequest(Body):
     tools: Objects | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool | None, Field(description=_CONTINUES)] = None
-    add_special_tokens: Annotated[bool | None, Field(description="Default: true for a prompt, false for messages.")] = (
+    add_special_tokens: Annotated[bool | None, Field(description="Default: true with prompt, false with messages.")] = (
         None
     )
     return_token_strs: bool | None = None

@@ -30,7 +30,7 @@ LORA_REQUESTS = "vllm:lora_requests_info"
 OTHERS = "other"
 """Value of the label ``lora_name`` that adds up the adapters without their own sample."""
 
-_LOADED = "From the first sequence that waits for an adapter until it is on the device."
+_LOADED = "Seconds from the first sequence waiting for a LoRA adapter until it is resident."
 
 
 @runtime_checkable
@@ -68,21 +68,23 @@ class ServerMetrics:
         of.register(_LogCollector())
         ProcessCollector(registry=of)
         of.register(_LoopCollector())
-        self.ready = Gauge(f"{PREFIX}ready", "Whether generations are accepted.", registry=of)
-        what = "Generations that were refused or ended by an error, by kind; every door's."
+        self.ready = Gauge(f"{PREFIX}ready", "Whether generation requests are accepted.", registry=of)
+        what = "Generation requests rejected or ended by an error over any API, by kind."
         self._failed = Counter(f"{PREFIX}request_errors", what, ["kind"], registry=of)
         for kind in Kind:  # start at 0: a series that first appears as 1 has no rate
             self._failed.labels(kind.name.lower())
         labels = ["route", "status"]
         self.http_requests = Counter(f"{PREFIX}http_requests", "HTTP requests answered.", labels, registry=of)
-        self.http_in_flight = Gauge(f"{PREFIX}http_requests_in_flight", "HTTP requests being answered.", registry=of)
-        self.http_errors = Counter(f"{PREFIX}http_errors", "Errors told to HTTP clients.", ["kind"], registry=of)
-        self.http_cut = Counter(f"{PREFIX}http_connections_cut", "Connections cut, by reason.", ["reason"], registry=of)
-        self.http_seconds = _seconds("http_request_duration_seconds", "HTTP requests, to their end.", "route", of)
-        what = "gRPC connections cut, idle longest while others came."
+        self.http_in_flight = Gauge(f"{PREFIX}http_requests_in_flight", "HTTP requests in flight.", registry=of)
+        self.http_errors = Counter(f"{PREFIX}http_errors", "Errors sent to HTTP clients.", ["kind"], registry=of)
+        self.http_cut = Counter(
+            f"{PREFIX}http_connections_cut", "HTTP connections closed by the server.", ["reason"], registry=of
+        )
+        self.http_seconds = _seconds("http_request_duration_seconds", "Duration of HTTP requests.", "route", of)
+        what = "gRPC connections closed at the limit, the longest idle ones first."
         self.grpc_cut = Counter(f"{PREFIX}grpc_connections_cut", what, registry=of)
-        self._grpc_requests = Counter(f"{PREFIX}grpc_requests", "RPCs that ended.", ["method", "code"], registry=of)
-        self._grpc_seconds = _seconds("grpc_request_duration_seconds", "RPCs, to their end.", "method", of)
+        self._grpc_requests = Counter(f"{PREFIX}grpc_requests", "Finished RPCs.", ["method", "code"], registry=of)
+        self._grpc_seconds = _seconds("grpc_request_duration_seconds", "Duration of RPCs.", "method", of)
 
     def called(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
         """Count an RPC that has ended; see `jaxinfer.serve.grpc.rpc.Observer`."""
@@ -113,7 +115,7 @@ class _WithoutBirths(Collector):
 
 class _LogCollector(Collector):
     def collect(self) -> Iterator[Metric]:
-        yield _counter("log_lines_dropped", "Lines left out of the log, by reason.", {}, _by("reason", logs.dropped()))
+        yield _counter("log_lines_dropped", "Log lines dropped, by reason.", {}, _by("reason", logs.dropped()))
 
 
 class _LifeCollector(Collector):
@@ -123,8 +125,8 @@ class _LifeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         state, restarts = self._engine.state, self._engine.restarts
         states = {each: int(each == state) for each in (STARTING, READY, DEAD, STOPPED)}
-        yield _gauge("engine_state", "1 for the state that the engine is in.", {}, _by("state", states))
-        yield _counter("engine_restarts", "Engines that were started again after one died or hung.", {}, _one(restarts))
+        yield _gauge("engine_state", "1 for the current state of the engine.", {}, _by("state", states))
+        yield _counter("engine_restarts", "Engine restarts after a crash or a hang.", {}, _one(restarts))
         failures = _by("task", self._engine.background.failures)
         yield _counter("background_task_failures", "Failures of background tasks, by task.", {}, failures)
 
@@ -143,9 +145,9 @@ class _LoopCollector(Collector):
             return
         if isinstance(loop, Loop):
             longest, many = loop.holds.longest(), loop.holds.long
-            what = "The longest time of the last minute in which the event loop looked for nothing new."
+            what = "Longest time in the last minute or two for which the event loop was blocked."
             yield _gauge("event_loop_hold_seconds", what, {}, _one(longest))
-            what = f"Times longer than {LONG_HOLD_SECONDS * 1000:g} ms in which the event loop looked for nothing new."
+            what = f"Times the event loop was blocked for more than {LONG_HOLD_SECONDS * 1000:g} ms."
             yield _counter("event_loop_long_holds", what, {}, _one(many))
 
     def describe(self) -> list[Metric]:
@@ -195,33 +197,33 @@ _Samples = list[tuple[dict[str, str], float]]  # additional labels, value
 
 def _gauges(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
     waiting = sum(stats.waiting.values())
-    yield _gauge("num_requests_running", "Sequences that have a slot.", model, _one(stats.running))
-    yield _gauge("num_requests_waiting", "Sequences that wait for a slot.", model, _one(waiting))
-    why = "Sequences that wait for a slot, by what they wait for."
+    yield _gauge("num_requests_running", "Number of running sequences, which have a slot.", model, _one(stats.running))
+    yield _gauge("num_requests_waiting", "Number of sequences waiting for a slot.", model, _one(waiting))
+    why = "Number of sequences waiting for a slot, by reason."
     yield _gauge("num_requests_waiting_by_reason", why, model, _by("reason", stats.waiting))
     if (kv := stats.kv) is not None:
-        what = "Share of the KV pages that sequences hold, 0 to 1. Cached pages that nobody uses count as free."
+        what = "Fraction of KV pages held by sequences, 0 to 1. Cached pages without a sequence count as free."
         yield _gauge("kv_cache_usage_perc", what, model, _one(kv.held / kv.total if kv.total else 0.0))
         pages = {"free": kv.free, "cached": kv.cached, "held": kv.held}
-        yield _gauge("kv_cache_pages", "KV pages on the device, by state.", model, _by("state", pages))
+        yield _gauge("kv_cache_pages", "Number of KV pages on the device, by state.", model, _by("state", pages))
         host = {"free": kv.host_total - kv.host_used, "used": kv.host_used}
-        yield _gauge("kv_cache_host_pages", "KV pages in host memory, by state.", model, _by("state", host))
+        yield _gauge("kv_cache_host_pages", "Number of KV pages in host memory, by state.", model, _by("state", host))
 
 
 def _counters(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
     totals = {
-        "prefix_cache_queries": (stats.prefix_queries, "Tokens looked up in the prefix cache."),
-        "prefix_cache_hits": (stats.prefix_hits, "Tokens found in the prefix cache."),
-        "prompt_tokens": (stats.prompt_tokens, "Prompt tokens of the requests that were given a slot."),
-        "generation_tokens": (stats.generated_tokens, "Tokens generated."),
-        "spec_decode_num_drafts": (stats.drafts, "Drafts verified."),
-        "spec_decode_num_draft_tokens": (stats.draft_tokens, "Draft tokens verified."),
-        "spec_decode_num_accepted_tokens": (stats.draft_accepted, "Draft tokens that the model confirmed."),
-        "replayed_tokens": (stats.replayed_tokens, "Known tokens computed again after a preemption."),
-        "replay_mismatches": (stats.replay_mismatches, "Replayed tokens that came out different."),
+        "prefix_cache_queries": (stats.prefix_queries, "Prefix cache queries, in tokens."),
+        "prefix_cache_hits": (stats.prefix_hits, "Prefix cache hits, in tokens."),
+        "prompt_tokens": (stats.prompt_tokens, "Prompt tokens of scheduled requests, cached or not."),
+        "generation_tokens": (stats.generated_tokens, "Generated tokens."),
+        "spec_decode_num_drafts": (stats.drafts, "Verified drafts."),
+        "spec_decode_num_draft_tokens": (stats.draft_tokens, "Verified draft tokens."),
+        "spec_decode_num_accepted_tokens": (stats.draft_accepted, "Accepted draft tokens."),
+        "replayed_tokens": (stats.replayed_tokens, "Known tokens recomputed after a preemption."),
+        "replay_mismatches": (stats.replay_mismatches, "Recomputed tokens with a different result."),
         "not_finite_outputs": (
             stats.finished.get(FinishReason.NOT_FINITE, 0),
-            "Sequences that ended as their logits were NaN or infinite.",
+            "Sequences ended because of NaN or infinite logits.",
         ),
         "engine_steps": (stats.steps, "Engine steps."),
         "compilations": (stats.compilations, "Programs compiled since the engine was ready."),
@@ -229,33 +231,33 @@ def _counters(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
     for name, (value, what) in totals.items():
         yield _counter(name, what, model, _one(value))
     places = {str(place): count for place, count in enumerate(stats.draft_accepted_at or (0,))}
-    what = "Draft tokens that the model confirmed, by their place in the draft."
+    what = "Accepted draft tokens, by position in the draft."
     yield _counter("spec_decode_num_accepted_tokens_per_pos", what, model, _by("position", places))
     yield _counter("num_preemptions", "Preemptions, by kind.", model, _by("kind", stats.preemptions))
     finished = {reason.value: count for reason, count in stats.finished.items()}
-    yield _counter("request_success", "Sequences that ended, by reason.", model, _by("finished_reason", finished))
+    yield _counter("request_success", "Finished sequences, by reason.", model, _by("finished_reason", finished))
 
 
 def _histograms(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
     for name, histogram, what in (
-        ("time_to_first_token_seconds", stats.time_to_first_token, "From arrival to the first token."),
-        ("inter_token_latency_seconds", stats.inter_token_latency, "Between two tokens of a sequence."),
-        ("e2e_request_latency_seconds", stats.e2e_latency, "From arrival to the end."),
-        ("request_queue_time_seconds", stats.queue_time, "From arrival to the first slot."),
-        ("engine_step_seconds", stats.step_time, "Between the results of two steps."),
+        ("time_to_first_token_seconds", stats.time_to_first_token, "Seconds from arrival to the first token."),
+        ("inter_token_latency_seconds", stats.inter_token_latency, "Seconds between two tokens of a sequence."),
+        ("e2e_request_latency_seconds", stats.e2e_latency, "Seconds from arrival to the end."),
+        ("request_queue_time_seconds", stats.queue_time, "Seconds from arrival to the first slot."),
+        ("engine_step_seconds", stats.step_time, "Seconds between the results of two steps."),
     ):
         yield _histogram(name, histogram, what, model)
 
 
 def _loras(usage: LoRAUsage, model: dict[str, str]) -> Iterator[Metric]:
-    yield _gauge("lora_loaded", "Adapters that requests may name.", model, _one(usage.loaded))
-    yield _gauge("lora_slots", "Places for adapters on the device.", model, _one(usage.slots))
-    yield _gauge("lora_slots_used", "Places for adapters that are taken.", model, _one(usage.slots_used))
-    yield _counter("lora_loads", "Adapters that were given a place on the device.", model, _one(usage.loads))
-    yield _counter("lora_evictions", "Adapters that lost their place to another one.", model, _one(usage.evictions))
+    yield _gauge("lora_loaded", "Loaded LoRA adapters, which requests may name.", model, _one(usage.loaded))
+    yield _gauge("lora_slots", "LoRA adapter slots on the device.", model, _one(usage.slots))
+    yield _gauge("lora_slots_used", "LoRA adapter slots in use.", model, _one(usage.slots_used))
+    yield _counter("lora_loads", "LoRA adapters loaded into a slot.", model, _one(usage.loads))
+    yield _counter("lora_evictions", "LoRA adapters evicted from their slot.", model, _one(usage.evictions))
     for name, what, counts in (
-        ("lora_requests_running", "Sequences that have a slot, by adapter.", usage.running),
-        ("lora_requests_waiting", "Sequences that wait for a slot, by adapter.", usage.waiting),
+        ("lora_requests_running", "Running sequences, by LoRA adapter.", usage.running),
+        ("lora_requests_waiting", "Waiting sequences, by LoRA adapter.", usage.waiting),
     ):
         yield _gauge(name, what, model, _by("lora_name", _most(counts, usage.slots)))
 
@@ -268,7 +270,9 @@ def _lora_requests(usage: LoRAUsage) -> Metric:
         "running_lora_adapters": ",".join(sorted(usage.running)),
         "waiting_lora_adapters": ",".join(sorted(usage.waiting)),
     }
-    family = GaugeMetricFamily(LORA_REQUESTS, "Adapters of running and waiting requests; the value is the time.")
+    family = GaugeMetricFamily(
+        LORA_REQUESTS, "LoRA adapters of running and waiting requests; the value is the time of the scrape."
+    )
     family.add_sample(LORA_REQUESTS, labels, time.time())
     return family
 

@@ -82,9 +82,9 @@ class MessagesRequest(CountTokensRequest):
     top_k: Integer = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    request_id: Annotated[str | None, Field(description="Default: the header X-Request-Id, or the server's own.")] = (
-        None
-    )
+    request_id: Annotated[
+        str | None, Field(description="Request id (default: the header X-Request-Id, or generated).")
+    ] = None
     min_p: Number = None
     repetition_penalty: Number = None
     seed: Integer = None

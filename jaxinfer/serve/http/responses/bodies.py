@@ -112,7 +112,7 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     tools: Objects | None = None
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
-    parallel_tool_calls: Annotated[bool | None, Field(description="false: no call behind the first is shown.")] = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: return only the first tool call.")] = None
     max_output_tokens: Integer = None
     temperature: Number = None
     top_p: Number = None
@@ -123,9 +123,9 @@ class ResponsesRequest(Body):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     metadata: Texts | None = None
-    request_id: Annotated[str | None, Field(description="Default: the header X-Request-Id, or the server's own.")] = (
-        None
-    )
+    request_id: Annotated[
+        str | None, Field(description="Request id (default: the header X-Request-Id, or generated).")
+    ] = None
     top_k: Integer = None
     min_p: Number = None
     repetition_penalty: Number = None
