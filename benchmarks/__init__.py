@@ -1,1 +1,1 @@
-"""Measurements. Each program here is a command of its own; figures that count are kept in results/."""
+"""Benchmarks: each module is a command of its own; the published figures are in results/."""

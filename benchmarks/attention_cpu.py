@@ -1,8 +1,8 @@
-"""Attention on a CPU: the XLA path beside torch's SDPA as transformers calls it, in turns, on the same shapes.
+"""Attention on a CPU: the XLA path and torch's SDPA as transformers calls it, in turns, on the same shapes.
 
     python benchmarks/attention_cpu.py --oracle-python .venv-oracle/bin/python
 
-See docs/benchmarks.md. What is measured is attention alone: keys and values are in their caches already.
+See docs/benchmarks.md. Only attention is measured: keys and values are in their caches already.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 and a sentence when it cannot measure."""
+    """Run the benchmark. Returns 0, or 2 with a message when it cannot measure."""
     options = parse(arguments)
     shapes = [shape for shape in SHAPES if options.only in shape.name]
     with tempfile.TemporaryDirectory() as logs:
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start(python: pathlib.Path, logs: pathlib.Path) -> dict[str, Worker]:
-    """Start both sides. Raises `PeerDied` where one does not start."""
+    """Start both peers. Raises `PeerDied` where one does not start."""
     commands = {"ours": (sys.executable, "xla_peer"), "torch": (str(python.absolute()), "sdpa_peer")}
     peers: dict[str, Worker] = {}
     try:
@@ -91,7 +91,7 @@ def start(python: pathlib.Path, logs: pathlib.Path) -> dict[str, Worker]:
 
 
 def measure(peers: dict[str, Worker], shape: Shape, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of the turns' medians, in microseconds; the ratio above 1 means that ours is the faster."""
+    """Return the medians of the turns' medians in microseconds; a ratio above 1 means that jaxinfer is faster."""
     problem = {"shape": dataclasses.asdict(shape), "dtype": dtype, "seconds": options.seconds}
     turns: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(options.rounds):

@@ -1,13 +1,13 @@
-"""Time to first token of a tenant that uses little while others flood the engine, and who gets how much.
+"""Time to first token of a light tenant while other tenants flood the engine, and each tenant's share of the tokens.
 
     python benchmarks/fair_shares.py                          floods of one, ten and a hundred tenants; some minutes
     python benchmarks/fair_shares.py --policy fcfs            the same without fair shares
     python benchmarks/fair_shares.py --flood-input 900 --flood-output 4       a flood of long prompts
     python benchmarks/fair_shares.py --probes 50 --out FILE
 
-One engine of the demo model. Each tenant of a flood always has requests waiting; the light one asks for a few tokens
-now and then. Its times are compared with those on the idle engine just before, and what the others got with Jain's
-index (1: all the same, over their weights).
+One engine serves the demo model. Each flood tenant always has requests waiting; the light tenant requests a few tokens
+now and then. Its TTFT is compared with that on the idle engine just before, and the tokens of the flood tenants by
+Jain's index (1: equal shares, relative to their weights).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLOODS = (1, 10, 100)
 
 
 class Flood:
-    """Tenants that keep ``depth`` requests each in an engine. Every other one has twice the weight of the rest."""
+    """Load of tenants that keep ``depth`` requests each in an engine. Every other tenant has twice the weight."""
 
     def __init__(self, engine: Any, tenants: int, depth: int, lengths: tuple[int, int]) -> None:
         self._engine, self._numbers, self._lengths = engine, itertools.count(), lengths
@@ -56,7 +56,7 @@ class Flood:
                 self._outstanding[tenant] -= delta.finish_reason is not None
 
     def end(self) -> None:
-        """Abort all of it."""
+        """Abort all flood requests."""
         for number in range(next(self._numbers)):
             for tenant in self.weights:
                 self._engine.abort(f"{tenant}/{number}")
@@ -65,7 +65,7 @@ class Flood:
 
 
 def request(name: str, tenant: str, lengths: tuple[int, int], seed: int, weight: float = 1.0) -> Request:
-    """A request of these tokens of prompt and output. Prompts begin unlike each other: the prefix cache finds none."""
+    """Build a request of these prompt and output lengths. Prompts share no prefix, so the prefix cache has no hits."""
     given, most = lengths
     prompt = tuple(int(token) for token in np.random.default_rng([seed, most]).integers(10, 200, given))
     params = SamplingParams(max_tokens=most, ignore_eos=True, seed=seed)
@@ -73,7 +73,7 @@ def request(name: str, tenant: str, lengths: tuple[int, int], seed: int, weight:
 
 
 def first_token(engine: Any, flood: Flood | None, number: int) -> float:
-    """Seconds from asking to the first token of a light request, which then runs to its end."""
+    """Return the TTFT of a light request in seconds; the request then runs to its end."""
     name, begun, first = f"light/{number}", time.perf_counter(), 0.0
     engine.add(request(name, "light", (PROMPT, FEW), 10**6 + number))
     while True:
@@ -90,7 +90,7 @@ def first_token(engine: Any, flood: Flood | None, number: int) -> float:
 
 
 def row(engine: Any, tenants: int, probes: int, between: int, lengths: tuple[int, int]) -> dict[str, Any]:
-    """Figures of one flood, after it has filled all slots, with ``between`` steps between two probes."""
+    """Return the figures of one flood, after it has filled all slots, with ``between`` steps between two probes."""
     solo = [first_token(engine, None, number) for number in range(probes)]
     flood = Flood(engine, tenants, max(2, 2 * SLOTS // tenants), lengths)
     for _ in range(tenants + 100):
@@ -115,7 +115,7 @@ def row(engine: Any, tenants: int, probes: int, between: int, lengths: tuple[int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = _parse(arguments)
     llm = LLM(model="demo", max_num_seqs=SLOTS, scheduling_policy=options.policy, max_model_len=1024)
     rows, lengths = [], (options.flood_input, options.flood_output)

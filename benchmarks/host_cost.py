@@ -1,8 +1,8 @@
-"""Cost of a step on the host: the scheduler and the pages, with a device that answers at once.
+"""Host cost of a step: the scheduler and the page allocator, with a device that answers at once.
 
     python benchmarks/host_cost.py              32 to 512 running sequences, none and 10,000 waiting: about a minute
-    python benchmarks/host_cost.py --profile    where the time goes, at 256
-    python benchmarks/host_cost.py --runner     also the device's side of the host: launching and reading, at 256
+    python benchmarks/host_cost.py --profile    a profile of the steps, at 256
+    python benchmarks/host_cost.py --runner     also the host cost of the model runner: launching and reading, at 256
 
 See docs/benchmarks.md for what is measured and how to read it.
 """
@@ -24,7 +24,7 @@ from benchmarks.traces import cost, record, runner_cost
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = parse(arguments)
     if options.profile:
         profile(options)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sequences", type=_numbers, default=[32, 64, 128, 256, 512], help="running at once: 32,64,128,256,512")
@@ -59,7 +59,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A row for each number of sequences and of waiting requests."""
+    """Measure a row for each number of running sequences and of waiting requests."""
     quiet = record.Quiet()
     loads = [cost.Load(running, waiting, options.set) for waiting in options.waiting for running in options.sequences]
     rows = [cost.row(load, options.steps) for load in loads]
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def profile(options: argparse.Namespace) -> None:
-    """Print where steps of 256 sequences spend their time."""
+    """Print a profile of steps of 256 sequences."""
     load, profiler = cost.Load(cost.GOAL_AT, max(options.waiting), options.set), cProfile.Profile()
     steady = cost.Steady(load, cost.without_device(load))
     for _ in range(options.steps):

@@ -1,9 +1,9 @@
-"""Cost of a step with KV caches of 8 bits on this machine, beside those of the model's dtype.
+"""Cost of a step with 8-bit KV caches on this machine, compared with caches of the model's dtype.
 
     python benchmarks/kv_dtypes.py                                  a random Llama of 125M parameters
-    python benchmarks/kv_dtypes.py --model demo --text unseen.txt   also how likely a text is, as the engine says
+    python benchmarks/kv_dtypes.py --model demo --text unseen.txt   also the log probability of a text
 
-The engine's own programs take turns; the median of the turns counts. See docs/kv_cache.md.
+The engine's own programs run in turns; the median of the turns counts. See docs/kv_cache.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHUNK, PAGE = 256, 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options, quiet = parse(arguments), Quiet()
     model = random_llama(options.dtype) if options.model == "random-125m" else load_model(options.model, options.dtype)
     for rows in options.rows:
@@ -75,7 +75,7 @@ def random_llama(dtype: str) -> Model:
 
 
 def costs(model: Model, rows: int, contexts: Sequence[int], rounds: int) -> list[str]:
-    """A line for each context and program: milliseconds, and how much more than with the model's dtype."""
+    """Return a line for each context and program: milliseconds, and the difference to the model's dtype."""
     width = -(-max(contexts) // PAGE)
     executors = [executor(model, rows, width, kind) for kind in KINDS]
     tables = np.arange(rows * width, dtype=np.int32).reshape(1, rows, width)
@@ -105,11 +105,11 @@ def executor(model: Model, rows: int, width: int, kind: str) -> LocalExecutor:
 
 
 def decode(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:
-    """Decode one token of each row, the last of its context."""
+    """Build a call that decodes one token of each row, at the last position of its context."""
     rows = tables.shape[1]
 
     def call(executor: LocalExecutor) -> None:
-        few = executor.microbatches[0].last_tokens.shape[0]  # a CPU may have more rows than were asked for
+        few = executor.microbatches[0].last_tokens.shape[0]  # a CPU may pad the batch to more rows
         row_tables = np.resize(tables, (1, few, tables.shape[2]))
         positions = np.where(np.arange(few) < rows, context - 1, -1).astype(np.int32)
         executor.run(Decode(0, DecodeBatch(np.ones(few, np.int32), positions, np.zeros(few, np.int32), row_tables)))
@@ -118,14 +118,14 @@ def decode(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:
 
 
 def prefill(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:
-    """Prefill the last chunk of a prompt of ``context`` tokens."""
+    """Build a call that prefills the last chunk of a prompt of ``context`` tokens."""
     start, length = np.array([context - CHUNK], np.int32), np.array([CHUNK], np.int32)
     batch = PrefillBatch(np.ones((1, CHUNK), np.int32), start, length, tables[:, :1].copy())
     return lambda executor: executor.run(Prefill(batch))
 
 
 def in_turns(executors: Sequence[LocalExecutor], call: Callable[[LocalExecutor], Any], rounds: int) -> list[float]:
-    """Median seconds of a call, for each executor."""
+    """Return the median seconds of a call for each executor, measured in turns."""
     times: list[list[float]] = [[] for _ in executors]
     for round_number in range(rounds + 1):
         for seconds, executor in zip(times, executors, strict=True):
@@ -140,7 +140,7 @@ def in_turns(executors: Sequence[LocalExecutor], call: Callable[[LocalExecutor],
 
 
 def likelihoods(model: Model, text: str, windows: int) -> list[str]:
-    """A line for each dtype: the mean log probability of a text's tokens, and how it differs from the first."""
+    """Return a line for each dtype: mean log probability of a text's tokens, and difference to the first dtype."""
     assert model.tokenizer is not None
     bos, *ids = model.tokenizer.encode(text)
     prompts = [[bos, *ids[start : start + 1000]] for start in range(0, 1000 * windows, 1000)]

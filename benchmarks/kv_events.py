@@ -1,9 +1,9 @@
-"""What KV events cost a step: the journal, and its messages, beside the demo model's own steps.
+"""Cost of KV events per step: the journal and its messages, compared with the steps of the demo model.
 
     python benchmarks/kv_events.py --out FILE.json     some minutes
 
-Rounds with and without events in turn, on one engine with the same requests: prompts that share nothing and a pool that
-is full, so each page that comes drives another one out. The share is the processor time of the engine's thread for
+Rounds with and without events alternate on one engine with the same requests: prompts that share no prefix and a full
+pool, so that each new page evicts another. The share is the processor time of the engine's thread for
 journal and messages over the time of the whole process for the steps; the ratio is that of both kinds of rounds.
 """
 
@@ -33,7 +33,7 @@ GOAL = 0.02
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = parse(arguments)
     quiet = record.Quiet()
     rows = [row(options, page_size) for page_size in options.page_sizes]
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--page-sizes", type=int, nargs="+", default=[16, 64], help="tokens of a page (default 16 64)")
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Round:
-    """One round: the time of its steps, and what of that was for events."""
+    """Round of steps: their total time, and the time spent on events."""
 
     def __init__(self, core: Engine, requests: Sequence[Request], events: bool) -> None:
         core.reset_prefix_cache()
@@ -88,7 +88,7 @@ class Round:
 
 
 def row(options: argparse.Namespace, page_size: int) -> dict[str, Any]:
-    """The figures of one page size."""
+    """Return the figures of one page size."""
     length, slots = options.prompt + options.output, 8
     pages = 2 * slots * -(-length // page_size)
     llm = LLM(model="demo", max_num_seqs=slots, max_model_len=512, page_size=page_size, num_pages=pages)
@@ -99,7 +99,7 @@ def row(options: argparse.Namespace, page_size: int) -> dict[str, Any]:
         order = [True, False] if number % 2 else [False, True]
         made = {events: Round(core, requests, events) for events in order}
         pairs.append((made[True], made[False]))
-        gc.freeze()  # as a server's core does
+        gc.freeze()  # as the engine core of a server does
     with_events = [pair[0] for pair in pairs[1:]]  # the first pair warms up
     ratios = [on.seconds / off.seconds for on, off in pairs[1:]]
     steps, events = sum(each.steps for each in with_events), sum(each.events for each in with_events)

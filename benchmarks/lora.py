@@ -1,12 +1,12 @@
-"""Adapters on this machine: what they cost the steps, and what loading one costs beside them.
+"""LoRA adapters on this machine: their cost per step, and the cost of loading adapters during steps.
 
     python benchmarks/lora.py cost    tokens a second of 32 sequences of a random Llama of 125M parameters, in turns: 8
-                                      adapters of rank 16 mixed, one for all, and none on an engine that serves them,
-                                      each over an engine without
-    python benchmarks/lora.py load    time until an adapter is read, and the longest steps of 32 sequences while others
-                                      are read and written to the device, over the median of those steps
+                                      adapters of rank 16 mixed, one for all, and none on an engine with LoRA,
+                                      each over an engine without LoRA
+    python benchmarks/lora.py load    time to read an adapter, and the longest steps of 32 sequences while others are
+                                      read and written to the device, over the median of those steps
 
-Adapters are random, of all products of all layers. See docs/lora.md.
+Adapters are random and cover all linear modules of all layers. See docs/lora.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options, quiet = parse(arguments), record.Quiet()
     with tempfile.TemporaryDirectory(prefix="adapters-") as folder:
         found = WAYS[options.way](options, pathlib.Path(folder))
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cost(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Tokens a second of each way, in turns."""
+    """Measure tokens a second of each way, in turns."""
     model = random_llama(options.dtype)
     base, lora = engine(model, options, enable_lora=False), engine(model, options, enable_lora=True)
     assert lora.engine.loras is not None
@@ -99,16 +99,16 @@ def engine(model: Model, options: argparse.Namespace, *, enable_lora: bool) -> L
 
 
 def speed(llm: LLM, loras: Sequence[LoRARef | None], options: argparse.Namespace) -> float:
-    """Tokens a second of sequences that decode together, from the step in which the last one has begun."""
+    """Return tokens a second of sequences that decode together, from the step in which the last one has started."""
     steps = list(decoding(llm, loras, options.sequences, options.max_tokens))
     return options.sequences / statistics.mean(steps)
 
 
 def decoding(llm: LLM, loras: Sequence[LoRARef | None], count: int, length: int) -> Iterator[float]:
-    """Seconds of each step in which all sequences decode."""
+    """Yield the seconds of each step in which all sequences decode."""
     core = llm.engine
     core.reset_prefix_cache()
-    # Adapters come to the device one layer a step: those who have theirs go on until the last one has, too.
+    # Adapters are copied one layer per step: sequences with resident adapters decode until all have started.
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=length + 400, ignore_eos=True)
     for number, lora in zip(range(count), itertools.cycle(loras), strict=False):
         core.add(Request(f"{number}", tuple(range(10 + number, 26 + number)), params, lora=lora))
@@ -129,7 +129,7 @@ def decoding(llm: LLM, loras: Sequence[LoRARef | None], count: int, length: int)
 
 
 def load(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Times to read adapters, and of steps in which others come and go: each request names another one."""
+    """Measure adapter reads, and steps while adapters are loaded and evicted: each request has a different one."""
     llm = engine(random_llama(options.dtype), options, enable_lora=True)
     store = llm.engine.loras
     assert store is not None
@@ -151,7 +151,7 @@ def load(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, An
 
 
 def _while_loading(llm: LLM, loras: Sequence[LoRARef], options: argparse.Namespace) -> Iterator[float]:
-    """Seconds of steps of long sequences, beside short ones that bring an adapter each which is not on the device."""
+    """Yield the seconds of steps of long sequences, while short requests each load an adapter that is not resident."""
     core, cycle, numbers = llm.engine, itertools.cycle(loras), itertools.count()
     core.reset_prefix_cache()
     long = SamplingParams(temperature=1.0, seed=1, max_tokens=8 * options.max_tokens, ignore_eos=True)
@@ -179,7 +179,7 @@ def _while_loading(llm: LLM, loras: Sequence[LoRARef], options: argparse.Namespa
 
 
 def written(folder: pathlib.Path, number: int, rank: int) -> str:
-    """A folder with an adapter in PEFT's format."""
+    """Write an adapter in PEFT's format; return its folder."""
     here, draw = folder / f"{number}", np.random.default_rng(number)
     here.mkdir()
     arrays = dict[str, np.ndarray]()
@@ -193,7 +193,7 @@ def written(folder: pathlib.Path, number: int, rank: int) -> str:
 
 
 def _shapes() -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of each adapted module."""
+    """Return the input and output sizes of each adapted module."""
     width, hidden = LLAMA_125M["hidden_size"], LLAMA_125M["intermediate_size"]
     head = width // LLAMA_125M["num_attention_heads"]
     keys = head * LLAMA_125M["num_key_value_heads"]

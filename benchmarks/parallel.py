@@ -1,4 +1,4 @@
-"""Costs of several devices: idle pipeline stages, bytes between devices, experts beside a dense layer.
+"""Costs of several devices: idle pipeline stages, bytes between devices, experts compared with a dense layer.
 
     python benchmarks/parallel.py               # all; on a CPU with devices that share its cores
     python benchmarks/parallel.py bubble --stages 2
@@ -25,13 +25,13 @@ from benchmarks.peers import machine
 from benchmarks.peers.worker import REPO
 
 _DEVICES = 8
-# Each device of a CPU computes on one core: stages that share the cores' threads would be slower together than alone.
+# Each CPU device computes on one core: stages that share the thread pool would be slower together than alone.
 _CPU_FLAGS = (f"--xla_force_host_platform_device_count={_DEVICES}", "--xla_cpu_multi_thread_eigen=false")
 PARTS = ("bubble", "bytes", "experts")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0."""
+    """Run the benchmark. Returns 0."""
     options = parse(arguments)
     _start_with_devices()
     from benchmarks.mesh import bubble, experts, traffic
@@ -66,7 +66,7 @@ def default_file() -> pathlib.Path:
 
 
 def _start_with_devices() -> None:
-    """Begin again with the flags that XLA reads only once."""
+    """Re-execute the process with the flags, which XLA reads only once."""
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in _CPU_FLAGS if flag not in flags]
     if missing:

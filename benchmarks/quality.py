@@ -1,11 +1,11 @@
-"""Cost of quantisation in quality: perplexity on text that nobody was calibrated on, and bits a weight.
+"""Quality cost of quantisation: perplexity on text outside the calibration data, and bits per weight.
 
-    python benchmarks/quality.py                    the demo model and stories260K, every kind that can be had
+    python benchmarks/quality.py                    the demo model and stories260K, every available kind
     python benchmarks/quality.py --models demo --only GPTQ --json quality.json
     python benchmarks/quality.py --oracle-python PYTHON    with llama_cpp and gguf: GGUF files of the demo model, too
 
-Each kind is made by `jaxinfer.quantize`, written, loaded again as a server would, and run in float32; GGUF files are
-those of llama.cpp's own tool. A run that was ended goes on behind the last kind in its file. See docs/quantisation.md.
+`jaxinfer.quantize` makes each kind; it is written, loaded as a server would, and run in float32; llama.cpp's tool makes
+the GGUF files. An interrupted run resumes after the last kind in its file. See docs/quantisation.md.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_o
 REPO = pathlib.Path(__file__).resolve().parent.parent
 GROUPS = (128, 64, 32)
 GGUF = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "IQ4_XS")
-PACKED = "compressed-tensors"  # all integers of 4 bits in one format: at one group size they take the same bytes
+PACKED = "compressed-tensors"  # all 4-bit integer kinds share this format: at one group size they take the same bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model, and its text: the last ``held_out`` of it is what perplexity is measured on."""
+    """A model, and its text: perplexity is measured on the last share ``held_out`` of it."""
 
     name: str
     source: str
@@ -58,14 +58,14 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A kind's figures.
+    """Figures of a quantisation kind.
 
     Attributes:
-        bits: that a linear weight takes in its file with its scales.
-        perplexity: of the held-out text.
-        ratio: to that of float32.
-        divergence: Kullback and Leibler's, of the float32 model's next tokens from this one's, in nats a token; None
-            where only the text's own tokens are told. It has no luck: perplexity may get better by chance.
+        bits: bits per linear weight in its file, scales included.
+        perplexity: perplexity of the held-out text.
+        ratio: perplexity relative to float32.
+        divergence: KL divergence of the float32 model's next tokens from this one's, in nats a token; None where only
+            the text's tokens have log probabilities. Unlike perplexity, it cannot improve by chance.
         losses: [windows], nats a token, so that any two kinds can be compared window by window.
     """
 
@@ -79,7 +79,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = parse(arguments)
     path = options.json or default_path()
     record = begun(path, options)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def begun(path: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The record at ``path``, if it is of the same text and samples; else one without rows."""
+    """Return the record at ``path`` if it has the same text and samples; else one without rows."""
     settings = {"samples": options.samples, "windows": options.windows}
     if path.exists():
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -123,7 +123,7 @@ def default_path() -> pathlib.Path:
 
 
 def table_row(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
-    """A line of the table; differences of perplexity with the standard error over the windows."""
+    """Format a line of the table; differences of perplexity with the standard error over the windows."""
     against = rows.get((row.model, row.kind.replace("GPTQ", "RTN").replace("AWQ", "RTN")), row)
     cells = (
         row.model,
@@ -138,7 +138,7 @@ def table_row(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
 
 
 def difference(row: Row, other: Row) -> str:
-    """Difference of two perplexities in percent, and its standard error: of the mean of the windows' differences."""
+    """Format the difference of two perplexities in percent, with the standard error of the windows' mean difference."""
     if row is other:
         return ""
     apart = np.subtract(row.losses, other.losses)
@@ -151,14 +151,14 @@ def subjects(options: argparse.Namespace) -> list[Subject]:
     stories = json.loads((options.data / "text/tinystories/tinystories_100.json").read_text(encoding="utf-8"))
     tales = "\n".join(story if isinstance(story, str) else story["story"] for story in stories)
     known = [
-        Subject("demo", "demo", shakespeare, 0.1, 512),  # its own split: docs/demo_model.md
+        Subject("demo", "demo", shakespeare, 0.1, 512),  # train/test split of the demo model: docs/demo_model.md
         Subject("stories260K", str(options.data / "models/stories260K/hf"), tales, 0.5, 256),
     ]
     return [subject for subject in known if subject.name in options.models]
 
 
 def recipes() -> dict[str, Recipe]:
-    """All kinds of one model's weights, by the names in the table."""
+    """Return all quantisation kinds of one model's weights, by the names in the table."""
     kinds = {
         "int8": Recipe("int8"),
         "fp8": Recipe("fp8"),
@@ -181,7 +181,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def measured(subject: Subject, options: argparse.Namespace, known: Mapping[tuple[str, str], Row]) -> Iterator[Row]:
-    """The rows of ``subject`` that are not ``known``."""
+    """Measure the rows of ``subject`` that are not ``known``."""
     base = load_model(subject.source, "float32", show_progress=False)
     calibration, windows = split(subject, base, options)
     exact = Exact(base, windows)
@@ -205,7 +205,7 @@ class Exact:
         self.losses, self._logprobs = said(model, windows)
 
     def compared(self, model: Model) -> tuple[np.ndarray, float]:
-        """Another model's losses, and the divergence of its next tokens from these."""
+        """Return the losses of another model, and the divergence of its next tokens from the float32 model's."""
         losses, logprobs = said(model, self.windows)
         apart = [
             (np.exp(exact) * (exact - other)).sum(axis=-1).mean()
@@ -215,8 +215,8 @@ class Exact:
 
 
 def said(model: Model, windows: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The mean negative log likelihood of each window's tokens but the first [windows], and the log probabilities of
-    all next tokens, [length - 1, vocabulary] for each window."""
+    """Return the mean negative log likelihood of each window's tokens except the first [windows], and the log
+    probabilities of all next tokens, [length - 1, vocabulary] for each window."""
 
     @jax.jit
     def of(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -238,7 +238,7 @@ Quality = tuple[np.ndarray, float | None]  # losses [windows], and the divergenc
 def kinds(
     subject: Subject, exact: Exact, calibration: Calibration, options: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], tuple[float, Quality]]]]:
-    """Yield each kind's name, and a function that measures its bits a weight and its quality."""
+    """Yield each kind's name, and a function that measures its bits per weight and its quality."""
 
     def loaded(source: str, dtype: str) -> Quality:
         return exact.compared(load_model(source, dtype, show_progress=False))
@@ -251,7 +251,7 @@ def kinds(
             return bits_of(weights, folder), loaded(str(folder), "float32")
 
     def of_file(path: pathlib.Path) -> tuple[float, Quality]:
-        _, model = open_model(str(path), "float32")  # llama.cpp's files of ours have no tokenizer
+        _, model = open_model(str(path), "float32")  # llama.cpp's files of these models have no tokenizer
         return bits_of_gguf(path), exact.compared(model.replace(params=jax.tree.map(jnp.asarray, model.params)))
 
     def of_llamacpp(kind: str) -> tuple[float, Quality]:
@@ -279,7 +279,7 @@ def kinds(
 
 
 def gguf_of(source: str, kind: str, scratch: pathlib.Path, python: pathlib.Path) -> pathlib.Path:
-    """llama.cpp's own file of that kind."""
+    """Quantise a model with llama.cpp; return the GGUF file of that kind."""
     plain, target = scratch / "plain.gguf", scratch / "model.gguf"
     for command in (
         ("benchmarks.peers.gguf_llama", model_folder(source), plain, "bfloat16"),
@@ -290,7 +290,7 @@ def gguf_of(source: str, kind: str, scratch: pathlib.Path, python: pathlib.Path)
 
 
 def split(subject: Subject, model: Model, options: argparse.Namespace) -> tuple[Calibration, np.ndarray]:
-    """Samples of the first part of the text, windows [windows, length] of the last."""
+    """Return calibration samples of the first part of the text, and windows [windows, length] of the last part."""
     assert model.tokenizer is not None
     border = int(len(subject.text) * (1 - subject.held_out))
     before, after = (
@@ -304,7 +304,7 @@ def split(subject: Subject, model: Model, options: argparse.Namespace) -> tuple[
 
 
 def bits_of(weights: Any, folder: pathlib.Path) -> float:
-    """Bits a weight over all linear weights of the layers, those that stayed as they are among them."""
+    """Return bits per weight over all linear weights of the layers, unquantized ones included."""
     values = sum(math.prod(weight.shape) for weight in weights.values())
     size = sum(weight.nbytes for weight in weights.values())
     for name, info in open_checkpoint(folder).tensors.items():
@@ -314,7 +314,7 @@ def bits_of(weights: Any, folder: pathlib.Path) -> float:
 
 
 def bits_of_gguf(path: pathlib.Path) -> float:
-    """Bits a weight over all linear weights of the layers of a GGUF file."""
+    """Return bits per weight over all linear weights of the layers of a GGUF file."""
     checkpoint = open_gguf(path)
     layers = [(weight.shape, weight.nbytes) for name, weight in checkpoint.weights.items() if ".layers." in name]
     for name, info in checkpoint.tensors.items():
@@ -324,7 +324,7 @@ def bits_of_gguf(path: pathlib.Path) -> float:
 
 
 def of_engine(model: Model, windows: np.ndarray, cache: str) -> np.ndarray:
-    """Losses [windows] through the engine, whose cache holds other numbers."""
+    """Return losses [windows] through the engine with a KV cache of dtype ``cache``."""
     length = windows.shape[1]
     llm = LLM(model, kv_cache_dtype=cache, max_num_seqs=4, max_model_len=2 * length, show_progress=False)
     found = llm.generate(windows.tolist(), SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))

@@ -1,9 +1,9 @@
-"""Decoding with quantised weights on this machine: storages in turns, and llama.cpp's beside them.
+"""Decoding with quantised weights on this machine: storage formats in turns, and llama.cpp for comparison.
 
     python benchmarks/quantised.py --oracle-python .venv-oracle/bin/python
 
-A random Llama of 125M parameters is converted by `jaxinfer convert --quantize` and by llama.cpp. Each row is
-a process of its own that computes only while it is asked, in turns with the others. See docs/benchmarks.md.
+`jaxinfer convert --quantize` and llama.cpp convert a random Llama of 125M parameters. Each row is
+a process of its own that computes only during a request, in turns with the others. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ VOCAB = 32000
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A way to store the weights.
+    """A storage format of the weights.
 
     Attributes:
-        quantize: arguments of `jaxinfer.convert`; none: the folder as it is.
-        dtype: of what goes through the layers.
+        quantize: arguments of `jaxinfer.convert`; none: the folder unconverted.
+        dtype: dtype of the activations.
         activations: see `EngineConfig.activation_dtype`.
-        llamacpp: llama.cpp's own file of this type instead.
+        llamacpp: file type of a GGUF that llama.cpp runs instead.
     """
 
     name: str
@@ -65,7 +65,7 @@ ROWS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 and a sentence when it cannot measure."""
+    """Run the benchmark. Returns 0, or 2 with a message when it cannot measure."""
     options = parse(arguments)
     options.work_dir.mkdir(parents=True, exist_ok=True)
     rows = [row for row in ROWS if options.only in row.name and (options.oracle_python or not row.llamacpp)]
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(rows: Sequence[Row], batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second of each row with so many sequences at once, and the ratio to the first row's."""
+    """Return tokens a second of each row with ``batch`` sequences at once, and the ratio to the first row's."""
     workers = {}
     try:
         for row in rows:
@@ -106,7 +106,7 @@ def measure(rows: Sequence[Row], batch: int, options: argparse.Namespace) -> lis
             prompts = random_prompts(f"{batch} {round_number}", batch, options.prompt_len, VOCAB)
             for name, worker in workers.items():
                 rate = decode_rate(worker.ask("generate", prompts=prompts, new_tokens=options.new_tokens))
-                if round_number:  # the first warms caches
+                if round_number:  # the first round warms up
                     rates[name].append(rate)
     finally:
         for worker in workers.values():
@@ -139,7 +139,7 @@ def start(row: Row, batch: int, options: argparse.Namespace) -> Worker:
 
 
 def folder_of(row: Row, options: argparse.Namespace) -> pathlib.Path:
-    """The converted folder, made when it is first asked for."""
+    """Return the converted folder; convert it on first use."""
     source = random_folder(options.work_dir)
     if not row.quantize:
         return source
@@ -151,7 +151,7 @@ def folder_of(row: Row, options: argparse.Namespace) -> pathlib.Path:
 
 
 def gguf_of(row: Row, options: argparse.Namespace) -> pathlib.Path:
-    """llama.cpp's file, made when it is first asked for."""
+    """Return llama.cpp's file; write it on first use."""
     python, folder = str(options.oracle_python.absolute()), random_folder(options.work_dir)
     plain: pathlib.Path = options.work_dir / "plain.gguf"
     if not plain.exists():

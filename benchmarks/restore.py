@@ -1,12 +1,12 @@
-"""Time that weights take from a disk to the device: a converted folder against the safetensors it was made of.
+"""Time to load weights from disk to the device: a converted folder against the safetensors it was made of.
 
     python benchmarks/restore.py                     a layer of Llama-3.1-8B and a small vocabulary: some 570 MB
     python benchmarks/restore.py --layers 4 --out benchmarks/results/restore.json
 
-Four ways take turns, so that they meet the same machine: ``safetensors`` and ``converted`` are `load_params`; ``orbax``
-is Orbax's own restoring of the converted folder; ``read`` reads its files into one buffer and makes no array: none of
-the others could be faster with one thread. Warm: the files are in memory. Cold: their pages were given back before.
-Processor time, of all threads, says what others on the machine do not change.
+Four ways take turns, to run under the same load: ``safetensors`` and ``converted`` are `load_params`; ``orbax``
+is Orbax's own restore of the converted folder; ``read`` reads its files into one buffer and makes no array: a lower
+bound for the other ways with one thread. Warm: the files are in the page cache. Cold: they were dropped from it.
+Processor time, of all threads, does not depend on the load of other programs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "models"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = parse(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         quiet = record.Quiet()
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Llama-3.1-8B", help="of configs/models (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=1, help="(default: %(default)s)")
@@ -80,7 +80,7 @@ def make(options: argparse.Namespace, place: pathlib.Path) -> ParamTree:
 
 
 def ways(place: pathlib.Path, specs: ParamTree) -> dict[str, Callable[[], Any]]:
-    """Functions to be measured, by name."""
+    """Return the functions to measure, by name."""
     converted, buffer = place / "converted", bytearray(1 << 24)
 
     def restore() -> Any:
@@ -116,7 +116,7 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def measure(rounds: int, named: dict[str, Callable[[], Any]], place: pathlib.Path) -> dict[str, Any]:
-    """Seconds of each way and state by the clock and of the processor; the first round is not kept."""
+    """Measure wall-clock and processor seconds of each way and state; the first round is not kept."""
     found: dict[str, Any] = {
         f"{way}, {state}": {"clock": [], "processor": []} for state in ("warm", "cold") for way in named
     }
@@ -134,7 +134,7 @@ def measure(rounds: int, named: dict[str, Callable[[], Any]], place: pathlib.Pat
 
 
 def forget(path: pathlib.Path) -> None:
-    """The operating system gives back the file's pages, as far as it does what it is told."""
+    """Drop the file from the page cache, as far as the operating system complies."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -147,7 +147,7 @@ def remember(path: pathlib.Path) -> None:
 
 
 def table(size: int, runs: dict[str, Any]) -> str:
-    """Table in Markdown; ratios are to safetensors in the same state, of the medians."""
+    """Format a table in Markdown; ratios are to safetensors in the same state, of the medians."""
     head = "| way | clock: best, median | times as fast | processor: best, median | times as little |"
     lines = [f"{size / 1e6:.0f} MB", "", head, "|---|---|---|---|---|"]
     for name, taken in runs.items():

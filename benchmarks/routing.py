@@ -1,11 +1,11 @@
-"""Replicas behind SMG on the Mooncake trace: how much of their prompts is cached where they are sent.
+"""Prefix cache hits of replicas behind SMG on the Mooncake trace, by routing policy.
 
     python benchmarks/routing.py --smg build/fleet/bin/smg --out FILE.json     some minutes
 
 Three fleets serve the same requests in the same order: one replica with a cache of twice the size, two to four behind
-SMG that goes by their KV events (cache_aware), and as many behind SMG that goes round (round_robin). The replicas have
-no device: scheduler, pages, journal and doors are real. A block of the trace is one page, and prompts are scaled
-with it.
+SMG that routes by their KV events (cache_aware), and as many behind SMG with round robin (round_robin). The replicas
+have no device: scheduler, page allocator, journal and APIs are real. A block of the trace is one page, and prompts are
+scaled with it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from jaxinfer.bench.traces import TraceRequest, read_mooncake, scale_mooncake
 _TRACE = pathlib.Path(__file__).resolve().parents[2] / "shared/data/traces/mooncake_synthetic.jsonl"
 _SECONDS = 120.0
 GOALS = {"hits": 0.95, "prefilled": 1.5}
-"""Hits of all replicas over those of one with twice the cache; tokens computed going round over those by events."""
+"""Goals: hits over those of one replica with twice the cache; tokens prefilled with round robin over events."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fleet:
-    """What stands behind a name: so many replicas of so many pages, and how SMG chooses."""
+    """A named fleet: the number of replicas, the pages of each, and SMG's routing policy."""
 
     name: str
     replicas: int
@@ -53,7 +53,7 @@ class Fleet:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = parse(arguments)
     quiet = record.Quiet()
     trace = scale_mooncake(read_mooncake(options.trace)[options.skip :], core.CONTEXT, options.page_size)
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The two figures and their goals."""
+    """Return the two figures and their goals."""
     one, events, around = rows
     figures = {
         "hits": events["hit_rate"] / one["hit_rate"],
@@ -106,7 +106,7 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines to print."""
+    """Format the lines to print."""
     return [
         f"{row['name']:24} hit rate {row['hit_rate']:.4f}, prefilled {row['prefilled']:8} tokens, "
         f"{row['seconds']:.0f} s, of each {row['shares']}"
@@ -115,7 +115,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def serve(fleet: Fleet, requests: Sequence[TraceRequest], options: argparse.Namespace) -> dict[str, Any]:
-    """Send a fleet the requests in their order, so many at once, and count."""
+    """Send a fleet the requests in order, with bounded concurrency, and count hits and tokens."""
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         core.write_tokenizer(folder)
@@ -145,7 +145,7 @@ def _less(now: Looked, before: Looked) -> Looked:
 
 
 def ask(url: str, request: TraceRequest, page_size: int) -> int:
-    """Send one request; its status."""
+    """Send one request; return its status."""
     body = {"model": core.NAME, "prompt": prompt(request, page_size), "max_tokens": request.output_len}
     data = json.dumps({**body, "ignore_eos": True}).encode()
     asked = urllib.request.Request(f"{url}/v1/completions", data, {"content-type": "application/json"})
@@ -155,14 +155,14 @@ def ask(url: str, request: TraceRequest, page_size: int) -> int:
 
 
 def prompt(request: TraceRequest, page_size: int) -> str:
-    """A text of as many tokens, equal where the blocks are."""
+    """Return a text of ``prompt_len`` tokens; equal blocks have equal text."""
     blocks = (random.Random(block).choices(string.ascii_letters, k=page_size) for block in request.blocks)
     return "".join(letter for block in blocks for letter in block)[: request.prompt_len]
 
 
 @contextlib.contextmanager
 def router(program: pathlib.Path, fleet: Fleet, replicas: Sequence[Replica], log: pathlib.Path) -> Iterator[str]:
-    """SMG in front of replicas, once it knows them all; its address."""
+    """Start SMG in front of the replicas; yield its address once it knows them all."""
     port, metrics = free_port(), free_port()
     workers = [f"grpc://127.0.0.1:{replica.grpc_port}" for replica in replicas]
     addresses = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1"]
@@ -192,7 +192,7 @@ def _wait_for_workers(url: str, count: int, log: pathlib.Path) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
+    """Return a free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

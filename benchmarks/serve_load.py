@@ -1,7 +1,7 @@
 """Cost of the front end: 500 streams at 5,000 tokens a second, twice and ten times the requests that can be served,
-and refusals by a full queue, one at a time and in bursts.
+and rejections by a full queue, one at a time and in bursts.
 
-    python benchmarks/serve_load.py                   both doors: two minutes and a half
+    python benchmarks/serve_load.py                   both APIs: two minutes and a half
     python benchmarks/serve_load.py --doors grpc --seconds 20
     python benchmarks/serve_load.py --profile FILE    cProfile of the front end under gRPC streams, no figures
 
@@ -29,7 +29,7 @@ DOORS = ("grpc", "http")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = parse(arguments)
     if options.profile is not None:
         asyncio.run(load.deliver(delivery(options, DOORS[0], options.groups), str(options.profile)))
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--doors", type=_doors, default=DOORS, help="grpc,http (default: both)")
@@ -77,7 +77,7 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Make all runs, one after the other, each with a server of its own."""
+    """Make all runs one after the other, each with a server of its own."""
     runs: dict[str, Any] = {}
     for door in options.doors:
         runs[f"{door} even"] = await load.deliver(delivery(options, door, options.groups))

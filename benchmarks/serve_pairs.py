@@ -1,10 +1,10 @@
-"""Cost of the front end here and in another checkout, both at once, so that a machine whose speed drifts, as shared
-ones do by more than what is asked for, drifts for both.
+"""Cost of the front end here and in another checkout at the same time, so that drift of the machine's speed, which on
+shared machines exceeds the difference to measure, affects both.
 
     git worktree add /tmp/before f9f49f7
     python benchmarks/serve_pairs.py /tmp/before --pairs 8
 
-Each side has a server and a load of its own, as `benchmarks/serve_load.py` has, with half of its streams.
+Each side has a server and a load of its own, as in `benchmarks/serve_load.py`, with half of the streams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.serve_load import DOORS
 from benchmarks.traces import record
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
-# Run in either checkout, whose own `benchmarks.serving` it imports.
+# Script that runs in either checkout; it imports that checkout's `benchmarks.serving`.
 _RUN = """
 import asyncio, json, sys
 from benchmarks.serving import load
@@ -36,7 +36,7 @@ print(json.dumps(asyncio.run(load.deliver(asked))))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = parse(arguments)
     result: dict[str, Any] = {"other": str(options.other), "pairs": {}}
     for door in options.doors:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("other", type=pathlib.Path, help="a checkout to compare with")
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def pair(options: argparse.Namespace, door: str, turn: int) -> dict[str, float]:
-    """Microseconds of the front end for a token, here and there."""
+    """Return the microseconds of the front end per token in this checkout and the other."""
     trees = {"here": HERE, "there": options.other.resolve()}
     order = list(trees) if turn % 2 == 0 else list(trees)[::-1]
     running = {name: started(options, door, trees[name]) for name in order}
@@ -74,13 +74,13 @@ def pair(options: argparse.Namespace, door: str, turn: int) -> dict[str, float]:
 
 
 def started(options: argparse.Namespace, door: str, tree: pathlib.Path) -> subprocess.Popen[str]:
-    """A run of ``tree``'s server."""
+    """Start a run of ``tree``'s server."""
     load = map(str, (options.streams, options.rate, options.groups, options.seconds))
     return subprocess.Popen([sys.executable, "-c", _RUN, door, *load], cwd=tree, stdout=subprocess.PIPE, text=True)
 
 
 def cost(running: subprocess.Popen[str]) -> float:
-    """Microseconds of the front end for a token, when the run has ended."""
+    """Wait for a run to end; return the microseconds of its front end per token."""
     out, _ = running.communicate()
     if running.returncode:
         raise SystemExit(f"a run ended with {running.returncode}")
@@ -88,7 +88,7 @@ def cost(running: subprocess.Popen[str]) -> float:
 
 
 def summary(pairs: Sequence[dict[str, float]]) -> str:
-    """Medians, and the ratio with its standard error."""
+    """Format the medians, and the ratio with its standard error."""
     ratios = np.array([one["here"] / one["there"] for one in pairs])
     here, there = (np.median([one[name] for one in pairs]) for name in ("here", "there"))
     error = ratios.std(ddof=1) / np.sqrt(len(ratios)) if len(ratios) > 1 else float("nan")

@@ -1,11 +1,11 @@
-"""Speculative decoding on this machine: tokens a second with each drafter over those without, and what is accepted.
+"""Speculative decoding on this machine: tokens a second with each drafter over those without, and acceptance.
 
     python benchmarks/speculation.py                      the embedded model, two kinds of text, 1, 4 and 8 sequences
     python benchmarks/speculation.py --model random-125m  a random Llama of 125M parameters, whose text repeats itself
 
-So many requests run at a time: one that ends is followed by another. Engines take turns, each time another one first;
-the median of the ratios of a turn counts. Many short turns tell more than few long ones: machines grow slower and
-faster. See docs/speculation.md.
+A constant number of requests runs at a time: a new one follows each that ends. Engines take turns, in rotating order;
+the median of the ratios of a turn counts. Many short turns are more reliable than few long ones: the speed of machines
+drifts. See docs/speculation.md.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ KINDS = {
         SCENE * 3 + name for name in ("First Citizen:", "All:", "First", "Citizen", "Speak", "Before", "You", "We")
     ],
 }
-"""Texts of the model's own kind, and such as quote what was said before."""
+"""Texts like the model's training data, and texts that quote an earlier passage."""
 
 
 @dataclasses.dataclass
 class Way:
-    """An engine with a drafter, and what it has done."""
+    """An engine with a drafter, and its results."""
 
     name: str
     llm: LLM
@@ -68,7 +68,7 @@ class Way:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options, quiet = parse(arguments), record.Quiet()
     model = random_llama(options.dtype) if options.model == "random-125m" else load_model(options.model, options.dtype)
     print(
@@ -118,7 +118,7 @@ def engines(model: Model, options: argparse.Namespace, count: int) -> list[Way]:
 
 
 def measure(ways: Sequence[Way], kind: str, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each way: the first one is what the others are compared with."""
+    """Measure a row for each way; the first way is the baseline."""
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=True, seed=1)
     tokenizer: Any = ways[0].llm.tokenizer
     prompts = [tuple(tokenizer.encode(text)) for text in texts_of(kind, options.requests * count)]
@@ -143,7 +143,7 @@ def measure(ways: Sequence[Way], kind: str, count: int, options: argparse.Namesp
 
 
 def texts_of(kind: str, count: int) -> list[str]:
-    """Prompts of a kind, no two alike."""
+    """Return prompts of a kind, all different."""
     endings = ("", "\nI", "\nThe", "\nMy", "\nNow", "\nWhat", "\nCome", "\nO")
     return [text + ending for ending in endings for text in KINDS[kind]][:count]
 
@@ -151,7 +151,7 @@ def texts_of(kind: str, count: int) -> list[str]:
 def serve(
     llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> tuple[float, list[list[int]]]:
-    """Tokens a second while ``count`` requests run: one that ends is followed by another. Also the tokens of each."""
+    """Return tokens a second while ``count`` requests run (refilled as they end), and the tokens of each."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     engine, waiting = llm.engine, iter(enumerate(prompts))
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -169,7 +169,7 @@ def serve(
 
 
 def row(way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of a way since its first turn that counts."""
+    """Return the figures of a way since its first turn that counts."""
     assert way.before is not None
     now, before = way.llm.engine.stats(), way.before
     drafts, tokens = now.drafts - before.drafts, now.draft_tokens - before.draft_tokens
@@ -194,7 +194,7 @@ def row(way: Way, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def error_of_median(values: Sequence[float]) -> float:
-    """The standard error of a median, by the quartiles."""
+    """Return the standard error of a median, by the quartiles."""
     if len(values) < 4:
         return float("nan")
     low, _, high = statistics.quantiles(values)
@@ -202,8 +202,8 @@ def error_of_median(values: Sequence[float]) -> float:
 
 
 def drafting_cost(llm: LLM, length: float) -> float:
-    """Bytes that drafting reads over those of a step: what it costs where reading weights is all that takes time, as on
-    a GPU with few rows. Of n-grams and suffixes nothing; Medusa's heads are read once, others for each token."""
+    """Return the bytes that drafting reads over those of a step: its cost where reading weights takes all the time, as
+    on a GPU with few rows. N-grams and suffixes read nothing; Medusa heads are read once, other heads per token."""
     draft = llm.model.draft if llm.engine.config.drafts_on_device else None
     if draft is None:
         return 0.0
@@ -212,7 +212,7 @@ def drafting_cost(llm: LLM, length: float) -> float:
 
 
 def read_bytes(model: Model) -> int:
-    """Bytes of the weights of a pass: of embeddings it reads a row, unless they are the head, too."""
+    """Return the bytes of the weights that a pass reads: embeddings are read by row and not counted, unless tied."""
     shared = dict(getattr(model.config, "shares", ()))
     whole = {name: leaf for name, leaf in model.params.items() if name != "embed" or model.config.tied}
     borrowed = 0 if "head" not in shared else model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize
@@ -220,7 +220,7 @@ def read_bytes(model: Model) -> int:
 
 
 def _whole(now: EngineStats, before: EngineStats, tokens: int, drafts: int) -> int:
-    """Drafts that came true to the end, were all of the mean length."""
+    """Count the drafts that were accepted in full, as if all had the mean length."""
     place = round(tokens / drafts) - 1 if drafts else 0
     counts = [stats.draft_accepted_at[place] if place < len(stats.draft_accepted_at) else 0 for stats in (now, before)]
     return counts[0] - counts[1]

@@ -1,14 +1,14 @@
-"""Structured outputs on this machine: what grammars cost, what is forced, and whether outputs are what was asked for.
+"""Structured outputs on this machine: cost of grammars, forced tokens, and whether outputs match their schemas.
 
     python benchmarks/structured.py speed --tokenizer FOLDER    tokens a second of a random Llama of 125M parameters
                                                                 where sequences have schemas, over those without
-    python benchmarks/structured.py masks --tokenizer FOLDER    milliseconds until the masks of 64 sequences are there
+    python benchmarks/structured.py masks --tokenizer FOLDER    milliseconds until the masks of 64 sequences are ready
     python benchmarks/structured.py forced                      steps of the embedded model for each token of JSON
-    python benchmarks/structured.py valid --schemas FOLDER      what ends by itself validates, and has the same bits
-                                                                alone, in a full batch and with drafts
+    python benchmarks/structured.py valid --schemas FOLDER      whether finished outputs validate, and are bitwise
+                                                                identical alone, in a full batch and with drafts
     python benchmarks/structured.py hostile                     time between tokens of four sequences of the embedded
-                                                                model beside grammars that take seconds, over that
-                                                                beside other requests; --apart: helpers have a core
+                                                                model next to grammars that take seconds, over that
+                                                                next to other requests; --apart: helpers have a core
                                                                 to themselves, and the engine all others
 
 FOLDER of tokenizers: one with a tokenizer.json, such as Llama 2's for `speed` (a vocabulary of 32,000) and Llama 3's
@@ -106,11 +106,11 @@ _EVENT = {
     "additionalProperties": False,
 }
 SCHEMAS = (_PERSON, _ORDER, _EVENT)
-"""As those of applications: records, with lists of records in them."""
+"""Schemas typical of applications: records with nested lists of records."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options, quiet = parse(arguments), record.Quiet()
     found = WAYS[options.way](options)
     cores = len(machine.usable_cores())
@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second with and without schemas, in turns."""
+    """Measure tokens a second with and without schemas, in turns."""
     count = options.sequences or 32
     model = random_llama(options.dtype).replace(tokenizer=load_tokenizer(options.tokenizer))
     settings: dict[str, Any] = {"max_num_seqs": count, "max_model_len": 512, "show_progress": False}
@@ -149,7 +149,7 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _speed(llm: LLM, count: int, share: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Where this share of the sequences has schemas."""
+    """Measure speed where a share ``share`` of the sequences has schemas."""
     plain = SamplingParams(temperature=1.0, seed=1, max_tokens=options.max_tokens, ignore_eos=True)
     held = [plain if number % 2 >= 2 * share else _holding(plain, number) for number in range(2 * count)]
     prompts, speeds = [tuple(range(10 + i, 42 + i)) for i in range(2 * count)], list[dict[str, float]]()
@@ -171,7 +171,7 @@ def _holding(plain: SamplingParams, number: int) -> SamplingParams:
 
 
 def masks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time from what a step has said to the masks of the next one, for sequences in the middle of their answers."""
+    """Measure the time from a step's tokens to the masks of the next step, for sequences in mid-answer."""
     count, size, tokenizer = options.sequences or 64, 128_256, load_tokenizer(options.tokenizer)
     assert tokenizer is not None
     grammars, rows = [json.dumps(schema) for schema in _servable(options)[0]], list[dict[str, Any]]()
@@ -184,7 +184,7 @@ def masks(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _latencies(made: Masks, grammars: Sequence[str], count: int, steps: int) -> Iterator[float]:
-    """Seconds, of each step."""
+    """Yield the seconds of each step."""
     draw = random.Random(0)
     held = [made.open("json", grammars[i % len(grammars)]) for i in range(count)]
     _await(made, held)
@@ -215,7 +215,7 @@ def _anew(made: Masks, held: Held, grammars: Sequence[str], draw: random.Random)
 
 
 def _draw(held: Held, draw: random.Random) -> int:
-    """One of the tokens that are allowed; of texts in strings mostly a short one."""
+    """Draw one of the allowed tokens; in strings mostly a short one."""
     assert held.mask is not None
     words = [(i, int(word) & 0xFFFFFFFF) for i, word in enumerate(held.mask) if word]
     place, word = draw.choice(words)
@@ -223,7 +223,7 @@ def _draw(held: Held, draw: random.Random) -> int:
 
 
 def forced(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Steps and tokens of the embedded model's JSON, with and without what is forced; the text is the same."""
+    """Measure steps and tokens of the embedded model's JSON, with and without forced tokens; the text is the same."""
     (plain, text), (drafted, other) = _steps(options, None), _steps(options, "grammar")
     if text != other:
         raise AssertionError("what is forced has changed the text")
@@ -246,7 +246,7 @@ def _steps(options: argparse.Namespace, method: str | None) -> tuple[dict[str, A
 
 
 def valid(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Outputs of the embedded model and of random weights against `jsonschema`, and their bits in several modes."""
+    """Validate outputs of the embedded model and of random weights; compare them bitwise between modes."""
     asked, refused = _servable(options)
     rows = [{"schemas": len(asked) + len(refused), "served": len(asked), "refused": len(refused), "why": _why(refused)}]
     demo = load_model("demo")
@@ -269,14 +269,14 @@ def _valid(model: Model, asked: Sequence[dict[str, Any]], options: argparse.Name
 
 
 def hostile(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Gaps between tokens of neighbours, in turns: beside two plain requests, and beside two hostile grammars."""
+    """Measure gaps between tokens of neighbours, in turns: next to unconstrained requests and hostile grammars."""
     settings = {"max_num_seqs": 8, "max_model_len": 2048, "structured_output_helpers": options.helpers}
     if options.apart:
         _part()
     llm = LLM("demo", show_progress=False, **settings)
     gaps, ratios = collections.defaultdict[str, list[list[float]]](list), list[float]()
     plain = SamplingParams(temperature=1.0, seed=1, max_tokens=_BESIDE, ignore_eos=True)
-    # Made before: to write a large one's text is the door's work, and no step's.
+    # Built in advance: serialising a large grammar is the work of the API server, not of a step.
     asked = [dataclasses.replace(plain, structured_outputs=each) for each in HOSTILE]
     for turn in range(options.rounds + 1):
         ways = [("plain", [plain]), ("hostile", asked)]
@@ -290,7 +290,7 @@ def hostile(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _part() -> None:
-    """Give helpers the last core, and this process the others."""
+    """Give helpers the last core, and this process the other cores."""
     *cores, last = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores)
 
@@ -306,7 +306,7 @@ def _part() -> None:
     changed.Helper = Apart
 
 
-_BESIDE = 100  # tokens: about a second, as what is hostile takes, so that as many come and go
+_BESIDE = 100  # tokens: about a second, as long as a hostile grammar takes, so that equally many requests come and go
 
 
 HOSTILE: tuple[dict[str, Any], ...] = (
@@ -316,7 +316,7 @@ HOSTILE: tuple[dict[str, Any], ...] = (
     {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(50_000))},
     {"regex": "([a-z]{1,500}){1,500}"},
 )
-"""What takes a helper its second, or is stopped for it."""
+"""Grammars that use up a helper's second, or are stopped at it."""
 
 
 def _p99(gaps: Sequence[float]) -> float:
@@ -324,7 +324,7 @@ def _p99(gaps: Sequence[float]) -> float:
 
 
 def _gaps(llm: LLM, others: Sequence[SamplingParams], length: int) -> list[float]:
-    """Seconds between tokens of four neighbours. Two of the others are there at any time."""
+    """Return the seconds between tokens of four neighbours. Two of ``others`` are active at any time."""
     engine, asked, number = llm.engine, itertools.cycle(others), itertools.count()
     plain = SamplingParams(temperature=1.0, seed=1, max_tokens=4 * length, ignore_eos=True)
     last, gaps, beside = dict[str, float](), list[float](), set[str]()
@@ -351,7 +351,7 @@ def _gaps(llm: LLM, others: Sequence[SamplingParams], length: int) -> list[float
 
 
 def _checked(outputs: Sequence[RequestOutput], asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many ended by themselves, and how many of these are not what was asked for."""
+    """Count the outputs by finish reason, and those that stopped but do not match their schema."""
     ends, wrong = collections.Counter[str](), list[str]()
     for output, schema in zip(outputs, asked, strict=True):
         sample = output.outputs[0]
@@ -369,7 +369,7 @@ def _bits(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def _servable(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Schemas that can be held and that `jsonschema` understands, and why others cannot."""
+    """Return the schemas that the engine and `jsonschema` support, and the reasons why other schemas are rejected."""
     asked, refused = list[dict[str, Any]](), list[str]()
     for schema in _schemas(options):
         try:

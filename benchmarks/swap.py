@@ -1,9 +1,9 @@
-"""Cost of pages that go to host memory and come back: a page each way, and an engine whose sequences give way.
+"""Cost of swapping pages to host memory and back: a page each way, and an engine whose sequences are preempted.
 
     python benchmarks/swap.py                     this tree
     python benchmarks/swap.py --other TREE        this tree and another one in turns, each round in a process of its own
 
-Times are by the wall clock, around calls that are waited for; medians of rounds. The load is requests that all arrive
+Times are by the wall clock, around synchronised calls; medians of rounds. The load is requests that all arrive
 at once, with so few pages that sequences are swapped; their tokens are compared.
 """
 
@@ -44,7 +44,7 @@ ROUND = "--one-round"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", type=pathlib.Path, help="another source tree, measured in turns with this one")
     parser.add_argument("--rounds", type=int, default=5, help="of each tree (default 5)")
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_tree(tree: pathlib.Path) -> dict[str, Any]:
-    """One round with the package of a tree."""
+    """Run one round with the package of a tree."""
     command = [sys.executable, str(pathlib.Path(__file__).resolve()), ROUND]
     surroundings = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, env=surroundings, check=True, stdout=subprocess.PIPE, text=True)
@@ -86,9 +86,9 @@ def _table(found: dict[pathlib.Path, list[dict[str, Any]]]) -> str:
 
 
 def one_round() -> dict[str, Any]:
-    """Figures of this process's package."""
+    """Measure the figures of this process's package."""
     settings: dict[str, Any] = {"max_num_seqs": 8, "page_size": 32, "max_model_len": 512, "prefill_sizes": (64,)}
-    settings |= {"exactness": "relaxed", "enable_prefix_caching": False}  # so a start tries no programs out
+    settings |= {"exactness": "relaxed", "enable_prefix_caching": False}  # so that startup probes no programs
     begun = time.perf_counter()
     llm = LLM(random_model(MODEL), num_pages=40, **settings)
     started = time.perf_counter() - begun

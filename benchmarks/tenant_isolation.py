@@ -1,14 +1,14 @@
-"""Test whether a tenant can tell what another one has asked: an attack on a server of the demo model, with two keys.
+"""Test whether a tenant can detect another tenant's prompts: an attack on a server of the demo model, with two keys.
 
     python benchmarks/tenant_isolation.py                            400 probes: some minutes on two cores
-    python benchmarks/tenant_isolation.py --sharing all              what can be told where tenants share prefixes
+    python benchmarks/tenant_isolation.py --sharing all              the leak where tenants share prefixes
     python benchmarks/tenant_isolation.py --probes 4000 --out FILE
 
-Probes come in pairs of two fresh prompts. A fair coin says which of them the victim asks; then the attacker, with a key
-of its own, asks both, in an order that another coin says, and takes down the time to the first token, ``cached_tokens``
-and the time of Tokenize. The area under the ROC curve (AUC) is how often a primed prompt looks more primed than one
-that is not: 1 tells all, 0.5 nothing. Where nothing can be told it still has a standard error of
-sqrt((2n + 1) / 12 n^2) for n primed probes: 0.029 for 400 probes, so one such run in four says 0.52 or more.
+Probes come in pairs of two fresh prompts. A fair coin decides which of them the victim sends; then the attacker, with a
+key of its own, sends both, in an order that another coin decides, and records the time to the first token,
+``cached_tokens`` and the time of Tokenize. The area under the ROC curve (AUC) is how often a primed prompt looks more
+primed than a fresh one: 1 is a full leak, 0.5 none. Without a leak it still has a standard error of
+sqrt((2n + 1) / 12 n^2) for n primed probes: 0.029 for 400 probes, so one such run in four shows 0.52 or more.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Seen:
 
 
 Probes = Mapping[bool, Sequence[Seen]]
-"""Probes of prompts that the victim had asked (true) and of others."""
+"""Probes of prompts that the victim had sent (true) and of fresh prompts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark. Returns the exit status."""
     options = parse(arguments)
     with served(options.sharing) as (target, victim, attacker):
         seen = attack(Tenant(target, victim), Tenant(target, attacker), options.probes, options.characters)
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sharing", choices=SHARING, default=TENANT, help="prefix_cache_sharing of the server (default: tenant)")
@@ -91,7 +91,7 @@ class Tenant:
         self._metadata = (("authorization", f"Bearer {key}"),)
 
     def ask(self, prompt: str) -> tuple[float, int]:
-        """Seconds to the first token, and how many tokens were found in the cache."""
+        """Return the seconds to the first token, and the number of cached tokens."""
         request = pb.GenerateRequest(prompt=prompt, sampling={"max_tokens": 2, "seed": 1, "ignore_eos": True})
         begun, first, cached = time.perf_counter(), math.inf, 0
         for event in self._stub.Generate(request, metadata=self._metadata):
@@ -101,16 +101,16 @@ class Tenant:
         return first, cached
 
     def tokenize(self, text: str) -> float:
-        """Seconds that Tokenize takes."""
+        """Return the seconds that Tokenize takes."""
         begun = time.perf_counter()
         self._stub.Tokenize(pb.TokenizeRequest(text=text), metadata=self._metadata)
         return time.perf_counter() - begun
 
 
 def attack(victim: Tenant, attacker: Tenant, probes: int, characters: int, seed: int = 0) -> Probes:
-    """Probe pairs of prompts: the victim asks one of each, the attacker both."""
+    """Probe pairs of prompts: the victim sends one of each, the attacker both."""
     chance, seen = random.Random(seed), {True: list[Seen](), False: list[Seen]()}
-    for tenant in (victim, attacker):  # connections are made, and helpers warm
+    for tenant in (victim, attacker):  # warm up connections and helpers
         for _ in range(5):
             tenant.ask(_prompt(chance, characters))
     for _ in range(probes // 2):
@@ -123,22 +123,22 @@ def attack(victim: Tenant, attacker: Tenant, probes: int, characters: int, seed:
 
 
 def _probe(attacker: Tenant, prompt: str) -> Seen:
-    tokenize = attacker.tokenize(prompt)  # before the attacker's own request makes its words known
+    tokenize = attacker.tokenize(prompt)  # before the attacker's own request caches the words
     ttft, cached = attacker.ask(prompt)
     return Seen(-ttft, cached, -tokenize)
 
 
 def _prompt(chance: random.Random, characters: int) -> str:
-    """Words that nobody has said before, nearly as long as a tokenizer's table of words takes them."""
+    """Return words that were never sent before, nearly as long as the tokenizer's word cache accepts."""
     words = ("".join(chance.choices(string.ascii_lowercase, k=200)) for _ in range(1 + characters // 200))
     return " ".join(words)[:characters]
 
 
-# ---- what it tells
+# ---- figures
 
 
 def figures(seen: Probes) -> dict[str, dict[str, float]]:
-    """AUC of each figure of the probes, its standard error where nothing can be told, and medians."""
+    """Return the AUC of each figure of the probes, its standard error without a leak, and medians."""
     found = {}
     for field in dataclasses.fields(Seen):
         primed, fresh = ([getattr(each, field.name) for each in seen[kind]] for kind in (True, False))
@@ -148,18 +148,18 @@ def figures(seen: Probes) -> dict[str, dict[str, float]]:
 
 
 def auc(primed: Sequence[float], fresh: Sequence[float]) -> float:
-    """The share of pairs in which the primed one has the larger figure; ties count half."""
+    """Return the share of pairs in which the primed probe has the larger figure; ties count half."""
     wins = sum((one > other) + (one == other) / 2 for one in primed for other in fresh)
     return wins / (len(primed) * len(fresh))
 
 
 def null_error(primed: int, fresh: int) -> float:
-    """The standard error of an AUC of samples of one distribution (Mann and Whitney 1947)."""
+    """Return the standard error of an AUC of samples of one distribution (Mann and Whitney 1947)."""
     return math.sqrt((primed + fresh + 1) / (12 * primed * fresh))
 
 
 def table(result: Mapping[str, object]) -> str:
-    """A line for each thing seen."""
+    """Format a line for each figure."""
     lines = [f"prefix_cache_sharing = {result['sharing']}, {result['probes']} probes, half of them primed"]
     for field in dataclasses.fields(Seen):
         row = result[field.name]
@@ -177,7 +177,7 @@ def table(result: Mapping[str, object]) -> str:
 
 @contextlib.contextmanager
 def served(sharing: str) -> Iterator[tuple[str, str, str]]:
-    """A server of the demo model: its gRPC target, and the keys of two tenants."""
+    """Start a server of the demo model; yield its gRPC target, and the keys of two tenants."""
     victim, attacker = new_key(), new_key()
     with tempfile.TemporaryDirectory() as folder:
         keys, log = pathlib.Path(folder, "keys.yaml"), pathlib.Path(folder, "log")
@@ -200,7 +200,7 @@ def served(sharing: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _ready(process: subprocess.Popen[bytes], log: pathlib.Path) -> str:
-    """Wait until it is; where it listens."""
+    """Wait until the server is ready; return its address."""
     deadline = time.monotonic() + _START_SECONDS
     while " ready: " not in log.read_text(errors="replace"):
         if process.poll() is not None or time.monotonic() > deadline:

@@ -1,6 +1,6 @@
-"""Production traces on jaxinfer: throughput, latencies, KV waste, prefix hits; and what each way to serve them gains.
+"""Production traces on jaxinfer: throughput, latencies, KV waste, prefix hits; and gains of serving options.
 
-    python benchmarks/trace.py azure                                     replay at once, as fast as it goes
+    python benchmarks/trace.py azure                                     replay at once, as fast as possible
     python benchmarks/trace.py azure --speed 20                          arrivals as recorded, 20 times as fast
     python benchmarks/trace.py azure --compare static --every 20         continuous and static batching, in turns
     python benchmarks/trace.py mooncake --compare cache                  prefix hits against an LRU simulation
@@ -47,7 +47,7 @@ NO_MODEL = "none"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 and a sentence when it cannot measure."""
+    """Run the benchmark. Returns 0, or 2 with a message when it cannot measure."""
     options = parse(arguments)
     try:
         result = measure(options)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("trace", choices=sorted(FILES))
@@ -108,11 +108,11 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure what the options ask for, as one record.
+    """Measure according to the options; return one record.
 
     Raises:
-        TraceError: the trace is absent, or nothing of it fits.
-        EngineConfigError: such an engine cannot be.
+        TraceError: the trace is absent, or none of its requests fits.
+        EngineConfigError: the engine settings are invalid.
     """
     machine.keep_to_cores(options.threads)
     setup = _without_model(options) if options.model == NO_MODEL else _with_model(options)
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read(options: argparse.Namespace, max_len: int | None, block_tokens: int) -> Trace:
-    """The trace, scaled to ``max_len`` tokens (None: as recorded)."""
+    """Read the trace, scaled to ``max_len`` tokens (None: as recorded)."""
     path = options.traces / FILES[options.trace]
     if not path.is_file():
         raise TraceError(f"there is no {path}: put the trace there, or name its folder with --traces")

@@ -1,6 +1,6 @@
-"""jaxinfer beside vLLM and PyTorch on one GPU: the same model, loads and limits, engines in turn, in one command.
+"""jaxinfer compared with vLLM and PyTorch on one GPU: the same model, loads and limits, engines in turn.
 
-    python benchmarks/vs_gpu_peers.py                    on a GPU: the shape of Llama-3.1-8B, all engines that are there
+    python benchmarks/vs_gpu_peers.py                    on a GPU: the shape of Llama-3.1-8B, all installed engines
     python benchmarks/vs_gpu_peers.py --seconds 540      as much of it as fits
     python benchmarks/vs_gpu_peers.py --quick            tiny shapes, also on a CPU: does it run?
     python benchmarks/vs_gpu_peers.py --show FILE.json   the table and the picture of a record
@@ -34,7 +34,7 @@ ENGINES = ("jaxinfer", "jaxinfer-relaxed", "vllm", "torch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0; 1 if a ratio is below its floor; 2 and a sentence if jaxinfer itself does not run."""
+    """Run the benchmark. Returns 0; 1 if a ratio is below its floor; 2 with a message if jaxinfer does not run."""
     options = parse(arguments)
     if options.show is not None:
         return _show(json.loads(options.show.read_text(encoding="utf-8")), options.show)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options. ``--quick`` changes defaults: what is asked for by name stays."""
+    """Parse the options. ``--quick`` changes defaults only; explicit options stay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--loads", type=_loads, default=LOADS, help="REQUESTSxPROMPT+OUTPUT[@SHARE],... (default: those of the goals)")
@@ -139,7 +139,7 @@ def _today() -> str:
 
 
 def _keep(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Write a record beside its last version, then in its place: a run may be cut off at any point."""
+    """Write a record to a temporary file, then rename it: a run may be interrupted at any point."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(record | {"summary": report.summary(record)}, indent=1) + "\n", encoding="utf-8")

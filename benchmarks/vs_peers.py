@@ -1,4 +1,4 @@
-"""jaxinfer beside other engines: the same checkpoint, prompts and dtype, in turns, in one command.
+"""jaxinfer compared with other engines: the same checkpoint, prompts and dtype, in turns, in one command.
 
     python benchmarks/vs_peers.py              everything: about half an hour on two quiet cores
     python benchmarks/vs_peers.py --quick      a few minutes; the figures mean little
@@ -31,12 +31,12 @@ from benchmarks.peers.worker import REPO, PeerDied
 DEMO = REPO / "jaxinfer" / "demo" / "target"
 CHECK_MODEL = REPO.parent / "shared" / "data" / "models" / "stories260K" / "hf"
 RESULTS = REPO / "benchmarks" / "results"
-OTHERS_MAY_USE = 0.03  # of the machine, while figures are taken
-IDLE_MAY_USE = 0.01  # of a core: clock ticks that end a turn
+OTHERS_MAY_USE = 0.03  # share of the machine, while figures are taken
+IDLE_MAY_USE = 0.01  # of a core: clock ticks at the end of a turn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 and a sentence when it cannot measure."""
+    """Run the benchmark. Returns 0, or 2 with a message when it cannot measure."""
     options = parse(arguments)
     machine.keep_to_cores(options.threads)
     oracle = options.oracle_python
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options. ``--quick`` changes defaults: what is asked for by name stays."""
+    """Parse the options. ``--quick`` changes defaults only; explicit options stay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", type=_words, default=["demo", "random-125m"], help="demo, random-125m, folders (comma-separated)")
@@ -97,7 +97,7 @@ def _choices(known: Sequence[str]) -> Any:
 
 
 def measure(options: argparse.Namespace, programs: Programs, absent: dict[str, str]) -> dict[str, Any]:
-    """Everything that the options ask for, as one record.
+    """Run all measurements of the options; return one record.
 
     Raises:
         CannotRun: a model is missing or too short for the prompts, or peers disagree where they must not.
@@ -159,7 +159,7 @@ def _refuse_long(cells: Sequence[Cell], options: argparse.Namespace) -> None:
 
 
 def _check(session: Session, options: argparse.Namespace) -> dict[str, Any]:
-    """Greedy tokens of all peers on a small trained model in float32, alone and together. No figures without it."""
+    """Compare greedy tokens of all peers on a small trained model in float32, alone and batched."""
     if session.running == ["jaxinfer"] or not (options.check_model / "config.json").is_file():
         return {"skipped": "no peer, or no --check-model"}
     vocab = read_config(options.check_model)["vocab_size"]
@@ -175,7 +175,7 @@ def _check(session: Session, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _limits(session: Session, options: argparse.Namespace) -> dict[str, report.Limits]:
-    """The best that any peer reaches, for each dtype."""
+    """Return the best limits that any peer reaches, for each dtype."""
     sizes = {"megabytes": 64, "side": 512} if options.quick else {"megabytes": 256, "side": 2048}
     found: dict[str, report.Limits] = {}
     for dtype in options.dtypes:
@@ -195,7 +195,7 @@ def _best(a: dict[str, report.Limits], b: dict[str, report.Limits]) -> dict[str,
 
 
 class _Others:
-    """Measure the share of the machine that others use from now on."""
+    """Measure the share of the machine that other programs use from now on."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -210,7 +210,7 @@ class _Others:
 
 
 def show(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print the table and what goes with it; keep the record if it can be believed or a file was named."""
+    """Print the table and its notes; save the record if the figures are not doubtful or a file was named."""
     print(report.table(result["rows"], options.peers))
     print("\n" + report.summary(result["rows"]))
     for peer, reason in result["absent"].items():
@@ -229,7 +229,7 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _doubts(result: dict[str, Any]) -> list[str]:
-    """Why the figures should not be believed."""
+    """Return the reasons to doubt the figures."""
     doubts = [
         f"NOT FAIR: {peer} used {seconds:.1f} s of CPU time while others were measured"
         for peer, seconds in result["idle_cpu_seconds"].items()

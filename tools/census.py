@@ -1,10 +1,10 @@
-"""Write docs/models.md: which published models are served, by what their config.json says, and why others are not.
+"""Write docs/models.md: published models that are supported according to their config.json, and why others are not.
 
     python -m tools.census            writes the page
     python -m tools.census --check    exit code 1 where it is not current
 
-The files are ``tests/census/configs.jsonl`` (a model a line: its name, where its values were read, its config.json
-without what says nothing of the computation) and ``configs/models/``.
+The inputs are ``tests/census/configs.jsonl`` (a model a line: its name, the source of its values, its config.json
+without fields irrelevant to the computation) and ``configs/models/``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What the code says of one model.
+    """Support status of one model.
 
     Attributes:
-        module: the class that computes it; "" where it is refused.
-        said: its parameters as people say them, or the sentence of the refusal.
+        module: the class that computes it; "" where it is rejected.
+        said: its parameter count in common notation, or the message of the rejection.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
@@ -64,14 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def with_census(page: str) -> str:
-    """The page with its tables as they must be."""
+    """Return the page with its tables updated."""
     head, _, rest = page.partition(_BEGIN)
     rows = sorted((row(name, config) for name, config in configs()), key=lambda each: each.name.lower())
     return f"{head}{_BEGIN}{tables(rows)}{_END}{rest.partition(_END)[2]}"
 
 
 def configs() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every model's name and config.json."""
+    """Yield every model's name and config.json."""
     for line in CONFIGS.read_text(encoding="utf-8").splitlines():
         described = json.loads(line)
         yield described["name"], described["config"]
@@ -80,7 +80,7 @@ def configs() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def row(name: str, config_json: Mapping[str, Any]) -> Row:
-    """Read one config.json as a server would; only a `ConfigError` is a refusal."""
+    """Read one config.json as a server would; only a `ConfigError` counts as a rejection."""
     (architecture,) = config_json["architectures"]
     try:
         model = abstract(config_json, "bfloat16", name)
@@ -106,7 +106,7 @@ def tables(rows: list[Row]) -> str:
 
 
 def _sentence(said: str) -> str:
-    """A refusal in a cell of a table, without the architecture, the page, and all but the nearest known one."""
+    """Shorten a rejection for a table cell: drop the architecture, the page, and all but the nearest supported one."""
     sentence = re.sub(r"^config\.json: | \(docs/models\.md [^)]*\)$", "", said)
     sentence = re.sub(r"^architectures = \[[^]]*\] is not supported(; )?", "", sentence)
     near, mark, others = sentence.partition("the nearest: ")

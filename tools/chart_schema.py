@@ -1,6 +1,6 @@
-"""What `config` of the Helm chart may hold, made of the settings of a server: helm refuses by name what is no setting.
+"""JSON schema of `config` of the Helm chart, derived from the server settings: helm rejects unknown settings by name.
 
-`python -m tools.settings_tables` writes it into the chart's values.schema.json, whose rest is written by hand.
+`python -m tools.settings_tables` writes it into the chart's values.schema.json; the rest of that file is hand-written.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ OF_THE_CHART = (
     *("num_processes", "process_id", "coordinator_address", "group_key_file"),
     *("kv_events", "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_insecure"),
 )
-"""Settings that the chart makes of other values."""
+"""Settings that the chart derives from other values."""
 
 UNFIT = ("tls_client_ca",)
-"""Those that cannot be in a pod: the probes of Kubernetes have no certificate."""
+"""Settings that cannot be used in a pod: the probes of Kubernetes have no client certificate."""
 
 _NESTED: Mapping[str, type] = {"limits": ServeLimits, "engine": EngineConfig}
 _TYPES: Mapping[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _DOORS = ("grpc_port", "metrics_port", "control_port")
-_DOOR = {"type": "integer", "minimum": 1024, "maximum": 65535}  # user 10001 may not take lower ones everywhere
+_DOOR = {"type": "integer", "minimum": 1024, "maximum": 65535}  # user 10001 may not bind lower ports everywhere
 _NEEDED = ("model", "grpc_port", "http_port", "metrics_port", "drain_delay", "drain_seconds")
 _TIME = {"exclusiveMinimum": 0, "maximum": 2_000_000}
 
 
 def with_settings(text: str) -> str:
-    """The file as it must be."""
+    """Return the schema file with the settings updated."""
     schema = json.loads(text)
     schema["properties"]["config"] = config_schema()
     return json.dumps(schema, indent=2) + "\n"
 
 
 def config_schema() -> dict[str, Any]:
-    """A JSON schema of the settings in a file for a server in a pod."""
+    """Return a JSON schema of the settings in a file for a server in a pod."""
     schema = _schema(ServeConfig, (*OF_THE_CHART, *UNFIT))
     for name, kind in _NESTED.items():
         schema["properties"][name] = _schema(kind, ())
@@ -72,7 +72,7 @@ def _schema(kind: type, skip: Collection[str]) -> dict[str, Any]:
 
 
 def _type(hint: Any) -> dict[str, Any]:
-    """Of a field. What is converted before it is checked (``off``, mappings for JSON) may be anything."""
+    """Return the schema of a field's type; values converted before validation (``off``, JSON) may be anything."""
     if isinstance(hint, types.UnionType):
         parts = [_type(part) for part in typing.get_args(hint) if part is not types.NoneType]
         kinds = [part["type"] for part in parts]

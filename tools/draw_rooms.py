@@ -1,7 +1,7 @@
-"""The picture of the house in docs/: every room on its storey, drawn from the table of who may import whom.
+"""The picture of the packages in docs/: every package on its layer, drawn from the table of allowed imports.
 
 python -m tools.draw_rooms           write docs/images/rooms.svg
-python -m tools.draw_rooms --check   fail if it is not what the table says
+python -m tools.draw_rooms --check   fail if the picture does not match the table
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs/images/rooms.svg"
 
 _WIDTH, _GAP, _MARGIN, _LINE = 1240, 10, 20, 15
-_CHARACTER = 6.4  # of the small letters, in pixels
+_CHARACTER = 6.4  # width of a small letter, in pixels
 _PLAIN, _WITH_JAX, _GENERATED = "#e8f3e8", "#e4ecf7", "#eeeeee"
 _MADE = {"protos"}
-_TEXT_STOREY = STOREY["engine"] + 0.5  # beside the stack: only what stands above the engine imports it
+_TEXT_STOREY = STOREY["engine"] + 0.5  # next to the stack: only layers above the engine import it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the picture is out of date")
     options, drawn = parser.parse_args(arguments), draw()
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw() -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     storeys, boxes, top = [*_storeys()], list[str](), _MARGIN + 30
     for rooms in storeys:
         row, bottom = _row(rooms, top)
@@ -59,7 +59,7 @@ def draw() -> str:
 
 
 def _storeys() -> Iterator[list[str]]:
-    """Rooms by storey, the highest first; a room in several storeys of its own is drawn as these."""
+    """Yield the packages by layer, the highest first; a package with internal layers is drawn as its modules."""
     places: dict[str, float] = {room: storey for room, storey in STOREY.items() if _file(room) is not None}
     places |= {"text": _TEXT_STOREY}
     del places["engine"]
@@ -70,7 +70,7 @@ def _storeys() -> Iterator[list[str]]:
 
 
 def _row(rooms: list[str], top: int) -> tuple[list[str], int]:
-    """Boxes side by side, as high as the longest description asks for, and where they end."""
+    """Return boxes side by side, as high as the longest description, and their lower edge."""
     width = (_WIDTH - 2 * _MARGIN - (len(rooms) - 1) * _GAP) // len(rooms)
     described = [textwrap.wrap(_described(room), int((width - 16) / _CHARACTER)) for room in rooms]
     height = 30 + _LINE * max(map(len, described))
@@ -99,7 +99,7 @@ def _without_jax(room: str) -> bool:
 
 
 def _described(room: str) -> str:
-    """The first sentence of its docstring."""
+    """Return the first paragraph of a package's docstring."""
     path = _file(room)
     assert path is not None
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

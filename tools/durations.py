@@ -1,4 +1,4 @@
-"""Print which tests took longest, by file and by test, from what `tools/test.sh` kept.
+"""Print the slowest tests, by file and by test, from the reports of `tools/test.sh`.
 
 python -m tools.durations                      every stage in build/durations
 python -m tools.durations host --most 40       one of them
@@ -16,7 +16,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent.parent / "build" / "durations"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", help="names of stages (default: all that were run)")
     parser.add_argument("--most", type=int, default=20, help="lines of each list (default 20)")
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def seconds_of(path: pathlib.Path) -> dict[tuple[str, str], float]:
-    """Seconds by module and test of a file in JUnit's format, set-up included."""
+    """Return the seconds by module and test of a file in JUnit's format, set-up included."""
     found = collections.defaultdict[tuple[str, str], float](float)
     for case in ElementTree.parse(path).iter("testcase"):
         found[case.get("classname", ""), case.get("name", "")] += float(case.get("time", 0))
@@ -35,7 +35,7 @@ def seconds_of(path: pathlib.Path) -> dict[tuple[str, str], float]:
 
 
 def report(stage: str, seconds: dict[tuple[str, str], float], most: int) -> str:
-    """The longest files and tests of a stage."""
+    """Report the slowest files and tests of a stage."""
     files = collections.defaultdict[str, float](float)
     for (module, _), each in seconds.items():
         files[module] += each

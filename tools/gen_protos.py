@@ -1,10 +1,10 @@
-"""Python code from protos/: what is checked in under jaxinfer/protos/.
+"""Generator of the Python code from protos/ that is checked in under jaxinfer/protos/.
 
     make protos          write it
-    make protos-check    fail if what is checked in is not what would be written
+    make protos-check    fail if the checked-in code is out of date
 
-Both run in an environment of their own: the generator is an old one, so that clients need no new protobuf (what it
-writes asks for protobuf >= 5.29 and grpcio >= 1.71 and runs with every later one).
+Both run in an environment of their own: the generator is an old one, so that clients need no new protobuf (its
+output requires protobuf >= 5.29 and grpcio >= 1.71 and runs with every later version).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 _INIT = '"""Generated from protos/ by make protos."""\n'
 _SHARED_POOL, _OWN_POOL = "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
-# The generator puts modules where the .proto files are. Where that is, and the packages of messages, is what peers see:
-# the modules alone have a room of their own.
+# The generator writes modules next to the .proto files. Their paths and the message packages are visible to peers: only
+# the Python modules move to a package of their own.
 _ROOM = "jaxinfer/protos"
 _MOVED = {
     "from jaxinfer.": "from jaxinfer.protos.",
     "(DESCRIPTOR, 'jaxinfer.": "(DESCRIPTOR, 'jaxinfer.protos.",
     "generated code in jaxinfer/": "generated code in jaxinfer/protos/",
 }
-# Messages under names that are not ours (`inference.*`): other packages bring them too, and one pool knows each name
-# once. In a pool of their own, both can be in one process.
+# Messages with names outside this project (`inference.*`): other packages define them, too, and one pool accepts each
+# name once. With a separate pool, both can be in one process.
 _FOREIGN = "oip"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is out of date")
     options = parser.parse_args(arguments)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def generate() -> dict[str, str]:
-    """The generated files by their paths below the root."""
+    """Return the generated files by their paths below the root."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     well_known = importlib.resources.files("grpc_tools") / "_proto"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""Write the tables of settings in docs/, and the Helm chart's schema of them, from the dataclasses that hold them.
+"""Write the tables of settings in docs/, and the Helm chart's schema of them, from the dataclasses of the settings.
 
     python -m tools.settings_tables            writes the tables and the schema
     python -m tools.settings_tables --check    exit code 1 where one of them is not current
 
-A table stands between ``<!-- settings: NAME -->`` and ``<!-- end -->``; NAME is one of `KINDS`.
+A table is between ``<!-- settings: NAME -->`` and ``<!-- end -->``; NAME is one of `KINDS`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TABLE = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options, current = parser.parse_args(arguments), True
@@ -49,18 +49,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def with_tables(page: str) -> str:
-    """A page with its tables as they must be."""
+    """Return a page with its tables updated."""
     return _TABLE.sub(lambda found: f"{found[1]}\n{tables(KINDS[found[2]])}\n{found[3]}", page)
 
 
 def tables(kind: type) -> str:
-    """A table for each group of settings: the bases of ``kind``, or itself where it has none."""
+    """Format a table for each group of settings: the bases of ``kind``, or ``kind`` itself where it has none."""
     groups = [each for each in reversed(kind.__mro__[1:]) if dataclasses.is_dataclass(each)] or [kind]
     return "\n".join(table(kind, group, title=group is not kind) for group in groups)
 
 
 def table(kind: type, group: type, *, title: bool) -> str:
-    """The settings that ``group`` declares, with the defaults that they have in ``kind``."""
+    """Format the settings that ``group`` declares, with the defaults that they have in ``kind``."""
     docs, declared = attribute_docs(kind), vars(group)["__annotations__"]
     fields = [field for field in dataclasses.fields(kind) if field.name in declared and field.name not in _NESTED]
     rows = [f"| `{field.name}` | {_cell(field.default)} | {docs[field.name].replace('``', '`')} |" for field in fields]

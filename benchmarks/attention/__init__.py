@@ -1,1 +1,1 @@
-"""Attention by itself, in turns: the XLA path beside `torch.nn.functional.scaled_dot_product_attention`."""
+"""Attention alone, measured in turns: the XLA path and `torch.nn.functional.scaled_dot_product_attention`."""

@@ -1,4 +1,4 @@
-"""Their side, as transformers calls it: contiguous keys padded to the longest sequence, KV heads repeated, a mask."""
+"""The PyTorch peer: SDPA as transformers calls it, keys padded to the longest sequence, KV heads repeated, a mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare(shape: Shape, dtype: str) -> Callable[[], Any]:
 
 
 def _mask(shape: Shape, longest: int) -> torch.Tensor | None:
-    """None where transformers passes none: all of one length, and nothing or everything before the queries."""
+    """Return the mask, or None where transformers passes none: equal lengths, and one query or full causal."""
     if min(shape.lengths) == longest and shape.queries in (1, longest):
         return None
     begin = longest - torch.tensor(shape.lengths)[:, None, None]  # padded on the left

@@ -1,4 +1,4 @@
-"""Shapes that both sides compute, and how each times them. Runs on Python 3.11, without jax and torch."""
+"""Attention shapes that both peers compute, and a peer's timing loop. Runs on Python 3.11, without jax and torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 LAYERS = 8
-"""Attentions of one call, each on what the one before gave: starting a program is not what is compared."""
+"""Attention calls that are chained on each other's output, so that program launch time is not measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Queries of sequences that have so many keys before and with them.
+    """Attention shape: the query and KV lengths of a batch.
 
     Attributes:
-        queries: of each sequence: 1 is decoding, more a chunk of a prompt at the end of its keys.
-        lengths: keys of each sequence, its queries' own included.
+        queries: queries of each sequence: 1 is decoding, more is a prompt chunk at the end of its keys.
+        lengths: KV length of each sequence, its queries included.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Shape:
 
 
 def timed(call: Callable[[], Any], seconds: float) -> list[float]:
-    """Seconds of each of as many calls as fit, at least three, after two that are not counted."""
+    """Return the seconds of each call, for as many calls as fit (at least three), after two warm-up calls."""
     call(), call()
     times: list[float] = []
     end = time.perf_counter() + seconds

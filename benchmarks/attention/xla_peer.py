@@ -1,4 +1,4 @@
-"""Our side: pages of 64, in an order of their own."""
+"""The jaxinfer peer: XLA attention over pages of 64 tokens in a shuffled order."""
 
 from __future__ import annotations
 

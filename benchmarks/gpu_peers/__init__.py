@@ -1,1 +1,1 @@
-"""Engines of a GPU side by side: each is a process that answers requests of `benchmarks.peers.protocol`."""
+"""GPU engines to compare: each runs in a process that answers requests of `benchmarks.peers.protocol`."""

@@ -1,4 +1,4 @@
-"""The GPU that the figures are of, asked without a framework."""
+"""The GPU under test, queried without a framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.peers import machine
 
 
 def describe() -> dict[str, Any]:
-    """Name, driver and memory of the first GPU; where there is none, the processor's name and ``gpu`` False."""
+    """Return the name, driver and memory of the first GPU; without a GPU, the processor's name and ``gpu`` False."""
     found = _query("name,driver_version,memory.total")
     if found is None:
         return {"name": machine.cpu_name(), "gpu": False}
@@ -18,7 +18,7 @@ def describe() -> dict[str, Any]:
 
 
 def used_mib() -> int | None:
-    """MiB of the first GPU that are in use, by whomever; None where there is none."""
+    """Return the MiB of the first GPU that all processes use together; None without a GPU."""
     found = _query("memory.used")
     return None if found is None else int(found[0])
 

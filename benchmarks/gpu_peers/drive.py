@@ -1,4 +1,4 @@
-"""A load through an engine that is asked step by step. Runs without numpy or JAX."""
+"""Load driver for an engine that is stepped by the caller. Runs without numpy or JAX."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.gpu_peers.timeline import Timeline
 
 
 class Stepped(Protocol):
-    """An engine with continuous batching: greedy, end-of-sequence tokens end nothing."""
+    """An engine with continuous batching: greedy decoding, EOS ignored."""
 
     def add(self, request: int, prompt: Sequence[int], output: int) -> None: ...
 
     def step(self) -> Iterable[tuple[int, int]]:
-        """Requests and how many new tokens each has."""
+        """Run a step; return request numbers and the number of new tokens of each."""
         ...
 
     @property
@@ -25,10 +25,10 @@ class Stepped(Protocol):
 
 
 def drive(engine: Stepped, load: Load, prompts: Sequence[Sequence[int]], due: Sequence[float]) -> dict[str, Any]:
-    """Figures of a load. A request enters between two steps, when it is due.
+    """Run a load and return its figures. A request is added between two steps, when it is due.
 
     Raises:
-        RuntimeError: a request got another number of tokens than it asked for.
+        RuntimeError: a request got a wrong number of tokens.
     """
     timeline = Timeline(due)
     waiting = deque(enumerate(due))

@@ -1,4 +1,4 @@
-"""Start `jaxinfer_peer` where JAX, Flax and numpy may be all that is installed (`jaxinfer.gpu_check.standins`)."""
+"""Start `jaxinfer_peer` where JAX, Flax and numpy may be the only packages (`jaxinfer.gpu_check.standins`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""jaxinfer as a peer: an engine with its defaults but for what all engines are told.
+"""jaxinfer as a peer: an engine with its defaults, except for the settings that all engines share.
 
-With random weights JAX, Flax and numpy are enough: what reads checkpoints is imported where there is one.
+With random weights JAX, Flax and numpy suffice: checkpoint readers are imported only for a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jaxinfer.version import __version__
 
 
 class JaxInfer:
-    """Engine, asked step by step in the process that holds it."""
+    """A jaxinfer engine, stepped in the process that holds it."""
 
     def __init__(self) -> None:
         self._engine: EngineCore | None = None
         self._runs = 0
 
     def load(self, config: dict[str, Any], settings: dict[str, Any], folder: str = "", cache: str = "") -> Reply:
-        """``config``: of a model with random weights, if no ``folder`` has a checkpoint. ``cache``: of compilations."""
+        """Load ``folder``, or random weights of ``config`` without one. ``cache``: compilation cache folder."""
         given = dict(settings)
         dtype = given.pop("dtype")
         start = time.perf_counter()
@@ -64,7 +64,7 @@ class JaxInfer:
         return drive(stepped, given, given.prompts(seed, vocab), given.due(seed, rate))
 
     def generate(self, prompt: list[int], output: int) -> Reply:
-        """Greedy tokens of one prompt."""
+        """Return the greedy tokens of one prompt."""
         assert self._engine is not None
         self._engine.add(Request("check", tuple(prompt), _greedy(output)))
         tokens: list[int] = []

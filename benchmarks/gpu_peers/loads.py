@@ -1,4 +1,4 @@
-"""Loads that every engine gets: how many requests, how long, and when they come. Runs without numpy or JAX."""
+"""Loads that every engine runs: number of requests, lengths and arrival times. Runs without numpy or JAX."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LOAD = re.compile(r"(\d+)x(\d+)\+(\d+)(?:@(0?\.\d+|1(?:\.0*)?))?")
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """``requests`` of ``prompt`` tokens, each of which decodes ``output``; all at once, or as a Poisson process.
+    """A load of ``requests`` prompts of ``prompt`` tokens that decode ``output`` tokens each.
 
     Attributes:
-        share: None if all come at once; else how many come a second, as a share of what the slowest engine finishes
-            when all come at once.
+        share: None if all requests arrive at once; else the rate of their Poisson arrivals, as a share of the saturated
+            rate of the slowest engine.
     """
 
     requests: int
@@ -29,12 +29,12 @@ class Load:
         return f"{self.requests}x{self.prompt}+{self.output}{arrivals}"
 
     def prompts(self, seed: str, vocab: int) -> list[list[int]]:
-        """Random token ids, other ones for each seed, so that nobody gains from remembering."""
+        """Return random token ids that differ by seed, so that no engine gains from its prefix cache."""
         draw = random.Random(f"{self} {seed}")
         return [[draw.randrange(3, vocab) for _ in range(self.prompt)] for _ in range(self.requests)]
 
     def due(self, seed: str, rate: float | None) -> list[float]:
-        """Seconds after the start at which each request arrives: ``rate`` a second on average, or all at once."""
+        """Return the arrivals in seconds after the start: ``rate`` a second on average, or all at once."""
         if rate is None:
             return [0.0] * self.requests
         draw = random.Random(f"{self} {seed} arrivals")
@@ -42,10 +42,10 @@ class Load:
 
 
 def parse_loads(text: str) -> tuple[Load, ...]:
-    """Loads as they are written on the command line: ``8x512+256,200x1024+256@0.7``.
+    """Parse loads as the command line gives them: ``8x512+256,200x1024+256@0.7``.
 
     Raises:
-        ValueError: one is not REQUESTSxPROMPT+OUTPUT, or such with @SHARE; or a number is 0.
+        ValueError: a load is not REQUESTSxPROMPT+OUTPUT with an optional @SHARE, or a number is 0.
     """
     return tuple(_parse(word) for word in text.split(",") if word)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.peers.goals import Goal
 
-# How jaxinfer's throughput is to be at least, as a share of another's, in every load.
+# Goals of jaxinfer's throughput as a share of another engine's, in every load.
 GOALS = {"vllm": Goal(1.0, 0.9), "jaxinfer-relaxed": Goal(0.9)}
 _FIGURES = ("output_tokens_per_second", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
 METHOD = {
@@ -24,7 +24,7 @@ METHOD = {
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians of each engine by load; ratios to jaxinfer with their goals; seconds of starts."""
+    """Return medians of each engine by load, ratios to jaxinfer with their goals, and start times in seconds."""
     loads = list(dict.fromkeys(load for start in record["starts"] for load in start["loads"]))
     engines = list(dict.fromkeys(start["engine"] for start in record["starts"]))
     rows = [
@@ -43,7 +43,7 @@ def summary(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of(record: Mapping[str, Any], engine: str, load: str) -> dict[int, Mapping[str, float]]:
-    """Figures of a load by round."""
+    """Return the figures of a load by round."""
     return {
         start["round"]: start["loads"][load]
         for start in record["starts"]
@@ -79,7 +79,7 @@ def _starts(record: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The record as lines of Markdown, with what is missing."""
+    """Format the record as lines of Markdown, with the engines and loads that are missing."""
     found = summary(record)
     ratios = {(each["load"], each["engine"]): each for each in found["ratios"]}
     lines = [
@@ -102,7 +102,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _agreement(check: Mapping[str, Sequence[int]]) -> list[str]:
-    """How many greedy tokens of a checkpoint are jaxinfer's. In 16 bits rounding may tell engines apart."""
+    """Report how many greedy tokens of a checkpoint match jaxinfer's. In 16 bits, engines may differ by rounding."""
     ours = check.get("jaxinfer", ())
     return [
         f"same greedy tokens as jaxinfer: {engine}: {_common(ours, tokens)} of {len(ours)}"
@@ -129,7 +129,7 @@ def _text(value: float | None) -> str:
 
 
 def below_floor(record: Mapping[str, Any]) -> list[str]:
-    """Ratios below their floor, in words; of a GPU only."""
+    """Describe the ratios that are below their floor; empty without a GPU."""
     if not record["device"]["gpu"]:
         return []
     found = [each for each in summary(record)["ratios"] if each.get("verdict") == "below floor"]
@@ -137,10 +137,10 @@ def below_floor(record: Mapping[str, Any]) -> list[str]:
 
 
 def draw(record: Mapping[str, Any], path: pathlib.Path) -> None:
-    """A picture: tokens a second, TTFT and TPOT of each engine, load by load.
+    """Draw tokens a second, TTFT and TPOT of each engine by load.
 
     Raises:
-        ImportError: there is no matplotlib, as on many a machine with a GPU.
+        ImportError: matplotlib is missing, as on many GPU machines.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Starts engines in turn, each in a process of its own, and keeps what each does with every load."""
+"""Session that starts engines in turn, each in a process of its own, and records their figures for every load."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.gpu_peers import device
 from benchmarks.gpu_peers.loads import Load
 from benchmarks.peers.worker import PeerDied, Worker
 
-_START_SECONDS = 25.0  # less is not worth a start
-_STEPPED = ("jaxinfer", "jaxinfer-relaxed", "vllm")  # those that take requests as they come
+_START_SECONDS = 25.0  # seconds left that a start needs at least
+_STEPPED = ("jaxinfer", "jaxinfer-relaxed", "vllm")  # engines that accept requests while running
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """An engine: the command that runs it, and settings beside those of all."""
+    """An engine: the command that runs it, and its settings in addition to the common ones."""
 
     name: str
     command: tuple[str, ...]
@@ -30,7 +30,7 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What every engine is told: the model, its settings, and the loads."""
+    """The task of every engine: the model, its settings, and the loads."""
 
     config: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -40,11 +40,11 @@ class Task:
 
 
 class Session:
-    """Rounds of starts. The first start of a round's engine is cold, all that follow find what it has kept.
+    """Rounds of starts. An engine's first start of a session is cold; later starts find its compilation cache.
 
     Args:
-        deadline: of `time.monotonic`: nothing is begun that is not likely to end before it.
-        keep: called with the record after each figure, so that a run that is cut off loses nothing.
+        deadline: time of `time.monotonic` by which work must end: nothing starts that would likely end later.
+        keep: called with the record after each figure, so that an interrupted run loses nothing.
     """
 
     def __init__(self, task: Task, deadline: float, keep: Callable[[dict[str, Any]], None]) -> None:
@@ -53,7 +53,7 @@ class Session:
         self.record: dict[str, Any] = {"starts": [], "absent": {}, "skipped": [], "versions": {}, "check": {}}
 
     def run(self, peers: Sequence[Peer], rounds: int) -> dict[str, Any]:
-        """The record of ``rounds`` rounds, every other one in reverse order."""
+        """Run ``rounds`` rounds, every other round in reverse order; return the record."""
         for name in {peer.name for peer in peers}:
             shutil.rmtree(self._cache(name), ignore_errors=True)
         for number in range(rounds):
@@ -106,7 +106,7 @@ class Session:
         self.record["check"][name] = worker.ask("generate", prompt=prompt, output=32)["tokens"]
 
     def _run(self, worker: Worker, name: str, load: Load, start: dict[str, Any], last: bool) -> None:
-        """One load, after a short one that warms up. Arrivals wait until every engine's saturated rate is known."""
+        """Run one load after a short warm-up. Loads with arrivals wait until every engine's saturated rate is known."""
         rate = None
         if load.share is not None:
             if name not in _STEPPED or (start["round"] == 0 and not last):

@@ -1,4 +1,4 @@
-"""Times of requests, and the figures that follow. Runs without numpy or JAX."""
+"""Request timings, and the figures computed from them. Runs without numpy or JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Timeline:
     """Times of a load's requests, in seconds since `start`.
 
     Args:
-        due: when each is to arrive.
+        due: arrival of each request.
     """
 
     def __init__(self, due: Sequence[float]) -> None:
@@ -34,7 +34,7 @@ class Timeline:
         return time.perf_counter() - self._start
 
     def add(self, request: int, tokens: int) -> None:
-        """Note that ``tokens`` more tokens of a request are there."""
+        """Record ``tokens`` new tokens of a request at this moment."""
         if not tokens:
             return
         found, now = self._requests[request], self.now()
@@ -42,7 +42,7 @@ class Timeline:
         found.last, found.tokens = now, found.tokens + tokens
 
     def figures(self, output: int) -> dict[str, Any]:
-        """Figures of a load whose requests have ``output`` tokens each: times in ms, rates in tokens a second.
+        """Return the figures of a load with ``output`` tokens per request: times in ms, rates in tokens a second.
 
         Raises:
             RuntimeError: a request has another number of tokens.

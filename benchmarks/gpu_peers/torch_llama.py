@@ -1,4 +1,4 @@
-"""Llama in plain PyTorch with a static cache (Touvron et al., arXiv:2307.09288; RoPE as Llama 3.1 scales it).
+"""Llama in PyTorch with a static KV cache (Touvron et al., arXiv:2307.09288; RoPE scaling of Llama 3.1).
 
 Decoding is one CUDA graph for each batch size. Prompts of a batch have one length. Runs without JAX and transformers.
 """
@@ -18,11 +18,11 @@ from benchmarks.peers.checkpoint import read_tensors
 
 
 class Llama:
-    """Weights ``w`` under the names of a published checkpoint, and the cache of the last `prefill`.
+    """Llama model: weights ``w`` under the names of a published checkpoint, and the KV cache of the last `prefill`.
 
     Args:
-        config: as in config.json.
-        tensors: of a checkpoint; None: random ones.
+        config: contents of config.json.
+        tensors: tensors of a checkpoint; None: random weights.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Llama:
         return torch.randn(shape, dtype=self._dtype, device=self._device) / math.sqrt(shape[-1])
 
     def reserve(self, batch: int, length: int) -> None:
-        """Make an empty cache for ``batch`` sequences of ``length`` tokens."""
+        """Allocate an empty cache for ``batch`` sequences of ``length`` tokens."""
         shape = (2, batch, self._kv_heads, length, self._dim)
         self._cache = [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in self._layers]
         self._places = torch.arange(length, device=self._device)
 
     def prefill(self, tokens: Tensor, first: int) -> Tensor:
-        """Logits ``[batch, vocab]`` behind prompts ``[batch, time]``, which are sequences ``first`` and on."""
+        """Return logits ``[batch, vocab]`` after prompts ``[batch, time]``; their sequences start at ``first``."""
         batch, time = tokens.shape
         places = self._places[:time]
 
@@ -86,7 +86,7 @@ class Llama:
         return self._run(tokens, places, attend)
 
     def decode(self, tokens: Tensor, place: Tensor) -> Tensor:
-        """Logits ``[batch, vocab]`` of one more token ``[batch, 1]`` for every sequence, all at ``place`` ``[1]``."""
+        """Return logits ``[batch, vocab]`` of a token ``[batch, 1]`` per sequence, at position ``place`` ``[1]``."""
         seen = (self._places <= place)[None, None, None]
 
         def attend(cache: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _frequencies(config: dict[str, Any], dim: int) -> Tensor:
-    """Radians a token of each pair ``[dim / 2]``; low ones stretched as ``rope_scaling`` of type llama3 says."""
+    """Return radians per token of each pair ``[dim / 2]``; llama3 ``rope_scaling`` stretches low frequencies."""
     found = config["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     scaling = config.get("rope_scaling")
     if scaling is None:
@@ -135,5 +135,5 @@ def _frequencies(config: dict[str, Any], dim: int) -> Tensor:
 
 
 def tensors_of(folder: pathlib.Path) -> dict[str, Tensor]:
-    """Tensors of a checkpoint's safetensors files, in float32."""
+    """Read the tensors of a checkpoint's safetensors files, in float32."""
     return {name: torch.from_numpy(array.copy()) for name, array in read_tensors(folder)}

@@ -1,4 +1,4 @@
-"""PyTorch by itself as a peer: static batches, a static cache, cuBLAS and SDPA, decoding as one CUDA graph."""
+"""PyTorch without an engine as a peer: static batches, static KV cache, cuBLAS, SDPA, decoding as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from benchmarks.gpu_peers.torch_llama import Llama, tensors_of
 from benchmarks.peers.checkpoint import read_config
 from benchmarks.peers.protocol import Reply, answer
 
-_TOKENS_AT_ONCE = 8192  # of prompts, in one forward pass
+_TOKENS_AT_ONCE = 8192  # prompt tokens of one forward pass
 
 Step = Callable[[Tensor, int], Tensor]
 
 
 class Torch:
-    """`Llama` for batches of at most ``max_num_seqs``: static batching, so others wait until a batch has ended."""
+    """Static batching with `Llama`: at most ``max_num_seqs`` requests; the next batch waits until this one ends."""
 
     def __init__(self) -> None:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +30,7 @@ class Torch:
         self._model: Llama | None = None
 
     def load(self, config: dict[str, Any], settings: dict[str, Any], folder: str = "") -> Reply:
-        """``config``: of a model with random weights, if no ``folder`` has a checkpoint."""
+        """Load ``folder``, or random weights of ``config`` without one."""
         start = time.perf_counter()
         self._most = settings["max_num_seqs"]
         dtype = getattr(torch, settings["dtype"])
@@ -44,7 +44,7 @@ class Torch:
         return {"engine_seconds": round(time.perf_counter() - start, 2)}
 
     def run(self, load: dict[str, Any], seed: str, vocab: int, rate: float | None) -> Reply:
-        """Raises ``ValueError`` for requests that do not come all at once."""
+        """Run a load. Raises ``ValueError`` for requests that do not arrive all at once."""
         given = Load(**load)
         if rate is not None:
             raise ValueError("a static batch has no arrivals")
@@ -56,14 +56,14 @@ class Torch:
         return timeline.figures(given.output)
 
     def generate(self, prompt: list[int], output: int) -> Reply:
-        """Greedy tokens of one prompt."""
+        """Return the greedy tokens of one prompt."""
         tokens = torch.tensor([prompt], device=self._device)
         step = self._prepare(1, len(prompt) + output)
         return {"tokens": self._batch(tokens, output, step, Timeline([0.0]), 0)[0].tolist()}
 
     @torch.inference_mode()
     def _batch(self, prompts: Tensor, output: int, step: Step, timeline: Timeline, name: int) -> Tensor:
-        """Decode prompts ``[batch, time]``, whose requests are ``name`` and on. Returns ``[batch, output]``."""
+        """Decode prompts ``[batch, time]``; their request numbers start at ``name``. Returns ``[batch, output]``."""
         assert self._model is not None
         batch, length = prompts.shape
         at_once = max(1, _TOKENS_AT_ONCE // length)
@@ -84,7 +84,7 @@ class Torch:
 
     @torch.inference_mode()
     def _prepare(self, batch: int, length: int) -> Step:
-        """A step of ``batch`` sequences: tokens ``[batch, 1]`` and their place to the next tokens. Fewer are padded."""
+        """Build a step of ``batch`` sequences (fewer are padded): tokens ``[batch, 1]``, position -> next tokens."""
         assert self._model is not None
         model = self._model
         model.reserve(batch, length)
@@ -104,7 +104,7 @@ class Torch:
         return step
 
     def _captured(self, once: Callable[[], Tensor]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """``once`` as a CUDA graph, and the tensor it writes; itself where there is no GPU."""
+        """Capture ``once`` as a CUDA graph; return its replay and its output tensor. Without a GPU, run ``once``."""
         result = once()
         if self._device == "cpu":
             return lambda _: once(), result

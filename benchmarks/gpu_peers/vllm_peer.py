@@ -1,4 +1,4 @@
-"""vLLM as a peer: its own defaults but for what all engines are told; deltas, as jaxinfer's users get them."""
+"""vLLM as a peer: its defaults, except for the settings that all engines share; deltas, as users of jaxinfer get."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from benchmarks.peers.protocol import Reply, answer
 
 
 class VLLM:
-    """`LLMEngine` that is asked step by step; the engine's core is a process of its own, as vLLM has it by default."""
+    """`LLMEngine` that is stepped by the caller; the engine core is a process of its own, as is vLLM's default."""
 
     def __init__(self) -> None:
         self._engine: Any = None
         self._runs = 0
 
     def load(self, config: dict[str, Any], settings: dict[str, Any], folder: str = "") -> Reply:
-        """``config``: of a model with random weights, if no ``folder`` has a checkpoint."""
+        """Load ``folder``, or random weights of ``config`` without one."""
         start = time.perf_counter()
         llm = LLM(
             model=folder or _folder_of(config),
@@ -50,7 +50,7 @@ class VLLM:
         return drive(stepped, given, given.prompts(seed, vocab), given.due(seed, rate))
 
     def generate(self, prompt: list[int], output: int) -> Reply:
-        """Greedy tokens of one prompt."""
+        """Return the greedy tokens of one prompt."""
         self._engine.add_request("check", {"prompt_token_ids": prompt}, _greedy(output))
         tokens: list[int] = []
         while self._engine.has_unfinished_requests():
@@ -67,7 +67,7 @@ class _Stepped:
         self._engine.add_request(f"{self._name}-{request}", {"prompt_token_ids": list(prompt)}, _greedy(output))
 
     def step(self) -> Iterable[tuple[int, int]]:
-        # vLLM may add a part of its own behind a request's name
+        # vLLM may append a suffix to a request id
         return [(int(made.request_id.split("-")[1]), len(made.outputs[0].token_ids)) for made in self._engine.step()]
 
     @property

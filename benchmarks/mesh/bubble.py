@@ -1,4 +1,4 @@
-"""Bubble of pipeline stages: the part of their time in which they compute nothing."""
+"""Pipeline bubble: the share of time in which the stages are idle."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from jaxinfer.types import Request
 _ROWS = 32
 _SETTINGS: dict[str, Any] = {"max_num_seqs": _ROWS, "max_model_len": 768, "page_size": 64, "prefill_sizes": (64,)}
 _PROMPT, _WARM = 16, 40
-_AT_ONCE = 8  # rounds that are on their way together
+_AT_ONCE = 8  # rounds in flight
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Decoding with all slots in use: steps in flight in every stage, and one step at a time for comparison.
+    """Measure decoding with all slots in use: with steps in flight in every stage, and with one step at a time.
 
-    ``idle``: 1 - ``free_ms`` / ``turn_ms``. A turn is a step of one part of the slots; ``free_ms`` is what it takes
-    when the same programs run on all stages at once and nobody waits for another stage or for the host. (Stages that
-    share a processor slow each other down: the times of single stages would call that waiting.)
+    ``idle``: 1 - ``free_ms`` / ``turn_ms``. A turn is a step of one microbatch; ``free_ms`` is its time when the same
+    programs run on all stages at once and no stage waits for another stage or for the host. (Stages that
+    share a processor slow each other down: the times of single stages would count that as waiting.)
     """
     count, found = options.stages, []
     for name, ahead in (("in flight", True), ("one at a time", False)):
@@ -50,7 +50,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _decode(engine: Engine, options: argparse.Namespace) -> tuple[float, list[tuple[int, DecodeBatch]]]:
-    """Seconds of a microbatch, and the decode batch of each."""
+    """Return the seconds of a microbatch, and the decode batch of each."""
     params = SamplingParams(temperature=0.0, max_tokens=700, seed=0)
     for index in range(_ROWS):
         engine.add(Request(str(index), tuple(range(index, index + _PROMPT)), params))
@@ -75,7 +75,7 @@ def _decode(engine: Engine, options: argparse.Namespace) -> tuple[float, list[tu
 
 
 def _free(executor: LocalExecutor, batches: list[tuple[int, DecodeBatch]], limit: float) -> float:
-    """Seconds of a microbatch when each stage is given what once arrived there."""
+    """Return the seconds of a microbatch when each stage replays recorded inputs."""
     arrived = [(microbatch, batch, _arrivals(executor, microbatch, batch)) for microbatch, batch in batches]
     start, rounds = time.perf_counter(), 0
     while time.perf_counter() < start + limit:

@@ -1,4 +1,4 @@
-"""A mixture of experts beside the dense model whose layers are as large as what a token uses of it, in turns."""
+"""Mixture of experts and a dense model with as many active parameters per layer, measured in turns."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits
 
 _ROWS, _CHUNK, _PAGES = (1, 8, 64), 256, 320
-_HIDDEN = 1024  # of an expert
+_HIDDEN = 1024  # intermediate size of an expert
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of decode steps and of a prompt's chunk; a ratio above 1: the mixture takes longer.
+    """Measure seconds of decode steps and of a prompt chunk; a ratio above 1: the mixture takes longer.
 
-    Few rows use few of the experts but read all that they use: there the mixture reads up to as many weights as it has
-    experts, which is why its ratio grows with the rows until all experts are in use.
+    Few rows activate few experts, but read all weights of these: the mixture reads up to as many times the weights as
+    it has experts, which is why its ratio grows with the rows until all experts are in use.
     """
     dense = model(intermediate_size=_HIDDEN * EXPERTS["num_experts_per_tok"], num_hidden_layers=4)
     sparse = model(**EXPERTS, intermediate_size=_HIDDEN, num_hidden_layers=4)

@@ -1,4 +1,4 @@
-"""Models of random weights, wide enough that computing is what takes the time."""
+"""Models of random weights, wide enough that computation dominates the time."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ EXPERTS: dict[str, Any] = {
 
 
 def model(**changes: Any) -> Model:
-    """A Llama of 8 layers, or what ``changes`` of its config.json make of it, in float32."""
+    """Build a float32 Llama of 8 layers; ``changes`` replace fields of its config.json."""
     described = abstract({**_SHAPE, **changes}, "float32", "random")
     return described.replace(params=init_params(described.specs, 0))

@@ -1,4 +1,4 @@
-"""Bytes that devices tell each other in a decode step, read from the compiled program."""
+"""Bytes exchanged between devices in a decode step, read from the compiled program."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _SIZES: tuple[dict[str, int], ...] = (
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Count the bytes of the arrays that a step's collectives make on a device, and of what stages hand over, by mesh.
+    """Count the bytes of the collectives' results on a device and of stage transfers, by mesh.
 
     A token's hidden state is ``hand_over`` bytes. Ranks of data-parallel attention have as many rows together
-    as the other meshes, each its own; a share of one in ``dp_attn`` of what they exchange is a device's own and
-    goes nowhere.
+    as the other meshes, each its own; one ``dp_attn``-th of what they exchange is a device's own data and
+    is not transferred.
     """
     del options
     return [_row(sizes) for sizes in _SIZES]
 
 
 def collective_bytes(program: str) -> collections.Counter[str]:
-    """Bytes of what each kind of collective makes on a device."""
+    """Count the bytes of each kind of collective's results on a device."""
     found: collections.Counter[str] = collections.Counter()
     for result, kind, starts in _RESULT.findall(program):
         arrays = list(_arrays(result))
-        found[kind] += arrays[0] if starts else sum(arrays)  # what starts also gives its operands
+        found[kind] += arrays[0] if starts else sum(arrays)  # the tuple of a *-start op includes its operands
     return found
 
 

@@ -1,6 +1,6 @@
 """A Hugging Face folder as numpy arrays, with numpy alone. Runs on Python 3.11, in every peer's environment.
 
-Only for folders that the user of a benchmark names: `jaxinfer.weights` is what reads files that nobody vouches for.
+Only for folders that the user of a benchmark names: `jaxinfer.weights` reads untrusted files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f
 
 
 class Entry(NamedTuple):
-    """Place of one tensor: ``begin`` and ``end`` are offsets in its file."""
+    """Location of one tensor: ``begin`` and ``end`` are offsets in its file."""
 
     file: pathlib.Path
     kind: str
@@ -33,7 +33,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def tensor_entries(folder: pathlib.Path) -> dict[str, Entry]:
-    """Every tensor of every safetensors file in the folder, by name."""
+    """Return every tensor of every safetensors file in the folder, by name."""
     entries: dict[str, Entry] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -47,7 +47,7 @@ def tensor_entries(folder: pathlib.Path) -> dict[str, Entry]:
 
 
 def read_tensors(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and float32 values of each tensor, one at a time."""
+    """Yield the name and float32 values of each tensor, one at a time."""
     for name, entry in tensor_entries(folder).items():
         stored = np.fromfile(entry.file, _STORED[entry.kind], math.prod(entry.shape), offset=entry.begin)
         wide = from_bfloat16(stored) if entry.kind == "BF16" else stored.astype(np.float32)
@@ -55,11 +55,11 @@ def read_tensors(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """float32 values of bfloat16 given as uint16 bits."""
+    """Return the float32 values of bfloat16 given as uint16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """uint16 bits of the nearest bfloat16, ties to even, as torch and XLA round. For finite values."""
+    """Return the uint16 bits of the nearest bfloat16, ties to even, as torch and XLA round. For finite values."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

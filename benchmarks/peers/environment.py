@@ -1,4 +1,4 @@
-"""The programs of the peers, the Python that runs them, and the files that they load."""
+"""Programs of the peers, the Python that runs them, and the files that they load."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _REQUIREMENTS = "benchmarks/peers/requirements.txt"
 
 
 class CannotRun(RuntimeError):
-    """Something that a peer needs is not there. The message says what."""
+    """Error: a requirement of a peer is missing. The message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Commands that start the peers, and the one that writes a GGUF (folder, file and dtype are appended to it)."""
+    """Commands that start the peers, and the command that writes a GGUF (folder, file and dtype are appended to it)."""
 
     peers: Mapping[str, Sequence[str]]
     write_gguf: Sequence[str]
@@ -40,7 +40,7 @@ def run(command: Sequence[str]) -> None:
     """Run a program from the root of the source tree.
 
     Raises:
-        CannotRun: it failed; the message is the last line that it wrote.
+        CannotRun: it failed; the message is the last line of its output.
     """
     try:
         done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -52,10 +52,10 @@ def run(command: Sequence[str]) -> None:
 
 
 def make_oracle(peers: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Make the oracle's environment, with llama-cpp-python if that is wanted and builds; both only where missing.
+    """Create the oracle's environment, with llama-cpp-python if requested and buildable; both only where missing.
 
     Returns:
-        its Python, and for each peer that cannot run in it the reason.
+        the path of its Python, and for each peer that cannot run in it the reason.
     """
     python = str(REPO / _OWN_VENV / "bin" / "python")
     guests = [peer for peer in peers if peer != "jaxinfer"]
@@ -82,7 +82,7 @@ def _install_llama_cpp(python: str) -> None:
 
 
 def random_folder(work: pathlib.Path) -> pathlib.Path:
-    """The folder of the random 125M Llama; written if it is not there."""
+    """Return the folder of the random 125M Llama; write it if it is missing."""
     folder = work / "random-125m"
     if not (folder / "config.json").exists():
         print(f"writing {folder}", file=sys.stderr)
@@ -91,10 +91,10 @@ def random_folder(work: pathlib.Path) -> pathlib.Path:
 
 
 def gguf_file(folder: pathlib.Path, dtype: str, work: pathlib.Path, programs: Programs) -> pathlib.Path:
-    """The folder's weights as GGUF; written if the folder has changed since, or never was.
+    """Return the folder's weights as GGUF; write the file if it is missing or the folder has changed.
 
     Raises:
-        CannotRun: llama.cpp does not know this model, or the writer does not.
+        CannotRun: llama.cpp or the writer does not support this model.
     """
     facts = [str(folder.resolve()), str(sorted(read_config(folder).items()))]
     facts += [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in folder.glob("*.safetensors")]

@@ -26,7 +26,7 @@ _LAYER = {
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Why this model is not written, or None."""
+    """Return why the writer does not support this model, or None."""
     if config.get("model_type") != "llama":
         return f"the GGUF writer knows model_type llama only, not {config.get('model_type')!r}"
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -38,7 +38,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def gguf_name(name: str) -> str:
-    """``model.layers.3.mlp.up_proj.weight`` is ``blk.3.ffn_up.weight``, and so on."""
+    """Translate a tensor name: ``model.layers.3.mlp.up_proj.weight`` to ``blk.3.ffn_up.weight``, and so on."""
     if name in _WHOLE:
         return _WHOLE[name]
     layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
@@ -46,7 +46,7 @@ def gguf_name(name: str) -> str:
 
 
 def rotate_pairs(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    """Query and key rows in llama.cpp's order: it rotates neighbours (2i, 2i+1) where transformers rotates halves."""
+    """Reorder query and key rows for llama.cpp: it rotates neighbours (2i, 2i+1) where transformers rotates halves."""
     heads = config["num_attention_heads"]
     if name.endswith("k_proj.weight"):
         heads = config.get("num_key_value_heads") or heads

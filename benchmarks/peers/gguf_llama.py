@@ -1,6 +1,6 @@
-"""Writes a Llama checkpoint as GGUF for llama.cpp: ``python -m benchmarks.peers.gguf_llama FOLDER FILE DTYPE``.
+"""Writer of a Llama checkpoint as GGUF for llama.cpp: ``python -m benchmarks.peers.gguf_llama FOLDER FILE DTYPE``.
 
-Runs in the oracle's Python, which has the `gguf` package. The file has no tokenizer: the benchmark speaks token ids.
+Runs in the oracle's Python, which has the `gguf` package. The file has no tokenizer: the benchmark uses token ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def write(folder: pathlib.Path, file: pathlib.Path, dtype: str) -> None:
     """Write ``folder`` to ``file`` in ``dtype``; vectors (the norms) stay float32, rounded to ``dtype``.
 
     Raises:
-        ValueError: the model has something that this writer does not translate.
+        ValueError: the writer does not support the model.
     """
     config = read_config(folder)
     reason = unsupported(config)
@@ -59,7 +59,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any], dtype: str) -> 
 
 
 def rope_theta(config: dict[str, Any]) -> float:
-    """The RoPE base, where older and newer configs keep it."""
+    """Return the RoPE base from an older or newer config."""
     return float(config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta") or 10000.0)
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp's own quantisation of a GGUF: ``python -m benchmarks.peers.gguf_quantise FROM TO KIND``.
+"""Quantisation of a GGUF by llama.cpp: ``python -m benchmarks.peers.gguf_quantise FROM TO KIND``.
 
 Runs in the oracle's Python. KIND is a name of llama.cpp's file types: Q8_0, Q4_K_M, ...
 """
@@ -12,10 +12,10 @@ import llama_cpp
 
 
 def quantize(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
-    """Writes ``target``.
+    """Quantise ``source`` to ``target``.
 
     Raises:
-        RuntimeError: llama.cpp could not.
+        RuntimeError: llama.cpp failed.
     """
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")

@@ -1,4 +1,4 @@
-"""Goals that the project has set itself against its peers, and whether a row reaches them."""
+"""Performance goals of jaxinfer against its peers, and whether a row reaches them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """Least ratio of jaxinfer's rate to a peer's: wanted, and (where there is one) insisted on."""
+    """Minimum ratio of jaxinfer's rate to a peer's: the goal, and an optional floor that must hold."""
 
     goal: float
     floor: float | None = None
@@ -24,7 +24,7 @@ _PREFILL = {"float32": Goal(1.2, 1.1), "bfloat16": Goal(1.0, 0.85)}
 
 
 def goal_for(peer: str, phase: str, dtype: str, batch: int) -> Goal | None:
-    """The goal of a row against a peer, or None: llama.cpp has goals for float32 decoding only."""
+    """Return the goal of a row against a peer, or None: llama.cpp has goals for float32 decoding only."""
     if peer == "transformers" and phase == "prefill":
         return _PREFILL[dtype]
     if peer == "transformers":

@@ -1,4 +1,4 @@
-"""jaxinfer as a peer: what a user of `LLM` gets, text included."""
+"""jaxinfer as a peer: the output of `LLM`, text included."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.terminal.stats import measured_bandwidth
 
 
 class JaxInfer:
-    """`LLM` with as many slots as there are sequences. XLA takes the cores that the process may use."""
+    """`LLM` with one slot per sequence. XLA takes the cores that the process may use."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
@@ -31,8 +31,8 @@ class JaxInfer:
         threads: int,
         activation_dtype: str = "auto",
     ) -> Reply:
-        """``activation_dtype``: see `EngineConfig`."""
-        self._llm = None  # frees the model before
+        """Load ``folder``. ``activation_dtype``: see `EngineConfig`."""
+        self._llm = None  # frees the previous model
         self._llm = LLM(
             folder,
             dtype,

@@ -1,6 +1,6 @@
 """llama.cpp as a peer, through the low-level calls of `llama-cpp-python`: the `Llama` class decodes one sequence only.
 
-Runs in the oracle's Python. Weights come from a GGUF that `gguf_llama` wrote; keys and values have the weights' dtype.
+Runs in the oracle's Python. Weights come from a GGUF that `gguf_llama` wrote; the KV cache has the weights' dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KV_TYPES = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": 30}  # GGML_TYPE_BF
 
 
 class LlamaCpp:
-    """One `llama_decode` a step, with one token of each sequence; the next ids are the argmax of the logits."""
+    """Greedy decoding with one `llama_decode` a step, with one token of each sequence."""
 
     def __init__(self) -> None:
         llama_cpp.llama_backend_init()
@@ -42,7 +42,7 @@ class LlamaCpp:
         params.n_seq_max = batch
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = _KV_TYPES[dtype]
-        params.kv_unified = False  # its own advice for sequences that share no prefix
+        params.kv_unified = False  # llama.cpp's advice for sequences that share no prefix
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError("llama.cpp could not make a context")
@@ -68,7 +68,7 @@ class LlamaCpp:
         return watch.reply()
 
     def _decode(self, rows: Prompts, start: int) -> list[int]:
-        """Run equally long ``rows``, whose first tokens are at position ``start``; the next id of each."""
+        """Run equally long ``rows`` from position ``start``; return the next id of each."""
         length, total = len(rows[0]), len(rows) * len(rows[0])
         sequences = np.repeat(np.arange(len(rows), dtype=np.int32), length)
         columns: dict[str, np.ndarray] = {
@@ -85,7 +85,7 @@ class LlamaCpp:
         status = llama_cpp.llama_decode(self._context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
-        logits = llama_cpp.llama_get_logits(self._context)  # the rows that were asked for, in the order of the batch
+        logits = llama_cpp.llama_get_logits(self._context)  # the requested rows, in the order of the batch
         return np.ctypeslib.as_array(logits, (len(rows), self._vocab)).argmax(-1).tolist()
 
     def limits(self, dtype: str, megabytes: int, side: int) -> Reply:

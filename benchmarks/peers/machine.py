@@ -1,4 +1,4 @@
-"""Machine that the figures were measured on."""
+"""The machine under test: its processor, cores and load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def cpu_name() -> str:
-    """The processor's name as Linux gives it; elsewhere its architecture."""
+    """Return the processor's name as Linux reports it; elsewhere its architecture."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -20,7 +20,7 @@ def cpu_name() -> str:
 
 
 def slug(text: str) -> str:
-    """``text`` as part of a file name."""
+    """Convert ``text`` for use in a file name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
@@ -30,7 +30,7 @@ def usable_cores() -> list[int]:
 
 
 def keep_to_cores(count: int) -> None:
-    """Bind this process, and what it starts from now on, to ``count`` cores: XLA takes its threads from that."""
+    """Bind this process and its future children to ``count`` cores: XLA sizes its thread pool by that."""
     bind = getattr(os, "sched_setaffinity", None)
     if bind is not None:
         bind(0, usable_cores()[:count])
@@ -48,7 +48,7 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def busy_seconds() -> float:
-    """CPU time that this machine has used for anything, all cores, time stolen from it included; 0 without /proc."""
+    """Return the CPU seconds that this machine has used on all cores, stolen time included; 0 without /proc."""
     try:
         first = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Rates from the times at which tokens arrived: one definition for every peer."""
+"""Rates from the arrival times of tokens: one definition for every peer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from benchmarks.peers.protocol import Reply
 
 
 class TooShort(ValueError):
-    """A run in which the sequences hardly decoded together: no steady state to measure."""
+    """Error: the sequences hardly decoded together, so there is no steady state to measure."""
 
 
 def prefill_rate(reply: Reply, prompt_len: int) -> float:
-    """Prompt tokens a second: all prompts' tokens over the time until each sequence had its first token."""
+    """Return prompt tokens a second: all prompts' tokens over the time until each sequence had its first token."""
     return len(reply["times"]) * prompt_len / max(times[0] for times in reply["times"])
 
 
 def decode_rate(reply: Reply) -> float:
-    """Tokens a second while all sequences decode: those that came after the last sequence's first token, up to the
-    first sequence's last token, over the time between. Where sequences run in lockstep: all tokens but the first.
+    """Return tokens a second while all sequences decode: tokens after the last sequence's first token, up to the first
+    sequence's last, over the time between. In lockstep, these are all tokens but the first.
 
     Raises:
         TooShort: fewer than half of the tokens came within that time.
@@ -36,7 +36,7 @@ def decode_rate(reply: Reply) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Median and range of some runs."""
+    """Median and range of several runs."""
 
     median: float
     low: float
@@ -48,7 +48,7 @@ class Spread:
 
 
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Mine over theirs, round by round: what slows a whole round cancels."""
+    """Return the ratio of ``mine`` to ``theirs`` by round: slowdowns of a whole round cancel."""
     return Spread.of([a / b for a, b in zip(mine, theirs, strict=True)])
 
 

@@ -1,7 +1,7 @@
 """Protocol of a peer's process: one JSON object a line, requests on stdin, replies on stdout. Runs on Python 3.11.
 
-The first line of a peer tells its versions. Then each request has a reply: `load` prepares a model, `generate` runs
-prompts, `limits` measures what the machine can do. A peer that cannot go on dies; its last words are on stderr.
+The first line of a peer gives its versions. Then each request has a reply: `load` prepares a model, `generate` runs
+prompts, `limits` measures the limits of the machine. A peer that cannot go on exits; its last error is on stderr.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 Prompts = list[list[int]]
 
-# A reply to `generate`: {"seconds": of the whole call, "tokens": ids of each sequence, "times": when each came}.
+# A reply to `generate`: {"seconds": of the whole call, "tokens": ids of each sequence, "times": arrival of each id}.
 Reply = dict[str, Any]
 
 
 class Peer(Protocol):
-    """An engine. One model is loaded at a time; everything is greedy, and end-of-sequence tokens end nothing."""
+    """An engine. One model is loaded at a time; decoding is greedy and ignores EOS."""
 
     def versions(self) -> dict[str, str]: ...
 
@@ -29,16 +29,16 @@ class Peer(Protocol):
         ...
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Reply:
-        """Exactly ``new_tokens`` more tokens for each prompt."""
+        """Generate exactly ``new_tokens`` tokens for each prompt."""
         ...
 
     def limits(self, dtype: str, megabytes: int, side: int) -> Reply:
-        """Bytes/s of reading ``megabytes`` MiB of memory, flop/s of a square matrix product; {} if it cannot tell."""
+        """Measure bytes/s of reading ``megabytes`` MiB and flop/s of a square GEMM; {} if unsupported."""
         ...
 
 
 class Stopwatch:
-    """Notes when tokens arrive, in seconds since it was made."""
+    """Arrival times of tokens, in seconds since construction."""
 
     def __init__(self, sequences: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(sequences)]
@@ -50,7 +50,7 @@ class Stopwatch:
         self.times[sequence].extend([time.perf_counter() - self._start] * len(tokens))
 
     def add_step(self, tokens: list[int]) -> None:
-        """Note one token for each sequence, all at this moment."""
+        """Record one token for each sequence, all at this moment."""
         now = time.perf_counter() - self._start
         for sequence, token in enumerate(tokens):
             self.tokens[sequence].append(token)
@@ -61,7 +61,7 @@ class Stopwatch:
 
 
 def best_seconds(call: Callable[[], object], repeats: int = 5) -> float:
-    """The shortest of some runs of ``call``, after one that does not count."""
+    """Return the shortest time of several runs of ``call``, after one warm-up."""
     call()
     times = []
     for _ in range(repeats):
@@ -77,7 +77,7 @@ def serve(peer: Peer) -> None:
 
 
 def answer(versions: dict[str, str], operations: Mapping[str, Callable[..., Reply]]) -> None:
-    """Answer requests until stdin ends. What libraries print goes to stderr, so that stdout carries replies alone."""
+    """Answer requests until stdin ends. Prints of libraries go to stderr, so that stdout carries replies alone."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     print(json.dumps(versions), file=replies, flush=True)

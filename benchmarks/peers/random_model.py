@@ -32,7 +32,7 @@ LLAMA_125M: Mapping[str, Any] = {
 
 
 def write(folder: pathlib.Path, config: Mapping[str, Any] = LLAMA_125M) -> None:
-    """Write float32 weights and a tokenizer whose tokens are their own numbers. config.json comes last."""
+    """Write float32 weights and a tokenizer that maps numbers to ids. config.json is written last."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(_numbers(config["vocab_size"])), encoding="utf-8")
     family = family_for(config)

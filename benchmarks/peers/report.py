@@ -33,7 +33,7 @@ class Limits:
 
 
 def row(cell: Cell, taken: Taken, limits: Limits | None) -> dict[str, Any]:
-    """The record of one phase of one cell."""
+    """Return the record of one phase of one cell."""
     phase, samples, work = taken.phase, taken.samples, Work.of(cell.folder)
     mine = samples[_ME]
     others = {name: found for name, found in samples.items() if name != _ME}
@@ -67,7 +67,7 @@ def _of_limit(cell: Cell, phase: Phase, samples: Samples, work: Work, limits: Li
     if phase.name == "prefill":
         calls = rate / (cell.batch * phase.prompt_len)
         return calls * work.prefill_flops(cell.batch, phase.prompt_len) / limits.gemm
-    context = phase.prompt_len + phase.new_tokens / 2  # on average over the run
+    context = phase.prompt_len + phase.new_tokens / 2  # mean over the run
     return rate / cell.batch * work.decode_bytes(cell.batch, context, cell.dtype) / limits.bandwidth
 
 
@@ -79,7 +79,7 @@ def _against(name: str, cell: Cell, phase: Phase, mine: Samples, theirs: Samples
 
 
 def table(rows: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> str:
-    """Markdown: a line for each row, tokens/s as median (lowest to highest)."""
+    """Format a Markdown table: a line for each row, tokens/s as median (lowest to highest)."""
     others = [peer for peer in peers if peer != _ME]
     heads = ["model", "dtype", "batch", "phase", _ME, "of limit"]
     for peer in others:
@@ -117,7 +117,7 @@ def _versus(item: Mapping[str, Any], peer: str) -> list[str]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Number of comparisons, and each that misses its floor or its goal."""
+    """Summarise the comparisons: their number, and each that misses its floor or its goal."""
     compared = [(item, peer, ratio) for item in rows for peer, ratio in item["ratio"].items() if ratio["verdict"]]
     lines = [
         f"{ratio['verdict'].upper()}: {item['model']} {item['dtype']} batch {item['batch']} {item['phase']}: "

@@ -1,4 +1,4 @@
-"""Runs the peers in turn on the same prompts and keeps what each of them did."""
+"""Session that runs the peers in turn on the same prompts and records their results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from benchmarks.peers.protocol import Prompts, Reply
 from benchmarks.peers.worker import PeerDied, Worker
 
 _SETTLE_PROMPT, _SETTLE_TOKENS = 8, 4
-_FIRST_ID = 3  # below are, in most vocabularies, the special tokens
+_FIRST_ID = 3  # lower ids are special tokens in most vocabularies
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Configuration that is loaded at once: one model in one dtype for one batch size."""
+    """Configuration of one load: one model in one dtype for one batch size."""
 
     model: str
     folder: pathlib.Path
@@ -32,7 +32,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One kind of run: "prefill" has ``new_tokens`` 1."""
+    """A kind of run: "prefill" has ``new_tokens`` 1."""
 
     name: str
     prompt_len: int
@@ -58,14 +58,14 @@ class Samples:
 
 
 def random_prompts(seed: str, batch: int, length: int, vocab: int) -> Prompts:
-    """Different prompts for each seed, so that nobody gains from remembering."""
+    """Return prompts that differ by seed, so that no engine gains from its prefix cache."""
     draw = random.Random(seed)
     return [[draw.randrange(_FIRST_ID, vocab) for _ in range(length)] for _ in range(batch)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """Samples of all peers in one phase of one cell; who was absent, and why."""
+    """Samples of all peers in one phase of one cell; the absent peers with their reasons."""
 
     phase: Phase
     samples: dict[str, Samples]
@@ -73,13 +73,13 @@ class Taken:
 
 
 class Session:
-    """The peers' processes. One that dies misses the rest of its cell, and is started again for the next.
+    """The peers' processes. A peer that dies misses the rest of its cell, and is restarted for the next.
 
     Args:
         peers: names, in the order in which they take turns.
         absent: peers that are known not to run, with the reason.
         work: folder for logs and converted weights.
-        threads: how many each peer may use.
+        threads: number of threads of each peer.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Session:
             self._drop(name)
 
     def load(self, cell: Cell, max_len: int) -> dict[str, str]:
-        """Load the cell's model in every peer. Returns the reasons of those that cannot."""
+        """Load the cell's model in every peer. Returns the peers that cannot load it, with the reasons."""
         missing = dict(self.absent)
         for name in self._peers:
             if name not in missing:
@@ -114,10 +114,10 @@ class Session:
         return missing
 
     def ask(self, name: str, op: str, **request: Any) -> Reply:
-        """A peer's reply.
+        """Send a request to a peer; return its reply.
 
         Raises:
-            PeerDied: it is gone, and will be started again by the next `load`.
+            PeerDied: the peer died, and the next `load` restarts it.
         """
         try:
             return self._workers[name].ask(op, **request)
@@ -126,7 +126,7 @@ class Session:
             raise
 
     def cpu_seconds(self) -> float:
-        """CPU time of this program, the peers that are running, and everything that it started and that has ended."""
+        """Return the CPU time of this program, the running peers, and all child processes that have ended."""
         return sum(os.times()[:4]) + sum(worker.used_cpu_seconds for worker in self._workers.values())
 
     @property
@@ -171,7 +171,7 @@ def run_cell(session: Session, cell: Cell, phases: Sequence[Phase], rounds: int)
     """Load a cell, warm up, then take turns.
 
     Raises:
-        PeerDied: jaxinfer cannot go on. Others that cannot are absent.
+        PeerDied: jaxinfer died. Other peers that die are recorded as absent.
     """
     max_len = max(_SETTLE_PROMPT + _SETTLE_TOKENS, *(phase.prompt_len + phase.new_tokens for phase in phases))
     absent = session.load(cell, max_len)
@@ -198,7 +198,7 @@ def run_cell(session: Session, cell: Cell, phases: Sequence[Phase], rounds: int)
 
 
 def _turn(session: Session, name: str, cell: Cell, prompts: Prompts, new_tokens: int) -> Reply:
-    """Run one peer. A short run before wakes its threads and brings its own data back into the caches."""
+    """Run one peer. A short run before it wakes its threads and reloads its data into the CPU caches."""
     settle = random_prompts("settle", cell.batch, _SETTLE_PROMPT, cell.vocab)
     session.ask(name, "generate", prompts=settle, new_tokens=_SETTLE_TOKENS)
     return session.ask(name, "generate", prompts=prompts, new_tokens=new_tokens)

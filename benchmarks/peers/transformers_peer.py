@@ -10,7 +10,7 @@ from benchmarks.peers.protocol import Prompts, Reply, Stopwatch, best_seconds, s
 
 
 class _Timer(BaseStreamer):
-    """Tells a stopwatch of each step. `generate` first streams the prompts, which are no news."""
+    """Streamer that records each step on a stopwatch. `generate` streams the prompts first, which are skipped."""
 
     def __init__(self, sequences: int) -> None:
         self.watch = Stopwatch(sequences)
@@ -26,7 +26,7 @@ class _Timer(BaseStreamer):
 
 
 class Transformers:
-    """The checkpoint's own model class with default attention (sdpa). All prompts have one length: no padding."""
+    """The checkpoint's transformers class with default attention (sdpa). All prompts have one length: no padding."""
 
     def __init__(self) -> None:
         self._model: transformers.PreTrainedModel | None = None
@@ -38,7 +38,7 @@ class Transformers:
     def load(self, folder: str, gguf: str, dtype: str, batch: int, max_len: int, threads: int) -> Reply:
         torch.set_num_threads(threads)
         if self._loaded != (folder, dtype):
-            self._model = None  # frees the model before
+            self._model = None  # frees the previous model
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
             model.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True, eos_token_id=None)
             self._model, self._loaded = model.eval(), (folder, dtype)

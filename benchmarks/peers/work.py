@@ -1,4 +1,4 @@
-"""Work that a checkpoint needs: bytes that a decode step must read, operations that a prefill must do."""
+"""Work of a checkpoint: bytes that a decode step must read, operations that a prefill must do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Work:
     """Sizes of a model in elements.
 
     Attributes:
-        layers: of one token's pass through all layers and the last norm.
-        head: of the output matrix, the embedding table where that is tied. The table itself is not read whole.
+        layers: weights of all layers and the last norm that one token uses.
+        head: weights of the output matrix, or of the tied embedding table. An untied table is not read whole.
         kv: keys and values of one token.
-        scores: of one query over one key: query heads times head_dim, over all layers.
+        scores: products of one query with one key: query heads times head_dim, over all layers.
     """
 
     layers: int
@@ -44,11 +44,11 @@ class Work:
         )
 
     def decode_bytes(self, batch: int, context: float, dtype: str) -> float:
-        """Bytes of one step of ``batch`` sequences with ``context`` tokens each: the weights once, keys and values."""
+        """Return the bytes of a step of ``batch`` sequences with ``context`` tokens each: weights, keys, values."""
         return BYTES[dtype] * (self.layers + self.head + batch * context * self.kv)
 
     def prefill_flops(self, batch: int, length: int) -> float:
-        """Operations of ``batch`` prompts of ``length`` tokens: a multiply and an add for each weight and token, causal
-        attention (scores and their sum over values), and the head for each prompt's last token."""
+        """Return the operations of ``batch`` prompts of ``length`` tokens: a multiply and an add for each weight and
+        token, causal attention (scores and their sum over values), and the head for each prompt's last token."""
         attention = 4 * self.scores * length * (length + 1) / 2
         return batch * (2 * self.layers * length + attention + 2 * self.head)

@@ -1,4 +1,4 @@
-"""The other end of `protocol`: a peer's process, which computes only while it is asked something."""
+"""Client of `protocol`: runs a peer's process, which computes only during a request."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ REPO = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 class PeerDied(RuntimeError):
-    """The peer's process ended or kept silent. The message ends with its last words."""
+    """Error: the peer's process ended or did not reply. The message ends with the last lines of its log."""
 
 
 class Worker:
-    """A peer's process. Between requests it is stopped (SIGSTOP), so that no thread of it can spin on a core.
+    """A peer's process. Between requests it is stopped (SIGSTOP), so that none of its threads can spin on a core.
 
     Args:
-        name: what to call it.
+        name: name in messages.
         command: the program and its arguments.
-        log: file that takes its stderr.
-        seconds: how long a reply may take.
+        log: file for its stderr.
+        seconds: timeout of a reply.
 
     Attributes:
-        versions: what the peer said about itself.
-        idle_cpu_seconds: CPU time it used between requests; more than a few clock ticks spoil the others' figures.
+        versions: versions that the peer reported.
+        idle_cpu_seconds: CPU time it used between requests; more than a few clock ticks spoil the other peers' figures.
 
     Raises:
         PeerDied: it did not start.
@@ -56,7 +56,7 @@ class Worker:
         return cpu_seconds(self._process.pid)
 
     def ask(self, op: str, **request: Any) -> Reply:
-        """One request and its reply. The process runs in between and no longer.
+        """Send a request and return the reply. The process runs only in between.
 
         Raises:
             PeerDied: there was no reply.
@@ -74,7 +74,7 @@ class Worker:
         return reply
 
     def close(self) -> None:
-        """End the process, whatever state it is in."""
+        """Kill the process in any state."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -108,7 +108,7 @@ class Worker:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used, all threads; 0 where there is no /proc, or no such process any more."""
+    """Return the CPU time that a process has used, all threads; 0 without /proc or without such a process."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,1 +1,1 @@
-"""Replicas behind other people's routers: what they have cached, and what they had to compute."""
+"""Replicas behind third-party routers: cache hits and prefilled tokens."""

@@ -1,6 +1,6 @@
-"""A core without a device: `python -m benchmarks.routed.core`, its settings on stdin as ever. No jax.
+"""Engine core without a device: `python -m benchmarks.routed.core`, its settings on stdin as usual. No jax.
 
-Scheduler, pages and journal are the real ones; each token is the same, and comes at once.
+Scheduler, page allocator and journal are the real ones; every token is the same id, without delay.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ REPO = pathlib.Path(__file__).resolve().parents[2]
 
 
 def command() -> list[str]:
-    """Command line of the core, for `jaxinfer.serve.server.Server`."""
+    """Return the command line of the core, for `jaxinfer.serve.server.Server`."""
     return ["env", f"PYTHONPATH={REPO}", sys.executable, "-m", "benchmarks.routed.core"]
 
 
 def write_tokenizer(folder: pathlib.Path) -> None:
-    """Write a tokenizer whose tokens are bytes: a text of so many letters is as many tokens."""
+    """Write a byte tokenizer: each letter of a text is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = Tokenizer(models.BPE({"</s>": EOS} | {letter: 1 + rank for rank, letter in enumerate(alphabet)}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -41,8 +41,8 @@ def write_tokenizer(folder: pathlib.Path) -> None:
 
 
 def build(settings: CoreSettings, report: Report) -> Built:
-    """The engine that the settings ask for, but for its device; ``model``: the tokenizer's folder."""
-    del report  # nothing takes long
+    """Build the engine of the settings, without its device; ``model``: the tokenizer's folder."""
+    del report  # no start-up phase takes long
     config = resolved(settings.engine, CONTEXT)
     engine = EngineLoop(config, new_kv(config), InstantRunner(TOKEN), vocab_size=257)
     card = ModelCard(
@@ -60,4 +60,4 @@ def build(settings: CoreSettings, report: Report) -> Built:
 
 
 if __name__ == "__main__":
-    process.run(build, (Exception,))  # there is no start that another try would mend
+    process.run(build, (Exception,))  # no failed start would succeed on a retry

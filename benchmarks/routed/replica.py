@@ -1,6 +1,6 @@
 """A replica in a process of its own: `python -m benchmarks.routed.replica JSON`. No jax.
 
-It tells its ports on stdout, and ends with stdin.
+The process prints its ports on stdout, and exits when stdin closes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxinfer.serve.settings import make_config
 
 @dataclasses.dataclass(frozen=True)
 class Looked:
-    """Prompt tokens that were looked up in a cache, and those that were found."""
+    """Prompt tokens that were looked up in a prefix cache, and the hits."""
 
     queries: int = 0
     hits: int = 0
@@ -33,13 +33,13 @@ class Looked:
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """One that is ready."""
+    """A replica that is ready."""
 
     grpc_port: int
     http_port: int
 
     def looked(self) -> Looked:
-        """What its engine has counted."""
+        """Read the prefix cache counters of its engine."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         counts = [
@@ -58,7 +58,7 @@ def running(folder: str, pages: int, slots: int, page_size: int) -> Iterator[Rep
     """Start a replica and wait for it.
 
     Args:
-        folder: of its tokenizer.
+        folder: folder of its tokenizer.
     """
     engine = {"num_pages": pages, "max_num_seqs": slots, "page_size": page_size, "swap_space_gib": 0.0}
     ports = {"grpc_port": 0, "http_port": 0, "vllm_grpc": True, "kv_events": True, "kv_events_endpoint": "off"}

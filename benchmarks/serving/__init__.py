@@ -1,1 +1,1 @@
-"""Load and latency of a whole server: its front end, over an engine whose tokens come on time."""
+"""Load and latency of a whole server: its front end, over an engine that emits tokens on schedule."""

@@ -1,4 +1,4 @@
-"""The load generator's ends of streams. Both do little with a message but take the time when it comes."""
+"""Streaming clients of the load generator. Both do little with a message except record its arrival time."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from jaxinfer.protos.v1 import inference_pb2 as pb
 
 PROMPT = tuple(range(100, 132))
 _CONNECT_SECONDS = 10.0
-# A refusal is to be timed, not tried again.
+# Rejections are timed, not retried.
 _OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
 
 
 @dataclasses.dataclass(slots=True)
 class Heard:
-    """One request's answer.
+    """Response to one request.
 
     Attributes:
-        row: of the stamps.
-        sent, ended: on the monotonic clock.
-        times, counts: when each message with tokens came, and how many tokens it had.
-        refused: the queue was full.
-        error: what else went wrong.
+        row: row in the table of stamps.
+        sent, ended: times on the monotonic clock.
+        times, counts: arrival of each message with tokens, and its number of tokens.
+        refused: whether the queue was full.
+        error: any other failure.
     """
 
     row: int
@@ -49,14 +49,14 @@ class Heard:
 
 class Client(Protocol):
     async def generate(self, row: int, tokens: int) -> Heard:
-        """One request to its end, whatever that is."""
+        """Send one request and read its stream to the end, in success or failure."""
         ...
 
     async def close(self) -> None: ...
 
 
 class GrpcClient:
-    """``connections`` channels, which the streams share."""
+    """gRPC client of ``connections`` channels, which the streams share."""
 
     def __init__(self, port: int, connections: int) -> None:
         self._channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", _OPTIONS) for _ in range(connections)]
@@ -88,7 +88,7 @@ class GrpcClient:
 
 
 class HttpClient:
-    """A connection for each stream."""
+    """HTTP client with a connection for each stream."""
 
     def __init__(self, port: int) -> None:
         self._pool = Pool("127.0.0.1", port, None, _CONNECT_SECONDS)
@@ -135,6 +135,6 @@ def _http_request(row: int, tokens: int) -> bytes:
 
 
 def _tokens_in(event: bytes) -> int:
-    """An event of text has the text of its tokens, all of which are the same."""
+    """Return the number of tokens in an event: all tokens have the same text."""
     choices = json.loads(event).get("choices") or [{"text": ""}]
     return len(choices[0]["text"]) // len(TEXT)

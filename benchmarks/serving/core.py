@@ -1,4 +1,4 @@
-"""The core's process: `python -m benchmarks.serving.core STAMPS JSON`, its settings on stdin as ever. No jax."""
+"""Engine core process: `python -m benchmarks.serving.core JSON`, its settings on stdin as usual. No jax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 
 FOLDER = pathlib.Path(jaxinfer.__file__).parent / "demo" / "target"
-"""A real tokenizer and template; the weights are not read."""
+"""Folder of a real tokenizer and template; the weights are not read."""
 CONTEXT, VOCAB, EOS = 8192, 2048, 1
 TOKEN, TEXT = 271, " the"
 """Token and text that every output consists of."""
@@ -26,7 +26,7 @@ REPO = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Place and size of the table of stamps."""
+    """Path and size of the table of stamps."""
 
     path: str
     rows: int
@@ -34,7 +34,7 @@ class Table:
 
 
 def command(table: Table, pace: Pace) -> list[str]:
-    """Command line of the core, for `jaxinfer.serve.server.Server`."""
+    """Return the command line of the core, for `jaxinfer.serve.server.Server`."""
     settings = json.dumps({"table": dataclasses.asdict(table), "pace": dataclasses.asdict(pace)})
     return ["env", f"PYTHONPATH={REPO}", sys.executable, "-m", "benchmarks.serving.core", settings]
 
@@ -44,7 +44,7 @@ def main() -> None:
     table, pace = Table(**settings_json["table"]), Pace(**settings_json["pace"])
 
     def build(settings: CoreSettings, report: Report) -> Built:
-        del report  # nothing takes long
+        del report  # no start-up phase takes long
         stamps = Stamps(pathlib.Path(table.path), table.rows, table.tokens)
         engine = PacedEngine(settings.engine, CONTEXT, pace, stamps)
         card = ModelCard(
@@ -60,7 +60,7 @@ def main() -> None:
         )
         return Built(engine, card, str(FOLDER))
 
-    process.run(build, (Exception,))  # there is no start that another try would mend
+    process.run(build, (Exception,))  # no failed start would succeed on a retry
 
 
 if __name__ == "__main__":

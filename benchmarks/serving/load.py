@@ -1,4 +1,4 @@
-"""Runs of load against one server, and their figures."""
+"""Load runs against one server, and their figures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from benchmarks.serving.server import Running, ServerSettings, running
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _START_SECONDS = 30.0
-_FILLER_STEP_SECONDS, _FILLER_TOKENS = 0.25, 1500  # of what keeps a queue full: longer than any run
+_FILLER_STEP_SECONDS, _FILLER_TOKENS = 0.25, 1500  # of the requests that keep a queue full: longer than any run
 _QUIET_SECONDS = 1.0  # between the last stream's start and the first figure
 
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """``streams`` at once for ``seconds``, each with its share of ``rate`` tokens a second; see `Pace.groups`."""
+    """Load of ``streams`` for ``seconds``, each with its share of ``rate`` tokens a second; see `Pace.groups`."""
 
     door: str
     streams: int = 500
@@ -50,7 +50,7 @@ class Delivery:
 
 @dataclasses.dataclass(frozen=True)
 class Overload:
-    """Requests of ``tokens`` tokens arrive at random, ``factor`` times as many as ``slots`` can serve."""
+    """Load of requests of ``tokens`` tokens that arrive at random, ``factor`` times as many as ``slots`` can serve."""
 
     door: str
     slots: int = 32
@@ -72,13 +72,13 @@ class Overload:
 
     @property
     def queue_bound(self) -> float:
-        """Seconds to the first token of who is accepted last: all before it must have got a slot, and a step more."""
+        """Bound of the last accepted request's TTFT in seconds: a slot for all requests before it, plus a step."""
         return self.waiting / self.service_rate + self.step_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusals:
-    """``count`` requests to a server whose queue is full, ``at_once`` of them, and the next when all are answered."""
+    """Load of ``count`` requests on a full queue, in bursts of ``at_once``, each after all are answered."""
 
     door: str
     at_once: int = 1
@@ -107,12 +107,12 @@ class Cpu:
         return {name: getattr(self, name) / max(1, count) for name in ("front", "engine", "client")}
 
     def share_of_others(self, seconds: float) -> float:
-        """Share of all cores that others used."""
+        """Return the share of all cores that other programs used."""
         return max(0.0, self.others) / seconds / (os.cpu_count() or 1)
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process (proc(5))."""
+    """Return the user and system time of all threads of a process (proc(5))."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
@@ -154,8 +154,8 @@ def _delivered(
 
 
 def delays(heards: Sequence[Heard], stamps: np.ndarray, window: tuple[float, float]) -> tuple[np.ndarray, int, int]:
-    """Seconds from the engine to the client of all tokens that left it in the window; how many those are, and in how
-    many messages they came."""
+    """Return the seconds from the engine to the client of all tokens that left it in the window; their number, and the
+    number of their messages."""
     found, messages = [], 0
     for heard in heards:
         arrived = np.repeat(heard.times, heard.counts)
@@ -168,7 +168,7 @@ def delays(heards: Sequence[Heard], stamps: np.ndarray, window: tuple[float, flo
 
 
 def errors(heards: Sequence[Heard], tokens: int) -> list[str]:
-    """Sentences about the streams that did not bring what they should."""
+    """Describe the streams that failed or brought a wrong number of tokens."""
     found = []
     for heard in heards:
         if heard.error is not None or heard.refused:
@@ -179,7 +179,7 @@ def errors(heards: Sequence[Heard], tokens: int) -> list[str]:
 
 
 async def overload(load: Overload) -> dict[str, Any]:
-    """An open loop: who is refused goes away."""
+    """Run an open loop: rejected requests are not retried."""
     arrivals = _arrivals(load)
     async with _served(load.pace, len(arrivals), load.tokens, load.slots, load.waiting, None) as (server, _):
         client = _client(load.door, server, load.connections)
@@ -196,14 +196,14 @@ async def overload(load: Overload) -> dict[str, Any]:
 
 
 async def refuse(load: Refusals) -> dict[str, Any]:
-    """Measure refusals: one request has the only slot, another the only place in the queue; both outlast the run."""
+    """Measure rejections: one request has the only slot, another the only queue entry; both outlast the run."""
     async with _served(Pace(_FILLER_STEP_SECONDS, 1, core.TOKEN), load.count + 2, _FILLER_TOKENS, 1, 1, None) as (
         server,
         _,
     ):
         client = _client(load.door, server, load.connections)
         fillers: list[asyncio.Future[Heard]] = []
-        for row in range(2):  # the second one when the first has its slot: there is one place to wait
+        for row in range(2):  # the second one when the first has its slot: the queue has one entry
             fillers.append(asyncio.ensure_future(client.generate(row, _FILLER_TOKENS)))
             await asyncio.sleep(4 * _FILLER_STEP_SECONDS)
         assert not any(task.done() for task in fillers), fillers

@@ -1,7 +1,7 @@
-"""An engine whose tokens come when they are due, and which writes down when each of them left it.
+"""Engine that emits tokens on schedule, and records the time at which each token left it.
 
-The scheduler and the pages are the real ones; there is no device. Both sides of a run see the same `Stamps`: the time
-from a token's stamp to its arrival at the client is what everything between them took. No jax.
+The scheduler and the page allocator are the real ones; there is no device. Both sides of a run see the same `Stamps`:
+the time from a token's stamp to its arrival at the client is the latency of everything in between. No jax.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jaxinfer.types import SequenceDelta
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """Pace at which tokens come.
+    """Schedule of tokens.
 
     Attributes:
-        step_seconds: in which each running sequence gets a token.
-        groups: in which a step's tokens leave, at even distances, the same sequences together each time: 1 is an engine
-            that steps all of them at once.
+        step_seconds: time of a step, in which each running sequence gets a token.
+        groups: groups of sequences whose tokens leave together, at even distances within a step: 1 is an engine
+            that steps all sequences at once.
         token: the id of every token.
     """
 
@@ -68,10 +68,10 @@ def row_of(request_id: str) -> int:
 
 
 class InstantRunner:
-    """Runs plans at once: every row samples one and the same token.
+    """Model runner that executes plans at once: every row samples the same token.
 
     Attributes:
-        decodes: whether the last plan had rows.
+        decodes: whether the last plan had decode rows.
     """
 
     def __init__(self, token: int) -> None:
@@ -90,14 +90,14 @@ class InstantRunner:
 
 
 class PacedEngine(EngineLoop):
-    """The engine's own loop, whose tokens leave it when they are due."""
+    """The real engine loop, with tokens that leave it on schedule."""
 
     def __init__(self, config: EngineConfig, context: int, pace: Pace, stamps: Stamps) -> None:
         engine = dataclasses.replace(resolved(config, context), async_scheduling=False)
         self._instant = InstantRunner(pace.token)
         super().__init__(engine, new_kv(engine), self._instant)
         self._pace, self._stamps = pace, stamps
-        self._groups: collections.deque[list[SequenceDelta]] = collections.deque()  # of the last step, still to leave
+        self._groups: collections.deque[list[SequenceDelta]] = collections.deque()  # of the last step, not yet emitted
         self._due = 0.0
 
     @property
@@ -105,7 +105,7 @@ class PacedEngine(EngineLoop):
         return super().has_work or bool(self._groups)
 
     def step(self) -> list[SequenceDelta]:
-        """The next group of tokens, when it is due. What computes prompts alone takes no time."""
+        """Return the next group of tokens, when it is due. Steps that only prefill take no time."""
         if not self._groups:
             deltas = super().step()
             if not self._instant.decodes:
@@ -123,7 +123,7 @@ class PacedEngine(EngineLoop):
         return groups
 
     def _wait(self, seconds: float) -> None:
-        """Until ``seconds`` after the group before; an engine that is late does not hurry to catch up."""
+        """Sleep until ``seconds`` after the previous group; an engine that is late does not hurry to catch up."""
         now = time.monotonic()
         self._due = max(self._due + seconds, now)
         time.sleep(self._due - now)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FRONT_GOAL = 60e-6  # seconds of the front end for a token
+FRONT_GOAL = 60e-6  # seconds of the front end per token
 DELIVERY_GOAL = 10e-3  # p99, from the engine to the client
-REJECTION_GOAL = 10e-3  # p99, from the request to the refusal
+REJECTION_GOAL = 10e-3  # p99, from the request to the rejection
 BURST_GOAL = 50e-3  # the same at ten times the load, and for bursts
-TTFT_GOAL = 1.5  # p99 of those who are accepted, over the queue's bound
-OTHERS_MAY_USE = 0.05  # of the machine, while figures are taken
+TTFT_GOAL = 1.5  # p99 of the accepted requests, over the queue's bound
+OTHERS_MAY_USE = 0.05  # share of the machine, while figures are taken
 
 Run = Mapping[str, Any]
 
 
 def verdicts(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
-    """Verdicts on the goals of these runs. The goals of delivery are those of tokens that come evenly."""
+    """Return the verdicts on the goals of these runs. Delivery goals apply to tokens that come evenly."""
     found: dict[str, tuple[float, float]] = {}
     for name, run in runs.items():
         found[f"{name}: errors"] = len(run["errors"]), 0
@@ -35,7 +35,7 @@ def verdicts(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
 
 
 def doubts(runs: Mapping[str, Run]) -> list[str]:
-    """Why the figures should not be believed."""
+    """Return the reasons to doubt the figures."""
     return [
         f"NOT QUIET: other programs used {run['used_by_others']:.0%} of the machine during {name}"
         for name, run in runs.items()
@@ -44,7 +44,7 @@ def doubts(runs: Mapping[str, Run]) -> list[str]:
 
 
 def table(runs: Mapping[str, Run]) -> str:
-    """Markdown: a line for each run of delivery, then for each of overload, then for each of a full queue."""
+    """Format Markdown: a line for each delivery run, then each overload run, then each full-queue run."""
     delivery = [_delivery(name, run) for name, run in runs.items() if "delivery" in run]
     overload = [_overload(name, run) for name, run in runs.items() if "rejection" in run]
     heads = ["run", "tokens/s", "front us", "engine us", "client us", "median ms", "p99 ms", "max ms"]

@@ -1,5 +1,5 @@
-"""A server in a process of its own: `python -m benchmarks.serving.server JSON` tells its ports on stdout, and ends with
-stdin. The front end is the real one, with all that a production server has on; only the engine is not. No jax."""
+"""Server in a process of its own: `python -m benchmarks.serving.server JSON` prints its ports, and ends with stdin.
+Everything but the engine is as in production. No jax."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _STOP_SECONDS = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the server that is to be started.
+    """Settings of the server to start.
 
     Attributes:
         slots: sequences that run at once.
         waiting: requests that may wait; None: all.
-        profile: where cProfile's table of the front end goes; None: it is not profiled.
+        profile: file for cProfile's table of the front end; None: it is not profiled.
     """
 
     table: core.Table
@@ -93,7 +93,7 @@ def _child(pid: int) -> int:
 
 
 async def serve(settings: ServerSettings) -> None:
-    """Be the server until stdin ends."""
+    """Serve until stdin ends."""
     engine = EngineConfig(
         max_num_seqs=settings.slots,
         max_model_len=core.CONTEXT,

@@ -1,1 +1,1 @@
-"""Recorded workloads: reading them, serving them, and what an ideal server would make of them."""
+"""Recorded workloads: reading and serving them, and the bounds of an ideal server."""

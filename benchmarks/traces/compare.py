@@ -1,4 +1,4 @@
-"""Two ways to serve the same requests, in turns, in one process: what one of them gains."""
+"""Two ways to serve the same requests, in turns, in one process: the gain of one over the other."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxinfer.types import Request
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Setup that all comparisons need.
+    """Common settings of all comparisons.
 
     Attributes:
-        open: makes a server, ready to serve.
-        seed: of the prompts' tokens in the first round; each round has its own.
+        open: function that returns a server, ready to serve.
+        seed: seed of the prompts' tokens in the first round; each round has its own.
         speed, outstanding: see `replay`.
-        pool_share: of the trace's unique tokens that the pool holds, for `against_lru`.
+        pool_share: share of the trace's unique tokens that the pool holds, for `against_lru`.
         prefix_len: shared tokens, for `warm_prefix`.
     """
 
@@ -55,15 +55,15 @@ class Goal:
 
 
 def static_batching(setup: Setup) -> dict[str, Any]:
-    """Continuous over static batching, as a share of what the lengths allow. Prompts cost both the same; what is left
-    without them is told apart by serving the prompts alone."""
+    """Compare continuous with static batching, as a share of the gain that the lengths allow. Prompts cost the same in
+    both; serving the prompts alone yields the ratio without them."""
     servers = _open(setup, {"continuous": {"batching": "continuous"}, "static": {"batching": "static"}})
     requests = tuple(dataclasses.replace(request, output_len=1) for request in setup.trace.requests)
     prompts = Way(servers["continuous"], dataclasses.replace(setup.trace, requests=requests), seed=_OTHER_PROMPTS)
     ways = {name: Way(server, setup.trace) for name, server in servers.items()}
     runs = _turns(setup, ways | {"prompts alone": prompts}, setup.outstanding)
     slots = setup.config.max_num_seqs
-    assert slots is not None  # `benchmarks.trace` says how many
+    assert slots is not None  # set by `benchmarks.trace`
     bound = BatchingBound.of([request.output_len for request in setup.trace.requests], slots)
     ratio, decoding = _ratio(runs["continuous"], runs["static"]), _decoding_ratio(runs)
     return {
@@ -80,24 +80,24 @@ def static_batching(setup: Setup) -> dict[str, Any]:
 
 
 def _decoding_ratio(runs: Mapping[str, list[Replayed]]) -> float:
-    """Seconds of static over continuous batching, those of the prompts taken off both."""
+    """Return the seconds of static over continuous batching, each less the seconds of the prompts."""
     rounds = zip(runs["continuous"], runs["static"], runs["prompts alone"], strict=True)
     return statistics.median((b.seconds - p.seconds) / (a.seconds - p.seconds) for a, b, p in rounds)
 
 
 def exactness(setup: Setup) -> dict[str, Any]:
-    """Relaxed over exact: what equal bits cost."""
+    """Compare relaxed with exact mode: the cost of batch invariance."""
     record = in_turns(setup, {"relaxed": {"exactness": "relaxed"}, "exact": {"exactness": "exact"}})
     return record | {"verdict": Goal(1.10, at_least=False).judge(record["ratio"]["median"])}
 
 
 def async_scheduling(setup: Setup) -> dict[str, Any]:
-    """Launching a step before the one before it is read, over reading first."""
+    """Compare launching step N+1 before the results of step N are read with reading first."""
     return in_turns(setup, {"on": {"async_scheduling": True}, "off": {"async_scheduling": False}})
 
 
 def multi_step(setup: Setup) -> dict[str, Any]:
-    """Several decode steps on the device over one. No more requests at once than slots: nobody waits."""
+    """Compare several decode steps per launch with one. Requests at once are limited to the slots: none waits."""
     steps = setup.config.multi_step if setup.config.multi_step > 1 else 8
     changes = {f"{steps} steps": {"multi_step": steps}, "1 step": {"multi_step": 1}}
     return in_turns(setup, changes, outstanding=setup.config.max_num_seqs)
@@ -106,10 +106,10 @@ def multi_step(setup: Setup) -> dict[str, Any]:
 def in_turns(
     setup: Setup, changes: Mapping[str, Mapping[str, Any]], *, outstanding: int | None = None
 ) -> dict[str, Any]:
-    """Two servers beside each other; the ratio of their output tokens a second is taken round by round.
+    """Run two servers in turns; the ratio of their output tokens a second is taken round by round.
 
     Args:
-        changes: settings of the first server, whose rate is divided by the second's, and of the second.
+        changes: settings of the two servers; the rate of the first is divided by that of the second.
     """
     ways = {name: Way(server, setup.trace) for name, server in _open(setup, changes).items()}
     runs = _turns(setup, ways, outstanding or setup.outstanding)
@@ -117,11 +117,11 @@ def in_turns(
 
 
 class Way(NamedTuple):
-    """Way that takes its turn in each round: a server, and what it serves."""
+    """Participant of each round: a server, and its trace."""
 
     server: Server
     trace: Trace
-    seed: int = 0  # of its prompts; equal ones are equal prompts
+    seed: int = 0  # seed of its prompts; equal seeds give equal prompts
 
 
 _OTHER_PROMPTS = 1 << 20  # a seed that no round reaches
@@ -132,7 +132,7 @@ def _open(setup: Setup, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, S
 
 
 def _turns(setup: Setup, ways: Mapping[str, Way], outstanding: int | None) -> dict[str, list[Replayed]]:
-    """Rounds with new prompts, in every other one in reversed order."""
+    """Run rounds with new prompts, every other round in reversed order."""
     runs: dict[str, list[Replayed]] = {name: [] for name in ways}
     for number in range(setup.rounds):
         for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
@@ -151,11 +151,11 @@ def _figures(runs: Mapping[str, list[Replayed]]) -> dict[str, list[dict[str, Any
 
 
 def against_lru(setup: Setup) -> dict[str, Any]:
-    """Prefix hits with a pool of a share of the trace's unique tokens, over those of an LRU cache of that size that
+    """Compare prefix hits, with a pool of a share of the trace's unique tokens, to an LRU cache of that size that
     serves one prompt after the other.
 
     Raises:
-        TraceError: the prompts share nothing.
+        TraceError: the prompts share no page.
     """
     trace, page = setup.trace, setup.config.page_size
     unique = unique_pages(trace, page)
@@ -176,13 +176,12 @@ def against_lru(setup: Setup) -> dict[str, Any]:
 
 
 def warm_prefix(setup: Setup) -> dict[str, Any]:
-    """Time to first token of a prompt that begins as no other, over that of one whose beginning is cached. One request
-    at a time."""
+    """Compare the TTFT of a prompt with a new prefix to that with a cached prefix. One request at a time."""
     server = setup.open(setup.config)
     rng = np.random.default_rng(setup.seed)
     cold: list[float] = []
     warm: list[float] = []
-    for number in range(setup.rounds + 1):  # the first one warms up what is not the prefix cache
+    for number in range(setup.rounds + 1):  # the first round warms up everything except the prefix cache
         prefix = rng.integers(setup.vocab, size=setup.prefix_len)
         for kind, times in (("cold", cold), ("warm", warm)):
             prompt = np.concatenate([prefix, rng.integers(setup.vocab, size=16)])
@@ -213,6 +212,6 @@ MODES: Mapping[str, Callable[[Setup], dict[str, Any]]] = {
 
 
 def plain(setup: Setup) -> dict[str, Any]:
-    """The trace as it is, round by round."""
+    """Serve the trace unchanged, round by round."""
     runs = _turns(setup, {"served": Way(setup.open(setup.config), setup.trace)}, setup.outstanding)
     return {"rate": dataclasses.asdict(Spread.of([run.rate for run in runs["served"]])), "runs": _figures(runs)}

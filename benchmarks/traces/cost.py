@@ -1,4 +1,4 @@
-"""Host time of a scheduler's steps under a steady load, and whether it grows as it should."""
+"""Host time of a scheduler's steps under a steady load, and its growth with the load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request
 
 MAX_LEN = 2048
-PROMPTS, OUTPUTS = (32, 512), (64, 384)  # shortest and longest; a sequence in some 224 ends in a step
+PROMPTS, OUTPUTS = (32, 512), (64, 384)  # shortest and longest; a step ends about one in 224 sequences
 GOAL_AT = 256  # sequences
 MEDIAN_GOAL, P99_GOAL = 1e-3, 3e-3
 GROWTH_GOAL = 1.15  # exponent of the median in the number of sequences; 1 is linear
@@ -28,7 +28,7 @@ WAITING_GOAL = 1.1  # median with a long queue over the median with an empty one
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """``sequences`` run and ``waiting`` requests are in the queue, always: each that ends is replaced."""
+    """Steady load: ``sequences`` run and ``waiting`` requests are queued; each that ends is replaced."""
 
     sequences: int
     waiting: int
@@ -41,7 +41,7 @@ class Load:
 
 
 class Requests:
-    """An endless supply of greedy requests of random lengths; prompts share nothing."""
+    """Endless supply of greedy requests of random lengths; prompts share no prefix."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng, self._numbers = np.random.default_rng(seed), itertools.count()
@@ -64,12 +64,12 @@ class Schedules(Protocol):
 
 
 class Steady:
-    """A server under a load, warm: sequences are at all stages of their lives."""
+    """A server under a load, warmed up: sequences are at all stages of decoding."""
 
     def __init__(self, load: Load, server: Schedules) -> None:
         self.server = server
         self._load, self._requests = load, Requests()
-        for _ in range(OUTPUTS[1] + 2 * load.sequences):  # until those that began together have ended
+        for _ in range(OUTPUTS[1] + 2 * load.sequences):  # until the sequences that started together have ended
             self.step()
 
     def step(self) -> None:
@@ -77,7 +77,7 @@ class Steady:
         self.server.step()
 
     def top_up(self) -> None:
-        """Replace what has ended."""
+        """Replace the requests that have ended."""
         scheduler = self.server.scheduler
         present = scheduler.running + sum(scheduler.waiting.values())
         for _ in range(self._load.sequences + self._load.waiting - present):
@@ -85,7 +85,7 @@ class Steady:
 
 
 def without_device(load: Load) -> FakeServer:
-    """Scheduler and pages alone."""
+    """Build a server of scheduler and page allocator alone."""
     return FakeServer(resolved(load.config, MAX_LEN))
 
 
@@ -107,7 +107,7 @@ class Pauses:
 
 @contextlib.contextmanager
 def watched_gc() -> Iterator[Pauses]:
-    """The collector runs as it does in production; this only looks on."""
+    """Record the pauses of the garbage collector, which runs as in production."""
     pauses = Pauses()
     gc.callbacks.append(pauses.note)
     try:
@@ -117,7 +117,7 @@ def watched_gc() -> Iterator[Pauses]:
 
 
 def row(load: Load, steps: int) -> dict[str, Any]:
-    """Figures of ``steps`` steps, in seconds."""
+    """Return the figures of ``steps`` steps, in seconds."""
     server = without_device(load)
     steady = Steady(load, server)
     for seconds in (server.plan_seconds, server.commit_seconds, server.cpu_seconds):
@@ -143,7 +143,7 @@ def spread(seconds: np.ndarray) -> dict[str, float]:
 
 
 def growth(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The exponent e in median ~ sequences^e, by least squares of the logarithms; None with fewer than two sizes."""
+    """Return the exponent e in median ~ sequences^e, a log-log least-squares fit; None with fewer than two sizes."""
     sizes = np.log([item["sequences"] for item in rows])
     if len(set(sizes)) < 2:
         return None
@@ -151,7 +151,7 @@ def growth(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a line for each row, milliseconds."""
+    """Format a Markdown table: a line for each row, milliseconds."""
     heads = ["running", "waiting", "plan", "commit", "step median", "p99", "max"]
     heads += ["CPU median", "CPU p99", "us a sequence", "longest gc"]
     lines = [heads, ["---"] * len(heads), *map(_line, rows)]
@@ -172,7 +172,7 @@ def _line(item: Mapping[str, Any]) -> list[str]:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Verdicts on the goals that these rows can speak to."""
+    """Return the verdicts on the goals that apply to these rows."""
     found: dict[str, tuple[float, float]] = {}
     medians = {(item["sequences"], item["waiting"]): item["step"]["median"] for item in rows}
     for item in rows:

@@ -1,4 +1,4 @@
-"""An engine without a device: the real scheduler and the real pages, tokens out of thin air, time by a formula."""
+"""Engine without a device: the real scheduler and page allocator, made-up tokens, time by a formula."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.types import CacheSpec, LayerSpec, Request, SequenceDelta
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """Simulated seconds: of a step with decode rows, and of a prompt token."""
+    """Simulated seconds of a step with decode rows, and of a prompt token."""
 
     decode_step: float = 0.02
     prompt_token: float = 1e-4
@@ -27,28 +27,28 @@ class Pace:
         return self.decode_step * bool(plan.decodes) * plan.steps + self.prompt_token * tokens
 
 
-# Keys and values of a model of 8B parameters: they decide how many pages the swap space has.
+# KV cache of a model of 8B parameters: it decides how many pages the swap space has.
 _CACHE = CacheSpec((LayerSpec(),) * 32, kv_heads=8, head_dim=128)
 
 
 def resolved(config: EngineConfig, max_position: int) -> ResolvedEngine:
-    """Resolve ``config`` without a device: the pool is as large as asked, or has room for every slot."""
+    """Resolve ``config`` without a device: the pool has the requested size, or enough pages for every slot."""
     config = dataclasses.replace(config, kv_cache_bytes=1 << 60)
     return resolve(config, _CACHE, max_position=max_position, itemsize=2)
 
 
 class FakeServer:
-    """The engine's loop around nothing: each step is planned before the one before it is committed.
+    """Engine loop without a device: each step is planned before the previous step is committed.
 
     Attributes:
-        plan_seconds, commit_seconds: real time that the scheduler took, step by step.
-        cpu_seconds: processor time of both together, which does not mind who else uses the machine.
-        scheduler, kv: for those who want to look inside.
+        plan_seconds, commit_seconds: real time of the scheduler, step by step.
+        cpu_seconds: processor time of both together, which is independent of other programs.
+        scheduler, kv: exposed for inspection.
     """
 
     def __init__(self, engine: ResolvedEngine, pace: Pace = Pace()) -> None:
         self.kv = new_kv(engine)
-        # Each prefill size a class of its own: the most cautious answer that a device can give.
+        # Each prefill size is a numerics class of its own: the most conservative result that a probe can have.
         classes = {size: number for number, size in enumerate(engine.prefill_sizes)}
         self.scheduler: Scheduler = Scheduler(engine, self.kv, classes, clock=self.now)
         self.plan_seconds: list[float] = []
@@ -74,7 +74,7 @@ class FakeServer:
         self.commit_seconds.append(time.perf_counter() - planned)
         self.cpu_seconds.append(time.thread_time() - cpu)
         self.plan_seconds.append(planned - start)
-        self._simulated += 0.0 if pending is None else self._pace.of(pending)  # reading waits for it
+        self._simulated += 0.0 if pending is None else self._pace.of(pending)  # reading waits for the step
         self._pending = plan or None
         return deltas
 

@@ -12,13 +12,13 @@ from jaxinfer.bench.traces import Trace, TraceRequest
 
 @dataclasses.dataclass(frozen=True)
 class BatchingBound:
-    """Decode steps that batches of ``batch`` sequences need when a batch runs until its longest has ended, and when a
-    sequence takes the place of another at once.
+    """Decode steps of batches of ``batch`` sequences with static batching (a batch runs until its longest sequence has
+    ended) and with continuous batching (a sequence replaces an ended one at once).
 
     Attributes:
         static_steps: the sum over batches of the longest output.
         full_steps: all output tokens over the batch size: no row is ever idle.
-        continuous_steps: with these very outputs in this order, the end included, where rows run dry.
+        continuous_steps: steps for these outputs in this order, including the end, where rows become idle.
     """
 
     batch: int
@@ -38,12 +38,12 @@ class BatchingBound:
 
     @property
     def ratio_here(self) -> float:
-        """The same for a run that ends: what a perfect scheduler would reach with these outputs."""
+        """Ratio for a finite run: the gain of a perfect scheduler with these outputs."""
         return self.static_steps / self.continuous_steps
 
 
 def _list_schedule(outputs: Sequence[int], batch: int) -> int:
-    """Steps until the last of ``outputs`` has ended, each started in order in the place that is free first."""
+    """Return the steps until the last of ``outputs`` has ended, each started in order in the first free slot."""
     ends = [0] * batch
     for output in outputs:
         heapq.heapreplace(ends, ends[0] + output)
@@ -52,7 +52,7 @@ def _list_schedule(outputs: Sequence[int], batch: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class LRUHits:
-    """Prompt tokens that were asked for, and those of them that an LRU cache had."""
+    """Prompt tokens looked up in an LRU cache, and the hits."""
 
     tokens: int
     hits: int
@@ -63,9 +63,9 @@ class LRUHits:
 
 
 class PageNames:
-    """Equal names for pages with equal tokens before and in them: a prefix tree over blocks, flattened.
+    """Names of pages, equal for pages with equal tokens before and in them: a prefix tree over blocks, flattened.
 
-    A page is named by the block (with all blocks before it) in which it ends, and its place in the prompt.
+    A page is named by the block (with all blocks before it) in which it ends, and its position in the prompt.
     """
 
     def __init__(self, trace: Trace, page_size: int) -> None:
@@ -73,7 +73,7 @@ class PageNames:
         self._chains: dict[tuple[int, int], int] = {}
 
     def of(self, request: TraceRequest, tokens: int) -> list[tuple[int, int]]:
-        """Names of the full pages among the first ``tokens`` of a prompt."""
+        """Return the names of the full pages among the first ``tokens`` of a prompt."""
         chains = list(self._chain(request))
         size, block = self._page_size, self._trace.block_tokens or request.prompt_len
         return [(chains[(end - 1) // block], end) for end in range(size, tokens + 1, size)]
@@ -86,8 +86,8 @@ class PageNames:
 
 
 def lru_hits(trace: Trace, page_size: int, pages: int) -> LRUHits:
-    """Serve one prompt after the other from a cache of ``pages`` pages that evicts the leaf that was not used for
-    longest. Only full pages are kept, and the last token of a prompt is always computed."""
+    """Serve the prompts in order from a cache of ``pages`` pages that evicts the least recently used leaf. Only full
+    pages are kept, and the last token of a prompt is always computed."""
     names, cached = PageNames(trace, page_size), OrderedDict[tuple[int, int], None]()
     queries = hits = 0
     for request in trace.requests:
@@ -95,7 +95,7 @@ def lru_hits(trace: Trace, page_size: int, pages: int) -> LRUHits:
         queries += request.prompt_len - 1
         usable = (request.prompt_len - 1) // page_size
         hits += page_size * next((i for i, page in enumerate(path[:usable]) if page not in cached), usable)
-        for page in reversed(path):  # the beginning is used last, so that a leaf is always older than what leads to it
+        for page in reversed(path):  # the first page is used last, so that a leaf is always older than its ancestors
             cached[page] = None
             cached.move_to_end(page)
         while len(cached) > pages:
@@ -104,6 +104,6 @@ def lru_hits(trace: Trace, page_size: int, pages: int) -> LRUHits:
 
 
 def unique_pages(trace: Trace, page_size: int) -> int:
-    """Different full pages in all prompts."""
+    """Count the different full pages in all prompts."""
     names = PageNames(trace, page_size)
     return len({page for request in trace.requests for page in names.of(request, request.prompt_len)})

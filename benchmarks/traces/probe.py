@@ -1,4 +1,4 @@
-"""Counters of an engine, and what its pages hold. The one place that looks into a scheduler."""
+"""Counters of an engine, and the occupancy of its pages. The only module here that reads a scheduler's internals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def counters(stats: EngineStats) -> Counters:
 
 
 def occupancy(scheduler: Scheduler) -> Occupancy:
-    """Sums over the running sequences, as they are planned: the step that was launched last is included."""
+    """Sum over the running sequences as planned: the last launched step is included."""
     running = scheduler._running.values()
     used = sum(sequence.scheduled for sequence in running)
     return Occupancy(used, sum(sequence.capacity for sequence in running))

@@ -17,7 +17,7 @@ from jaxinfer.types import Request, SequenceDelta
 
 
 class RealServer:
-    """Ready when constructed: all programs are compiled. Token ids in and out, no text."""
+    """Engine with a model. It is ready when constructed: all programs are compiled. Token ids in and out, no text."""
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.engine = Engine(prepare(model, config, jax.default_backend()))

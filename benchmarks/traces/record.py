@@ -1,4 +1,4 @@
-"""The record of a run: on what, with what, what came out, and whether it can be believed."""
+"""Record of a run: environment, options, figures, and reasons to doubt them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.peers import machine
 from benchmarks.traces import replay
 from benchmarks.traces.compare import Setup
 
-OTHERS_MAY_USE = 0.03  # of the machine, while figures are taken
+OTHERS_MAY_USE = 0.03  # share of the machine, while figures are taken
 METHOD = {
     "ttft": "from when a request was due (or could enter, where their number is limited) to its first token",
     "tpot": "from the first to the last token of a request, over the tokens after the first",
@@ -26,7 +26,7 @@ METHOD = {
 
 
 class Quiet:
-    """Measure the share of the machine that others use from now on."""
+    """Measure the share of the machine that other programs use from now on."""
 
     def __init__(self) -> None:
         self._start, self._busy, self._own_busy = time.monotonic(), machine.busy_seconds(), time.process_time()
@@ -48,7 +48,7 @@ def base(options: argparse.Namespace, threads: int, others: float) -> dict[str, 
 
 
 def header(options: argparse.Namespace, setup: Setup, others: float) -> dict[str, Any]:
-    """All of a trace's record but the figures."""
+    """Return a trace's record without the figures."""
     trace = setup.trace
     described = {
         "name": trace.name,
@@ -66,7 +66,7 @@ def header(options: argparse.Namespace, setup: Setup, others: float) -> dict[str
 
 
 def doubts(result: Mapping[str, Any]) -> list[str]:
-    """Why the figures should not be believed. Simulated time does not mind company."""
+    """Return the reasons to doubt the figures. Simulated time is independent of other programs."""
     others = result["machine"]["used_by_others"]
     if result["options"].get("model") == "none" or others <= OTHERS_MAY_USE:
         return []
@@ -74,7 +74,7 @@ def doubts(result: Mapping[str, Any]) -> list[str]:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """Text that is printed of a result."""
+    """Format the printed text of a result."""
     trace = result["trace"]
     lines = [
         f"{trace['name']}: {trace['requests']} requests of at most {trace['longest']} tokens, lengths times "
@@ -91,7 +91,7 @@ def _median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _comparison(result: Mapping[str, Any]) -> list[str]:
-    """The figures of a comparison, one a line: whatever is a number or a few of them."""
+    """Format the figures of a comparison, one a line: numbers and short lists of numbers."""
     names = (
         "bound",
         "bound_of_a_run_that_ends",
@@ -119,7 +119,7 @@ def _comparison(result: Mapping[str, Any]) -> list[str]:
 
 
 def default_path(result: Mapping[str, Any], folder: pathlib.Path) -> pathlib.Path | None:
-    """File of a record if none is named; None if it should not be believed, or is of a part of the trace."""
+    """Return the default file of a record; None if the figures are doubtful, or of only a subset of the trace."""
     options = result["options"]
     if doubts(result) or options["requests"] is not None:
         return None

@@ -1,4 +1,4 @@
-"""Serving a trace: requests enter when they are due, a token's time is taken when it is in the caller's hands."""
+"""Replay of a trace: requests enter when they are due; a token is timed when the caller receives it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxinfer.types import Request, SequenceDelta
 
 
 class Counters(NamedTuple):
-    """Counters of an engine since it began: prompt tokens looked up in the prefix cache and found there,
-    sequences preempted."""
+    """Counters of an engine since it began: prompt tokens looked up in the prefix cache and found there, sequences
+    preempted."""
 
     queries: int
     hits: int
@@ -22,14 +22,14 @@ class Counters(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """Tokens of the running sequences: those that have keys and values, and those that their pages have room for."""
+    """Tokens of the running sequences: those with keys and values, and the capacity of their pages."""
 
     used: int
     allocated: int
 
 
 class Server(Protocol):
-    """Protocol of an engine that `replay` drives; `real.RealServer` and `fake.FakeServer` are two."""
+    """Protocol of an engine that `replay` drives, such as `real.RealServer` and `fake.FakeServer`."""
 
     @property
     def has_work(self) -> bool: ...
@@ -39,7 +39,7 @@ class Server(Protocol):
     def step(self) -> Sequence[SequenceDelta]: ...
 
     def now(self) -> float:
-        """Seconds; where there is no device, of simulated time."""
+        """Return the time in seconds; without a device, simulated time."""
         ...
 
     def wait(self, seconds: float) -> None: ...
@@ -70,7 +70,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One replay. ``used`` and ``allocated`` are sums over steps (`Occupancy`)."""
+    """Result of one replay. ``used`` and ``allocated`` are sums over steps (`Occupancy`)."""
 
     seconds: float
     steps: int
@@ -89,7 +89,7 @@ class Replayed:
         return self.output_tokens / self.seconds
 
     def figures(self) -> dict[str, Any]:
-        """Figures that are reported; times in seconds, shares from 0 to 1."""
+        """Return the reported figures; times in seconds, shares from 0 to 1."""
         prompts = sum(times.prompt_len for times in self.times)
         tpots = [times.tpot for times in self.times if times.tpot is not None]
         return {
@@ -111,14 +111,14 @@ class Replayed:
 
 
 class Arrival(NamedTuple):
-    """A request and the second at which it is due; ``make`` builds it, so that only live ones take memory."""
+    """A request and the second at which it is due; ``make`` builds it, so that only live requests take memory."""
 
     due: float
     make: Callable[[], Request]
 
 
 def arrivals(trace: Trace, vocab: int, seed: int, speed: float | None) -> Iterable[Arrival]:
-    """The requests of a trace: greedy, of exactly the recorded lengths.
+    """Yield the requests of a trace: greedy, of exactly the recorded lengths.
 
     Args:
         speed: how much faster than recorded; None: all are due at once.
@@ -140,8 +140,8 @@ def replay(server: Server, incoming: Iterable[Arrival], *, outstanding: int | No
     """Serve all of ``incoming``, which are in order of time.
 
     Args:
-        outstanding: most requests that have entered and not ended. A request that is kept out by that is due when it
-            may enter: such a replay measures throughput, as with clients that wait for one another.
+        outstanding: most requests that have entered and not ended. A request delayed by this limit is due when it may
+            enter: such a replay measures throughput, as with closed-loop clients.
     """
     return _Replay(server, incoming, outstanding).run()
 
@@ -195,7 +195,7 @@ class _Replay:
 
 
 def describe(figures: Mapping[str, Any]) -> str:
-    """The lines that are printed for one replay."""
+    """Format the lines that are printed for one replay."""
 
     def spread(name: str) -> str:
         found = figures[name]

@@ -37,7 +37,7 @@ _SMALL: dict[str, Any] = {
 
 
 class TimedRunner:
-    """A runner whose calls are timed: real seconds, and seconds of this thread's processor time, step by step."""
+    """Runner with timed calls: wall-clock seconds, and seconds of this thread's processor time, step by step."""
 
     def __init__(self, runner: Runner, stage: StageRuntime) -> None:
         self._runner, self._stage = runner, stage
@@ -63,7 +63,7 @@ class TimedRunner:
         return result
 
     def without_device(self) -> None:
-        """Replace programs by ones that do nothing: rows get what the last real step sampled."""
+        """Replace programs by no-ops: rows get the tokens that the last real step sampled."""
         run, sampled = self._stage.run, jax.block_until_ready(self.sampled)
 
         def leave(*arguments: Any) -> Any:
@@ -78,7 +78,7 @@ class TimedRunner:
 
 
 class RunnerServer:
-    """An engine of a tiny model, without a device once it has served one request."""
+    """An engine of a tiny model; after it has served one request, it runs without a device."""
 
     def __init__(self, load: Load) -> None:
         config = dataclasses.replace(load.config, swap_space_gib=0.0)
@@ -110,7 +110,7 @@ def _model() -> Model:
 
 
 def row(load: Load, steps: int) -> dict[str, Any]:
-    """Figures of ``steps`` steps, in seconds."""
+    """Return the figures of ``steps`` steps, in seconds."""
     server = RunnerServer(load)
     steady, runner = Steady(load, server), server.runner
     for seconds in (runner.launch_seconds, runner.read_seconds, runner.cpu_seconds):
@@ -123,7 +123,7 @@ def row(load: Load, steps: int) -> dict[str, Any]:
 
 
 def describe(item: dict[str, Any]) -> str:
-    """One line, milliseconds."""
+    """Format one line, milliseconds."""
     parts = ", ".join(
         f"{name} {item[name]['median'] * 1e3:.3f} (p99 {item[name]['p99'] * 1e3:.3f})"
         for name in ("launch", "read", "runner", "cpu")

@@ -1,1 +1,1 @@
-"""The engine's own programs, compiled for a GPU that is not there, and what must hold of them."""
+"""Ahead-of-time compilation of the engine's programs for a GPU that is absent, and the rules that they must satisfy."""

@@ -1,4 +1,4 @@
-"""``python -m tools.check_programs``: compile the engine's steps for GPUs, without one, and check what XLA made.
+"""``python -m tools.check_programs``: compile the engine's steps for GPUs without one, and check the output of XLA.
 
 Exit status: 0, all holds; 1, a rule is broken or a compilation failed; 3, JAX's CUDA plugin is missing.
 """
@@ -71,7 +71,7 @@ def _print(name: str, findings: Iterable[Finding]) -> None:
 
 
 def _check_all(works: Iterable[Work], table: ModuleType, plugins: pathlib.Path | None) -> int:
-    """Print a table with a line or more of each, and behind it what is broken; work that fails is."""
+    """Print a table with one or more lines for each deployment, then the broken rules; failed work counts as broken."""
     wrong: list[str] = []
     print(table.header(), flush=True)
     for work in works:
@@ -88,10 +88,10 @@ def _check_all(works: Iterable[Work], table: ModuleType, plugins: pathlib.Path |
 
 
 def run(work: Work, plugins: pathlib.Path | None) -> list[Part]:
-    """The pipeline stages of a deployment, each compiled in a process of its own.
+    """Compile the pipeline stages of a deployment, each in a process of its own.
 
     Raises:
-        subprocess.CalledProcessError: it died; what it said is on standard error.
+        subprocess.CalledProcessError: the process failed; its output is on standard error.
     """
     return [_compile(work, number, plugins) for number in range(work.stages)]
 

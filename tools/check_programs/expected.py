@@ -1,6 +1,6 @@
-"""Derive what a stage's programs should consist of from nothing but the declarations of its parameters.
+"""Derive the expected contents of a stage's programs from nothing but the declarations of its parameters.
 
-This is arithmetic of its own: it shares `ParamSpec` and the table of axes with the engine, and none of its functions.
+The arithmetic is independent: it shares `ParamSpec` and the table of axes with the engine, and none of its functions.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from jaxinfer.parallel.mesh import REPLICABLE, RULES
 from jaxinfer.quant import is_stored
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 
-STREAMS = "altup"  # whose router is asked before a layer and behind it
-CONVOLUTION = "conv"  # how the names of its taps begin, which no GEMM reads
-MIXERS = ("attention", "mamba", "mixer", STREAMS)  # of tokens; and their matrices of which what is kept is made
+STREAMS = "altup"  # AltUp: its router runs before and after each layer
+CONVOLUTION = "conv"  # prefix of the names of convolution taps, which no GEMM reads
+MIXERS = ("attention", "mamba", "mixer", STREAMS)  # token mixers; KEPT: matrices that produce keys, values or states
 KEPT = ("qkv", "down", "k", "zx", "bc", "dt", "gated", "qkvz", "ba", "router", "prediction")
-TABLES = ("embed", "layer_embed", "positions", "head")  # whose rows are read one by one, or in the end all
-BEHIND = "streams_out"  # the layers
-SUMS = 2  # a layer: of attention's output, and of all that the feed-forward layer is
+TABLES = ("embed", "layer_embed", "positions", "head")  # tables that are read by row, or whole at the end
+BEHIND = "streams_out"  # parameters after the layers
+SUMS = 2  # all-reduces of a layer: attention output and feed-forward output
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """A pipeline stage over as many devices as ``sizes`` multiply to; all numbers are those of one of them.
+    """Expected programs of a pipeline stage over as many devices as ``sizes`` multiply to; all numbers are per device.
 
     Attributes:
-        layers: GEMMs of each layer, one a matrix.
-        kept: the last layer that keeps keys, values or states, and of how many matrices it makes those.
-        head: GEMMs behind the layers; ``front``: those before them.
-        convolutions: of a layer, at most.
-        streams: whether there are several of hidden states.
-        embeds: whether tokens come in here.
-        vocab: logits of a token; 0 where none are made.
-        spread: whether each device has a part of the vocabulary.
-        widest: numbers of the widest activation of a token, logits aside.
+        layers: GEMMs of each layer, one per matrix.
+        kept: the last layer that keeps keys, values or states, and the number of its matrices that produce them.
+        head: GEMMs after the layers; ``front``: GEMMs before them.
+        convolutions: most convolutions of a layer.
+        streams: whether there are several streams of hidden states.
+        embeds: whether the stage embeds tokens.
+        vocab: logits of a token; 0 for a stage without logits.
+        spread: whether the vocabulary is sharded.
+        widest: elements of the widest activation of a token, except logits.
         experts: whether there are mixtures of experts.
         weights: bytes of the parameters.
-        width: numbers of a token's hidden states.
-        norms: whether prefill programs spread those over tokens between the parts of a layer.
-        head_norms: whether queries and keys have norms of their own; ``out_norms``: what the parts of a layer give.
-        summed: layers whose queries and keys are normalised over all heads, whose squares one more sum adds up.
+        width: elements of a token's hidden states.
+        norms: whether prefill programs shard hidden states over tokens between the sublayers.
+        head_norms: whether queries and keys are normalised; ``out_norms``: whether sublayer outputs are.
+        summed: layers whose queries and keys are normalised over all heads, which needs an all-reduce of their squares.
         shown: whether a draft head reads the last layer's states of prompts.
     """
 
@@ -71,30 +71,30 @@ class Expected:
     shown: bool = False
 
     def gemms(self, program: str) -> tuple[tuple[int, ...], int]:
-        """Matrices of each layer that is needed whole, and those besides."""
+        """Return the matrices of each layer that is computed whole, and the number of the other matrices."""
         if self._cut(program):
             last, matrices = self.kept
             return (self.layers, self.front) if self.shown else (self.layers[:last], self.front + matrices)
         return self.layers, self.front + self.head
 
     def sums(self, program: str) -> int:
-        """All-reduces: of the layers, and the embedding's, where each device has some rows; those of heads' norms.
+        """Count all-reduces: of the layers, of a sharded embedding, and of norms over all heads.
 
-        What is left out of a chunk's last layer comes behind its norms.
+        The skipped operations of a chunk's last layer come after its norms.
         """
         return self.summed * (self.devices > 1) + (0 if self.scattered(program) else self._sums(program))
 
     def scatters(self, program: str) -> int:
-        """Reduce-scatters: the same sums, where each device keeps those of its own tokens."""
+        """Count reduce-scatters: they replace the all-reduces where each device keeps the sums of its own tokens."""
         return self._sums(program) if self.scattered(program) else 0
 
     def gathers(self, program: str) -> int:
-        """All-gathers: the logits, and all tokens where a matrix meets them, or where they leave the stage."""
+        """Count all-gathers: of logits, and of all tokens before a matrix or at the end of the stage."""
         logits = int(self.logits(program) > 0 and self.spread and self.devices > 1)
         return logits + self.scattered(program) * (SUMS * len(self.gemms(program)[0]) + 1)
 
     def scattered(self, program: str) -> bool:
-        """Whether hidden states are spread over tokens."""
+        """Return whether hidden states are sharded over tokens."""
         return self.norms and self.devices > 1 and not program.startswith("decode")
 
     def _sums(self, program: str) -> int:
@@ -105,12 +105,12 @@ class Expected:
         return 0 if program == "prefill" else self.vocab
 
     def _cut(self, program: str) -> bool:
-        """A prompt's chunk is computed for its keys and values: what follows the last layer's is not needed."""
+        """Return whether a prompt chunk skips the operations after the last layer's keys and values."""
         return program == "prefill" and self.vocab > 0
 
 
 def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Expected:
-    """``sizes``: devices along each axis of the stage's mesh; ``norms``: see `Work`."""
+    """Derive the expectations. ``sizes``: devices along each axis of the stage's mesh; ``norms``: see `Work`."""
     model, specs = stage.model, stage.model.specs
     names = sorted((name for name in specs if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
     layers = tuple(_matrices(specs[name]) for name in names)
@@ -145,8 +145,8 @@ def _front(specs: Any, layers: Sequence[str]) -> int:
 
 
 def _kept(model: Model, layers: Sequence[Any]) -> tuple[int, int]:
-    """Where what the cache holds was last made, and of how many matrices: layers behind may read others' keys, or
-    none."""
+    """Return the last layer with a cache entry, and the number of matrices that produce it: later layers may share the
+    keys of another layer, or have none."""
     keeping = [at for at, layer in enumerate(model.cache_spec.layers) if layer.attends or layer.states]
     if not keeping or not layers:
         return 0, 0
@@ -160,12 +160,12 @@ def _makes_kept(mixer: Mapping[str, Any]) -> int:
 
 
 def weight_bytes(specs: ParamTree, sizes: Mapping[str, int], itemsize: int) -> int:
-    """Bytes of the weights on one device."""
+    """Return the bytes of the weights on one device."""
     return sum(math.prod(local_shape(spec, sizes)) * _bits(spec, itemsize) for _, spec in walk_specs(specs)) // 8
 
 
 def local_shape(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of the shard of a parameter on one device."""
+    """Return the shape of the shard of a parameter on one device."""
     return tuple(_part(axis, size, spread_over(axis, sizes)) for axis, size in zip(spec.axes, spec.shape, strict=True))
 
 
@@ -174,7 +174,7 @@ def spread_over(axis: str | None, sizes: Mapping[str, int]) -> int:
 
 
 def _matrices(tree: Any) -> int:
-    """A stored weight is one, whatever it is made of; what two products read is two."""
+    """Count matrices: a stored (quantised) weight counts once; the AltUp router, which two products read, twice."""
     if is_stored(tree):
         return 1
     if isinstance(tree, ParamSpec):
@@ -199,7 +199,7 @@ def _bits(spec: ParamSpec, itemsize: int) -> int:
 
 
 def _is_matrix(spec: ParamSpec) -> bool:
-    """Biases and norms begin at one number; a gate of one number a token is a vector."""
+    """Return whether a parameter is a matrix: biases and norms have a constant init; gates may be vectors."""
     return spec.init == "normal" and sum(size > 1 for size in spec.shape) > 1
 
 
@@ -208,12 +208,12 @@ def _width(spec: ParamSpec) -> int:
 
 
 def _queries(config: Any, sizes: Mapping[str, int]) -> int:
-    """Numbers of a token's queries as attention gets them: of latent attention much more than of keys and values."""
+    """Return the elements of a token's queries in attention: for MLA many more than of keys and values."""
     return getattr(config, "heads", 0) * getattr(config, "head_dim", 0) // spread_over("heads", sizes)
 
 
 def _widest(spec: ParamSpec, sizes: Mapping[str, int]) -> int:
-    """The wider of a matrix's inputs and outputs: a stack of experts takes and gives as many."""
+    """Return the larger of a matrix's inputs and outputs; a stack of experts has as many of both as experts."""
     if not _is_matrix(spec) or "embed" not in spec.axes:
         return 0
     shape, d = local_shape(spec, sizes), _width(spec)

@@ -1,4 +1,4 @@
-"""Optimised HLO and XLA's dump of what it launches, read from their text."""
+"""Parsers of optimised HLO and of XLA's dump of launched thunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GEMM = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of HLO. ``dims`` are those of an array, and ``dtype`` its elements'; a tuple has None and nothing."""
+    """One line of HLO. ``dims`` and ``dtype`` are those of an array; for a tuple they are None and empty."""
 
     name: str
     dtype: str
@@ -32,29 +32,29 @@ class Instruction:
 
     @property
     def size(self) -> int:
-        """Elements; 0 for a tuple."""
+        """Number of elements; 0 for a tuple."""
         return 0 if self.dims is None else math.prod(self.dims)
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Bits of an element."""
         found = re.search(r"\d+", self.dtype)
         return 8 if found is None else int(found[0])
 
     @property
     def is_plain(self) -> bool:
-        """An array of floating-point numbers of 16 bits or more: activations, and weights that nobody has quantised."""
+        """Whether this is an array of floats of 16 bits or more: an activation or an unquantized weight."""
         return self.dtype.startswith(("f", "bf")) and self.bits >= 16
 
     @property
     def weight(self) -> str:
-        """Of an argument that is a weight, or one of the arrays that a stored weight has: the weight's name."""
+        """Name of the weight that this argument is, or is an array of (if quantised); "" if none."""
         found = re.search(r'op_name="(params.*?)(?:\.arrays\[.*?)?"', self.line)
         return "" if found is None else found[1]
 
     @property
     def is_gemm(self) -> bool:
-        """A product with a weight: XLA's by Triton or cuBLAS, or the kernel for quantised ones or for experts."""
+        """Whether this is a product with a weight: by Triton, cuBLAS, or the kernel for codes or experts."""
         return self.opcode in ("fusion", "custom-call") and _GEMM.search(self.line) is not None
 
     def called(self, how: str) -> list[str]:
@@ -70,18 +70,18 @@ class Module:
 
     @functools.cached_property
     def _inlined(self) -> set[str]:
-        """Computations that run inside a kernel, whose intermediate results never reach memory."""
+        """Computations that run inside a kernel: their intermediate results never reach memory."""
         every = [one for body in self.computations.values() for one in body]
         return {name for one in every for how in ("calls", "to_apply") for name in one.called(how)}
 
     def in_memory(self) -> Iterator[Instruction]:
-        """Instructions whose results lie in device memory."""
+        """Yield the instructions with results in device memory."""
         for name, body in self.computations.items():
             if name not in self._inlined:
                 yield from body
 
     def parameters(self) -> dict[int, Instruction]:
-        """The program's arguments, by position."""
+        """Return the program's arguments, by position."""
         found = {}
         for one in self.computations[self.entry]:
             if one.opcode == "parameter" and (number := re.search(r"parameter\((\d+)\)", one.line)):
@@ -89,7 +89,7 @@ class Module:
         return found
 
     def weights(self) -> list[Instruction]:
-        """The arguments that are parameters of the model: those of the function's argument ``params``."""
+        """Return the arguments that are model parameters: those of the function's argument ``params``."""
         return [one for one in self.parameters().values() if 'op_name="params' in one.line]
 
     @functools.cached_property
@@ -97,16 +97,16 @@ class Module:
         return {place: {one.name: one for one in body} for place, body in self.computations.items()}
 
     def source(self, name: str, computation: str = "") -> str:
-        """The array that an operand of a computation, the entry's unless named, is a view of."""
+        """Return the array that an operand is a view of; ``computation``: default the entry computation."""
         body = self._bodies[computation or self.entry]
         while name in body and body[name].opcode == "bitcast":
             name = body[name].operands[0]
         return name
 
     def unpadded(self, name: str) -> str:
-        """`source` of an operand of the entry; of one that is nothing but another array with zeros behind, that one's.
+        """Return the `source` of an operand of the entry; for a zero-padded copy of an array, the source of that array.
 
-        XLA cuts the sums of a product of few rows into equal parts, and fills up what does not divide so.
+        XLA splits the sums of a product of few rows into equal chunks, and pads the operand where it does not divide.
         """
         name = self.source(name)
         one = self._bodies[self.entry].get(name)
@@ -115,12 +115,12 @@ class Module:
         return self.source(one.operands[0])
 
     def reads_argument(self, one: Instruction, sizes: set[int]) -> bool:
-        """Whether an operand may be an argument of these sizes: in a loop or a branch, whatever that was given."""
+        """Return whether an operand may be an argument of these sizes; in a loop or branch, an argument of its body."""
         place = next(name for name, body in self.computations.items() if one in body)
         return self._reads(one, place, self._arguments(place, sizes))
 
     def readers(self, sizes: set[int], bits: int) -> Iterator[Instruction]:
-        """Instructions with results in memory of which that holds, where arguments are of at most so many bits."""
+        """Yield instructions with results in memory that read such an argument, of at most ``bits`` bits."""
         for place, body in self.computations.items():
             given = set[str]() if place in self._inlined else self._arguments(place, sizes, bits)
             yield from (one for one in body if given and self._reads(one, place, given))
@@ -129,7 +129,7 @@ class Module:
         return any(self.source(name, place) in given for name in one.operands)
 
     def _arguments(self, place: str, sizes: set[int], bits: int = 64) -> set[str]:
-        """What a computation is given of these sizes and at most so many bits, by name."""
+        """Return the names of a computation's arguments of these sizes and at most ``bits`` bits an element."""
         given = {each.name for each in self.computations[place] if each.opcode == "parameter"}
         parts = [each for each in self.computations[place] if each.opcode == "get-tuple-element"]
         given |= {each.name for each in parts if each.operands[0] in given}
@@ -137,7 +137,7 @@ class Module:
         return {each.name for each in fitting if each.name in given}
 
     def loops(self, repeats: bool = False) -> bool:
-        """Whether the program has a loop at its top; ``repeats``: it is one, and its body is asked."""
+        """Return whether the entry has a loop; ``repeats``: it is one loop, and its body is searched instead."""
         top = self.computations[self.entry]
         if repeats:
             (outer,) = (one for one in top if one.opcode == "while")
@@ -145,17 +145,17 @@ class Module:
         return any(one.opcode == "while" for one in top)
 
     def sorts(self) -> list[Instruction]:
-        """XLA's own, and the library's."""
+        """Return the sorts, those of XLA and of the CUB library."""
         every = (one for body in self.computations.values() for one in body)
         return [one for one in every if one.opcode == "sort" or "cub_sort" in one.line]
 
     def holds(self, one: Instruction, opcode: str) -> bool:
-        """Whether it is this operation, or a fusion of others with it."""
+        """Return whether the instruction is this operation, or a fusion that contains it."""
         inner = self.computations[one.called("calls")[0]] if one.opcode == "fusion" else ()
         return any(each.opcode == opcode for each in (one, *inner))
 
     def root_opcode(self, fusion: Instruction) -> str:
-        """The last operation of a fusion, its views aside."""
+        """Return the last operation of a fusion, ignoring views."""
         body = {one.name: one for one in self.computations[fusion.called("calls")[0]]}
         root = next(one for one in body.values() if one.root)
         while root.opcode == "bitcast" and root.operands[0] in body:
@@ -164,7 +164,7 @@ class Module:
 
 
 def read_module(text: str) -> Module:
-    """Raises ValueError where there is no entry computation."""
+    """Parse a module. Raises ValueError where there is no entry computation."""
     computations: dict[str, list[Instruction]] = {}
     body: list[Instruction] = []
     entry = None
@@ -188,12 +188,12 @@ def _instruction(line: str, found: re.Match[str]) -> Instruction:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What is launched: the dumps ``*.thunk_sequence_after_thunk_passes.txt`` and ``*.thunk_metadata.txt``.
+# Launches: the dumps ``*.thunk_sequence_after_thunk_passes.txt`` and ``*.thunk_metadata.txt``.
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One kernel, copy or library call. ``buffer``: which command buffer (CUDA graph) of the program, if any."""
+    """One kernel, copy or library call. ``buffer``: its command buffer (CUDA graph) in the program, if any."""
 
     kind: str
     name: str
@@ -204,19 +204,19 @@ class Launch:
         return "gemm" in self.name or self.kind in ("kGemm", "kCublasLtMatmul")
 
 
-# Thunks that launch nothing themselves.
+# Thunks that launch no work themselves.
 _STRUCTURE = {"kCommandBuffer", "kConditional", "kWhile", "kSequential", "kAsyncStart", "kAsyncDone"}
-# Those of them whose predicates the host reads, and waits for the device, unless a command buffer holds them.
+# Thunks whose predicates the host reads, which waits for the device, unless a command buffer contains them.
 _BRANCHES = {"kConditional", "kWhile"}
 _ANNOTATED = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
 _THUNK = re.compile(r"(?P<indent> *)(?P<number>\d+): (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?P<name>\S*)")
 
 
 def read_launches(text: str, metadata: str = "") -> list[Launch]:
-    """Everything that may be launched, in order, branches and bodies of loops once each.
+    """Return everything that may be launched, in order, branches and bodies of loops once each.
 
     Args:
-        metadata: which names the instructions behind custom calls; without it these have none.
+        metadata: names of the instructions of custom calls; without it these have none.
     """
     names = {int(number): name for name, number in _ANNOTATED.findall(metadata)}
     return [
@@ -227,12 +227,12 @@ def read_launches(text: str, metadata: str = "") -> list[Launch]:
 
 
 def read_waits(text: str) -> list[str]:
-    """Branches and loops that no command buffer holds."""
+    """Return the branches and loops outside command buffers."""
     return [f"{kind} {number}" for number, kind, _, buffer in _thunks(text) if kind in _BRANCHES and buffer is None]
 
 
 def _thunks(text: str) -> Iterator[tuple[str, str, str, int | None]]:
-    """Number, kind and name of each, and which of the program's command buffers holds it."""
+    """Yield the number, kind and name of each thunk, and the command buffer of the program that contains it."""
     buffers, depth = -1, None
     for line in text.splitlines():
         if (found := _THUNK.match(line)) is None:

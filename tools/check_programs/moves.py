@@ -1,4 +1,4 @@
-"""Rules that must hold of the programs that move pages to the host's memory and back."""
+"""Rules of the programs that swap pages to host memory and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from jaxinfer.engine.execution.compiled import temporary_bytes
 from tools.check_programs.work import Finding
 
-_FIXED = 1 << 20  # bytes beside the pages: ids
+_FIXED = 1 << 20  # bytes in addition to the pages: ids
 _START = re.compile(r"= \((?P<to>[^()]*(?:\(\d+\)[^()]*)*)\) copy-start\(")
-_ON_HOST = "S(5)"  # how a layout says so
+_ON_HOST = "S(5)"  # memory space of the host in a layout
 _EXCHANGES = re.compile(r" (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(")
 
 
@@ -19,7 +19,7 @@ def of_moves(programs: Mapping[str, Any], *, page: int, donated: int) -> Iterato
     """Check the programs called ``export_N`` and ``restore_N``, which move N pages.
 
     Args:
-        page: bytes of one on a device.
+        page: bytes of a page on a device.
         donated: bytes of the pools.
     """
     for name, program in programs.items():
@@ -43,5 +43,5 @@ def _of_move(name: str, program: Any, moved: int, donated: int) -> Iterator[Find
 
 
 def copies(text: str) -> int:
-    """Copies of a program in HLO between memory of the host and of the device that have a beginning and an end."""
+    """Count the asynchronous copies of a program in HLO between host and device memory."""
     return sum(_ON_HOST in found["to"] for found in _START.finditer(text))

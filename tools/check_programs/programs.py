@@ -1,4 +1,4 @@
-"""Compile a pipeline stage's programs for GPUs; run by `tools.check_programs` in a process of its own.
+"""Compilation of a pipeline stage's programs for GPUs; run by `tools.check_programs` in a process of its own.
 
 The programs, their options, shapes and donations are the engine's: `engine.execution.compiled` compiles them.
 """
@@ -67,7 +67,7 @@ def settings_of(work: Work) -> EngineConfig:
 
 
 def model_of(work: Work) -> Model:
-    """The model of abstract parameters."""
+    """Return the model with abstract parameters."""
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
         model = abstract_model(folder, "bfloat16")
@@ -80,7 +80,7 @@ def model_of(work: Work) -> Model:
 
 
 def head_of(model: Model, method: str) -> Model:
-    """A draft head of the published shape: one layer as wide as the model's, EAGLE-3's with a quarter of its tokens."""
+    """Return a draft head of the published shape: one layer of the model's width, EAGLE-3 with 1/4 of its tokens."""
     config = model.config
     fields = {
         **{name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")},
@@ -97,7 +97,7 @@ def head_of(model: Model, method: str) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A pipeline stage before it is compiled: what it has, what the planner makes of it, and what should come out."""
+    """A pipeline stage before compilation: its arrays, the planner's memory needs, and the expected programs."""
 
     stage: Stage
     engine: ResolvedEngine
@@ -111,8 +111,8 @@ class Planned:
 
     @property
     def decodes_by_kernel(self) -> bool:
-        """Whether products are the GEMM kernel's, the activation in one of them, between norms of one sum; and no rows
-        are drafts or could have adapters."""
+        """Whether decode uses the Mosaic GEMM kernel with a fused activation, between RMS norms; and rows have neither
+        drafts nor adapters."""
         model = self.stage.model
         names = {"/".join(path) for path, _ in walk_specs(model.specs)}
         gated = any("gate_up" in name for name in names) and getattr(model.config, "activation", "silu") == "silu"
@@ -127,11 +127,11 @@ class Planned:
 
     @property
     def microbatch(self) -> int:
-        """Bytes that the sampler keeps of the slots that decode together."""
+        """Bytes that the sampler keeps for the slots of a microbatch."""
         return self.needs.sampler // self.engine.microbatches
 
     def tokens(self, program: str) -> int:
-        """Tokens that one call computes."""
+        """Return the number of tokens that one call computes."""
         if program.startswith(("decode", "draft")):
             return _rows(program) or self.engine.decode_sizes[-1]
         chunk = self.engine.prefill_sizes[-1]
@@ -139,14 +139,14 @@ class Planned:
         return max([chunk, *wide])
 
     def donated(self, program: str) -> int:
-        """Bytes by the planner's arithmetic, and what the slots sampled last."""
+        """Return the donated bytes by the planner's arithmetic, including the last sampled tokens of the slots."""
         if program.startswith("decode") and self.stage.last:
             return self.kept + self.microbatch + device_bytes(self.arrays.last_tokens)
         return self.kept
 
 
 def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, drafts: bool = False) -> Planned:
-    """A pipeline stage, or the draft model; ``devices``: GPUs that are not there, unless given."""
+    """Plan a pipeline stage, or the draft model; ``devices``: default GPUs that are absent."""
     given, settings = model_of(work), settings_of(work)
     longest = min(settings.max_model_len or given.config.max_position, given.config.max_position)
     settings = dataclasses.replace(settings, max_model_len=longest)
@@ -170,7 +170,7 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
-    """A stage compiled, and what was found. ``dumps``: the folder that XLA was told to dump to."""
+    """Compile a stage and return the findings. ``dumps``: the folder of XLA's dumps."""
     planned, start = plan(work, number), time.perf_counter()
     with target_of(work).current():
         compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True, every_size=True)
@@ -178,7 +178,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     seconds = time.perf_counter() - start
     steps = [*_steps(planned, compiled, dumps, work.weights), *_draft_steps(work, dumps)]
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
-    # A decode step's arguments are all that the stage has, but for the samplers of the other microbatches.
+    # A decode step's arguments are all arrays of the stage, except the sampler state of the other microbatches.
     decode = max(
         (step for step in steps if step.name in ("decode", f"decode{ADAPTED}")), key=lambda step: step.arguments
     )
@@ -220,7 +220,7 @@ def _program(step: Step) -> Program:
 
 
 def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weights: str) -> Iterator[Step]:
-    """Each program with what is known of it."""
+    """Yield each program with its properties."""
     stage, needs, should = planned.stage, planned.needs, planned.should
     rounded = weights.endswith("-activations")
     pages, sizes = planned.engine.num_pages, _sizes(jax.tree.leaves(planned.arrays.params)[0].sharding.mesh)
@@ -276,17 +276,17 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
 
 
 def _by_gemm(weights: str, devices: int) -> bool:
-    """Whether nothing but kernels rounds inputs and multiplies: over devices, a token's largest number is a sum's."""
+    """Return whether only kernels quantise and multiply: on several devices, a token's maximum is an all-reduce."""
     return not weights or (weights.endswith("-activations") and devices == 1)
 
 
 def _sums(sums: int, *, rounded: bool) -> int:
-    """With each sum of products, that of tokens over all devices, comes one for the largest number of each token."""
+    """Count all-reduces: with quantised inputs, each but the embedding's needs one for the tokens' maxima."""
     return 2 * sums - 1 if rounded and sums else sums
 
 
 def _rows(program: str) -> int | None:
-    """Rows of a smaller decode program, by its name; None: it is none."""
+    """Return the rows of a smaller decode program, by its name; None for any other program."""
     found = re.fullmatch(r"decode(?:_many)?_(\d+)", program)
     return int(found[1]) if found else None
 

@@ -1,8 +1,8 @@
-"""Rules that must hold of a compiled step. Each gives what it found and the limit.
+"""Rules that must hold of a compiled step. Each reports its finding and the limit.
 
-Those on launches are asked only where attention is a kernel: XLA's own path gathers pages in loops, of many small
-kernels, and orders sequences by sorting. Of a program of several steps they ask the loop's body, and no more of the
-loop than of any branch: that a command buffer holds it.
+Rules on launches apply only where attention is a kernel: XLA's own path gathers pages in loops, of many small
+kernels, and orders sequences by sorting. In a program of several steps they apply to the loop's body; of the loop they
+require the same as of any branch: that a command buffer contains it.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from pallas_kernels.quant_matmul.xla import GPU_PIECE
 from tools.check_programs.hlo import Instruction, Launch, Module
 from tools.check_programs.work import Finding
 
-BY_KERNEL = 9  # of a dense layer of a decode step whose products are the GEMM kernel's
-KERNELS_PER_LAYER = 16  # of any other dense layer; with
-OF_SUMS, OF_EXPERTS = 3, 24  # sums over devices; with experts: choosing them and gathering
-OF_GROUPS, MANY = 5, 512  # of experts that more than so many tokens choose by groups
-OF_ROUNDING = 3  # of each weight whose inputs are rounded: the largest of each token, its scale, what they become;
-OF_ROUNDING_BY_KERNEL = 1  # in one kernel
-OF_HEAD_NORMS = 5  # of queries and keys: both cut out of the projection, both normalised; at times the residual sum
-OF_OUT_NORMS = 1  # of what the parts of a layer give: the residual sum, which no product's epilogue is
-OF_STATES = 8  # of recurrences: places, convolution, gates, the recurrence, what pages keep
-OF_CONVOLUTION = 5  # of each further one: gathered, convolved, turned, scattered, and what it is of put together
-OF_STREAMS = 10  # of hidden states: predicted, normalised, corrected, gated
-OF_BOTH = 6  # where a layer attends and recurs: each part and what it reads scaled on its own
-MATRICES = 4  # of a dense layer, the activation between two of them; each further one is another kernel
+BY_KERNEL = 9  # kernels of a dense layer of a decode step whose products are all by the GEMM kernel
+KERNELS_PER_LAYER = 16  # kernels of any other dense layer; additional kernels:
+OF_SUMS, OF_EXPERTS = 3, 24  # sums over devices; with experts: routing and gathering
+OF_GROUPS, MANY = 5, 512  # group-limited routing, with more than MANY tokens
+OF_ROUNDING = 3  # of each weight with quantised inputs: the maximum of each token, its scale, the codes;
+OF_ROUNDING_BY_KERNEL = 1  # the same in one kernel
+OF_HEAD_NORMS = 5  # of QK norms: both split from the projection, both normalised; at times the residual sum
+OF_OUT_NORMS = 1  # of norms on sublayer outputs: the residual sum, which cannot be fused into a GEMM epilogue
+OF_STATES = 8  # of recurrences: positions, convolution, gates, the recurrence, the states kept in pages
+OF_CONVOLUTION = 5  # of each further convolution: gather, convolution, transpose, scatter, concatenation of its input
+OF_STREAMS = 10  # of AltUp streams of hidden states: predicted, normalised, corrected, gated
+OF_BOTH = 6  # of a layer with both attention and recurrence: each output and input scaled separately
+MATRICES = 4  # of a dense layer, with the activation between two of them; each further matrix is another kernel
 OF_ADAPTERS = (
-    4  # of each weight that has them: rows into tiles, two products, rows back; those of experts are dealt out
+    4  # of each weight with adapters: rows into tiles, two products, rows back; for experts, rows are assigned to tiles
 )
-OF_ADAPTED_EXPERTS = 10  # anew for each layer
+OF_ADAPTED_EXPERTS = 10  # again in each layer
 _WITHIN = 0.02
-# Bytes of memory of `work.GPUS`, by NVIDIA's data sheets, and what `EngineConfig.memory_utilization` leaves of them.
+# Bytes of memory of `work.GPUS`, by NVIDIA's data sheets, and the usable share (`EngineConfig.memory_utilization`).
 _MEMORY = {"h100": 80e9, "h200": 141e9, "a100": 80e9, "l40s": 48e9}
 _UTILIZATION = 0.9
-# What is live at a time: arrays of float32 logits, and of the widest activation. A copy of one layer's pool or of the
-# head would not fit.
+# Arrays live at a time: float32 logits, and the widest activation. A copy of one layer's pool or of the head would not
+# fit.
 _LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 24 << 20
-_RECURRENT = 2  # more of the latter, in float32
-_CODES = 8  # bits of a stored number, at most
-_PIECES = 4  # of dequantised weights, live at a time
-# They lay out, convert or cut what they read, and compute nothing.
+_RECURRENT = 2  # further activations, in float32
+_CODES = 8  # most bits of a quantised code
+_PIECES = 4  # chunks of dequantised weights, live at a time
+# Operations that lay out, convert or slice their operand, and compute nothing.
 _MOVES = {"copy", "copy-start", "convert", "transpose", "slice", "dynamic-slice", "gather", "pad", "concatenate"}
 _VIEWS = {"parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call", "optimization-barrier"}
 _COLLECTIVES = (
@@ -62,32 +62,32 @@ _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A compiled program and what is known of its arguments. All numbers are those of one device.
+    """A compiled program and the properties of its arguments. All numbers are per device.
 
     Attributes:
         pool: elements of one layer's pool.
-        tokens: that one call computes.
-        widest: numbers of the widest activation of a token, logits aside.
-        logits: of a token; 0 where none are made.
-        layers, tail: GEMMs of each layer that is needed whole, and GEMMs behind those.
-        sums, gathers, scatters: all-reduces, all-gathers and reduce-scatters that there should be.
-        gathered: numbers of a token's hidden states, where those are gathered; else 0.
-        donated, aliased: bytes of donated arguments, and how many of them results take over.
-        temporaries: bytes that it needs while it runs.
-        arguments, planned: bytes of all arguments, and what the engine plans with: weights, pool and sampler.
+        tokens: tokens that one call computes.
+        widest: elements of the widest activation of a token, except logits.
+        logits: logits of a token; 0 for a program without logits.
+        layers, tail: GEMMs of each layer that is computed whole, and GEMMs after those.
+        sums, gathers, scatters: expected all-reduces, all-gathers and reduce-scatters.
+        gathered: elements of a token's hidden states, where those are gathered; else 0.
+        donated, aliased: bytes of donated arguments, and the bytes of them that results reuse.
+        temporaries: bytes of temporary buffers.
+        arguments, planned: bytes of all arguments, and the engine's plan of them: weights, pool and sampler.
         waits: branches and loops whose predicates the host reads while the program runs.
         repeats: whether it is a loop of steps, whose GEMMs are in the loop.
         whole: whether it reads all of the stage's weights.
-        experts: whether a layer is a mixture of them.
-        states: whether layers keep any; ``both``: whether such a layer attends besides.
-        convolutions: of a layer.
-        streams: whether there are several of hidden states.
-        head_norms: whether queries and keys are normalised; ``out_norms``: what the parts of a layer give.
-        devices: over which the stage is spread.
-        adapters: on the device, where rows have any.
-        dequantised: whether stored weights become plain numbers, some output channels after the others.
-        rounded: whether products of stored weights round their inputs.
-        by_kernel: whether it is a plain decode step whose products, all that there are, are the GEMM kernel's.
+        experts: whether a layer is a mixture of experts.
+        states: whether layers keep recurrent states; ``both``: whether such a layer has attention, too.
+        convolutions: convolutions of a layer.
+        streams: whether there are several streams of hidden states.
+        head_norms: whether queries and keys are normalised; ``out_norms``: whether sublayer outputs are.
+        devices: number of devices of the stage.
+        adapters: adapters on the device, if rows may have adapters.
+        dequantized: whether stored weights are dequantised, one slice of output channels after the other.
+        rounded: whether products of stored weights quantise their inputs.
+        by_kernel: whether it is an ordinary decode step with all products by the GEMM kernel.
     """
 
     name: str
@@ -126,13 +126,13 @@ class Step:
 
     @property
     def largest(self) -> int:
-        """Numbers of its largest activation."""
+        """Elements of its largest activation."""
         in_tiles = self.tokens + self.adapters * TILE_ROWS[1]  # each adapter's last tile may be almost empty
         return max(in_tiles * self.widest, self.tokens * LANES * -(-self.logits // LANES))
 
     @property
     def ceiling(self) -> int:
-        """Bytes that its temporaries may take."""
+        """Limit of the bytes of its temporaries."""
         activations = _ACTIVATIONS + _RECURRENT * self.states
         return (
             _FIXED
@@ -148,7 +148,7 @@ def findings(step: Step) -> Iterator[Finding]:
     if stored := stored_sizes(step):
         yield _at_most("plain numbers of stored weights", plain_bytes(step, stored), step.dequantized * GPU_PIECE)
     yield from _of_collectives(step)
-    least = (1 - _WITHIN) * step.planned if step.whole else 0  # a chunk's program has no need of the head
+    least = (1 - _WITHIN) * step.planned if step.whole else 0  # a prefill chunk's program does not need the head
     near = least <= step.arguments <= (1 + _WITHIN) * step.planned
     yield Finding("bytes of arguments, as planned", str(step.arguments), str(step.planned), near)
     yield from _of_launches(step)
@@ -190,7 +190,7 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, of_kernels)
     yield Finding("waits of the host", ", ".join(step.waits) or "none", "none", not step.waits, asked)
     sorts = step.module.sorts()
-    # Where there is a GPU, XLA may leave them to a library, whose calls no command buffer holds: not seen here.
+    # On a GPU, XLA may leave sorts to a library, whose calls no command buffer contains: not visible here.
     yield Finding("sorts", _list(sorts), "none", not sorts, asked)
     buffers = {launch.buffer for launch in step.launches}
     # XLA's default leaves collectives out of command buffers.
@@ -208,7 +208,7 @@ def of_stage(*, planned: int, compiled: int, weights: int, declared: int, target
 
     Args:
         planned, compiled: see `tools.check_programs.work.Part`.
-        weights: of the planner; ``declared`` follows from the declarations of the parameters.
+        weights: bytes by the planner; ``declared``: bytes by the declarations of the parameters.
         target: one of `tools.check_programs.work.GPUS`.
     """
     yield Finding("weights, as declared", str(weights), str(declared), weights == declared)
@@ -218,7 +218,7 @@ def of_stage(*, planned: int, compiled: int, weights: int, declared: int, target
 
 
 def of_partitioner(said: str) -> Finding:
-    """``said``: all that XLA wrote to standard error."""
+    """Check XLA's standard error, ``said``, for arrays that the partitioner rematerialises."""
     count = len(_REMATERIALISED.findall(said))
     return Finding("arrays that the partitioner makes whole", str(count), "0", not count)
 
@@ -232,16 +232,16 @@ def _list(found: list[Instruction]) -> str:
 
 
 def weight_gemms(step: Step) -> list[Instruction]:
-    """GEMMs of the entry computation that read a parameter of the model: attention's own have none."""
+    """Return the GEMMs of the entry computation that read a model parameter, which excludes those of attention."""
     weights = {one.name for one in step.module.weights()}
     entry = step.module.computations[step.module.entry]
     return [one for one in entry if one.is_gemm and weights & {step.module.unpadded(name) for name in one.operands}]
 
 
 def multiplied(step: Step) -> Iterator[int]:
-    """Weights that each GEMM of these multiplies with: XLA makes one of several that have the same operand.
+    """Yield the number of weights of each of these GEMMs: XLA merges several GEMMs with the same operand.
 
-    What is not larger than an activation of one token may be a bias.
+    Operands not larger than an activation of one token may be biases.
     """
     large = {one.name: one.weight for one in step.module.weights() if one.size > step.widest}
     for one in weight_gemms(step):
@@ -249,23 +249,23 @@ def multiplied(step: Step) -> Iterator[int]:
 
 
 def stored_sizes(step: Step) -> set[int]:
-    """Elements of the arrays of codes that the model's quantised weights have."""
+    """Return the element counts of the code arrays of the model's quantised weights."""
     return {one.size for one in step.module.weights() if one.bits <= _CODES}
 
 
 def plain_bytes(step: Step, stored: set[int]) -> int:
-    """Bytes of the largest array that a program makes of codes without multiplying them. What a loop first cuts out of
-    them is not followed: there temporaries tell."""
+    """Return the bytes of the largest array that a program dequantises without multiplying it. Slices of codes taken in
+    a loop are not followed: the temporaries show those."""
     made = (one for one in step.module.readers(stored, _CODES) if one.is_plain and not one.is_gemm)
     return max((one.size * one.bits // 8 for one in made), default=0)
 
 
 def moved_arrays(step: Step) -> list[Instruction]:
-    """Results in memory as large as a pool or a weight, or larger than any activation, that are not written in place.
+    """Return results in memory as large as a pool or a weight, or larger than activations, not written in place.
 
-    A GEMM's result is an activation. A custom call that is aliased writes in place, as do scatters. What could be an
-    activation by its size is not one if it is made of an argument that is as large: the scales of a norm are smaller.
-    But a table's rows for the tokens of a call are, whatever is made of them in the same kernel.
+    A GEMM's result is an activation. An aliased custom call writes in place, as do scatters. A result of the size of an
+    activation counts if it is made of an argument as large: the scales of a norm are smaller. A table's rows for the
+    tokens of a call do not count, nor results computed from them in the same kernel.
     """
     sizes = {one.size for one in step.module.weights() if len(one.dims or ()) > 1 and one.size > step.widest}
     return [one for one in step.module.in_memory() if _is_moved(step, one, {*sizes, step.pool})]
@@ -274,7 +274,7 @@ def moved_arrays(step: Step) -> list[Instruction]:
 def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:
     if one.opcode in _VIEWS or one.opcode in _IN_PLACE or one.is_gemm:
         return False
-    if step.logits and one.dims == (step.tokens, step.logits):  # a weight may have as many numbers
+    if step.logits and one.dims == (step.tokens, step.logits):  # a weight may have as many elements
         return False
     opcode = step.module.root_opcode(one) if one.opcode == "fusion" else one.opcode
     if opcode in _IN_PLACE or (one.opcode == "custom-call" and "output_to_operand_aliasing" in one.line):
@@ -290,28 +290,28 @@ def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:
 
 
 def collectives(step: Step, kind: str) -> int:
-    """Exchanges among devices, each counted once whether or not it has an end of its own."""
+    """Count collectives among devices; an asynchronous pair counts once."""
     return sum(one.opcode in (kind, f"{kind}-start") for body in step.module.computations.values() for one in body)
 
 
 def gathered_arrays(step: Step) -> list[Instruction]:
-    """Arrays that all-gathers make, logits aside, and hidden states where they are spread over tokens."""
+    """Return the results of all-gathers, except logits, and except hidden states that are sharded over tokens."""
     gathers = ("all-gather", "all-gather-done")
     every = [one for body in step.module.computations.values() for one in body if one.opcode in gathers]
     return [one for one in every if one.size not in (step.tokens * step.logits, step.tokens * step.gathered)]
 
 
 def kernels_per_layer(step: Step) -> float:
-    """Launches from one layer's first GEMM to the last layer's first, a layer; those of loops counted once.
+    """Return launches per layer, from one layer's first GEMM to the last layer's first; launches in loops count once.
 
-    Where there are more than two layers the first is not counted: XLA puts what all layers read (rotations, places in
-    pages) before its first GEMM or behind it. Of a single layer, to what follows it.
+    With more than two layers the first is not counted: XLA puts computations for all layers (rotations, positions in
+    pages) before its first GEMM or after it. A single layer is counted up to the next GEMM.
     """
     if not step.layers:
         return 0
     ours = {one.name for body in step.module.computations.values() for one in body if one.is_gemm}
     at = [index for index, launch in enumerate(step.launches) if launch.is_gemm or launch.name in ours]
-    # Where that is XLA's; a program of several passes has more of all.
+    # GEMMs of attention on XLA's path; a program of several steps repeats all of them.
     of_attention = 0 if step.repeats else (len(at) - sum(step.layers) - step.tail) // len(step.layers)
     before = step.layers[:1] if len(step.layers) > 2 else ()
     counted = step.layers[len(before) : -1] or step.layers

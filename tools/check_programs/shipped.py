@@ -1,4 +1,4 @@
-"""Each shipped configuration, of the fewest layers that say all of it."""
+"""Each shipped configuration, with the fewest layers that cover all layer kinds."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tools.check_programs.topologies import row
 from tools.check_programs.work import MODELS, Part, Work
 
 PAGES = 1024
-LEAST = 3  # layers: in the first one is what all others share
+LEAST = 3  # layers: the first contains the computations that all layers share
 _COLUMNS = ("configuration", "layers", "kernels a layer: decode, prefill", "temporaries, MiB", "compiled in")
 
 
 def shipped(names: list[str]) -> Iterator[Work]:
-    """The work of these configurations, or of all."""
+    """Yield the work of these configurations, or of all."""
     for name in names or sorted(path.stem for path in MODELS.glob("*.json")):
         yield Work(name, PAGES, layers=fewest_layers(name))
 
 
 def fewest_layers(name: str) -> int:
-    """So many first layers of a configuration that before the last one there is one of each kind: kernels are counted
-    from layer to layer, and a family may have its own last one whatever came before it."""
+    """Return the number of first layers that cover each kind before the last layer: kernels are counted from layer to
+    layer, and a family may have a last layer of its own."""
     whole = Work(name, PAGES)
     layers = _layers(model_of(whole))
     enough = (count for count in range(LEAST, len(layers)) if _kinds_of_first(whole, count) >= len(set(layers)))
@@ -35,15 +35,15 @@ def fewest_layers(name: str) -> int:
 
 
 def _kinds_of_first(work: Work, layers: int) -> int:
-    """How many kinds there are before the last of so many layers."""
+    """Count the layer kinds before the last of ``layers`` layers."""
     try:
         return len(set(_layers(model_of(dataclasses.replace(work, layers=layers)))[:-1]))
-    except ConfigError:  # a model of one kind alone, where its family has to have both
+    except ConfigError:  # a model of one kind alone, where its family requires both
         return 0
 
 
 def _layers(model: Model) -> list[tuple[object, ...]]:
-    """What layers differ in: how they attend, whose keys they read, and their parameters."""
+    """Return the properties in which layers differ: attention, shared KV layers, and parameter shapes."""
     layers = enumerate(model.config.layers)
     shapes = [tuple((path, spec.shape) for path, spec in walk_specs(model.specs[f"layers_{at}"])) for at, _ in layers]
     return list(zip(model.config.layers, shapes, strict=True))
@@ -54,7 +54,7 @@ def header() -> str:
 
 
 def lines(work: Work, parts: Sequence[Part]) -> str:
-    """The table's line of a configuration."""
+    """Format the table's line of a configuration."""
     (part,) = parts
     decode, prefill = part.programs["decode"], part.programs["prefill"]
     kernels = f"{decode.kernels:.1f}, {prefill.kernels:.1f}"
@@ -62,7 +62,7 @@ def lines(work: Work, parts: Sequence[Part]) -> str:
 
 
 def broken(work: Work, parts: Sequence[Part]) -> Iterator[str]:
-    """A line for each rule that does not hold. Nobody serves a few layers: whether they fit one device is not asked."""
+    """Yield a line for each broken rule. Truncated models are not served: fitting one device is not checked."""
     for part in parts:
         asked = tuple(one for one in part.findings if one.rule != FITS)
         yield from broken_rules(work, [dataclasses.replace(part, findings=asked)])

@@ -1,4 +1,4 @@
-"""Whole deployments on H100s that are not there: what is compiled, and the table of what came of it."""
+"""Whole deployments on absent H100s: the configurations to compile, and the table of results."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tools.check_programs.work import Part, Work
 
-# Pools that fill what `EngineConfig.memory_utilization` leaves of 80 GB, as a start without `num_pages` would: the
-# planner's sum with the largest programs is within 72 GB.
+# Pools that fill the share of 80 GB that `EngineConfig.memory_utilization` allows, as a start without `num_pages`
+# would: the planner's sum with the largest programs is within 72 GB.
 TOPOLOGIES: Mapping[str, Work] = {
     str(work): work
     for work in (
@@ -38,17 +38,17 @@ _COLUMNS = (
 
 
 def header() -> str:
-    """The head of a table in Markdown, of a line a pipeline stage. Bytes are those of one device, in GB of 10^9."""
+    """Format the head of a Markdown table with a line per pipeline stage. Bytes are per device, in GB of 10^9."""
     return f"{row(_COLUMNS)}\n{row(['---'] * len(_COLUMNS))}"
 
 
 def lines(work: Work, parts: Sequence[Part]) -> str:
-    """The table's lines of a deployment."""
+    """Format the table's lines of a deployment."""
     return "\n".join(row(_line(work, part)) for part in parts)
 
 
 def row(cells: Sequence[str]) -> str:
-    """A line of a table in Markdown."""
+    """Format a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
@@ -66,7 +66,7 @@ def _line(work: Work, part: Part) -> tuple[str, ...]:
 
 
 def broken(work: Work, parts: Sequence[Part]) -> Iterator[str]:
-    """A line for each rule that does not hold."""
+    """Yield a line for each broken rule."""
     for part in parts:
         places = [("", part.findings), *((name, program.findings) for name, program in part.programs.items())]
         for place, findings in places:

@@ -1,4 +1,4 @@
-"""Work to compile, and its outcome: passed between the process that compiles and the one that reports."""
+"""Compilation work, and its outcome: passed between the process that compiles and the one that reports."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pallas_kernels.check.plugins import ROOT
 MODELS = ROOT / "configs" / "models"
 GPUS = ("h100", "h200", "a100", "l40s")
 PATHS = ("auto", "mosaic", "xla")
-_DEPTHS = ("num_hidden_layers", "n_layer")  # what config.json calls the number of layers; GPT-2 and GPT-J the second
+_DEPTHS = ("num_hidden_layers", "n_layer")  # names of the layer count in config.json; the second in GPT-2 and GPT-J
 _SHARED = "num_kv_shared_layers"
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A model on some GPUs, in bfloat16.
+    """A deployment to compile: a model on some GPUs, in bfloat16.
 
     Attributes:
         model: the name of a file in configs/models, or a folder with a config.json.
-        pages: of the pool, of 64 tokens each.
+        pages: pages of the pool, of 64 tokens each.
         tensor, expert, stages: the parallel sizes.
-        layers: so many instead of all.
-        attention: the path that it takes.
-        gemm: the path of products with unquantised weights.
-        kv_cache_dtype: of the pool's elements, see `EngineConfig`.
-        weights: how the layers' are stored, one of `stored.WEIGHTS`; none: as arrays.
-        norms: whether prefill programs spread hidden states over tokens, see `EngineConfig.sequence_parallel_norms`.
+        layers: number of layers to keep; None: all.
+        attention: the attention backend.
+        gemm: the backend of products with unquantised weights.
+        kv_cache_dtype: dtype of the pool, see `EngineConfig`.
+        weights: storage of the layers' weights, one of `stored.WEIGHTS`; empty: unquantised.
+        norms: whether prefill programs shard hidden states over tokens, see `EngineConfig.sequence_parallel_norms`.
         steps: most decode steps of one program, see `EngineConfig.multi_step`.
-        drafts: whether decode rows may be drafts, which it verifies.
-        draft_layers: of a draft model, which is as wide; 0: there is none.
-        head: the method of a draft head as wide as the model (`jaxinfer.config.HEADS`); none: there is none.
-        adapters: on the device at once, of rank 16; 0: none. With them, programs come twice.
+        drafts: whether decode rows may be draft tokens to verify.
+        draft_layers: layers of a draft model of the same width; 0: no draft model.
+        head: the method of a draft head as wide as the model (`jaxinfer.config.HEADS`); empty: no head.
+        adapters: adapters on the device at once, of rank 16; 0: none. With adapters, each program is compiled twice.
         target: the GPUs, one of `GPUS`.
     """
 
@@ -77,7 +77,7 @@ class Work:
         return ", ".join(filter(None, parts))
 
     def config(self) -> dict[str, Any]:
-        """The config.json of the text model, with the layers that are asked for."""
+        """Return the config.json of the text model, with the requested layers."""
         folder = pathlib.Path(self.model)
         path = folder / "config.json" if folder.is_dir() else MODELS / f"{self.model}.json"
         found = text_model(json.loads(path.read_text(encoding="utf-8")))
@@ -85,8 +85,8 @@ class Work:
 
 
 def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A config.json with the first ``layers`` alone, of which the last read others' keys where the model's last do, but
-    no more than half of them."""
+    """Return a config.json with the first ``layers`` only; its last layers share KV caches if the model's last do, at
+    most half of them."""
     depth = next(name for name in _DEPTHS if name in config)
     count = config[depth]
     each = {name: value for name, value in config.items() if isinstance(value, list | str) and len(value) == count}
@@ -98,7 +98,7 @@ def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One rule and what was found. ``asked``: false where attention takes XLA's path, and the rule is about kernels."""
+    """A rule and its finding. ``asked``: false where attention takes XLA's path, and the rule is about kernels."""
 
     rule: str
     found: str
@@ -113,7 +113,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: bytes of a device, collectives, launches a layer."""
+    """A compiled program: bytes of a device, collectives, launches per layer."""
 
     arguments: int
     temporaries: int
@@ -128,10 +128,10 @@ class Part:
     """A pipeline stage: bytes of a device by the planner's arithmetic and by XLA, its programs by name.
 
     Attributes:
-        planned: weights, pool, sampler and the temporaries of the hungriest program.
-        compiled: a decode step's arguments, the same temporaries, and the samplers of slots that decode at other times.
-        seconds: that tracing and compiling took.
-        findings: of the whole stage.
+        planned: bytes of weights, pool, sampler and the largest temporaries of a program.
+        compiled: bytes of a decode step's arguments, the same temporaries, and the samplers of the other microbatches.
+        seconds: time of tracing and compiling.
+        findings: findings on the whole stage.
     """
 
     number: int
@@ -154,7 +154,7 @@ class Part:
 
     @staticmethod
     def read(plain: dict[str, Any]) -> Part:
-        """Read a part that `dataclasses.asdict` and JSON have written."""
+        """Read a part from the JSON of `dataclasses.asdict`."""
         programs = {name: Program(**{**one, **_findings(one)}) for name, one in plain["programs"].items()}
         return Part(**{**plain, **_findings(plain), "programs": programs})
 

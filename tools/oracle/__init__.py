@@ -1,1 +1,1 @@
-"""The oracle: golden logits from transformers, computed in an environment of its own (see docs/oracle.md)."""
+"""Oracle of golden logits: transformers, run in an environment of its own (see docs/oracle.md)."""

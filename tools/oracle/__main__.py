@@ -13,11 +13,11 @@ from tools.oracle.cases import CASES, Case
 from tools.oracle.golden import Golden, load, names
 from tools.oracle.run import DECODE_STEPS, ask, make
 
-REPRODUCED = 1e-10  # float64 logits of order one, summed in another order
+REPRODUCED = 1e-10  # tolerance of float64 logits of order one, summed in another order
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command; return the exit code."""
     options = _parser().parse_args(arguments)
     return options.command(options)
 

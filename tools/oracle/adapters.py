@@ -1,7 +1,7 @@
-"""Asks PEFT: it writes adapters of tiny models, and their logits in float64 and in float32.
+"""Oracle of adapters: PEFT writes adapters of tiny models, and computes their logits in float64 and in float32.
 
-Bases in int8 and NF4 are what bitsandbytes makes of the weights; PEFT is asked over the dequantised ones, in whose
-dtype it computes: bitsandbytes' own products on a CPU are of bfloat16.
+bitsandbytes quantises the bases in int8 and NF4; PEFT runs over the dequantised weights, and computes in their
+dtype: bitsandbytes' own products on a CPU are of bfloat16.
 
 ``python -m tools.oracle.adapters {make,check} FOLDER`` in the oracle's environment, from the repository root.
 """
@@ -30,7 +30,7 @@ from tools.oracle.golden import digest, make_tensors, uniform
 from tools.oracle.run import AllDouble, NoFloat32, build, checkpoint_shapes, config_json, make_prompt, read_checkpoint
 
 SEED, TOKENS = 1, 16
-MIN_EFFECT = 0.05  # of the adapter on a logit; float32 errors are ten thousand times smaller
+MIN_EFFECT = 0.05  # smallest change of a logit by the adapter; float32 errors are ten thousand times smaller
 REPRODUCED = 1e-10
 STORAGES: Mapping[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
@@ -40,7 +40,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.oracle.adapters", description=__doc__)
     parser.add_argument("command", choices=("make", "check"))
     parser.add_argument("folder", type=pathlib.Path)
@@ -70,10 +70,10 @@ def _differences(case: AdapterCase, folder: pathlib.Path) -> list[str]:
 
 
 def ask(case: AdapterCase, folder: pathlib.Path) -> AdapterGolden:
-    """Has PEFT write the adapter to ``folder``, beside the base where that is quantised, and answer.
+    """Have PEFT write the adapter to ``folder``, with the base if that is quantised; return its logits.
 
     Raises:
-        ValueError: the adapter changes next to nothing.
+        ValueError: the adapter changes the logits too little.
     """
     config = config_json(Case(case.name, case.config))
     shapes = checkpoint_shapes(build(config, torch.float32))
@@ -110,7 +110,7 @@ def ask(case: AdapterCase, folder: pathlib.Path) -> AdapterGolden:
 
 
 def _stored(storage: str, config: dict, tensors: Mapping[str, np.ndarray], folder: pathlib.Path) -> dict:
-    """Has bitsandbytes quantise the base, and write it beside the adapter; returns its config.json."""
+    """Have bitsandbytes quantise the base, and write it next to the adapter; return its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = transformers.BitsAndBytesConfig(**STORAGES[storage])
     with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as made:
@@ -123,7 +123,7 @@ def _stored(storage: str, config: dict, tensors: Mapping[str, np.ndarray], folde
 
 
 def _dequantised(config: dict, folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    """The weights that transformers reads out of the quantised base."""
+    """Return the weights that transformers dequantises from the quantised base."""
     with tempfile.TemporaryDirectory() as base:
         _write_folder(pathlib.Path(base), config)
         shutil.copy(folder / STORED_FILE, f"{base}/model.safetensors")
@@ -146,7 +146,7 @@ def _adapted(case: AdapterCase, config: dict, state: dict, dtype: torch.dtype) -
 
 @torch.no_grad()
 def _randomised(model: peft.PeftModel) -> peft.PeftModel:
-    """Gives every number that PEFT trains a value of its own; DoRA's magnitudes stay near the norms."""
+    """Randomise every parameter that PEFT trains; DoRA's magnitudes stay near the norms."""
     for name, values in model.named_parameters():
         if values.requires_grad:
             drawn = torch.from_numpy(uniform(SEED, f"adapter/{name}", tuple(values.shape)))

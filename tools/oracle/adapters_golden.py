@@ -1,7 +1,7 @@
-"""Golden adapters: what PEFT wrote and answered, as the tests read it. Needs numpy and safetensors only.
+"""Golden adapters: PEFT's files and logits, as the tests read them. Needs numpy and safetensors only.
 
-The model's weights are not stored (`tools.oracle.golden.make_tensors`), unless they are quantised: those lie as
-bitsandbytes has written them beside the adapter. The adapter is the folder that PEFT saved.
+The model's weights are not stored (`tools.oracle.golden.make_tensors`), unless they are quantised: then the file of
+bitsandbytes is next to the adapter. The adapter is the folder that PEFT saved.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _KEYS = ("seed", "norm_centre", "weights_sha256", "tokens", "error", "effect", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterGolden:
-    """One adapter's answers.
+    """Golden logits of one adapter.
 
     Attributes:
-        name: of the case, and of its folder.
-        config: of the model; with a quantization_config where its weights are stored.
-        seed, norm_centre, shapes, weights_sha256: of its weights.
+        name: name of the case, and of its folder.
+        config: config.json of the model; with a quantization_config where its weights are stored.
+        seed, norm_centre, shapes, weights_sha256: derivation and digest of its weights.
         tokens: T ids.
         logits: [T, V] float64, with the adapter.
-        error: max abs difference of PEFT's float32 logits to them.
-        effect: max abs difference of the model's own logits to them.
-        versions: of torch, transformers, PEFT and numpy that made this.
+        error: max abs difference of PEFT's float32 logits to ``logits``.
+        effect: max abs difference of the base model's logits to ``logits``.
+        versions: versions of torch, transformers, PEFT and numpy that made this.
     """
 
     name: str
@@ -48,14 +48,14 @@ class AdapterGolden:
     versions: dict[str, str]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes what is beside the adapter's own files."""
+        """Write the golden files next to the adapter's own files."""
         write_json(folder / "config.json", self.config)
         write_json(folder / "case.json", {key: getattr(self, key) for key in _KEYS})
         np.savez_compressed(folder / "logits.npz", logits=self.logits)
 
 
 def load_adapter_golden(folder: pathlib.Path) -> AdapterGolden:
-    """Reads one case's folder."""
+    """Read one case's folder."""
     case = json.loads((folder / "case.json").read_text())
     case["shapes"] = {name: tuple(shape) for name, shape in case["shapes"].items()}
     with np.load(folder / "logits.npz", allow_pickle=False) as arrays:
@@ -66,13 +66,13 @@ def load_adapter_golden(folder: pathlib.Path) -> AdapterGolden:
 
 
 def write_base(golden: AdapterGolden, folder: pathlib.Path, goldens: pathlib.Path | None = None) -> pathlib.Path:
-    """Writes the adapter's model as a Hugging Face folder; returns it.
+    """Write the adapter's model as a Hugging Face folder; return it.
 
     Args:
-        goldens: the folder of all cases, which has the weights of those that are quantised.
+        goldens: the folder of all cases, which has the weights of quantised models.
 
     Raises:
-        ValueError: the weights differ from those that the oracle used.
+        ValueError: the weights differ from the oracle's.
     """
     tensors = make_tensors(golden.seed, golden.shapes, golden.norm_centre)
     if digest(tensors) != golden.weights_sha256:

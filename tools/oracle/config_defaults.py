@@ -1,8 +1,8 @@
-"""Asks transformers what it takes for each field that a config.json leaves out.
+"""Oracle of config defaults: the value that transformers takes for each field missing from a config.json.
 
 ``python -m tools.oracle.config_defaults OUT`` writes, for each architecture, two configurations: with all defaults, and
-a tiny one. To each belongs, by field, what is read where that field is left out: nothing but its default, mostly (a
-field that is null then may not be there at all). And other names of its fields.
+a tiny one. Each has, by field, the fields that change without it: mostly its own default (a
+field that is null then may be absent). It also has the aliases of its fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.oracle.run import config_json, read_config
 from tools.oracle.wrapper_ties import WRAPPERS
 
 TEXT = "text_config"
-# Of no model: what a file was written with, and by whom.
+# Fields of the file, not of a model: its writer and version.
 LABELS = (
     "architectures",
     "model_type",
@@ -35,7 +35,7 @@ LABELS = (
 
 
 def answers() -> dict[str, Any]:
-    """By the name of the configuration: the configuration, and by field the fields that differ without it."""
+    """Return, by configuration name, the configuration, and by field the fields that differ without it."""
     return {
         name: {"config": config, "without": _without(config), "aliases": _aliases(config)}
         for name, config in _configurations()
@@ -53,7 +53,7 @@ def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as transformers reads it, every field spelt out."""
+    """Return a configuration as transformers reads it, every field spelt out."""
     found = json.loads(read_config(config).to_json_string(use_diff=False))
     left = ("vision_config", "audio_config") if TEXT in found else ()
     return {name: value for name, value in found.items() if name not in left} | {
@@ -62,7 +62,7 @@ def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _aliases(config: dict[str, Any]) -> dict[str, str]:
-    """Other names of fields."""
+    """Return the aliases of fields."""
     parsed = read_config(config)
     return dict(type(getattr(parsed, TEXT, parsed)).attribute_map)
 

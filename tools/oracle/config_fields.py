@@ -1,8 +1,8 @@
-"""Asks transformers what each field of a configuration does: whether another value changes shapes, or logits.
+"""Oracle of config fields: whether another value of a field changes shapes or logits in transformers.
 
 ``python -m tools.oracle.config_fields OUT`` writes, for a tiny model of each type, its config.json and, by field, the
-other value and what becomes of it: "refused" (by transformers), or logits of some tokens behind a prompt, and the
-shapes of tensors that have others (or are not there: null).
+other value and its effect: "refused" (by transformers), or logits of some tokens after a prompt, and the
+changed shapes of tensors (null: the tensor is absent).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _FAULTS = (
 _OTHERS = {"silu": "gelu", "swish": "gelu", "gelu": "silu", "gelu_new": "silu", "gelu_pytorch_tanh": "silu"}
 _OTHERS |= {"relu2": "silu", "xielu": "silu", "softmax": "sigmoid", "sigmoid": "softmax", "greedy": "noaux_tc"}
 _KINDS = ("full_attention", "sliding_attention")
-# Of the tokenizer, of training, of how it is run, or of which tensors there are.
+# Fields of the tokenizer, of training, of execution, or of tensor tying.
 _OF_NOTHING = ("_token_id", "_token_index", "_token_ids", "initializer_range", "tie_word_embeddings", "vocab_size")
 
 
 def others(name: str, value: Any) -> Iterator[Any]:
-    """Another value of a field, if there is one to try."""
+    """Yield another value of a field, if one is known."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -67,7 +67,7 @@ def edits(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def answers(case: Case) -> dict[str, Any]:
-    """What a model of this case says of each field."""
+    """Return the effect of each field on a model of this case."""
     config = json.loads(read_config(config_json(case)).to_json_string(use_diff=False))
     config["architectures"] = [ARCHITECTURES[case.model_type]]
     prompt = make_prompt(SEED, LENGTH, config["vocab_size"])
@@ -87,7 +87,7 @@ def answers(case: Case) -> dict[str, Any]:
 
 @torch.no_grad()
 def asked(case: Case, config: Mapping[str, Any], prompt: list[int]) -> tuple[dict[str, tuple[int, ...]], list[float]]:
-    """The shapes of a model's checkpoint, and the logits of the first tokens behind the prompt."""
+    """Return the shapes of a model's checkpoint, and the logits of the first tokens after the prompt."""
     model = build(config, torch.float32)
     shapes = checkpoint_shapes(model, case.tables)
     tensors = make_tensors(SEED, shapes, case.norm_centre, case.query_share)

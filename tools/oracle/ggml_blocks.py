@@ -1,11 +1,11 @@
-"""Writes ``tests/goldens/ggml_blocks.npz``: random blocks of each kind, and what llama.cpp makes of them.
+"""Generator of ``tests/goldens/ggml_blocks.npz``: random blocks of each kind, dequantised by llama.cpp.
 
 Needs numpy, the package ``gguf`` and llama.cpp's library ``libggml-base``, which the package ``llama-cpp-python`` has
 in its folder ``lib`` (0.19.0 and 0.3.36 made the committed file; benchmarks/peers/requirements.txt has both):
 
     python -m tools.oracle.ggml_blocks tests/goldens/ggml_blocks.npz .../llama_cpp/lib/libggml-base.so
 
-Of each kind that both know, both say the same.
+For each kind that both support, both must agree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gguf.quants import dequantize
 
 BLOCKS = 12
 
-# Where a block of the kind holds its float16 numbers: random bytes would make infinities of them.
+# Offsets of the float16 numbers in a block of the kind: random bytes would make infinities of them.
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -50,11 +50,11 @@ HALVES = {
 }
 
 UNKNOWN_TO_THE_PACKAGE = {"Q1_0": (128, 18), "Q2_0": (64, 18)}
-# From here on a kind has scales of 0 and the largest ones, too.
+# From this kind on, scales include 0 and the largest ones.
 WITH_EXTREMES = tuple(HALVES)[tuple(HALVES).index("Q1_0") :]
 EXTREMES = np.array([6e-8, 0.0, -0.0, 65504.0, -(2.0**-14), -6e-8], "<f2")
 
-# Entries of the codebook, and how many of them a block names.
+# Entries of the codebook, and the number of entries per block.
 ENTRIES = {
     "IQ2_XXS": (256, 32),
     "IQ2_XS": (512, 32),
@@ -67,7 +67,7 @@ ENTRIES = {
 
 
 def random_blocks(rng: np.random.Generator, kind: str, size: int) -> np.ndarray:
-    """uint8 [BLOCKS, size] whose scales are numbers, a subnormal float16 among them."""
+    """Return uint8 [BLOCKS, size] with finite scales, a subnormal float16 among them."""
     blocks = rng.integers(0, 256, (BLOCKS, size), dtype=np.uint8)
     for at in HALVES[kind]:
         blocks[:, at : at + 2] = scales_of(rng, kind).view(np.uint8).reshape(BLOCKS, 2)
@@ -90,14 +90,14 @@ def scales_of(rng: np.random.Generator, kind: str) -> np.ndarray:
 
 
 def with_quartered_scales(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """IQ1_M has four bits of its float16 in the highest ones of each of its last four words."""
+    """Store scales as IQ1_M does: four bits of a float16 in the highest ones of each of a block's last four words."""
     words = np.ascontiguousarray(blocks[:, 48:]).view("<u2") & 0x0FFF
     quarters = (scales.view("<u2")[:, None] >> np.arange(0, 16, 4, dtype="<u2")) << 12
     return np.concatenate([blocks[:, :48], (words | quarters).astype("<u2").view(np.uint8)], axis=1)
 
 
 def blocks_of_all_entries(kind: str, size: int) -> np.ndarray:
-    """uint8 [n, size]: each entry of the codebook once, in order, with scales of 1, and all patterns of signs."""
+    """Return uint8 [n, size]: each entry of the codebook once, in order, with scales of 1, all sign patterns."""
     entries, each = ENTRIES[kind]
     count = entries // each
     index = np.arange(entries).reshape(count, each)
@@ -131,13 +131,13 @@ def blocks_of_all_entries(kind: str, size: int) -> np.ndarray:
 
 
 def packed(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Neighbours in one byte, from its lowest bits on."""
+    """Pack neighbours into one byte, from its lowest bits on."""
     groups = fields.reshape(len(fields), -1, 8 // bits)
     return (groups << np.arange(0, 8, bits)).sum(-1).astype(np.uint8)
 
 
 def sevens(signs: np.ndarray) -> np.ndarray:
-    """Four fields of seven bits in each word of 32."""
+    """Pack four fields of seven bits into each word of 32."""
     groups = signs.reshape(len(signs), -1, 4).astype("<u4")
     return (groups << np.arange(0, 28, 7, dtype="<u4")).sum(-1, dtype="<u4").view(np.uint8)
 
@@ -153,7 +153,7 @@ def of_the_library(library: ctypes.CDLL, kind: str, blocks: np.ndarray, elements
 
 
 def answers(library: ctypes.CDLL, kind: str, blocks: np.ndarray, elements: int) -> np.ndarray:
-    """float32 [n, elements].
+    """Dequantise blocks to float32 [n, elements].
 
     Raises:
         ValueError: the library and the package do not agree.

@@ -1,4 +1,4 @@
-"""Writes ``jaxinfer/quant/codebooks.npz``: which points the codebooks of the GGUF format hold, as llama.cpp has them.
+"""Generator of ``jaxinfer/quant/codebooks.npz``: the points in the codebooks of the GGUF format, from llama.cpp.
 
 Needs numpy and the package ``gguf`` (0.19.0 made the committed file):
 
@@ -17,7 +17,7 @@ KINDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S")
 
 
 def bitmap(kind: str) -> np.ndarray:
-    """uint8: a bit for each point with coordinates out of the kind's values, set where the point is in the codebook.
+    """Return uint8: a bit for each point with coordinates from the kind's values, set if in the codebook.
 
     Raises:
         ValueError: entries are not in the order of the points, which is that of their coordinates, the last one first.

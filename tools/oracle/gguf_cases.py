@@ -1,4 +1,4 @@
-"""Checkpoints of golden files as llama.cpp's converter takes them, and what it made of each (`gguf_golden`)."""
+"""Checkpoints of golden files as llama.cpp's converter takes them, and its output for each (`gguf_golden`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from tools.oracle.golden import load, make_tensors
 
-# What a GGUF file cannot say is what llama.cpp takes for granted: configs are changed to that.
+# llama.cpp assumes values that a GGUF file cannot express: configs are changed to these.
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _TIED = {"tie_word_embeddings": True}
 
@@ -59,7 +59,7 @@ _ROPES = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.2},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-# Gemma 3n and 4: the converter asks for the size of wide heads, which newer files of transformers leave out.
+# Gemma 3n and 4: the converter requires the size of wide heads, which newer files of transformers leave out.
 PER_LAYER: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text-effective-hub": {},
     "gemma4_text-embedded-untied": {"global_head_dim": 16},
@@ -76,9 +76,9 @@ class Converted:
 
     Attributes:
         config: config.json.
-        seed, shapes: of its tensors: see `make_tensors`.
+        seed, shapes: derivation of its tensors: see `make_tensors`.
         metadata: keys and values of the file, without those of tokenizers and of the file itself.
-        tensors: of the file: kind, shape as [out, in] and the beginning of the SHA-256 of its bytes.
+        tensors: tensors of the file: kind, shape as [out, in] and the beginning of the SHA-256 of the bytes.
     """
 
     name: str
@@ -93,13 +93,13 @@ class Converted:
 
 
 def checkpoint_of(goldens: pathlib.Path, name: str) -> Converted:
-    """The checkpoint of a case, without an answer."""
+    """Return the checkpoint of a case, without metadata and tensors of a file."""
     golden, changes = load(goldens / name), dict({**CASES, **PER_LAYER}[name])
     inner = {key: {**golden.config.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
     config = {**golden.config, **changes, **inner}
     kept = {key: value for key, value in config.items() if value is not None or key not in changes}
     if "sliding_window" in changes:
-        kept["sliding_window"] = changes["sliding_window"]  # null is another thing than nothing
+        kept["sliding_window"] = changes["sliding_window"]  # null is different from a missing field
     tied = kept.get("tie_word_embeddings", False)
     shapes = {key: shape for key, shape in golden.shapes.items() if not (tied and key == "lm_head.weight")}
     return Converted(name, kept, golden.seed, shapes, {}, {})

@@ -1,4 +1,4 @@
-"""Asks llama.cpp's converter, imported from a checkout that is named, what it makes of tiny checkpoints.
+"""Oracle of GGUF conversion: runs llama.cpp's converter, imported from a named checkout, on tiny checkpoints.
 
 .venv-oracle/bin/python -m tools.oracle.gguf_golden --llama-cpp CHECKOUT --out tests/goldens/gguf
 """
@@ -26,7 +26,7 @@ _HUB = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 
 
 def convert(case: Converted, checkout: pathlib.Path, path: pathlib.Path) -> None:
-    """Writes the GGUF file of a checkpoint, in float32 and without a tokenizer."""
+    """Write the GGUF file of a checkpoint, in float32 and without a tokenizer."""
     for place in (checkout, checkout / "gguf-py"):
         if str(place) not in sys.path:
             sys.path.insert(0, str(place))
@@ -35,7 +35,7 @@ def convert(case: Converted, checkout: pathlib.Path, path: pathlib.Path) -> None
         folder = pathlib.Path(name)
         (folder / "config.json").write_text(json.dumps(case.config))
         save_file(case.checkpoint(), folder / "model.safetensors", metadata={"format": "pt"})
-        # Gemma's embeddings are cut to the tokens that it has
+        # Gemma's embeddings are cut to the size of the vocabulary
         vocabulary = {str(index): index for index in range(case.config["vocab_size"])}
         tokens = {"model": {"vocab": vocabulary}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(tokens))
@@ -49,7 +49,7 @@ def convert(case: Converted, checkout: pathlib.Path, path: pathlib.Path) -> None
 
 
 def answer(case: Converted, path: pathlib.Path) -> Converted:
-    """The case with what the file holds."""
+    """Return the case with the contents of the file."""
     reader = importlib.import_module("gguf").GGUFReader(path)
     arch = reader.fields["general.architecture"].contents()
     metadata = {
@@ -69,7 +69,7 @@ def answer(case: Converted, path: pathlib.Path) -> Converted:
 
 
 def save(case: Converted, out: pathlib.Path) -> None:
-    """Writes a line for each field, tensor and key."""
+    """Write a line for each field, tensor and key."""
     fields: Mapping[str, Any] = dataclasses.asdict(case)
     blocks = []
     for name in ("config", "shapes", "metadata", "tensors"):

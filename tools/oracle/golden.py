@@ -1,7 +1,7 @@
-"""Golden records: what the oracle writes and the parity tests read. Needs numpy and safetensors only.
+"""Golden records: the oracle writes them and the parity tests read them. Needs numpy and safetensors only.
 
 Weights are not stored. Every checkpoint tensor follows from a seed, its name and its shape by way of PCG64's raw
-64-bit stream, which numpy promises never to change, so that both environments derive the same bits.
+64-bit stream, which numpy promises never to change, so that both environments derive bitwise identical tensors.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _TRANSPOSED = re.compile(r"\b(c_attn|c_proj|c_fc)\.weight$|\.experts\.\w+_proj$"
 
 
 def uniform(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Exact float32 multiples of 2**-23 in [-1, 1) that depend on ``seed``, ``name`` and ``shape`` only."""
+    """Return exact float32 multiples of 2**-23 in [-1, 1) that depend on ``seed``, ``name`` and ``shape`` only."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     raw = np.random.PCG64(key).random_raw(int(np.prod(shape)))
     return ((raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)).reshape(shape)
 
 
 def spread(name: str, shape: tuple[int, ...], norm_centre: float = 1.0) -> tuple[float, float]:
-    """Centre and half-width of a tensor's values (a uniform variable of half-width h has deviation h / sqrt(3)).
+    """Return the centre and half-width of a tensor's values (uniform: deviation is half-width / sqrt(3)).
 
     Projections keep unit variance, so that scores differ from key to key; logits have a standard deviation of 1/4.
     """
@@ -51,7 +51,7 @@ def spread(name: str, shape: tuple[int, ...], norm_centre: float = 1.0) -> tuple
 
 
 def make_tensor(seed: int, name: str, shape: tuple[int, ...], norm_centre: float = 1.0) -> np.ndarray:
-    """The float32 checkpoint tensor ``name`` of shape [..., out, in], [out] or [] under ``seed``."""
+    """Return the float32 checkpoint tensor ``name`` of shape [..., out, in], [out] or [] under ``seed``."""
     centre, width = spread(name, shape, norm_centre)
     return np.asarray(np.float32(centre) + np.float32(width) * uniform(seed, name, shape))
 
@@ -59,11 +59,11 @@ def make_tensor(seed: int, name: str, shape: tuple[int, ...], norm_centre: float
 def make_tensors(
     seed: int, shapes: Shapes, norm_centre: float = 1.0, query_share: float = 1.0
 ) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint, float32, in the order of ``shapes``.
+    """Return all tensors of a checkpoint, float32, in the order of ``shapes``.
 
     Args:
         norm_centre: the mean weight of norms.
-        query_share: what those of queries are multiplied by.
+        query_share: factor of the weights of query norms.
     """
     tensors = {name: make_tensor(seed, name, tuple(shape), norm_centre) for name, shape in shapes.items()}
     share = np.float32(query_share)
@@ -71,7 +71,7 @@ def make_tensors(
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 over names and bytes: tells a wrong derivation of the weights from a wrong model."""
+    """Return the SHA-256 over names and bytes: it separates a wrong derivation of weights from a wrong model."""
     state = hashlib.sha256()
     for name in sorted(tensors):
         state.update(name.encode())
@@ -81,15 +81,15 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Golden:
-    """One tiny model's answers. Sizes: T prompt tokens, N decode steps, V vocabulary.
+    """Golden logits of one tiny model. Sizes: T prompt tokens, N decode steps, V vocabulary.
 
     Attributes:
-        name: of the case, and of its folder.
+        name: name of the case, and of its folder.
         config: config.json as a dict.
-        seed: of the weights and of the prompt.
-        shards: into how many safetensors files the checkpoint is split.
+        seed: seed of the weights and of the prompt.
+        shards: number of safetensors files of the checkpoint.
         shapes: checkpoint tensors, as transformers names them.
-        weights_sha256: ``digest`` of them.
+        weights_sha256: ``digest`` of the weights.
         prompt: T token ids.
         greedy: N + 1 ids. The first follows from the prefill, id i + 1 from decode step i, which was fed id i.
         prefill: [T, V] float64 logits at every prompt position.
@@ -97,8 +97,8 @@ class Golden:
         prefill_error: max abs difference of transformers' float32 prefill logits to ``prefill``.
         decode_error: [N], the same for each decode step.
         margin: the smallest difference of the two largest logits over all N + 1 choices.
-        versions: of torch, transformers and numpy that made this.
-        norm_centre, query_share: of the weights, see `make_tensors`.
+        versions: versions of torch, transformers and numpy that made this.
+        norm_centre, query_share: parameters of the weights, see `make_tensors`.
     """
 
     name: str
@@ -119,10 +119,10 @@ class Golden:
     query_share: float = 1.0
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The checkpoint's weights, derived again.
+        """Derive the checkpoint's weights again.
 
         Raises:
-            ValueError: they differ from those that the oracle used.
+            ValueError: they differ from the oracle's.
         """
         tensors = make_tensors(self.seed, self.shapes, self.norm_centre, self.query_share)
         if digest(tensors) != self.weights_sha256:
@@ -130,7 +130,7 @@ class Golden:
         return tensors
 
     def save(self, root: pathlib.Path) -> None:
-        """Writes ``root/name/{config.json,case.json,logits.npz}``."""
+        """Write ``root/name/{config.json,case.json,logits.npz}``."""
         folder = root / self.name
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.config)
@@ -144,7 +144,7 @@ _ARRAY_KEYS = ("prefill", "decode", "decode_error")
 
 
 def write_json(path: pathlib.Path, value: Mapping) -> None:
-    """Indented JSON, with lists on one line and a final newline."""
+    """Write indented JSON, with lists on one line and a final newline."""
     lines = ",\n".join(f"  {json.dumps(key)}: {_json_value(item)}" for key, item in value.items())
     path.write_text("{\n" + lines + "\n}\n")
 
@@ -156,7 +156,7 @@ def _json_value(value: object) -> str:
 
 
 def load(folder: pathlib.Path) -> Golden:
-    """Reads one case's folder."""
+    """Read one case's folder."""
     case = json.loads((folder / "case.json").read_text())
     case["shapes"] = {name: tuple(shape) for name, shape in case["shapes"].items()}
     with np.load(folder / "logits.npz", allow_pickle=False) as arrays:
@@ -165,12 +165,12 @@ def load(folder: pathlib.Path) -> Golden:
 
 
 def names(root: pathlib.Path) -> list[str]:
-    """Names of the cases below ``root``, sorted."""
+    """Return the names of the cases below ``root``, sorted."""
     return sorted(path.parent.name for path in root.glob("*/case.json"))
 
 
 def write_checkpoint(golden: Golden, folder: pathlib.Path) -> pathlib.Path:
-    """Writes the case as a Hugging Face folder (config.json and safetensors, an index if sharded); returns it."""
+    """Write the case as a Hugging Face folder (config.json and safetensors, an index if sharded); return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(golden.config, indent=2))
     tensors = golden.tensors()

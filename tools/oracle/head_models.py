@@ -1,4 +1,4 @@
-"""The original heads behind one interface: the names and shapes of their checkpoints, and their answers."""
+"""The original draft heads with a common interface: the names and shapes of their checkpoints, and their outputs."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Head(Protocol):
     """A tiny head, empty until it is loaded.
 
     Attributes:
-        width: of the features that it reads.
+        width: width of the features that it reads.
     """
 
     width: int
 
     def shapes(self) -> Shapes:
-        """Its float32 tensors under the names of its format; what it borrows under its own names, too."""
+        """Return its float32 tensors under its format's names, and borrowed tensors under its own names."""
 
     def load(self, tensors: Tensors) -> None:
-        """Takes all tensors of ``shapes``, and those that are no weights."""
+        """Load all tensors of ``shapes``, and those that are not weights."""
 
     def answer(self, features: torch.Tensor, tokens: torch.Tensor, chain_tokens: torch.Tensor) -> Tensors:
-        """``answers`` of `HeadGolden` for features [T, F], tokens [T], chain tokens [4]."""
+        """Compute ``answers`` of `HeadGolden` for features [T, F], tokens [T], chain tokens [4]."""
 
     def tree(self, features: torch.Tensor, tokens: torch.Tensor) -> Tensors:
-        """``tree_answers`` of `HeadGolden`."""
+        """Compute ``tree_answers`` of `HeadGolden`."""
 
 
 @contextlib.contextmanager
 def building(dtype: torch.dtype) -> Iterator[None]:
-    """What is built herein has ``dtype``; for float64 that holds of all that asks for float32, too."""
+    """Build modules in ``dtype``; with float64, explicit requests for float32 yield float64, too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -56,14 +56,14 @@ def building(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(dtype: torch.dtype) -> Iterator[None]:
-    """Runs without gradients; in float64, a float32 result raises."""
+    """Run without gradients; in float64, a float32 result raises."""
     with building(dtype), torch.no_grad(), NoFloat32() if dtype == torch.float64 else contextlib.nullcontext():
         yield
 
 
 class Eagle:
-    """EAGLE-1/2 and EAGLE-3 as their authors have them. ``Model.forward`` gives hidden states; the head's logits follow
-    as in ``topK_genrate``."""
+    """EAGLE-1/2 and EAGLE-3 by their authors. ``Model.forward`` returns hidden states; the head's logits follow as in
+    ``topK_genrate``."""
 
     def __init__(self, sources: types.SimpleNamespace, case: HeadCase) -> None:
         self._third = case.method == "eagle3"
@@ -119,7 +119,7 @@ class Eagle:
 
 
 class _AtOnce:
-    """A head as its trainer runs it: T + 4 positions at a time, and each of them drafts on by itself.
+    """A head as its trainer runs it: T + 4 positions at a time, each of which drafts on independently.
 
     In pass k, position i is fed its own hidden state of pass k - 1 and the token at i + 1 + k; it attends to positions
     up to i in pass 0, and to itself in the passes since. At the last pair, that is the chain.
@@ -131,8 +131,8 @@ class _AtOnce:
         raise NotImplementedError
 
     def passes(self, features: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-        """Hidden states and logits [1, T + 4, .] of each pass over features [1, T + 4, F]; ``tokens`` has the ids of
-        each pass, [1, T + 4]."""
+        """Return hidden states and logits [1, T + 4, .] of each pass over features [1, T + 4, F]; ``tokens``: ids [1, T
+        + 4] of each pass."""
         raise NotImplementedError
 
     def answer(self, features: torch.Tensor, tokens: torch.Tensor, chain_tokens: torch.Tensor) -> Tensors:
@@ -157,7 +157,7 @@ def _weight_shapes(model: torch.nn.Module) -> Shapes:
 
 
 class SpecForge(_AtOnce):
-    """EAGLE-3 as SpecForge's `OnlineEagle3Model` runs it while training."""
+    """EAGLE-3 as SpecForge's `OnlineEagle3Model` runs it in training."""
 
     def __init__(self, sources: types.SimpleNamespace, case: HeadCase) -> None:
         config = transformers.LlamaConfig(**case.config)
@@ -185,7 +185,7 @@ class SpecForge(_AtOnce):
 
 
 class Speculators(_AtOnce):
-    """EAGLE-3 in the package speculators: its own forward, whose head and norm are watched."""
+    """EAGLE-3 in the package speculators: its own forward, with hooks on its head and norm."""
 
     def __init__(self, sources: types.SimpleNamespace, case: HeadCase) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -224,10 +224,10 @@ class Speculators(_AtOnce):
 
 
 class Medusa:
-    """Medusa's heads over given last hidden states.
+    """Medusa heads over given last hidden states.
 
-    Its ``[ResBlock(...)] * layers`` makes one block that is applied several times: a checkpoint holds it as often, and
-    loads the last. Where blocks are to differ, as other engines read them, they are objects of their own.
+    The original's ``[ResBlock(...)] * layers`` applies one block several times: a checkpoint has a copy per layer, and
+    loading keeps the last. For blocks that differ, as other engines read them, they are separate objects.
     """
 
     def __init__(self, sources: types.SimpleNamespace, case: HeadCase) -> None:

@@ -1,9 +1,9 @@
-"""The multi-token prediction layer of DeepSeek-V3, of transformers' parts.
+"""The multi-token prediction layer of DeepSeek-V3, built from transformers' modules.
 
-transformers has no such layer: it leaves its tensors unread. It has all of its parts. They are put together as in the
-report (arXiv 2412.19437, section 2.2), with what vLLM 0.33.0 does where published weights or the report leave it open:
-the embedding is the first half of what ``eh_proj`` reads (the report writes it second) and is zero at position 0; the
-state after ``shared_head.norm`` is what is fed back.
+transformers has no such layer: it leaves its tensors unread. It has all the modules, which are combined as in the
+report (arXiv 2412.19437, section 2.2), with vLLM 0.33.0's choices where published weights or the report leave it open:
+the embedding is the first half of the input of ``eh_proj`` (the report writes it second) and is zero at position 0; the
+state after ``shared_head.norm`` is fed back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tools.oracle.run import build, checkpoint_shapes, read_checkpoint
 
 
 class DeepseekMTP:
-    """A target of N layers and, as its layer N, one that predicts. A checkpoint holds both."""
+    """A target of N layers and an MTP layer as its layer N. A checkpoint holds both."""
 
     def __init__(self, sources: object, case: HeadCase) -> None:
         layers = case.config["num_hidden_layers"]
         self._config = case.config | {"num_hidden_layers": layers + 1}
         self._model = build(self._config, torch.get_default_dtype())
         self._layer = self._model.model.layers[layers]
-        self._layer.self_attn.layer_idx = 0  # of its own cache
+        self._layer.self_attn.layer_idx = 0  # index in its own cache
         self._prefix = f"model.layers.{layers}."
         hidden, vocabulary, norm = case.config["hidden_size"], case.config["vocab_size"], self._model.model.norm
         norms = {name: type(norm)(hidden, norm.variance_epsilon) for name in ("enorm", "hnorm", "norm")}
@@ -50,7 +50,7 @@ class DeepseekMTP:
     def _states(
         self, features: torch.Tensor, tokens: torch.Tensor, start: int, cache: transformers.DynamicCache
     ) -> torch.Tensor:
-        """Post-norm states [t, H] of pairs at positions ``start``, ``start`` + 1, ..."""
+        """Return post-norm states [t, H] of pairs at positions ``start``, ``start`` + 1, ..."""
         parts, length = self._parts, len(tokens)
         positions = torch.arange(start, start + length)
         embedded = parts["embed_tokens"](tokens)

@@ -1,10 +1,10 @@
-"""Asks the original implementations of draft heads, in float64 and in float32 (docs/oracle.md, "Draft heads").
+"""Oracle of draft heads: runs the original implementations in float64 and in float32 (docs/oracle.md, "Draft heads").
 
     python -m tools.oracle.heads make --out tests/goldens/heads --eagle DIR --medusa DIR
     python -m tools.oracle.heads check tests/goldens/heads --eagle DIR --medusa DIR
     python -m tools.oracle.heads list
 
-DIR is a checkout of the project that a case names as its original; cases without one are left out.
+DIR is a checkout of the project that a case names as its original; cases without one are skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEED_TRIES = 100
 Sources = Mapping[str, types.SimpleNamespace]
 Arrays = dict[str, np.ndarray]
 
-# By checkout: how it is imported, and what makes a head of it.
+# By checkout: its importer, and the constructor of a head.
 Importer = Callable[[pathlib.Path], types.SimpleNamespace]
 _CHECKOUTS: dict[str, tuple[Importer | None, Callable[[Any, HeadCase], Head]]] = {
     "eagle": (originals.eagle, Eagle),
@@ -56,7 +56,7 @@ def build(case: HeadCase, sources: Sources, dtype: torch.dtype) -> Head:
 
 
 def inputs(seed: int, width: int, chain: int) -> Arrays:
-    """Features of unit variance [T, width], tokens [T] and tokens of a chain, from ``seed``."""
+    """Return features of unit variance [T, width], tokens [T] and tokens of a chain, from ``seed``."""
     features = uniform(seed, "features", (PAIRS, width)) * np.float32(3.0**0.5)
     tokens = _tokens(seed, "tokens", PAIRS)
     return {"features": features.astype(np.float64), "tokens": tokens, "chain_tokens": _tokens(seed, "chain", chain)}
@@ -67,8 +67,8 @@ def _tokens(seed: int, name: str, length: int) -> np.ndarray:
 
 
 def vocabulary_map(seed: int, case: HeadCase) -> dict[str, dict[str, Any]]:
-    """``d2t``, what to add to a draft id to have the target's, and the mask ``t2d``, where the head has a vocabulary
-    of its own."""
+    """Return ``d2t``, the offset from a draft id to the target's, and the mask ``t2d``, if the head has its own
+    vocabulary."""
     size = case.config.get("draft_vocab_size", VOCABULARY)
     if size == VOCABULARY:
         return {}
@@ -81,7 +81,7 @@ def vocabulary_map(seed: int, case: HeadCase) -> dict[str, dict[str, Any]]:
 
 
 def ask(case: HeadCase, sources: Sources, seed: int) -> HeadGolden | None:
-    """The original's answers under ``seed``; None if rounding changes its tree: try another seed."""
+    """Return the original's outputs under ``seed``; None if rounding changes its tree: try another seed."""
     heads = {dtype: build(case, sources, dtype) for dtype in (torch.float64, torch.float32)}
     everything = heads[torch.float32].shapes()
     own = {name: shape for name, shape in everything.items() if name not in case.borrows}
@@ -114,7 +114,7 @@ def ask(case: HeadCase, sources: Sources, seed: int) -> HeadGolden | None:
 
 
 def _copies(case: HeadCase, shapes: Shapes) -> dict[str, str]:
-    """Of blocks that are one and the same, the later are copies of the first."""
+    """Return the case's copies; where blocks are shared, the later blocks are copies of the first."""
     if not case.shared_blocks:
         return case.copies
     parts = {name: name.split(".") for name in shapes if ".linear." in name}
@@ -131,10 +131,10 @@ def _answers(head: Head, dtype: torch.dtype, case: HeadCase, tensors: Arrays, gi
 
 
 def make(case: HeadCase, sources: Sources, seed: int) -> HeadGolden:
-    """The first acceptable answer at ``seed``, ``seed + 1``, ...
+    """Return the first acceptable record at ``seed``, ``seed + 1``, ...
 
     Raises:
-        RuntimeError: none of ``SEED_TRIES`` seeds is.
+        RuntimeError: none of ``SEED_TRIES`` seeds is acceptable.
     """
     for candidate in range(seed, seed + SEED_TRIES):
         golden = ask(case, sources, candidate)
@@ -148,7 +148,7 @@ def make(case: HeadCase, sources: Sources, seed: int) -> HeadGolden:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command; return the exit code."""
     torch.set_num_threads(1)
     options = _parser().parse_args(arguments)
     return options.command(options)

@@ -1,8 +1,8 @@
-"""Golden records of draft heads: what `tools.oracle.heads` writes and tests read. Needs numpy and safetensors only.
+"""Golden records of draft heads, written by `tools.oracle.heads`, read by tests. Needs numpy and safetensors.
 
 golden = read_head(pathlib.Path("tests/goldens/heads/eagle3-original"))
 folder = write_head_checkpoint(tmp_path, golden)  # config.json and model.safetensors, as the head is published
-faults = golden.faults(hidden=..., logits=..., chain_hidden=..., chain_logits=...)  # [] if all are near enough
+faults = golden.faults(hidden=..., logits=..., chain_hidden=..., chain_logits=...)  # [] if all are within limits
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _CASE_KEYS = ("method", "original", "seed", "weights_sha256", "versions", "tree"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadGolden:
-    """One tiny head's answers. Sizes: T pairs, F width of a feature, H of the head, V of what it chooses from.
+    """Golden outputs of one tiny head. Sizes: T pairs, F width of a feature, H of the head, V of its vocabulary.
 
-    Pair i is the target's feature at position i with the token at position i + 1. The chain goes on from the last
-    pair: step k is fed the hidden state before it and ``chain_tokens[k]``, at position T + k.
+    Pair i is the target's feature at position i with the token at position i + 1. The chain continues from the last
+    pair: step k is fed the previous hidden state and ``chain_tokens[k]``, at position T + k.
 
     Attributes:
-        name: of the case, and of its folder.
+        name: name of the case, and of its folder.
         method: "eagle3", "eagle", "medusa" or "mtp".
-        config: config.json as a dict, in the words of the head's format. For "mtp" it is the target's.
-        original: whose code answered, and what of it.
-        seed: of weights, features and tokens.
+        config: config.json as a dict, with the field names of the head's format. For "mtp" it is the target's.
+        original: the implementation, and its classes, that computed the outputs.
+        seed: seed of weights, features and tokens.
         shapes: float32 checkpoint tensors, as the format names them.
-        integers: checkpoint tensors that are no weights, by name: their ``dtype`` and ``values``.
-        copies: tensors in ``shapes`` that hold the same as another: name -> name.
-        target_shapes: what the head borrows from its target, under the target's names.
+        integers: checkpoint tensors that are not weights, by name: their ``dtype`` and ``values``.
+        copies: tensors in ``shapes`` that are duplicates of another: name -> name.
+        target_shapes: tensors that the head shares with its target, under the target's names.
         weights_sha256: ``digest`` of all of these.
-        features: [T, F], float64 with values that float32 holds exactly.
+        features: [T, F], float64 with values that float32 represents exactly.
         tokens: [T] target ids.
         chain_tokens: [4] target ids; empty for "medusa".
-        answers: float64, by name: ``hidden`` [T, H], what is fed back; ``logits`` [T, V]; ``chain_hidden`` [4, H];
+        answers: float64, by name: ``hidden`` [T, H], the state fed back; ``logits`` [T, V]; ``chain_hidden`` [4, H];
             ``chain_logits`` [4, V]. "medusa" has only ``logits`` [heads, T, V].
         error: for each answer the max abs error of the original in float32: one for a first pass, one a chain step.
-        tree: None, or {"total_tokens", "depth", "top_k"} that EAGLE-2's dynamic tree after the T pairs is drawn with.
+        tree: None, or {"total_tokens", "depth", "top_k"}, the settings of EAGLE-2's dynamic tree after the T pairs.
         tree_answers: the tree's ``draft_tokens`` [N], ``retrieve_indices`` [leaves, longest path] (-1: no node),
             ``tree_mask`` [N, N] and ``tree_position_ids`` [N]; node 0 is the last of ``tokens``. Empty without a tree.
-        versions: of torch, transformers and numpy that made this.
+        versions: versions of torch, transformers and numpy that made this.
     """
 
     name: str
@@ -74,10 +74,10 @@ class HeadGolden:
     versions: dict[str, str]
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The head's checkpoint, derived again.
+        """Derive the head's checkpoint again.
 
         Raises:
-            ValueError: it, or the target's part, differs from what the oracle used.
+            ValueError: it, or the borrowed tensors of the target, differ from the oracle's.
         """
         tensors = derive(self.seed, self.shapes, self.integers, self.copies)
         if digest(tensors | self.target_tensors()) != self.weights_sha256:
@@ -85,16 +85,16 @@ class HeadGolden:
         return tensors
 
     def target_tensors(self) -> dict[str, np.ndarray]:
-        """What the head borrows: ``model.embed_tokens.weight`` and ``lm_head.weight``, or one of them, or nothing."""
+        """Return the borrowed tensors: ``model.embed_tokens.weight``, ``lm_head.weight``, both or none."""
         return make_tensors(self.seed, self.target_shapes)
 
     def limit(self, answer: str) -> np.ndarray:
-        """The largest error allowed: twice the original's in float32, and 1e-6 of the largest number, which no
-        processor's order of summing reaches (docs/oracle.md)."""
+        """Return the largest error allowed: twice the original's in float32, and 1e-6 of the largest number, which
+        differences in the order of summation do not reach on any processor (docs/oracle.md)."""
         return 2.0 * self.error[answer] + 1e-6 * max(1.0, float(np.abs(self.answers[answer]).max()))
 
     def faults(self, **ours: np.ndarray) -> list[str]:
-        """One line for each of ``ours`` (arrays by the names of ``answers``) that is not within its limit."""
+        """Return a line for each of ``ours`` (arrays by the names of ``answers``) that is not within its limit."""
         return [line for answer, array in ours.items() for line in self._faults(answer, np.asarray(array, np.float64))]
 
     def _faults(self, answer: str, ours: np.ndarray) -> list[str]:
@@ -107,7 +107,7 @@ class HeadGolden:
         return [f"{self.name}: {answer} is off by {np.max(off):.2e}, {np.max(off / limit):.1f} times what is allowed"]
 
     def save(self, root: pathlib.Path) -> None:
-        """Writes ``root/name/{config.json,case.json,answers.npz}``."""
+        """Write ``root/name/{config.json,case.json,answers.npz}``."""
         folder = root / self.name
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.config)
@@ -124,20 +124,20 @@ def derive(
     integers: Mapping[str, Mapping[str, Any]],
     copies: Mapping[str, str],
 ) -> dict[str, np.ndarray]:
-    """All tensors of a head's checkpoint."""
+    """Return all tensors of a head's checkpoint."""
     tensors = make_tensors(seed, shapes)
     tensors |= {name: tensors[other].copy() for name, other in copies.items()}
     return tensors | {name: np.array(given["values"], given["dtype"]) for name, given in integers.items()}
 
 
 def deviation(answer: str, ours: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Largest absolute difference: a scalar for a first pass, one a step for a chain."""
+    """Return the largest absolute difference: a scalar for a first pass, one a step for a chain."""
     off = np.abs(ours - expected)
     return off.max(-1) if answer.startswith("chain_") else off.max()
 
 
 def read_head(folder: pathlib.Path) -> HeadGolden:
-    """Reads one case's folder."""
+    """Read one case's folder."""
     case: dict[str, Any] = {"tree": None, "integers": {}, "copies": {}, "target_shapes": {}}
     case |= json.loads((folder / "case.json").read_text())
     for shapes in ("shapes", "target_shapes"):
@@ -157,9 +157,9 @@ def read_head(folder: pathlib.Path) -> HeadGolden:
 
 
 def write_head_checkpoint(folder: pathlib.Path, golden: HeadGolden) -> pathlib.Path:
-    """Writes the head as it is published, config.json and one safetensors file, and returns ``folder``.
+    """Write the head as it is published, config.json and one safetensors file, and return ``folder``.
 
-    A folder of "mtp" holds target and head. What a head borrows is not written: see ``target_tensors``.
+    A folder of "mtp" contains target and head. Borrowed tensors are not written: see ``target_tensors``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(golden.config, indent=2))

@@ -1,4 +1,4 @@
-"""What transformers computes within: hidden states and attention weights of some golden cases, in float64.
+"""Oracle of intermediate values in transformers: hidden states and attention weights of some golden cases, in float64.
 
 .venv-oracle/bin/python -m tools.oracle.inner tests/goldens/inner
 
@@ -21,8 +21,8 @@ CASES = (
     "gpt2-hub",
     "gpt_oss-hub",  # sinks, windows, experts
     "gemma2-score-cap",
-    "gemma3n_text-hub",  # streams, layers that read others' keys
-    "deepseek_v3-hub",  # latents
+    "gemma3n_text-hub",  # AltUp streams, shared KV layers
+    "deepseek_v3-hub",  # latent attention (MLA)
     "mixtral-window-passed-in-decode-head20",
     "lfm2-hub",
     "qwen3_next-hub",
@@ -42,10 +42,10 @@ def main(out: str) -> None:
 
 @torch.no_grad()
 def ask(golden: Golden) -> dict[str, np.ndarray]:
-    """Arrays, float32 copies of float64 answers to the first tokens of the prompt.
+    """Return float32 copies of float64 results for the first tokens of the prompt.
 
-    ``tokens`` [T]; ``hidden`` [layers + 1, *streams, T, d], whose last entry is behind the final norm where
-    transformers has it so; ``maps`` [layers that attend, heads, T, T].
+    ``tokens`` [T]; ``hidden`` [layers + 1, *streams, T, d], whose last entry is after the final norm where
+    transformers returns it so; ``maps`` [attention layers, heads, T, T].
     """
     model = build(golden.config, torch.float64)
     model.load_state_dict(read_checkpoint(golden.config, golden.tensors()))

@@ -1,7 +1,7 @@
-"""Other people's draft heads, imported from a checkout of their sources. None of their code is kept here.
+"""Third-party draft heads, imported from a checkout of their sources. None of their code is in this repository.
 
-Their programs import more than their heads need, some of it from versions of transformers long gone. What the heads do
-not need is replaced by empty modules, as long as the import lasts.
+Their programs import more than their heads need, some of it from obsolete versions of transformers. Modules that the
+heads do not need are replaced by empty ones during the import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 @contextlib.contextmanager
 def _importing(checkout: pathlib.Path, stubs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """``checkout`` first on the path, and modules named in ``stubs`` that hold what is said there."""
+    """Put ``checkout`` first on the path, and replace the modules named in ``stubs`` by the given contents."""
     if not checkout.is_dir():
         raise FileNotFoundError(f"{checkout}: no such checkout")
     replaced = {name: sys.modules[name] for name in stubs if name in sys.modules}
@@ -38,14 +38,14 @@ def _importing(checkout: pathlib.Path, stubs: Mapping[str, Mapping[str, Any]]) -
 
 
 class _Attributes:
-    """transformers' PretrainedConfig as of 2023: what it is told becomes attributes, ``rope_scaling`` as it is."""
+    """transformers' PretrainedConfig as of 2023: arguments become attributes, ``rope_scaling`` unchanged."""
 
     def __init__(self, **told: Any) -> None:
         vars(self).update(told)
 
 
 def eagle(checkout: pathlib.Path) -> types.SimpleNamespace:
-    """``Eagle3`` and ``Eagle1`` (Model of cnets.py and of cnets1.py) and ``Config`` of SafeAILab/EAGLE."""
+    """Import ``Eagle3`` and ``Eagle1`` (Model of cnets.py and of cnets1.py) and ``Config`` of SafeAILab/EAGLE."""
     with _importing(checkout, {"transformers.configuration_utils": {"PretrainedConfig": _Attributes}}):
         configs = importlib.import_module("eagle.model.configs")
     with _importing(checkout, {}):
@@ -54,19 +54,19 @@ def eagle(checkout: pathlib.Path) -> types.SimpleNamespace:
 
 
 def specforge(checkout: pathlib.Path) -> types.SimpleNamespace:
-    """``Model`` (LlamaForCausalLMEagle3) of sgl-project/SpecForge; without what trains it on several devices."""
+    """Import ``Model`` (LlamaForCausalLMEagle3) of sgl-project/SpecForge, without its distributed training."""
     stubs: dict[str, dict[str, Any]] = {
         "specforge.modeling.draft": {"__path__": [str(checkout / "specforge" / "modeling" / "draft")]},
         "specforge.utils": {"print_with_rank": lambda message: None},
         "specforge.distributed": {"get_sp_ring_group": None, "get_sp_ulysses_group": None},
     }
-    with _importing(checkout, stubs), warnings.catch_warnings(action="ignore"):  # flash_attn is not there
+    with _importing(checkout, stubs), warnings.catch_warnings(action="ignore"):  # flash_attn is missing
         module = importlib.import_module("specforge.modeling.draft.llama3_eagle")
     return types.SimpleNamespace(Model=module.LlamaForCausalLMEagle3)
 
 
 def speculators(folder: pathlib.Path) -> types.SimpleNamespace:
-    """``Model`` and ``Config`` of EAGLE-3 in the package speculators; without what reads its training data."""
+    """Import ``Model`` and ``Config`` of EAGLE-3 in the package speculators, without its readers of training data."""
     stubs: dict[str, dict[str, Any]] = {"speculators.train": {}, "speculators.train.data": {"BatchType": dict}}
     with _importing(folder, stubs):
         module = importlib.import_module("speculators.models.eagle3")
@@ -74,7 +74,7 @@ def speculators(folder: pathlib.Path) -> types.SimpleNamespace:
 
 
 class Features(torch.nn.Module):
-    """Stands where Medusa has a language model: its last hidden states are the features that it is given."""
+    """Replacement of Medusa's language model: its last hidden states are the given features."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _NoTokenizer:
 
 
 def medusa(checkout: pathlib.Path) -> types.SimpleNamespace:
-    """Of FasterDecoding/Medusa: ``Model`` (MedusaModelABC over ``Features``), ``ResBlock``, ``evaluate_posterior``."""
+    """Import Medusa: ``Model`` (MedusaModelABC over ``Features``), ``ResBlock``, ``evaluate_posterior``."""
     mistral = type("Mistral", (Features,), {})
     stubs: dict[str, dict[str, Any]] = {
         "medusa.model.modeling_llama_kv": {"LlamaForCausalLM": Features},

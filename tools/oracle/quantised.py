@@ -1,9 +1,9 @@
-"""Weights and logits that other people's readers make of quantised folders.
+"""Oracle of quantised folders: weights and logits as third-party readers compute them.
 
     python -m tools.oracle.quantised IDS.npy OUT FOLDER...     writes OUT/<folder's name>.npz
 
-transformers loads what compressed-tensors and bitsandbytes describe. The packages that read GPTQ and AWQ need a GPU
-or a compiler for one: these files are read here, as their formats are described, and none of jaxinfer's code is used.
+transformers loads the formats of compressed-tensors and bitsandbytes. The packages that read GPTQ and AWQ need a GPU
+or a compiler for one: these files are read here, following their format descriptions, without any of jaxinfer's code.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from safetensors.numpy import load_file, save_file
 Tensors = dict[str, np.ndarray]
 
 _WORD = 32
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the nibbles of eight outputs lie within a word
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the nibbles of eight outputs within a word
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes for each folder ``logits`` [n, t, vocabulary] of the ids, and ``weights/<name>`` [out, in], in float32;
-    where inputs are to be rounded, ``rounded`` as well: the logits with that."""
+    """Write for each folder ``logits`` [n, t, vocabulary] of the ids, and ``weights/<name>`` [out, in], in float32;
+    with quantised inputs also ``rounded``, the logits with those."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     ids = torch.from_numpy(np.load(arguments[0], allow_pickle=False)).long()
@@ -39,17 +39,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def answers(folder: pathlib.Path, ids: torch.Tensor) -> Tensors:
-    """Weights and logits of one folder.
+    """Return weights and logits of one folder.
 
     Raises:
-        ValueError: transformers misses tensors, or does not know what to do with some.
+        ValueError: transformers reports missing or unexpected tensors.
     """
     config = json.loads((folder / "config.json").read_text())
     described = config["quantization_config"]
     method = described["quant_method"]
     if method in _READERS:
         return _of_read(folder, ids, _READERS[method])
-    if method == "bitsandbytes":  # whose products on a CPU are of bfloat16
+    if method == "bitsandbytes":  # its products on a CPU are of bfloat16
         return _of(_loaded(folder).dequantize(), ids)
     plain = transformers.CompressedTensorsConfig(dequantize=True)
     found = _of(_loaded(folder, quantization_config=plain), ids)
@@ -80,7 +80,7 @@ def _of(model: transformers.PreTrainedModel, ids: torch.Tensor) -> Tensors:
 
 
 def _of_read(folder: pathlib.Path, ids: torch.Tensor, read: Callable[[Tensors, str, Mapping], np.ndarray]) -> Tensors:
-    """Weights and logits by way of a folder of plain weights."""
+    """Return weights and logits by way of a folder of dequantised weights."""
     config = json.loads((folder / "config.json").read_text())
     described = config.pop("quantization_config")
     packed: Tensors = {}
@@ -97,15 +97,15 @@ def _of_read(folder: pathlib.Path, ids: torch.Tensor, read: Callable[[Tensors, s
 
 
 def _bits(words: np.ndarray, bits: int) -> np.ndarray:
-    """Whole numbers [rows, n * 32 / bits] of little-endian streams of bits in int32 words [rows, n]."""
+    """Unpack integers [rows, n * 32 / bits] from little-endian bit streams in int32 words [rows, n]."""
     stream = words.astype("<i4").view(np.uint32)[..., None] >> np.arange(_WORD, dtype=np.uint32) & 1
     fields = stream.reshape(len(words), -1, bits).astype(np.int64)
     return (fields << np.arange(bits)).sum(-1)
 
 
 def _gptq(packed: Mapping[str, np.ndarray], module: str, described: Mapping) -> np.ndarray:
-    """Frantar et al. 2022, as GPTQModel 7.7 stores it (version 1): zero points less one, taken from whole words where
-    none lies across two of them."""
+    """Dequantise GPTQ (Frantar et al. 2022) as GPTQModel 7.7 stores it (version 1): zero points less one, subtracted in
+    whole words if none crosses a word boundary."""
     bits, index = described["bits"], packed[f"{module}.g_idx"]
     scales = packed[f"{module}.scales"].astype(np.float32)
     codes = _bits(np.ascontiguousarray(packed[f"{module}.qweight"].T), bits)  # [out, in]
@@ -116,7 +116,7 @@ def _gptq(packed: Mapping[str, np.ndarray], module: str, described: Mapping) -> 
 
 
 def _awq(packed: Mapping[str, np.ndarray], module: str, described: Mapping) -> np.ndarray:
-    """Lin et al. 2023, as AutoAWQ's GEMM stores it: eight outputs in a word, in an order of their own."""
+    """Dequantise AWQ (Lin et al. 2023) as AutoAWQ's GEMM stores it: eight outputs in a word, interleaved."""
     group = described["group_size"]
     codes, zeros = (_outputs(packed[f"{module}.{part}"]) for part in ("qweight", "qzeros"))  # [in, out], [groups, out]
     index = np.arange(len(codes)) // (group if group > 0 else len(codes))

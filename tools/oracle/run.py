@@ -1,9 +1,9 @@
-"""Asks transformers: logits of a tiny model in float64 and in float32, at prefill and step by step with its KV cache.
+"""Oracle of model logits: transformers in float64 and in float32, at prefill and step by step with its KV cache.
 
-transformers computes parts of a float64 model in float32: the inverse frequencies, the angles and the cos and sin of
-RoPE (``.float()``, ``dtype=torch.float``), the variance and scaling of RMSNorm (``.to(torch.float32)``) and the softmax
-of attention (``dtype=torch.float32``). ``AllDouble`` turns these into float64 while the model is built and run, and
-``NoFloat32`` fails on any operation that still yields a float32 tensor, so that the reference is float64 throughout.
+transformers computes some steps of a float64 model in float32: the inverse frequencies, the angles and the cos and sin
+of RoPE (``.float()``, ``dtype=torch.float``), the variance and scaling of RMSNorm (``.to(torch.float32)``) and the
+softmax of attention (``dtype=torch.float32``). ``AllDouble`` turns these into float64 while the model is built and run,
+and ``NoFloat32`` fails on any operation that still yields a float32 tensor, so that the reference is all float64.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tools.oracle.golden import Golden, digest, make_tensors, uniform
 
 DECODE_STEPS = 32
 MIN_MARGIN = 0.005  # thousands of times the float32 error of these models: rounding cannot change a choice
-MIN_CHOICE = 1e-5  # the same of an indexer's scores: torch says nothing of equal ones, and rectified sums often are 0
+MIN_CHOICE = 1e-5  # the same for indexer scores: torch leaves ties undefined, and rectified sums often are 0
 MIN_DISTINCT = 6  # a model that repeats one token proves little about decoding
 SEED_TRIES = 500
 
 
 class AllDouble(TorchFunctionMode):
-    """Replaces every request for float32 by one for float64."""
+    """Replace every request for float32 by one for float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -44,7 +44,7 @@ class AllDouble(TorchFunctionMode):
 
 
 class NoFloat32(TorchDispatchMode):
-    """Raises as soon as an operation yields a float32 tensor."""
+    """Raise as soon as an operation yields a float32 tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -54,7 +54,7 @@ class NoFloat32(TorchDispatchMode):
 
 
 class Choices(TorchFunctionMode):
-    """Observes how far the scores that a model's indexers choose lie above those that they leave: ``margin``."""
+    """Observe ``margin``, the smallest gap between the scores that a model's indexers select and those they drop."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _widen(leaf: object) -> object:
 
 
 def config_json(case: Case) -> dict:
-    """The content of ``case``'s config.json, in its style."""
+    """Return the content of ``case``'s config.json, in its style."""
     config = {"architectures": [ARCHITECTURES[case.model_type]], "model_type": case.model_type, **case.config}
     config = COMMON.get(case.model_type, {"max_position_embeddings": 256, "hidden_act": "silu"}) | config
     if case.style == "hub":
@@ -91,14 +91,14 @@ def config_json(case: Case) -> dict:
 
 
 def read_config(config: Mapping) -> transformers.PreTrainedConfig:
-    """transformers' reading of a config.json, by way of a file as users have it."""
+    """Parse a config.json with transformers, by way of a file as users have it."""
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
         return transformers.AutoConfig.from_pretrained(folder)
 
 
 def build(config: Mapping, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """An empty model of ``dtype`` with eager attention; float64 throughout, buffers included, if that is ``dtype``."""
+    """Build a model of ``dtype`` without weights, with eager attention; for float64, buffers are float64, too."""
     parsed = read_config(config)
     if dtype != torch.float64:
         return _from_config(parsed, dtype)
@@ -107,14 +107,14 @@ def build(config: Mapping, dtype: torch.dtype) -> transformers.PreTrainedModel:
 
 
 def _from_config(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    # Falcon's eager attention adds ALiBi twice: within the mask, and by itself. What users get by default adds it once.
+    # Falcon's eager attention adds ALiBi twice: in the mask, and separately. The default attention adds it once.
     attention = "sdpa" if getattr(config, "alibi", False) else "eager"
     options = {"attn_implementation": attention, "experts_implementation": "eager"}
     return _auto_class(config.to_dict()).from_config(config, dtype=dtype, **options).eval()
 
 
 def _auto_class(config: Mapping) -> Any:
-    """Around a text model there may be one that takes images, too."""
+    """Return the auto class: text models may be wrapped in a model that takes images."""
     wrapper = any(name.endswith("ForConditionalGeneration") for name in config["architectures"])
     return transformers.AutoModelForImageTextToText if wrapper else transformers.AutoModelForCausalLM
 
@@ -122,7 +122,7 @@ def _auto_class(config: Mapping) -> Any:
 def checkpoint_shapes(
     model: transformers.PreTrainedModel, tables: Sequence[str] = ("embed",)
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a saved checkpoint: experts one by one where the hub has them so; ``tables``: see `Case`."""
+    """Return names and shapes of a saved checkpoint: experts as the hub stores them; ``tables``: see `Case`."""
     saved = revert_weight_conversion(model, model.state_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if not model.config.tie_word_embeddings:
@@ -133,7 +133,7 @@ def checkpoint_shapes(
 
 
 def read_checkpoint(config: Mapping, tensors: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """The weights under the names that the model has in memory, by way of a checkpoint that transformers loads."""
+    """Return the weights under the model's names in memory, by way of a checkpoint that transformers loads."""
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
@@ -146,13 +146,13 @@ def read_checkpoint(config: Mapping, tensors: Mapping[str, np.ndarray]) -> dict[
     return model.state_dict()
 
 
-# The wrapper of Llama 4 in transformers 5.24 reads from its text model's output what that has not.
+# Llama 4's wrapper in transformers 5.24 reads a field that its text model's output lacks.
 transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
 
 
 @torch.no_grad()
 def follow(model: transformers.PreTrainedModel, prompt: list[int], ids: list[int] | None) -> tuple[np.ndarray, ...]:
-    """Prefill logits [T, V] and decode logits [N, V]; feeds ``ids``, or the model's own greedy choices if None."""
+    """Return prefill logits [T, V] and decode logits [N, V]; feed ``ids``, or greedy choices if None."""
     out = model(input_ids=torch.tensor([prompt]), use_cache=True)
     prefill, decode, last = out.logits[0], [], out.logits[0, -1]
     for step in range(DECODE_STEPS):
@@ -164,8 +164,8 @@ def follow(model: transformers.PreTrainedModel, prompt: list[int], ids: list[int
 
 
 def follow_double(model: transformers.PreTrainedModel, prompt: list[int]) -> tuple[np.ndarray, ...]:
-    """``follow`` with its own greedy choices, float64 and nothing else."""
-    torch.set_default_dtype(torch.float64)  # of quotients of integers
+    """Run ``follow`` with greedy choices in float64 only."""
+    torch.set_default_dtype(torch.float64)  # dtype of quotients of integers
     try:
         with AllDouble(), NoFloat32():
             return follow(model, prompt, None)
@@ -174,19 +174,19 @@ def follow_double(model: transformers.PreTrainedModel, prompt: list[int]) -> tup
 
 
 def make_prompt(seed: int, length: int, vocabulary: int) -> list[int]:
-    """``length`` token ids that depend on ``seed``."""
+    """Return ``length`` token ids that depend on ``seed``."""
     return [int(value) for value in (uniform(seed, "prompt", (length,)) + 1.0) / 2.0 * vocabulary]
 
 
 def choices(prefill: np.ndarray, decode: np.ndarray) -> tuple[list[int], float]:
-    """The N + 1 greedy ids and the smallest margin between the best and the second logit."""
+    """Return the N + 1 greedy ids and the smallest margin between the best and the second logit."""
     rows = np.concatenate([prefill[-1:], decode])
     best = np.sort(rows, axis=-1)
     return [int(token) for token in rows.argmax(-1)], float((best[:, -1] - best[:, -2]).min())
 
 
 def ask(case: Case, seed: int) -> Golden | None:
-    """transformers' answers under ``seed``; None if a choice is close or the text monotonous: try another seed."""
+    """Return transformers' results under ``seed``; None if a choice is close or the text monotonous."""
     config = config_json(case)
     apart = {"tie_word_embeddings": False} if len(case.tables) > 1 else {}
     double, single = (build(config | apart, dtype) for dtype in (torch.float64, torch.float32))
@@ -223,7 +223,7 @@ def ask(case: Case, seed: int) -> Golden | None:
 
 
 def make(case: Case, seed: int) -> Golden:
-    """The first acceptable answer at ``seed``, ``seed + 1``, ...
+    """Return the first acceptable record at ``seed``, ``seed + 1``, ...
 
     Raises:
         RuntimeError: none of ``SEED_TRIES`` seeds has clear margins.

@@ -1,4 +1,4 @@
-"""Has PEFT read an adapter that somebody else has saved: its logits in float32.
+"""Logits of a given saved adapter by PEFT, in float32.
 
 python -m tools.oracle.saved_adapter BASE ADAPTER TOKENS OUT.npy     TOKENS: a list of ids as JSON
 """
@@ -16,7 +16,7 @@ import transformers
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes logits [time, vocabulary]."""
+    """Write logits [time, vocabulary]."""
     base, adapter, tokens, out = arguments
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")

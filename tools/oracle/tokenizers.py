@@ -1,4 +1,4 @@
-"""What ``AutoTokenizer`` makes of texts: ``python -m tools.oracle.tokenizers ASKED`` writes answers as lines of JSON.
+"""Oracle of tokenizers: ``python -m tools.oracle.tokenizers ASKED`` writes ``AutoTokenizer`` results as lines of JSON.
 
 ASKED is a JSON file with ``folders``, ``texts`` and ``chats`` (arguments of ``apply_chat_template``, rendered where a
 folder has a template; null where that fails); no code from a folder, and no network is used.
@@ -17,7 +17,7 @@ import transformers
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answers, folder by folder."""
+    """Print the results, folder by folder."""
     asked = json.loads(pathlib.Path(arguments[0]).read_text(encoding="utf-8"))
     transformers.logging.set_verbosity_error()
     for folder in asked["folders"]:
@@ -42,7 +42,7 @@ def _answer(folder: str, texts: Sequence[str], chats: Sequence[dict[str, Any]]) 
 def _rendered(tokenizer: Any, chat: dict[str, Any]) -> str | None:
     try:
         text: str = tokenizer.apply_chat_template(**chat, tokenize=False)
-    except (jinja2.TemplateError, TypeError):  # Python's own, of operators: text + None
+    except (jinja2.TemplateError, TypeError):  # raised by Python operators: text + None
         return None
     return text
 

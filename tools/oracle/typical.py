@@ -1,14 +1,14 @@
-"""Medusa's typical acceptance, by its own ``evaluate_posterior`` in float64.
+"""Oracle of Medusa's typical acceptance: its own ``evaluate_posterior`` in float64.
 
-``answers`` gives the arrays of ``tests/goldens/heads/typical.npz``:
+``answers`` returns the arrays of ``tests/goldens/heads/typical.npz``:
 
     temperature                 0.7
-    thresholds [2, 2]           (posterior_threshold, posterior_alpha): of its command line, of its code
+    thresholds [2, 2]           (posterior_threshold, posterior_alpha): defaults of its command line, of its code
     logits [64, V], tokens [64] of one position each
-    accepted [2, 64]            whether the token is, under each of the thresholds
+    accepted [2, 64]            whether the token is accepted, under each of the thresholds
     path_logits [16, 4, 4, V]   16 times four candidates of four tokens; the first token is always kept, and position i
     path_tokens [16, 4, 4]      of the logits judges token i + 1
-    best [2, 16], length [2, 16]  the candidate that is chosen, and how many tokens of it after the first
+    best [2, 16], length [2, 16]  the selected candidate, and its number of accepted tokens after the first
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tools.oracle.head_models import running
 TEMPERATURE = 0.7
 THRESHOLDS = ((0.09, 0.3), (0.3, 0.09))
 _VOCABULARY, _ROWS, _GROUPS, _CANDIDATES, _LENGTH = 48, 64, 16, 4, 4
-_CLEAR = 1e-5  # a probability this near to its threshold might be judged otherwise in float32
+_CLEAR = 1e-5  # a probability this near to its threshold might be judged differently in float32
 
 
 def answers(medusa: types.SimpleNamespace, seed: int = 1) -> dict[str, np.ndarray]:
-    """The arrays, from ``seed``.
+    """Return the arrays, from ``seed``.
 
     Raises:
         ValueError: a probability is too near to its threshold.
@@ -53,7 +53,7 @@ def answers(medusa: types.SimpleNamespace, seed: int = 1) -> dict[str, np.ndarra
 
 
 def _questions(seed: int, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits as a model has them, peaked here and flat there, in float32, and a likely token for each row."""
+    """Return float32 logits like a model's, some peaked and some flat, and a likely token for each row."""
     sharpness = np.float32(4.0) + np.float32(3.0) * uniform(seed, f"{name} sharpness", (*shape, 1))
     logits = sharpness * uniform(seed, f"{name} logits", (*shape, _VOCABULARY))
     rank = (uniform(seed, f"{name} rank", shape) + 1.0) ** 2 / 4.0 * 24.0
@@ -62,7 +62,7 @@ def _questions(seed: int, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray
 
 
 def _judge(medusa: types.SimpleNamespace, logits: np.ndarray, tokens: np.ndarray) -> list[tuple[int, int]]:
-    """Best candidate and accepted tokens of logits [candidates, length, V] under each of the thresholds."""
+    """Return best candidate and accepted tokens of logits [candidates, length, V] under each of the thresholds."""
     return [_once(medusa, torch.from_numpy(logits).double(), torch.from_numpy(tokens), *pair) for pair in THRESHOLDS]
 
 

@@ -2,7 +2,7 @@
 
     .venv-oracle/bin/python -m tools.oracle.unpickle FOLDER
 
-Draft heads are often published so. Tensors alone are taken (``weights_only``): nothing in the file is run.
+Draft heads are often published as pickles. Only tensors are loaded (``weights_only``): no code in the file is run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KINDS = (".bin", ".pt", ".pth")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path, help="holds *.bin, *.pt or *.pth")
     folder = parser.parse_args(arguments).folder
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(path: pathlib.Path) -> pathlib.Path:
-    """Write the tensors of a pickle beside it, and say where. Tensors that share memory are written each by itself."""
+    """Write the tensors of a pickle next to it, and return the path. Tensors that share memory are copied."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Has PEFT adapt a tiny model for images, and answer a text: its logits in float32.
+"""Logits of a tiny vision-language model with an adapter made by PEFT, for a text, in float32.
 
 python -m tools.oracle.wrapped_adapter FOLDER LORA TOKENS     LORA: arguments of LoraConfig, TOKENS: ids, both as JSON
 
@@ -43,7 +43,7 @@ TOKENS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 6
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the folder."""
+    """Write the folder."""
     folder, lora, tokens = arguments
     torch.set_num_threads(1)
     torch.manual_seed(0)

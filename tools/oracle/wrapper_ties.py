@@ -1,7 +1,7 @@
-"""Asks transformers which models around a text model tie its head, by what they and their ``text_config`` say.
+"""Oracle of tied heads: whether transformers ties the head of a wrapped text model, by both models' flags.
 
 ``python -m tools.oracle.wrapper_ties`` writes tests/goldens/wrapper_ties.json: for each architecture a list of
-(the wrapper's flag, the text model's, whether the head is tied); null is a flag that is not there.
+(the wrapper's flag, the text model's, whether the head is tied); null is a missing flag.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text"),
 }
-"""Model type of each, and of its text model; Gemma 3n's needs a package that the oracle has not."""
+"""Model type of each wrapper, and of its text model; Gemma 3n's needs a package that the oracle lacks."""
 _SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _FLAGS = (None, True, False)
@@ -54,7 +54,7 @@ def is_tied(architecture: str, outer: bool | None, inner: bool | None) -> bool:
 
 
 def rows() -> list[dict[str, Any]]:
-    """What the golden file holds."""
+    """Return the contents of the golden file."""
     return [
         {
             "architecture": name,

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_one(recipe: Recipe, split: corpus.Split, args: argparse.Namespace) -> None:
-    """Train (or go on), and write the best parameters to ``--out``."""
+    """Train (or resume), and write the best parameters to ``--out``."""
     _say(f"{recipe.name}: {recipe.steps} steps on {jax.devices()[0].device_kind}, seed {args.seed}")
     tokenizer = corpus.train_tokenizer(split.train, recipe.vocab)
     data, held_out = corpus.corpus(tokenizer, split.train), corpus.encode(tokenizer, split.validation)
@@ -76,12 +76,12 @@ def train_one(recipe: Recipe, split: corpus.Split, args: argparse.Namespace) -> 
 
 
 def checkpoint_name(recipe: Recipe, seed: int) -> str:
-    """Another recipe or another seed has another file, so that a run never goes on from what it would not have done."""
+    """Return a file name that is unique to recipe and seed, so that no run resumes from a different configuration."""
     return f"{recipe.name}-{zlib.crc32(repr((recipe, seed)).encode()):08x}.npz"
 
 
 def measure(recipe: Recipe, split: corpus.Split, where: pathlib.Path) -> dict[str, Any]:
-    """Losses of the stored weights on both held-out parts, in windows of the whole context."""
+    """Return losses of the stored weights on both held-out splits, in windows of the whole context."""
     tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
     model = build(recipe, 0)
     params = folder.stored_params(where, model)
@@ -101,7 +101,7 @@ def _scorer(model: Model, tokenizer: Tokenizer) -> Scorer:
 
 
 def ngram_baseline(split: corpus.Split) -> dict[str, Any]:
-    """Bits per character by order, and the order that the validation part chooses."""
+    """Return bits per character by order, and the order that is best on the validation split."""
     scores = {}
     for order in range(2, MAX_ORDER + 1):
         model = NGram.train(split.train, order)

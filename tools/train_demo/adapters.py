@@ -1,6 +1,6 @@
-"""Train the adapters that ship beside the demo model, or measure them: ``python -m tools.train_demo.adapters``.
+"""Train or measure the LoRA adapters that ship with the demo model: ``python -m tools.train_demo.adapters``.
 
-Each is of one author (`styles.py`), in PEFT's format: see `docs/demo_model.md`.
+Each is trained on one author (`styles.py`), in PEFT's format: see `docs/demo_model.md`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tools.train_demo.styles import STYLES, Style
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 BASE = "demo"
-MEASURED = 256  # tokens of a window whose loss is told
+MEASURED = 256  # tokens of a window in the reported losses
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The training of an adapter: the rate rises over ``warmup`` steps, and falls linearly to zero behind them."""
+    """Training schedule of an adapter: the rate rises over ``warmup`` steps, then falls linearly to zero."""
 
     steps: int
     rank: int = 8
@@ -90,7 +90,7 @@ def _missing(error: Exception, styles: dict[str, Style]) -> str:
 
 
 def train(model: Model, split: corpus.Split, plan: Schedule, seed: int, say: Callable[[str], None]) -> Adapter:
-    """An adapter after all steps of training on the first part of a text."""
+    """Train an adapter on the training split of a text; return it after all steps."""
     tokenizer = _tokenizer()
     data = corpus.Corpus(corpus.encode(tokenizer, split.train), [], tokenizer)
     update = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(_rate(plan), b2=0.99))
@@ -115,7 +115,7 @@ def _rate(plan: Schedule) -> optax.Schedule:
 
 
 def loss(adapter: Adapter, model: Model, windows: Int[Array, "rows window"]) -> Float[Array, ""]:
-    """Mean nats per token of a model with an adapter."""
+    """Return the mean nats per token of a model with an adapter."""
     logits = model.with_lora(adapter)(windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
@@ -131,7 +131,7 @@ def _step_function(model: Model, update: optax.GradientTransformation) -> Callab
 
 
 def measure(model: Model, split: corpus.Split, folder: pathlib.Path) -> dict[str, Any]:
-    """Losses of the base and of the stored adapter on the two parts that it was not trained on."""
+    """Return losses of the base and of the stored adapter on the two held-out splits."""
     adapter = read_adapter(folder, declared(model), max_rank=64)
     tokenizer, length = _tokenizer(), MEASURED
     result: dict[str, Any] = {"bytes": sum(file.stat().st_size for file in folder.iterdir()), "rank": adapter.rank}

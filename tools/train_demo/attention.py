@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.types import LayerSpec
 
-BLOCK = 128  # queries at once: their scores stay in the cache, where a whole window's fill the memory bus
+BLOCK = 128  # queries at once: their scores stay in the cache; those of a whole window would saturate the memory bus
 
 
 def blocked_attend(
@@ -20,9 +20,9 @@ def blocked_attend(
     scale: float,
     sinks: None = None,
 ) -> tuple[Float[Array, "rows time heads head_dim"], None]:
-    """Full attention, one block of queries after the other, each over the keys up to its end.
+    """Compute full attention, one block of queries after the other, each over the keys up to its end.
 
-    Scores are computed again for the gradient instead of kept: at 2,048 tokens a quarter of `causal_attend`'s time.
+    Scores are recomputed for the gradient instead of kept: at 2,048 tokens a quarter of `causal_attend`'s time.
     """
     del cache, layer, sinks
 

@@ -1,4 +1,4 @@
-"""The text, its split, its tokenizer, and the batches made of it."""
+"""Training text: its splits, its tokenizer, and its batches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 BOS, EOS, SYSTEM, USER, ASSISTANT = SPECIALS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
-CHAT_SHARE = 8  # one window in so many is a dialogue in the chat format
+CHAT_SHARE = 8  # one window in this many is a dialogue in the chat format
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The text by position: the first 90 % trains, the next 5 % chooses the checkpoint, the last 5 % is reported."""
+    """Splits of the text by position: 90 % trains, the next 5 % selects the checkpoint, the last 5 % is reported."""
 
     train: str
     validation: str
@@ -28,7 +28,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Speech:
-    """Speech of one character: the words, as token ids, and who says them."""
+    """Speech of one character: the words, as token ids, and the speaker."""
 
     speaker: str
     ids: list[int]
@@ -44,7 +44,7 @@ class Corpus:
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE (every text can be encoded); a sequence starts with ``<|bos|>``."""
+    """Train a byte-level BPE (every text can be encoded); a sequence starts with ``<|bos|>``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,12 +63,12 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Ids [n] int32 without special tokens."""
+    """Return ids [n] int32 without special tokens."""
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
 def corpus(tokenizer: Tokenizer, text: str) -> Corpus:
-    """Encode the training text, and cut it into speeches (``NAME:``, lines, an empty line)."""
+    """Encode the training text, and split it into speeches (``NAME:``, lines, an empty line)."""
     parts = (part.split(":\n", 1) for part in text.split("\n\n"))
     named = [(part[0], part[1]) for part in parts if len(part) == 2]
     encoded = tokenizer.encode_batch([words for _, words in named], add_special_tokens=False)
@@ -77,7 +77,7 @@ def corpus(tokenizer: Tokenizer, text: str) -> Corpus:
 
 
 def batch(data: Corpus, seed: int, step: int, rows: int, length: int) -> np.ndarray:
-    """Training windows [rows, length + 1] int32 of one step: a function of (seed, step) alone, so runs can resume."""
+    """Return training windows [rows, length + 1] int32, a function of (seed, step) alone, so runs can resume."""
     rng = np.random.default_rng([seed, step])
     return np.stack([_window(data, rng, length + 1) for _ in range(rows)])
 
@@ -90,7 +90,7 @@ def _window(data: Corpus, rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def _dialogue(data: Corpus, rng: np.random.Generator, length: int) -> np.ndarray:
-    """A scene in the chat format: one character is the assistant; every other time a system turn names it."""
+    """Return a scene in the chat format: one character is the assistant; half have a system turn with its name."""
     special = {name: data.tokenizer.token_to_id(name) for name in SPECIALS}
     index = int(rng.integers(len(data.speeches)))
     hero = data.speeches[(index + 1) % len(data.speeches)].speaker
@@ -106,5 +106,5 @@ def _dialogue(data: Corpus, rng: np.random.Generator, length: int) -> np.ndarray
 
 
 def read_text(folder: pathlib.Path) -> str:
-    """The text of ``folder/text/tinyshakespeare/input.txt``."""
+    """Read ``folder/text/tinyshakespeare/input.txt``."""
     return (folder / "text" / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")

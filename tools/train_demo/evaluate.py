@@ -19,7 +19,7 @@ ROWS = 2  # sequences of one forward pass
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Losses over a text, cut into windows that each start with BOS and know nothing of the one before."""
+    """Losses over a text, cut into windows that each start with BOS and are independent of the previous window."""
 
     characters: int
     tokens: int
@@ -29,7 +29,7 @@ class HeldOut:
 
 
 def windows(ids: Int[np.ndarray, " n"], bos: int, length: int) -> Int[np.ndarray, "rows window"]:
-    """[rows, length + 1]: BOS and ``length`` ids. The last window is filled with -1, which is not scored."""
+    """Return [rows, length + 1]: BOS and ``length`` ids. The last window is padded with -1, which is not scored."""
     rows = -(-len(ids) // length)
     padded = np.full(rows * length, -1, np.int32)
     padded[: len(ids)] = ids
@@ -37,7 +37,7 @@ def windows(ids: Int[np.ndarray, " n"], bos: int, length: int) -> Int[np.ndarray
 
 
 class Scorer:
-    """Losses of one model under any parameters; compiled once per window length."""
+    """Scorer of one model under any parameters; compiled once per window length."""
 
     def __init__(self, model: Model, bos: int) -> None:
         self._bos = bos
@@ -51,18 +51,18 @@ class Scorer:
         self._losses = jax.jit(losses)
 
     def token_losses(self, params: Any, cut: Int[np.ndarray, "rows window"]) -> Float[np.ndarray, "rows time"]:
-        """Nats of every token, float64, 0 where there is none."""
+        """Return nats of every token, float64, 0 for padding."""
         padded = np.full((-(-len(cut) // ROWS) * ROWS, cut.shape[1]), -1, np.int32)
         padded[: len(cut)] = cut
         parts = [np.asarray(self._losses(params, padded[row : row + ROWS])) for row in range(0, len(padded), ROWS)]
         return np.concatenate(parts)[: len(cut)].astype(np.float64)
 
     def mean(self, params: Any, ids: Int[np.ndarray, " n"], length: int) -> float:
-        """Nats per token over windows of ``length``."""
+        """Return nats per token over windows of ``length``."""
         return float(self.token_losses(params, windows(ids, self._bos, length)).sum() / len(ids))
 
     def held_out(self, params: Any, ids: Int[np.ndarray, " n"], characters: int, length: int) -> HeldOut:
-        """All measures of a text of so many characters, whose ids are ``ids``."""
+        """Return all measures of a text of ``characters`` characters and tokens ``ids``."""
         cut = windows(ids, self._bos, length)
         losses = self.token_losses(params, cut)
         total = float(losses.sum())
@@ -71,7 +71,7 @@ class Scorer:
 
 
 def _by_position(losses: Float[np.ndarray, "rows time"], scored: np.ndarray) -> dict[str, float]:
-    """Mean nats of the tokens at positions 0-63, 64-127, 128-255, ... of their window."""
+    """Return mean nats of the tokens at positions 0-63, 64-127, 128-255, ... of their window."""
     length = losses.shape[1]
     edges = [0, *(2**power for power in range(6, 20) if 2**power < length), length]
     return {

@@ -1,4 +1,4 @@
-"""The trained model as an ordinary Hugging Face folder."""
+"""Writing and reading the trained model as an ordinary Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = f"""\
 
 
 def write(folder: pathlib.Path, recipe: Recipe, model: Model, params: Any, tokenizer: Tokenizer) -> None:
-    """Weights rounded to bfloat16, configs, tokenizer and chat template."""
+    """Write weights rounded to bfloat16, configs, tokenizer and chat template."""
     save_params(folder, params, model.specs, recipe.config_json(), "bfloat16")
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config())
@@ -37,7 +37,7 @@ def write(folder: pathlib.Path, recipe: Recipe, model: Model, params: Any, token
 
 
 def stored_params(folder: pathlib.Path, model: Model) -> Any:
-    """The weights of ``folder`` as they were rounded, in float32."""
+    """Read the rounded weights of ``folder``, in float32."""
     return load_params(folder, model.specs, "float32")
 
 

@@ -1,4 +1,4 @@
-"""A character n-gram model to compare with: interpolated modified Kneser-Ney (Chen & Goodman 1999)."""
+"""Baseline character n-gram model: interpolated modified Kneser-Ney (Chen & Goodman 1999)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_ORDER = 10  # an n-gram is one int64: the alphabet's size to this power must
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The counts of one order. Contexts and n-grams are numbers in base ``alphabet``, the newest character last.
+    """Counts of one order. Contexts and n-grams are numbers in base ``alphabet``, the newest character last.
 
     Attributes:
         grams, kept: the sorted n-grams and their discounted counts.
@@ -28,7 +28,7 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class NGram:
-    """A trained model: orders 1 to n, and the alphabet (one place is for characters that training never showed)."""
+    """A trained model: orders 1 to n, and the alphabet (one index is for characters outside the training text)."""
 
     orders: tuple[Order, ...]
     alphabet: str
@@ -52,7 +52,7 @@ class NGram:
         return NGram(tuple(reversed(orders)), alphabet)
 
     def bits_per_character(self, text: str) -> float:
-        """Mean of -log2 p over ``text``, whose first character follows an empty line."""
+        """Return the mean of -log2 p over ``text``; characters before it count as unknown."""
         base = len(self.alphabet) + 1
         ids = _ids(text, self.alphabet)
         probability = np.full(len(ids), 1.0 / base)
@@ -67,14 +67,14 @@ def _ids(text: str, alphabet: str) -> Int[np.ndarray, " n"]:
 
 
 def _numbers(ids: Int[np.ndarray, " n"], length: int, base: int) -> Int[np.ndarray, " n"]:
-    """The n-gram that ends at each character; what stands before the first one counts as unknown characters."""
+    """Return the n-gram that ends at each character; positions before the first one count as unknown characters."""
     padded = np.concatenate([np.zeros(length - 1, np.int64), ids])
     windows = np.lib.stride_tricks.sliding_window_view(padded, length)
     return windows @ base ** np.arange(length - 1, -1, -1, dtype=np.int64)
 
 
 def _discounts(counts: Int[np.ndarray, " grams"]) -> Float[np.ndarray, "4"]:
-    """Discounts of counts of 0, 1, 2 and 3 or more."""
+    """Return the discounts of counts of 0, 1, 2 and 3 or more."""
     ones, twos, threes, fours = (max(int((counts == value).sum()), 1) for value in (1, 2, 3, 4))
     share = ones / (ones + 2 * twos)
     raw = np.array([0.0, 1 - 2 * share * twos / ones, 2 - 3 * share * threes / twos, 3 - 4 * share * fours / threes])
@@ -99,6 +99,6 @@ def _interpolated(
 
 
 def _find(table: Int[np.ndarray, " size"], values: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """Places of the values in the sorted table, -1 where there is none."""
+    """Return indices of the values in the sorted table, -1 for missing values."""
     at = np.minimum(np.searchsorted(table, values), len(table) - 1)
     return np.where(table[at] == values, at, -1)

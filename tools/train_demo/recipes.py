@@ -1,4 +1,4 @@
-"""Models of the demo: what is trained, and for how long."""
+"""Recipes of the demo models: shapes and training schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTEXT = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps of training on windows of one length."""
+    """Training steps on windows of one length."""
 
     steps: int
     rows: int
@@ -20,10 +20,10 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One model: its shape and its training.
+    """Recipe of one model: its shape and its training.
 
     The learning rate rises over ``warmup`` steps, stays, and falls linearly to zero over the last ``decay`` steps
-    (Hu et al. 2024), so the length of the constant part can be changed without repeating what came before.
+    (Hu et al. 2024), so the length of the constant phase can be changed without repeating the steps before.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Recipe:
         return self.stages[-1]
 
     def ends_stage(self, step: int) -> bool:
-        """Whether ``step`` steps complete a stage."""
+        """Return whether ``step`` steps complete a stage."""
         return step in itertools.accumulate(stage.steps for stage in self.stages)
 
     def config_json(self) -> dict[str, Any]:
-        """config.json as `transformers` writes it."""
+        """Return config.json as `transformers` writes it."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -108,7 +108,7 @@ RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT)}
 
 
 def quick(recipe: Recipe) -> Recipe:
-    """The same recipe, so small that it takes seconds."""
+    """Shrink a recipe so that it trains in seconds."""
     return dataclasses.replace(
         recipe,
         hidden=32,

@@ -1,4 +1,4 @@
-"""Texts of other authors: what each of the demo's adapters is trained on."""
+"""Texts of other authors, on which the demo's adapters are trained."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Style:
 
     Attributes:
         ebook: its number at Project Gutenberg; ``text/gutenberg/NUMBER.txt`` of the data folder.
-        begins: its first words: what stands before them is not the author's.
-        steps: of training.
+        begins: its first words: text before them is not the author's.
+        steps: training steps.
     """
 
     title: str
@@ -27,7 +27,7 @@ class Style:
     steps: int
 
     def read(self, data: pathlib.Path) -> str:
-        """The book: a paragraph a line, and an empty line behind each; plain quotes and dashes.
+        """Return the book: a paragraph a line, and an empty line after each; ASCII quotes and dashes.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -1,4 +1,4 @@
-"""Training: the project's own Llama, a dropout block through its `overrides`, optax."""
+"""Training with the project's own Llama, a dropout block through its `overrides`, and optax."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tools.train_demo.recipes import Recipe
 
 Tree = Any
 
-SHORT = 256  # tokens up to which the plain attention serves
+SHORT = 256  # tokens up to which unblocked attention is used
 
 
 def build(recipe: Recipe, seed: int) -> Model:
-    """An untrained model of the recipe's shape, float32."""
+    """Build an untrained model of the recipe's shape, float32."""
     model = abstract(recipe.config_json(), "float32", recipe.name)
     return model.replace(params=initial_params(model.specs, seed, recipe.layers))
 
 
 def initial_params(specs: Tree, seed: int, layers: int) -> Tree:
-    """Normal weights of variance 1 / fan-in; what writes to the residual stream is smaller (Radford et al. 2019)."""
+    """Draw normal weights of variance 1 / fan-in; residual output projections are smaller (Radford et al. 2019)."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(specs)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     residual = (2 * layers) ** -0.5
@@ -53,14 +53,14 @@ def initial_params(specs: Tree, seed: int, layers: int) -> Tree:
 
 
 def dropped(x: Float[Array, "..."], key: jax.Array, rate: float) -> Float[Array, "..."]:
-    """Dropout from 8-bit randoms: ``rate`` is rounded to 1/256."""
+    """Apply dropout with 8-bit random numbers: ``rate`` is rounded to 1/256."""
     threshold = round(rate * 256)
     keep = jax.random.bits(key, x.shape, jnp.uint8) >= threshold
     return jnp.where(keep, x * (256 / (256 - threshold)), 0.0)
 
 
 def dropout_block(rate: float) -> type[LlamaBlock]:
-    """A block with dropout on both of its residual branches. The layer's random key comes in the place of its cache."""
+    """Make a block class with dropout on both residual branches. The layer's random key is passed as its cache."""
 
     class DropoutBlock(LlamaBlock):
         def __call__(self, x: Any, rope: Any, attend: Any, cache: Any) -> tuple[Any, Any]:
@@ -73,7 +73,7 @@ def dropout_block(rate: float) -> type[LlamaBlock]:
 
 
 def training_loss(module: Llama, rate: float) -> Callable[[Tree, jax.Array, jax.Array], jax.Array]:
-    """Mean nats per token of windows [rows, length + 1], with dropout on the embeddings and on every block."""
+    """Make a function of mean nats per token of windows [rows, length + 1], with dropout on all blocks."""
     layers = range(len(module.config.layers))
     noisy = module.clone(overrides=tuple((index, dropout_block(rate)) for index in layers)) if rate else module
 
@@ -105,7 +105,7 @@ def schedule(recipe: Recipe) -> optax.Schedule:
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW with clipped gradients; norms do not decay."""
+    """Make AdamW with clipped gradients; norms do not decay."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
@@ -143,7 +143,7 @@ class Progress:
         partial.replace(file)
 
     def load(self, file: pathlib.Path) -> Progress:
-        """The progress stored in ``file``, in the structure of this one."""
+        """Load the progress stored in ``file``, in the structure of this one."""
         with np.load(file, allow_pickle=False) as stored:
             head, *arrays = [stored[name] for name in stored.files]
         structure = jax.tree.structure((self.params, self.opt_state, self.best))
@@ -160,9 +160,9 @@ def train(
     file: pathlib.Path,
     say: Callable[[str], None],
 ) -> Progress:
-    """Train ``model`` by ``recipe``, or go on from ``file``. ``validate(params, length)`` is the loss to choose by.
+    """Train ``model`` by ``recipe``, or resume from ``file``. ``validate(params, length)`` is the loss to select by.
 
-    A longer window starts the choice of the best anew: losses over windows of different lengths do not compare.
+    A longer window restarts the selection: losses over windows of different lengths do not compare.
     """
     update = optimizer(recipe)
     progress = Progress(0, model.params, update.init(model.params), model.params, np.inf, 0.0)

@@ -28,7 +28,7 @@ from tools.train_heads.recipes import RECIPES, HeadRecipe, quick
 from tools.train_heads.training import Texts, train
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
-PROMPTS, PROMPT_TOKENS = 24, 96  # held-out prompts that are measured, and the longest of them
+PROMPTS, PROMPT_TOKENS = 24, 96  # held-out prompts to measure, and the length of the longest
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -73,7 +73,7 @@ def recipe_of(method: str, args: argparse.Namespace) -> HeadRecipe:
 
 
 def train_one(recipe: HeadRecipe, split: corpus.Split, args: argparse.Namespace) -> None:
-    """Train (or go on), and write the best parameters to ``--out``."""
+    """Train (or resume), and write the best parameters to ``--out``."""
     target = load_model(args.target, "float32", show_progress=False)
     learnt = corpus.corpus(tokenizer_of(args.target), split.train)
     rows = generated(target, learnt, recipe.text, args.seed, args.work_dir, _say)
@@ -91,12 +91,12 @@ def train_one(recipe: HeadRecipe, split: corpus.Split, args: argparse.Namespace)
 
 
 def checkpoint_name(recipe: HeadRecipe, seed: int, target: str) -> str:
-    """Another recipe, seed or target has another file, so that no run goes on from what it would not have done."""
+    """Return a file name unique to recipe, seed and target, so that no run resumes from a different configuration."""
     return f"{recipe.method}-{zlib.crc32(repr((recipe, seed, target)).encode()):08x}.npz"
 
 
 def folder_name(method: str) -> str:
-    """Where a head of the demo model belongs."""
+    """Return the folder of a head of the demo model."""
     return DEMO_FOLDERS[f"demo-{method}"]
 
 
@@ -105,7 +105,7 @@ def tokenizer_of(target: str) -> Tokenizer:
 
 
 def measure(method: str, split: corpus.Split, args: argparse.Namespace) -> dict[str, Any]:
-    """Acceptance of the stored head behind prompts of the validation part, and behind those of the benchmark."""
+    """Measure acceptance of the stored head on prompts of the validation split, and on those of the benchmark."""
     unseen = corpus.corpus(tokenizer_of(args.target), split.validation)
     named = [unseen.tokenizer.encode(f"{name}:").ids for name in SPEAKERS]
     kinds = {"held out": prompts(unseen, args.seed, PROMPTS, PROMPT_TOKENS), "benchmark": named}

@@ -1,4 +1,4 @@
-"""What of a head's drafts comes true, through the engine."""
+"""Acceptance of a head's draft tokens, measured through the engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 SPEAKERS = (
     *("ROMEO", "JULIET", "KING RICHARD III", "DUKE OF YORK"),
     *("First Citizen", "HAMLET", "CLIFFORD", "MENENIUS"),
-)  # whose names are the prompts of benchmarks/speculation.py
+)  # names that are the prompts of benchmarks/speculation.py
 
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """``length`` is 1 + accepted / drafts; ``by_position`` the share of drafts that came true up to each place."""
+    """Acceptance: ``length`` is 1 + accepted / drafts; ``by_position`` the share accepted up to each position."""
 
     drafts: int
     length: float
@@ -28,14 +28,14 @@ class Acceptance:
 
 
 def engine(target: str, method: str, head: str, longest: int) -> LLM:
-    """An engine of float32 that drafts at every step."""
+    """Build a float32 engine that drafts at every step."""
     settings: dict[str, Any] = {"max_num_seqs": TOGETHER * (1 + DRAFTS), "max_model_len": longest}
     drafts: dict[str, Any] = {"speculative": method, "speculative_model": head, "num_speculative_tokens": DRAFTS}
     return LLM(target, "float32", speculative_adaptive=False, show_progress=False, **settings, **drafts)
 
 
 def acceptance(llm: LLM, prompts: Sequence[list[int]], temperature: float, tokens: int = 128) -> Acceptance:
-    """Measure answers of so many tokens to ``prompts``."""
+    """Measure outputs of ``tokens`` tokens for ``prompts``."""
     before = llm.engine.stats()
     for at in range(0, len(prompts), TOGETHER):
         params = [

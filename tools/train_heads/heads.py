@@ -1,4 +1,4 @@
-"""Heads to be trained: without weights, with their first ones, and as a folder."""
+"""Heads to train: structure, initial weights, and writing them as a folder."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from jaxinfer.weights.safetensors.reader import SafetensorsFile
 from jaxinfer.weights.safetensors.writer import write_tensors
 from tools.train_heads.recipes import HeadRecipe, config_json
 
-NAMES = {"medusa": "0.0.linear.weight", "eagle3": "midlayer.fc"}  # what tells the layout of the authors' files
+NAMES = {"medusa": "0.0.linear.weight", "eagle3": "midlayer.fc"}  # tensors that identify the layout
 FILES = {"medusa": "medusa_lm_head.safetensors", "eagle3": "model.safetensors"}
 
 Tree = Any
 
 
 def most_frequent(rows: Int[np.ndarray, "..."], vocab: int, count: int) -> Int[np.ndarray, " count"]:
-    """The tokens that occur most, ascending."""
+    """Return the most frequent tokens, ascending."""
     counts = np.bincount(rows.reshape(-1), minlength=vocab)
     return np.sort(np.argsort(-counts, kind="stable")[:count])
 
 
 def build(recipe: HeadRecipe, target: Model, tokens: Int[np.ndarray, " draft_vocab"], seed: int) -> Model:
-    """An untrained head, float32, that may say ``tokens`` (of EAGLE-3): it begins with the target's table."""
+    """Build an untrained float32 head; EAGLE-3 drafts only ``tokens``, and starts with the target's table."""
     known = config_json(recipe, target.config, target.name)
     files = HeadFiles(known, {NAMES[recipe.method]}, target.config, target.cache_spec.windows)
     family = HEADS[recipe.method].family(files)
@@ -54,14 +54,14 @@ def build(recipe: HeadRecipe, target: Model, tokens: Int[np.ndarray, " draft_voc
 
 
 def _inverse(tokens: Int[np.ndarray, " draft_vocab"], vocab: int) -> Int[np.ndarray, " vocab"]:
-    """The head's id of each of the model's tokens, -1 where it has none."""
+    """Return the head's id of each of the model's tokens, -1 where it has none."""
     inverse = np.full(vocab, -1, np.int32)
     inverse[tokens] = np.arange(len(tokens))
     return inverse
 
 
 def _first_params(specs: Tree, table: jax.Array, seed: int) -> Tree:
-    """Normal weights of variance 1 / fan-in; Medusa's residual layers add nothing at first."""
+    """Draw normal weights of variance 1 / fan-in; Medusa's residual layers add zero at first."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(specs)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
 
@@ -73,7 +73,7 @@ def _first_params(specs: Tree, table: jax.Array, seed: int) -> Tree:
             return jnp.ones(spec.shape)
         if spec.init == "zeros" or name == "weight":
             return jnp.zeros(spec.shape)
-        scale = 0.5 if name in ("out", "down") else 1.0  # what writes to the residual stream
+        scale = 0.5 if name in ("out", "down") else 1.0  # projections into the residual stream
         return scale * spec.shape[spec.inputs or 0] ** -0.5 * jax.random.normal(key, spec.shape)
 
     made = [one(path, spec, key) for (path, spec), key in zip(leaves, keys, strict=True)]
@@ -81,7 +81,7 @@ def _first_params(specs: Tree, table: jax.Array, seed: int) -> Tree:
 
 
 def write(folder: pathlib.Path, recipe: HeadRecipe, head: Model, params: Tree, target: Model) -> None:
-    """A folder in the layout of the method's authors, weights rounded to bfloat16."""
+    """Write a folder in the layout of the method's authors, weights rounded to bfloat16."""
     specs = {name: spec for name, spec in head.specs.items() if name != MAP}
     save_params(folder, params, specs, config_json(recipe, target.config, target.name), "bfloat16")
     saved = folder / "model.safetensors"
@@ -92,7 +92,7 @@ def write(folder: pathlib.Path, recipe: HeadRecipe, head: Model, params: Tree, t
 
 
 def _vocabulary(head: Model) -> dict[str, np.ndarray]:
-    """``d2t``, what is added to each id of the head to make it the model's, and ``t2d``: which it has."""
+    """Return ``d2t``, the offset from the head's ids to the model's, and ``t2d``, the mask of its tokens."""
     known = np.asarray(head.params.get(MAP, np.arange(head.config.vocab_size))) >= 0
     tokens = np.flatnonzero(known)
     return {"d2t": tokens - np.arange(len(tokens)), "t2d": known}

@@ -1,7 +1,7 @@
-"""What heads learn: the target's distribution of the tokens that they will draft.
+"""Losses of draft heads against the target's distribution of the tokens to draft.
 
 EAGLE-3 learns from its own states ("training-time test", arXiv:2503.01840, 3.2): in turn j the layer reads the states
-of turn j - 1, one position later, and attends to what it would have attended to while drafting.
+of turn j - 1, one position later, and attends to the same states as when drafting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Guessed = list[tuple[jax.Array, jax.Array]]
 
 
 def states(target: Model, head: Model, tokens: Int[Array, "rows time"]) -> tuple[jax.Array, jax.Array]:
-    """What the head reads of each position, and the target's logits there."""
+    """Return the features that the head reads at each position, and the target's logits there."""
     module: Any = target.module.clone(taps=head.config.taps)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     bound = {"params": target.params}
@@ -37,7 +37,7 @@ def states(target: Model, head: Model, tokens: Int[Array, "rows time"]) -> tuple
 
 
 def guessed(head: Model, params: Tree, target: Model, tokens: Int[Array, "rows time"], count: int) -> Guessed:
-    """What the head guesses behind every position of ``tokens``, if all that it guessed before came true."""
+    """Return the head's guesses after every position of ``tokens``, given that its previous guesses were accepted."""
     features, logits = states(target, head, tokens)
     theirs = _logprobs(logits[:, 1:], head)
     if head.module.recurrent:
@@ -65,7 +65,7 @@ def _in_turns(
 
 
 def _logprobs(logits: Float[Array, "... vocab"], head: Model) -> Float[Array, "... draft_vocab"]:
-    """Log-probabilities of the tokens that the head may say: what it cannot say it need not learn."""
+    """Return log-probabilities of the tokens in the head's vocabulary: other tokens need not be learnt."""
     logprobs = jax.nn.log_softmax(logits)
     if MAP not in head.params:
         return logprobs
@@ -74,9 +74,9 @@ def _logprobs(logits: Float[Array, "... vocab"], head: Model) -> Float[Array, ".
 
 
 def turn_attend(turn: int) -> Attend:
-    """Attention while the token ``turn`` places behind the first one is drafted, for all positions at once.
+    """Make the attention for drafting ``turn`` positions after the first one, for all positions at once.
 
-    The cache holds keys and values of earlier turns. A position sees the first turn's up to ``turn`` places before it,
+    The cache has keys and values of earlier turns. A position sees the first turn's up to ``turn`` positions before it,
     which were made from the target's features, then one of each later turn: the head's own.
     """
 
@@ -109,12 +109,12 @@ def turn_attend(turn: int) -> Attend:
 
 
 def _shifted(pair: tuple[jax.Array, jax.Array], places: int) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of so many positions before; those before the first are not read."""
+    """Shift keys and values by ``places`` positions; the wrapped ones at the start are not read."""
     return jnp.roll(pair[0], places, axis=1), jnp.roll(pair[1], places, axis=1)
 
 
 def loss(head: Model, target: Model, recipe: HeadRecipe) -> Callable[[Tree, Tree, jax.Array], jax.Array]:
-    """Cross-entropy with the target's distribution, of (params, the target's params, tokens), discounted by guess."""
+    """Make the loss of (params, target's params, tokens): cross-entropy with the target, discounted by guess."""
     weights = [recipe.discount**place for place in range(recipe.guesses)]
 
     def total(params: Tree, known: Tree, tokens: Int[Array, "rows time"]) -> jax.Array:
@@ -130,8 +130,8 @@ def _nats(ours: Float[Array, "... n"], theirs: Float[Array, "... n"]) -> Float[A
 
 
 def measure(head: Model, params: Tree, target: Model, tokens: jax.Array, count: int) -> jax.Array:
-    """Means over all places by guess, [3, guesses]: the cross-entropy (nats), how often the likeliest token of those
-    that the head may say is the target's, and the probability that draws of both agree."""
+    """Return means over all positions by guess, [3, guesses]: cross-entropy (nats), how often the likeliest token in
+    the head's vocabulary is the target's, and the probability that draws agree."""
     found = []
     for ours, theirs in guessed(head, params, target, tokens, count):
         same = (jnp.argmax(ours, -1) == jnp.argmax(theirs, -1)).mean()

@@ -1,4 +1,4 @@
-"""Training of heads: text that the target wrote, and some that it learnt from."""
+"""Training of heads, on text that the target generated and some of its own training text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What a head is trained on.
+    """Training data of a head.
 
     Attributes:
-        written: rows that the target wrote.
-        held_out: others, by temperature.
+        written: rows that the target generated.
+        held_out: further generated rows, by temperature.
         learnt: the text that the target was trained on.
     """
 
@@ -45,7 +45,7 @@ class Texts:
         return Texts(written, {temperature: each[-held_out:] for temperature, each in rows.items()}, learnt)
 
     def batch(self, recipe: HeadRecipe, seed: int, step: int) -> Int[np.ndarray, "rows length"]:
-        """Rows of one step: a function of (seed, step) alone, so runs can resume."""
+        """Return the rows of one step: a function of (seed, step) alone, so runs can resume."""
         known = round(recipe.rows * recipe.corpus_share)
         rng = np.random.default_rng([seed, step])
         parts = [self.written[rng.integers(len(self.written), size=recipe.rows - known)]]
@@ -56,12 +56,12 @@ class Texts:
 
 
 def _joined(rows: Int[np.ndarray, "rows length"]) -> Int[np.ndarray, "1 longer"]:
-    """The rows as one sequence, which begins with the first one's BOS."""
+    """Join the rows into one sequence, which begins with the BOS of the first row."""
     return np.concatenate([rows[0], *(row[1:] for row in rows[1:])])[None]
 
 
 def optimizer(recipe: HeadRecipe) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, whose rate rises, stays and falls to zero; norms and biases do not decay."""
+    """Make AdamW with clipped gradients; the rate rises, stays and falls to zero; norms and biases do not decay."""
     peak = recipe.learning_rate
     rises, falls = optax.linear_schedule(0.0, peak, recipe.warmup), optax.linear_schedule(peak, 0.0, recipe.decay)
     border = max(recipe.warmup, recipe.steps - recipe.decay)
@@ -84,7 +84,7 @@ def train(
     file: pathlib.Path,
     say: Callable[[str], None],
 ) -> Progress:
-    """Train ``head`` by ``recipe``, or go on from ``file``. The best parameters have the least held-out loss."""
+    """Train ``head`` by ``recipe``, or resume from ``file``. The best parameters have the least held-out loss."""
     params = {name: value for name, value in head.params.items() if name != MAP}
     update = optimizer(recipe)
     progress = Progress(0, params, update.init(params), params, np.inf, 0.0)
@@ -112,8 +112,8 @@ def train(
 def measures(
     head: Model, params: Tree, target: Model, recipe: HeadRecipe, texts: Texts
 ) -> dict[float, dict[str, list[float]]]:
-    """By temperature of the held-out text and by guess: cross-entropy, how often the likeliest tokens are the same, and
-    how probable it is that draws agree."""
+    """Return, by temperature of the held-out text and by guess: cross-entropy, how often the likeliest tokens agree,
+    and how probably draws agree."""
     found = {}
     for temperature, rows in texts.held_out.items():
         parts = [

@@ -7,7 +7,7 @@ _FAMILIES = (llama, moe, mixtures, gemma, gemma4, phi3, deepseek, gpt, wrapped, 
 
 ARCHITECTURES: dict[str, str] = {kind: name for family in _FAMILIES for kind, name in family.ARCHITECTURES.items()}
 CASES: tuple[Case, ...] = tuple(case for family in _FAMILIES for case in family.CASES)
-# What config.json says where a case is silent, by model type; families that are not in it have the words of Llama.
+# Defaults of config.json for all cases, by model type; families without an entry use Llama's field names.
 COMMON: dict[str, dict] = gpt.COMMON | wrapped.COMMON | dense.COMMON | hybrid.COMMON | gemma4.COMMON
 
 __all__ = ["ARCHITECTURES", "CASES", "COMMON", "Case"]

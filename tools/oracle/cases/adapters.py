@@ -1,4 +1,4 @@
-"""Adapters that PEFT is asked about: one feature of LoRA, or one family, at a time. Plain data."""
+"""Cases of PEFT adapters: one feature of LoRA, or one family, at a time. Data only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AdapterCase:
         config: the model's config.json.
         lora: arguments of PEFT's LoraConfig.
         norm_centre: see `Case`.
-        storage: of the model's products: int8 or nf4, as bitsandbytes stores them; None: float32.
+        storage: storage of the model's linear weights: int8 or nf4, as bitsandbytes stores them; None: float32.
     """
 
     name: str
@@ -60,7 +60,7 @@ ADAPTERS = (
             "r": 2,
             "lora_alpha": 4,
             "target_modules": [*_QV, "k_proj", "down_proj"],
-            # PEFT saves them in the order of the alphabet, and the first that matches counts
+            # PEFT saves patterns in alphabetical order, and the first match counts
             "rank_pattern": {r".*layers\.1\..*(q|down)_proj": 1, "q_proj": 4, "v_.*": 3},
             "alpha_pattern": {"(q|k)_proj": 2, "^model.layers.0.self_attn.v_proj": 7, "k_proj": 9},
         },

@@ -1,6 +1,6 @@
-"""A model that parity is measured on: one switch, or one odd size, at a time. Plain data.
+"""Models for parity tests: one switch, or one odd size, at a time. Data only.
 
-``style`` "hub" means that config.json is written as given here, in the way of the checkpoints that people have
+``style`` "hub" means that config.json is written as given here, in the style of published checkpoints
 (``rope_theta`` and ``rope_scaling`` at the top level, ``torch_dtype``, defaults left out). "saved" means that
 transformers builds the configuration and saves it (``rope_parameters``, every field spelt out).
 """
@@ -14,22 +14,22 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model to ask transformers about.
+    """A model whose logits transformers computes.
 
     Attributes:
         name: unique; the first word is transformers' model type.
-        config: what config.json says beyond ``COMMON``.
+        config: fields of config.json in addition to ``COMMON``.
         style: "saved" or "hub", see the module's docstring.
         prompt_length: tokens.
-        shards: safetensors files to split the checkpoint into.
-        served: typical of its kind: a row of the checks that every family passes. At least one a model type.
-        overlooked: an edit of config.json that stands for what a reader of it may overlook: it must change the logits
+        shards: number of safetensors files of the checkpoint.
+        served: whether it is typical, for the checks that every family passes. At least one a model type.
+        overlooked: an edit of config.json that simulates an overlooked field: it must change the logits
             beyond the tolerance.
         norm_centre: the mean weight of norms: 0 where the model adds 1 to them.
-        query_share: what the weights of queries' norms are multiplied by: less than 1 where scores are not scaled,
-            which else were large, and rounding errors with them.
-        tables: of the table of embeddings ("embed") and the head ("head"), what the checkpoint of a tied model stores:
-            where it has both, they differ.
+        query_share: factor of the weights of query norms: less than 1 where scores are not scaled,
+            which else would be large, and rounding errors too.
+        tables: tensors that a tied model's checkpoint stores, the embedding table ("embed") and the head ("head"):
+            if both, they differ.
     """
 
     name: str

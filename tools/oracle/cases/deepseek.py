@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3, and models of their blocks: with sparse indexers, too."""
+"""DeepSeek-V2 and DeepSeek-V3, and models with their blocks, sparse indexers included."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _YARN = {"factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32,
 
 
 def _dense(layers: int, heads: int, **others: Any) -> dict:
-    """A model without experts: its first layers are all there are."""
+    """Return a model without experts: all of its layers are dense first layers."""
     common = {**sizes(64, 96, layers, heads, heads), **_LATENT, **_MOE, **_GROUPS, "first_k_dense_replace": layers}
     return {**common, **others}
 
@@ -137,16 +137,16 @@ def _sparse(heads: int = 4, **others: Any) -> dict:
 
 
 def _sparse_dense(layers: int = 2, heads: int = 4, **others: Any) -> dict:
-    """With sparse attention, and without experts."""
+    """Return a model with sparse attention, and without experts."""
     return _dense(layers, heads, **{"q_lora_rank": 20, **_INDEX, **others})
 
 
 _SHARED = ["full", "shared", "full", "shared"]
 SPARSE = (
     Case("deepseek_v32-dense-layers", _sparse_dense(), prompt_length=40, overlooked={"index_topk": 128}),
-    # Sequences are no longer than what a query attends to.
+    # Sequences are no longer than the number of tokens that a query attends to.
     Case("deepseek_v32-all-chosen", _sparse_dense(index_topk=128), prompt_length=40),
-    # The choice begins while decoding.
+    # Selection begins during decoding.
     Case("deepseek_v32-chosen-later", _sparse_dense(index_topk=40), prompt_length=30, overlooked={"index_topk": 39}),
     Case(
         "deepseek_v32-odd-sizes",

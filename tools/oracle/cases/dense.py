@@ -1,4 +1,4 @@
-"""Dense families that differ from Llama in norms, multipliers, positions or the order of their parts."""
+"""Dense families that differ from Llama in norms, multipliers, positions or the order of their operations."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "stablelm": "StableLmForCausalLM",
 }
 
-# What config.json says where a case is silent.
+# Defaults of config.json for all cases.
 COMMON: dict[str, dict] = {}
 
 

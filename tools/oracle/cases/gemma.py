@@ -37,7 +37,7 @@ GEMMA = (
     ),
 )
 
-# Both caps bend: scores reach 3 and more, logits 2.
+# Both caps have an effect: scores reach 3 and more, logits 2.
 _CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}
 
 GEMMA2 = (

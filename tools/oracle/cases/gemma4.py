@@ -1,4 +1,4 @@
-"""Gemma 3n and Gemma 4 as text models, alone and inside of those that take images and sounds."""
+"""Gemma 3n and Gemma 4 as text models, alone and inside multimodal models of images and audio."""
 
 import dataclasses
 from typing import Any
@@ -90,7 +90,7 @@ GEMMA4 = (
 
 _STREAMS: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 60,  # of 64: others have the first token's
+    "vocab_size_per_layer_input": 60,  # of 64: ids beyond use the first token's
     "head_dim": 16,
     "sliding_window": 8,
     "layer_types": [_S, _F, _S, _F],

@@ -1,4 +1,4 @@
-"""GPT-2, GPT-J, Phi-1/2 and Falcon: layer norms, plain MLPs, parallel blocks, learned and partly rotated positions."""
+"""GPT-2, GPT-J, Phi-1/2 and Falcon: layer norms, ungated MLPs, parallel blocks, learned and partial positions."""
 
 from tools.oracle.cases.case import Case, rope
 
@@ -9,7 +9,7 @@ ARCHITECTURES = {
     "falcon": "FalconForCausalLM",
 }
 
-# What config.json says where a case is silent, in the words of the family.
+# Defaults of config.json for all cases, with the field names of the family.
 COMMON = {
     "gpt2": {"n_positions": 256},
     "gptj": {"n_positions": 256},
@@ -27,7 +27,7 @@ def _model(hidden: int, layers: int, heads: int, **others: object) -> dict:
     return {"vocab_size": 64, **sizes, **others}
 
 
-# What the published files say besides: none of it changes a logit.
+# Further fields of the published files: none changes a logit.
 _GPT2_HUB = {"n_ctx": 256, "attn_pdrop": 0.1, "summary_type": "cls_index", "task_specific_params": {}}
 _GPTJ_HUB = {"rotary": True, "scale_attn_weights": True, "gradient_checkpointing": False, "n_inner": None}
 
@@ -109,7 +109,7 @@ _GROUPED = {"new_decoder_architecture": True, "num_kv_heads": 2}
 _RW = {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}
 
 FALCON = (
-    # As tiiuae/falcon-7b has it, where num_kv_heads says nothing.
+    # Config of tiiuae/falcon-7b, where num_kv_heads has no effect.
     Case(
         "falcon-7b-hub",
         _model(64, 2, 4, num_kv_heads=4, multi_query=True, parallel_attn=True, bias=False, alibi=False),

@@ -1,4 +1,4 @@
-"""Draft heads that are compared with the original implementations. Plain data."""
+"""Draft heads to compare with the original implementations. Data only."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ CHAIN = 4
 
 @dataclasses.dataclass(frozen=True)
 class HeadCase:
-    """A head to ask the original about.
+    """A draft head whose outputs the original implementation computes.
 
     Attributes:
         name: unique.
         method: see `tools.oracle.heads_golden.HeadGolden`.
-        original: whose code answers.
-        config: config.json, in the words of the format.
-        borrows: tensors that a published head leaves to its target: name in the head -> name in the target.
+        original: the implementation that computes the outputs.
+        config: config.json, with the field names of the format.
+        borrows: tensors that a published head shares with its target: name in the head -> name in the target.
         tree: settings of EAGLE-2's dynamic tree.
         checkout: the original's sources, by the command line's name for them.
-        shared_blocks: of Medusa: the blocks of one head are one and the same, as in the original.
-        copies: tensors that hold the same as another in the published format: name -> name.
+        shared_blocks: whether the blocks of one Medusa head are identical, as in the original.
+        copies: tensors that are duplicates of another in the published format: name -> name.
     """
 
     name: str
@@ -108,7 +108,7 @@ EAGLE3_SPECFORGE = (
 
 
 def _speculators(name: str, layer: dict | None = None, *, borrows: dict | None = None, **switches: Any) -> HeadCase:
-    """As speculators 0.9.0 saves it."""
+    """Build the case as speculators 0.9.0 saves it."""
     config = {
         "architectures": ["Eagle3Speculator"],
         "auto_map": {"": "config.Eagle3SpeculatorConfig"},
@@ -174,7 +174,7 @@ _OLDER_LAYER = {
 
 
 def _older_speculators() -> HeadCase:
-    """In the words of checkpoints of 2025."""
+    """Build the case with the field names of checkpoints of 2025."""
     case = _speculators("eagle3-speculators-hub", borrows=_EMBEDDING)
     later = ("eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm", "norm_before_fc", "norm_output")
     config = {key: value for key, value in case.config.items() if key not in later}
@@ -217,7 +217,7 @@ def _medusa(name: str, layers: int, *, shared: bool = True) -> HeadCase:
     )
 
 
-MEDUSA_HIDDEN = 48  # config.json of these heads has neither size: they are the target's
+MEDUSA_HIDDEN = 48  # config.json of these heads lacks both sizes: they are the target's
 MEDUSA_HEADS = (
     _medusa("medusa-one-layer", 1),
     _medusa("medusa-two-layers", 2),

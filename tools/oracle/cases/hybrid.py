@@ -1,4 +1,4 @@
-"""Models whose layers, some or all, have a state of fixed size: Qwen3-Next, Qwen3.5, LFM2, and those with Mamba-2."""
+"""Models with a recurrent state of fixed size in some or all layers: Qwen3-Next, Qwen3.5, LFM2, and Mamba-2 models."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ QWEN3_NEXT = (
             *(40, 56, 4, 4, 2),
             full_attention_interval=4,
             rope_theta=1e7,
-            rms_norm_eps=1e-4,  # outputs of a linear layer that are nearly zero blow roundings up
+            rms_norm_eps=1e-4,  # near-zero outputs of a linear layer amplify rounding errors
             partial_rotary_factor=0.25,
             decoder_sparse_step=1,
             norm_topk_prob=True,
@@ -149,7 +149,7 @@ _GRANITE = {
     "attention_multiplier": 0.3,
     "logits_scaling": 1.5,
     "shared_intermediate_size": 24,
-    "rms_norm_eps": 1e-2,  # outputs of Mamba layers that are nearly zero blow roundings up
+    "rms_norm_eps": 1e-2,  # near-zero outputs of Mamba layers amplify rounding errors
 }
 
 GRANITE = (

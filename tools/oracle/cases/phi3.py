@@ -8,7 +8,7 @@ ARCHITECTURES = {"phi3": "Phi3ForCausalLM"}
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict:
-    """The padding token must be in the vocabulary."""
+    """Return the sizes, with a padding token that is in the vocabulary."""
     return sizes(hidden, intermediate, layers, heads, kv_heads, pad_token_id=0, rms_norm_eps=1e-5, **others)
 
 

@@ -1,4 +1,4 @@
-"""Families near to Llama: other names of its switches, networks without a gate, other norms."""
+"""Families close to Llama: other names of its switches, ungated MLPs, other norms."""
 
 from typing import Any
 

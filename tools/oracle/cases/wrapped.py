@@ -1,4 +1,4 @@
-"""Text models inside of others, which have a vision tower: asked about texts alone."""
+"""Text models of vision-language models, tested on text alone."""
 
 from typing import Any
 
