@@ -1,15 +1,15 @@
-"""The tests that a change touches, whatever their tier; ``.ci/run`` runs them all, and others in the time that is left.
+"""Select the test files that a change touches, in every tier; ``.ci/run`` runs all of these first.
 
-python -m tests.affected            environment and path of each test file, those that the latest commit touches first
-python -m tests.affected --rest     those that the change does not touch, in turn
+python -m tests.affected            environment and path of each test file, those touched by the latest commit first
+python -m tests.affected --rest     the test files that the change does not touch, rotated by commit count
 
-A change is what has been committed since ``--base``, and what has not been committed yet. It touches a test file
+A change is everything committed since ``--base`` plus uncommitted changes. It touches a test file
 
 - that it changes, or whose helpers or conftest.py it changes;
-- in the folder that mirrors the changed module's package (jaxinfer/kv/radix.py: all of tests/kv), or the nearest one
-  around it that there is;
-- that imports the changed module, or for a kernel any module of its op;
-- that names a changed file which is no module (protos, templates, golden files).
+- in the folder that mirrors the changed module's package (jaxinfer/kv/radix.py: all of tests/kv), or in the nearest
+  existing parent of that folder;
+- that imports the changed module, or, for a kernel, any module of its op;
+- that names a changed file which is not a module (protos, templates, golden files).
 """
 
 import argparse
@@ -33,11 +33,11 @@ ALWAYS = (
     "tests/conftest.py",
     "tests/tiers.py",
 )
-"""Files that all tests share: what `make test` and the demo run in any case shows whether they work."""
+"""Files shared by all tests and therefore not matched to any: `make test` and the demo run in any case."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", help="commit that the change begins after (default: see default_base)")
     parser.add_argument("--rest", action="store_true", help="files of the slow tier that are not touched")
@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def default_base(repo: pathlib.Path) -> str:
-    """Where the branch leaves origin's; on that branch itself, the last commit a day older than the newest.
+    """Return the merge base with origin; on origin's own branch, the last commit a day older than the newest.
 
-    A clone of the main branch does not know what has landed of it. A base that is too old costs time alone: tests are
-    in the order of the commits that touch them, the newest first.
+    A clone of the main branch cannot tell which commits are new. A base that is too old costs only time: tests are
+    ordered by the commits that touch them, newest first.
     """
     origin = subprocess.run(
         ["git", "merge-base", "HEAD", "origin/HEAD"], cwd=repo, capture_output=True, text=True
@@ -68,14 +68,14 @@ def default_base(repo: pathlib.Path) -> str:
 
 
 def changed_files(repo: pathlib.Path, base: str) -> list[str]:
-    """Paths that differ from ``base``: not yet committed ones first, then the latest commit's, and so on."""
+    """Return the paths that differ from ``base``: uncommitted first, then those of the latest commit, and so on."""
     pending = [line[3:].rpartition(" -> ")[2] for line in _git(repo, "status", "--porcelain", "-uall").splitlines()]
     committed = _git(repo, "log", "--name-only", "--format=", f"{base}..HEAD").splitlines()
     return list(dict.fromkeys(path for path in (*pending, *committed) if path))
 
 
 class Suite:
-    """The test files of a source tree, and what each of them imports."""
+    """The test files of a source tree and the modules that each of them imports."""
 
     def __init__(self, repo: pathlib.Path) -> None:
         self.repo = repo
@@ -85,7 +85,7 @@ class Suite:
         self.tests = sorted(path.relative_to(repo).as_posix() for path in (repo / "tests").rglob("test_*.py"))
 
     def touched_by(self, changed: Sequence[str]) -> list[str]:
-        """Test files that a change of these paths touches, in the order of the paths."""
+        """Return the test files that a change of these paths touches, in the order of the paths."""
         found = dict[str, None]()
         for path in changed:
             if path not in ALWAYS:
@@ -93,7 +93,7 @@ class Suite:
         return list(found)
 
     def rest(self, touched: Sequence[str], turn: int) -> list[str]:
-        """All other files; each ``turn`` begins elsewhere, so that each of them is the first one day."""
+        """Return all other files, rotated by ``turn`` so that each file is first at some turn."""
         others = sorted(set(self.tests) - set(touched))
         start = turn * 37 % max(len(others), 1)
         return others[start:] + others[:start]
@@ -107,10 +107,10 @@ class Suite:
         return name in (_dotted(test), *self._helpers(test)) or self._mirrors(path, test) or self._imports(test, name)
 
     def _mirrors(self, path: pathlib.PurePosixPath, test: str) -> bool:
-        """A test file is in the folder that mirrors a module's package, or named after a module of the top."""
+        """Whether a test is in the folder that mirrors the module's package, or is named after a top-level module."""
         top, *folders = path.parent.parts or ("",)
         if top == "pallas_kernels":
-            return False  # tests/kernels names ops as it likes: imports tell
+            return False  # tests/kernels does not mirror the ops: imports decide
         if top == "jaxinfer" and not folders:
             return pathlib.PurePosixPath(test).stem == f"test_{path.stem}"
         mirror = pathlib.PurePosixPath("tests", *([] if top == "jaxinfer" else [top]), *folders)
@@ -126,14 +126,14 @@ class Suite:
         unit = _unit(name)
         return any(to == unit or to.startswith(f"{unit}.") for to in self._reached(test))
 
-    @functools.cache  # noqa: B019  one suite a process
+    @functools.cache  # noqa: B019 one suite per process
     def _reached(self, test: str) -> frozenset[str]:
-        """Modules that a test file or one of its helpers imports."""
+        """Return the modules that a test file or one of its helpers imports."""
         return frozenset(to for name in (_dotted(test), *self._helpers(test)) for to in self._direct(name))
 
     @functools.cache  # noqa: B019
     def _helpers(self, test: str) -> frozenset[str]:
-        """Modules of ``tests`` that a test file imports, by way of others, too."""
+        """Return the modules of ``tests`` that a test file imports, directly or indirectly."""
         seen, todo = set[str](), [_dotted(test)]
         while todo:
             more = {name for name in self._direct(todo.pop()) if name.startswith("tests.")} - seen
@@ -149,13 +149,13 @@ class Suite:
 
     @functools.cache  # noqa: B019
     def _strings(self, name: str) -> str:
-        """The text of a test file or helper, as far as it is strings: names of files are in them."""
+        """Return the string constants of a test file or helper, joined: file names occur in them."""
         nodes = self.modules[name].nodes if name in self.modules else []
         return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def _names(module: Module) -> Iterator[str]:
-    """What a module imports, and the commands that it starts as ``-m NAME``."""
+    """Yield the imports of a module and the strings that name a module (commands started as ``-m NAME``)."""
     yield from (target for _, target in module.imports)
     for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(PACKAGES + SCRIPTS):
@@ -163,7 +163,7 @@ def _names(module: Module) -> Iterator[str]:
 
 
 def _unit(name: str) -> str:
-    """What a test imports to be touched: a module itself; of a kernel, its op's package."""
+    """Return what a test must import to be touched: the module itself, or for a kernel the package of its op."""
     return ".".join(name.split(".")[:2]) if name.startswith("pallas_kernels.") else name
 
 
@@ -172,7 +172,7 @@ def _dotted(path: str) -> str:
 
 
 def _environments(path: pathlib.Path) -> Iterator[str]:
-    """Where a file has tests that `make test` leaves out."""
+    """Yield the environments of those tests in a file that `make test` leaves out."""
     source, place = path.read_text(encoding="utf-8"), environment_of(path)
     if place != "host" or is_slow(path) or "mark.slow" in source:
         yield place

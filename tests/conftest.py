@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-import tests.typecheck  # noqa: F401  jaxtyping imports `tests` alone and then looks the checker up in it
+import tests.typecheck  # noqa: F401 jaxtyping imports only `tests` and then looks the checker up in it
 from tests.tiers import is_slow
 
 TESTS = pathlib.Path(__file__).resolve().parent
 REPO = TESTS.parent
 LEFT_OUT = pytest.StashKey[int]()
 DEFAULT_TIER = "not slow and not parity and not fleet"
-"""As pyproject.toml has it: what runs where ``-m`` is not given."""
+"""Default of ``-m`` in pyproject.toml: the tests that run where no marker expression is given."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,14 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Random tests are the same in each run; `make attack` and the slow tier draw anew, and print what repeats them."""
+    """Fix Hypothesis seeds; with ``--fresh`` (`make attack`, slow tier) draw anew and print how to reproduce."""
     settings.register_profile("fixed", deadline=None, derandomize=True)
     settings.register_profile("fresh", deadline=None, print_blob=True)
     settings.load_profile("fresh" if config.getoption("--fresh") else "fixed")
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """Skip files without a test of the tier: to import all of them takes longer than a part of them runs."""
+    """Skip files without a test of the selected tier: importing all files takes longer than running some of them."""
     if not collection_path.match("test_*.py") or _named(config):
         return None
     match str(config.getoption("markexpr")).split():
@@ -61,13 +61,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _named(config: pytest.Config) -> bool:
-    """Paths were given and no tier: `pytest tests/quant` runs files of the slow tier, too."""
+    """Whether paths were given without a tier: `pytest tests/quant` also runs files of the slow tier."""
     return str(config.getoption("markexpr")) == DEFAULT_TIER and config.args_source is config.ArgsSource.ARGS
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """With ``--until``, leave out what would begin later."""
+    """Skip, with ``--until``, each test that would start after that time."""
     until: float | None = item.config.getoption("--until")
     if until is None or time.time() < until:
         return None
@@ -77,8 +77,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--until") is not None:
-        session.exitstatus = pytest.ExitCode.OK  # files that a change touches need not have a test of the tier
-    if hasattr(session.config, "workeroutput"):  # a process of xdist's
+        session.exitstatus = pytest.ExitCode.OK  # touched files may contain no test of the selected tier
+    if hasattr(session.config, "workeroutput"):  # an xdist worker
         session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
 
 
@@ -95,13 +95,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def repo() -> pathlib.Path:
-    """The root of the source tree."""
+    """Return the root of the source tree."""
     return REPO
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs() -> None:
-    """Share compiled programs between test processes: few models make most of the programs."""
+    """Share compiled programs between test processes: most programs belong to a few models."""
     if "jax" in sys.modules:
         from jaxinfer.compilations import cache
 
@@ -111,7 +111,7 @@ def shared_programs() -> None:
 
 @pytest.fixture
 def fresh_seed(request: pytest.FixtureRequest) -> int:
-    """A seed of this run alone, printed when the test fails; ``--seed`` names one."""
+    """Return a seed drawn for this run, printed when the test fails; ``--seed`` sets it."""
     named: int | None = request.config.getoption("--seed")
     seed = secrets.randbelow(10**9) if named is None else named
     print(f"repeat with --seed {seed}")
@@ -120,14 +120,14 @@ def fresh_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """The same in each run, unless ``--fresh`` asks for another one."""
+    """Return 0, the same seed in each run, unless ``--fresh`` requests a new one."""
     fresh: int = request.getfixturevalue("fresh_seed") if request.config.getoption("--fresh") else 0
     return fresh
 
 
 @pytest.fixture(scope="session")
 def test_data() -> pathlib.Path:
-    """The folder of real inputs: ``$JAXINFER_TEST_DATA``, else ``../shared/data``. Skips where it is absent."""
+    """Return the folder of real inputs: ``$JAXINFER_TEST_DATA``, else ``../shared/data``. Skips if it is absent."""
     asked = os.environ.get("JAXINFER_TEST_DATA")
     folder = pathlib.Path(asked) if asked else REPO.parent / "shared" / "data"
     if asked and not folder.is_dir():
@@ -139,7 +139,7 @@ def test_data() -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def oracle_python(request: pytest.FixtureRequest, repo: pathlib.Path) -> pathlib.Path:
-    """The oracle's interpreter; its environment is made if need be. Skips where no Python for it can be found."""
+    """Return the oracle's interpreter, creating its environment if needed. Skips if no suitable Python is found."""
     named = request.config.getoption("--oracle-python")
     if named is not None:
         return pathlib.Path(named).absolute()
@@ -158,6 +158,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _has_gpu() -> bool:
-    import jax  # the host-only tests run without it
+    import jax  # host-only tests run without jax
 
     return jax.default_backend() == "gpu"

@@ -1,4 +1,4 @@
-"""Models without a checkpoint, and requests that use every feature."""
+"""Models without a checkpoint, and requests that use every sampling feature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxinfer.weights import init_params
 
 
 def llama_json(**changes: Any) -> dict[str, Any]:
-    """A config.json of a tiny Llama."""
+    """Return the config.json of a tiny Llama."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -34,7 +34,7 @@ def llama_json(**changes: Any) -> dict[str, Any]:
 
 
 def random_model(dtype: str = "float32", seed: int = 0, gain: float = 6.0, **changes: Any) -> Model:
-    """A Llama with random weights, without a tokenizer.
+    """Return a Llama with random weights and no tokenizer.
 
     ``gain`` scales its matrices: at this width the usual deviation would give all tokens nearly the same logit.
     """
@@ -44,7 +44,7 @@ def random_model(dtype: str = "float32", seed: int = 0, gain: float = 6.0, **cha
 
 
 def medium_model(dtype: str, layers: int = 4) -> Model:
-    """Hidden 768, intermediate 2048: wide enough that a matrix product's bits depend on its row count."""
+    """Return a Llama of hidden size 768, intermediate size 2048: here the bits of a matmul depend on its row count."""
     return random_model(
         dtype,
         gain=1.0,
@@ -59,7 +59,7 @@ def medium_model(dtype: str, layers: int = 4) -> Model:
 
 
 def mixed_params(number: int, **changes: Any) -> SamplingParams:
-    """One of many different mixtures of sampling features, a function of ``number``."""
+    """Return a mixture of sampling features, a function of ``number``."""
     mixtures: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.8, "top_p": 0.9},
@@ -80,7 +80,7 @@ HEAD_NAMES = {"medusa": {f"{i}.0.linear.weight" for i in range(4)}, "eagle": {"f
 
 
 def random_head(method: str, model: Model, gain: float = 6.0, seed: int = 1, **changes: Any) -> Model:
-    """A draft head of random weights for a model; EAGLE-3's says half of the model's tokens alone."""
+    """Return a draft head with random weights for a model; for EAGLE-3 its draft vocabulary is half of the model's."""
     config, vocab = model.config, model.config.vocab_size
     taps = {"eagle_aux_hidden_state_layer_ids": [-1, 0, len(config.layers) - 2]}
     sizes = ("vocab_size", "hidden_size", "intermediate_size")

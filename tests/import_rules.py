@@ -1,6 +1,6 @@
-"""The rules of who may import whom, read from the syntax trees: nothing is imported, so nothing can hide.
+"""Import rules between packages, checked on the syntax trees: nothing is imported, so no import is missed.
 
-``violations(root)`` checks the packages under ``root``; the table ``STOREY`` is the design's order of rooms.
+``violations(root)`` checks the packages under ``root``; the table ``STOREY`` gives the layer of each package.
 """
 
 import ast
@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 PACKAGES = ("jaxinfer", "pallas_kernels")
 SCRIPTS = ("tools", "benchmarks")
-"""Of the source tree alone. They may import late and what pyproject.toml does not declare: some run elsewhere."""
+"""Packages of the source tree that are not installed. They may import late and import undeclared dependencies."""
 
-# A room may import rooms of lower storeys only: never one of its own storey (sideways), never one above.
+# A package may import packages of lower layers only: never of its own layer (sideways), never of a higher one.
 STOREY = {
     "brief": -1,
     "sampling_params": -1,
@@ -28,7 +28,7 @@ STOREY = {
     "formats": 0,
     "client": 1,
     "compilations": 1,
-    "v1": 1,  # the public name of protos/v1
+    "v1": 1,  # public name of protos/v1
     "config": 1,
     "parallel": 2,
     "planner": 2,
@@ -44,7 +44,7 @@ STOREY = {
     "engine": 7,
     "serve": 8,
     "draft_heads": 8,
-    # the doors, in the order in which they open one another
+    # entry points, each above those that it uses
     "loading": 9,
     "research": 9,
     "cli": 10,
@@ -60,11 +60,11 @@ STOREY = {
     "gpu_check": 12,
     "plan": 12,
     "__main__": 13,
-    "jaxinfer": 13,  # the package's own __init__
+    "jaxinfer": 13,  # jaxinfer/__init__.py
     "tools": 14,
     "benchmarks": 14,
 }
-# Within a room: a package (the longest that a module is in) may import those of lower storeys only.
+# Layers within a package: a module belongs to the longest matching name and may import names of lower layers only.
 STOREY_WITHIN = {
     "jaxinfer.engine.scheduling": 0,
     "jaxinfer.engine.execution": 1,
@@ -78,10 +78,10 @@ TEXT_NEEDS = {"formats", "sampling_params", "types"}
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]
 
-# May import by a computed name: the package's own lazy names; the command line, which reads a command's flags before it
-# imports what the command needs; the registry of families, which imports one when it is looked up; the check of
-# kernels, which finds the ops by folders; the check of a GPU, which has a module for each section, names kernels by
-# where they are, and measures engines of others where they are installed.
+# Modules that may import by a computed name: the package for its lazy names; the command line, which reads a command's
+# flags before it imports what the command needs; the registry of families, which imports a family on lookup; the kernel
+# check, which finds ops by folders; the GPU check, which has a module for each section, names kernels by their path and
+# measures other engines where they are installed.
 COMPUTES_NAMES = {
     "jaxinfer",
     "jaxinfer.cli.app",
@@ -92,18 +92,18 @@ COMPUTES_NAMES = {
     "jaxinfer.models.registry",
     "pallas_kernels.check.ops",
 }
-# Imports inside of functions: what is installed beside JAX decides what it can; a thread that stands back imports.
+# Modules that import inside functions: one needs packages that may be missing, one imports in an idle-priority thread.
 IMPORTS_LATE = {"jaxinfer.gpu_check.greedy", "jaxinfer.structured.helper"}
 
-# Imports tests, as nobody else does: the picture of the rooms is drawn from the table above.
+# The only module that imports tests: it draws the package diagram from the table above.
 IMPORTS_TESTS = "tools.draw_rooms"
 
-# Modules of a room that are doors themselves: nobody imports them.
+# Modules of a package that are entry points themselves: no other module imports them.
 SERVERS = {"jaxinfer.serve.__main__", "jaxinfer.serve.core.__main__", "jaxinfer.serve.keys"}
 
 WIRE = {"grpc", "google"}
 NUMERIC = {"jax", "flax", "numpy", "jaxtyping"}
-# What a room may import besides the standard library. Rooms above the engine: anything that pyproject.toml declares.
+# Third-party imports allowed per package. Packages above the engine may import anything that pyproject.toml declares.
 THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
     "brief": set[str](),
@@ -123,7 +123,7 @@ THIRD_PARTY = {
     "lora": {"jax", "jaxtyping", "numpy"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
-# Modules (and what lies below them) that run without jax; so does `import jaxinfer` itself.
+# Modules (with their submodules) that run without jax; so does `import jaxinfer` itself.
 NO_JAX = (
     "jaxinfer.__main__",
     "jaxinfer.bench",
@@ -190,7 +190,7 @@ IMPORT = (ast.Import, ast.ImportFrom)
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, its room, and what it imports (absolute dotted names) on which line."""
+    """A source file: its dotted name, its package, and its imports (absolute dotted names) with their lines."""
 
     name: str
     is_package: bool
@@ -212,7 +212,7 @@ class Module:
         return list(self.among(self.nodes))
 
     def among(self, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-        """What those of ``nodes`` import that are import statements."""
+        """Yield line and target of each import statement among ``nodes``."""
         for node in nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
@@ -230,7 +230,7 @@ class Module:
 
 
 def read_modules(root: pathlib.Path, packages: Sequence[str] = (*PACKAGES, *SCRIPTS)) -> dict[str, Module]:
-    """Every Python file of ``packages`` under ``root``, by dotted name."""
+    """Return every Python file of ``packages`` under ``root``, by dotted name."""
     modules = {}
     for path in sorted(p for package in packages for p in (root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -241,7 +241,7 @@ def read_modules(root: pathlib.Path, packages: Sequence[str] = (*PACKAGES, *SCRI
 
 
 def violations(root: pathlib.Path, declared: set[str]) -> list[str]:
-    """All broken rules, one sentence each. ``declared``: the third-party packages that pyproject.toml names."""
+    """Return all broken rules, one sentence each. ``declared``: the third-party packages that pyproject.toml names."""
     modules = read_modules(root)
     found = []
     for module in modules.values():
@@ -277,7 +277,7 @@ def _refusal(room: str, imported: str) -> str | None:
 
 
 def _refusal_within(name: str, imported: str) -> str | None:
-    """Of one room: its packages are in storeys, too."""
+    """Return why an import within one package breaks the order of its internal layers, or None."""
     here, there = _storey_within(name), _storey_within(imported)
     return None if here is None or there is None or there <= here else "upwards"
 
@@ -334,7 +334,7 @@ def _reached_from(start: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def _graph(modules: dict[str, Module], at_run_time: bool) -> dict[str, set[str]]:
-    """Module -> the modules it imports and, ``at_run_time``, the packages around it, whose __init__ run first."""
+    """Map each module to its imports and, with ``at_run_time``, its parent packages, whose __init__ run first."""
     graph = {}
     for module in modules.values():
         pairs = _run_time_imports(module) if at_run_time else module.imports
@@ -371,7 +371,7 @@ def _cycles(modules: dict[str, Module]) -> Iterator[str]:
 
 
 def resolve(target: str, modules: Collection[str]) -> str | None:
-    """The longest prefix of a dotted name that is a module here; None for other people's packages."""
+    """Return the longest prefix of a dotted name that is a module of this tree; None for third-party packages."""
     parts = target.split(".")
     prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((name for name in prefixes if name in modules), None)

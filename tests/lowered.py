@@ -1,4 +1,4 @@
-"""Programs with the choices of another platform, which run here."""
+"""Programs traced with the path choices of a GPU and run on this machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxinfer.sampling import search
 from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.grouped_matmul import groups
 
-_CHOOSERS: tuple[ModuleType, ...] = (top_k, search, groups, storage)  # those that XLA compiles whatever they choose
+_CHOOSERS: tuple[ModuleType, ...] = (top_k, search, groups, storage)  # modules whose every path XLA can compile
 
 
 def as_for_gpu(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``function``, which is no jitted one yet, traced as for a GPU. ``options``: of `jax.jit`."""
+    """Jit ``function`` (not jitted yet), traced as for a GPU. ``options`` are those of `jax.jit`."""
 
     @functools.wraps(function)
     def traced(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a change touches: ``.ci/run`` runs all of it."""
+"""Selection of the test files that a change touches: ``.ci/run`` runs all of them."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Records that show themselves in a few lines."""
+"""Short ``repr`` of records."""
 
 import dataclasses
 

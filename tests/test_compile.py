@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.compile`: what it leaves is all that a start needs."""
+"""`python -m jaxinfer.compile`: a start needs nothing beyond the programs that it leaves."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_settings_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Which path "auto" is depends on the GPU that programs are for, not on the machine that compiles them."""
+    """The path that "auto" selects depends on the target GPU, not on the machine that compiles."""
     within: list[bool] = []
 
     class Here:
@@ -113,7 +113,7 @@ def _have_plugins() -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels")
 def test_for_a_gpu_that_is_not_there(folder: pathlib.Path) -> None:
-    """The programs of an H100 and those of an H200, which has the same machine code, lie side by side."""
+    """Programs for H100 and H200, which share machine code, are kept as separate files."""
     kept = []
     for target in ("h100", "h200"):
         command = [sys.executable, "-m", "jaxinfer.compile", "--model", str(folder), *FLAGS]

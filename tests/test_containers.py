@@ -1,4 +1,4 @@
-"""The Dockerfile and the compose files as far as they can be read without a container engine."""
+"""Static checks of the Dockerfile and the compose files, without a container engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = "configs/deployments/container.yaml"
 
 @pytest.fixture(scope="module")
 def steps(repo: pathlib.Path) -> list[tuple[str, str]]:
-    """Instructions of the Dockerfile with their arguments."""
+    """Return the instructions of the Dockerfile with their arguments."""
     text = re.sub(r"^#.*\n", "", (repo / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.strip()]
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
@@ -42,7 +42,7 @@ def arguments(steps: list[tuple[str, str]], word: str) -> list[str]:
 
 
 def test_what_is_copied_is_what_a_wheel_is_built_from(repo: pathlib.Path, steps: list[tuple[str, str]]) -> None:
-    """tests/client/test_wheel.py builds one from the same files."""
+    """The COPY sources are the files from which tests/client/test_wheel.py builds a wheel."""
     copies = [rest.split() for rest in arguments(steps, "COPY") if not rest.startswith("--from")]
     sources = {source for copy in copies for source in copy[:-1]}
     assert sources == {"pyproject.toml", "README.md", "LICENSE", "jaxinfer", "pallas_kernels", SETTINGS}

@@ -1,4 +1,4 @@
-"""Attention over rows at any positions is the equation in float64; recurrences are those of the row alone."""
+"""Attention over rows at any positions matches float64; recurrences match those of the row alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def operands(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def expected_row(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: LayerSpec, sinks: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The equation, one query of one head at a time: results [time, heads, dim], weights [heads, time, time]."""
+    """Evaluate attention one query of one head at a time: results [time, heads, dim], weights [heads, time, time]."""
     time = len(q)
     mixed, weights = np.zeros(q.shape), np.zeros((HEADS, time, time))
     for head in range(HEADS):
@@ -69,7 +69,7 @@ def test_without_padding_it_is_causal_attend() -> None:
 
 
 def test_free_slots_are_not_seen() -> None:
-    """Whatever is in them."""
+    """The contents of free cache slots do not affect attention."""
     q, k, v = (jnp.asarray(x, jnp.float32) for x in operands())
     positions = positions_of(jnp.asarray(MASK))
     cache = new_cache(CacheSpec((LayerSpec(),), KV_HEADS, DIM), 3, 12, jnp.float32)
@@ -108,7 +108,7 @@ def test_a_recurrence_runs_over_tokens_and_keeps_the_state_behind_the_last() -> 
         np.testing.assert_allclose(out[row][live], want, atol=1e-6)
         np.testing.assert_allclose(after[row], before[-(taps - 1) :].T, atol=1e-6)
     out, after = jax.jit(Contiguous(positions[:, :1], positions).recur, static_argnums=0)(function, out[:, :1], after)
-    np.testing.assert_allclose(after[0], x[0, -2:].T, atol=1e-6)  # padding leaves it
+    np.testing.assert_allclose(after[0], x[0, -2:].T, atol=1e-6)  # padding leaves the state unchanged
 
 
 def test_states_are_of_the_models_dtype_or_exact() -> None:

@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.convert` as a user at a terminal meets it."""
+"""`python -m jaxinfer.convert` as used from a terminal."""
 
 import json
 import pathlib
@@ -20,7 +20,7 @@ from jaxinfer.weights import CheckpointError, save_params
 from jaxinfer.weights.native.manifest import MANIFEST
 from tests.fakes import llama_json, random_model
 
-COMPLETE = "layers_*[0-9]/_METADATA"  # of a part that has its name
+COMPLETE = "layers_*[0-9]/_METADATA"  # path of a completed parameter group: it has its final name
 FAST = ["--prompt", "ROMEO:", "--max-model-len", "128", "--temperature", "0", "--max-tokens", "12"]
 
 
@@ -113,7 +113,7 @@ def deep_source(folder: pathlib.Path) -> pathlib.Path:
 
 
 def killed(arguments: list[str], unfinished: pathlib.Path) -> dict[pathlib.Path, int]:
-    """The parts, with their times, that a conversion has completed when it is killed."""
+    """Kill a conversion midway; return the parameter groups that it completed, with their modification times."""
     running = subprocess.Popen([sys.executable, "-m", "jaxinfer.convert", *arguments])
     deadline = time.monotonic() + 120
     while len(list((unfinished / "params").glob(COMPLETE))) < 2 and time.monotonic() < deadline:
@@ -127,11 +127,11 @@ def killed(arguments: list[str], unfinished: pathlib.Path) -> dict[pathlib.Path,
 
 def assert_kept(kept: dict[pathlib.Path, int], unfinished: pathlib.Path, target: pathlib.Path) -> None:
     done = {path: (target / path.relative_to(unfinished)).stat().st_mtime_ns for path in kept}
-    assert sum(done[path] == before for path, before in kept.items()) >= len(kept) - 1  # one may not be noted yet
+    assert sum(done[path] == before for path, before in kept.items()) >= len(kept) - 1  # one may not be recorded yet
 
 
 def test_an_unfinished_folder_is_no_model(tmp_path: pathlib.Path, capsys) -> None:
-    """A process is killed in the middle: nothing has the folder's name, and the same command completes it."""
+    """A conversion killed midway leaves no folder of the final name; the same command completes it."""
     source, target, unfinished = deep_source(tmp_path / "source"), tmp_path / "new", tmp_path / "new.unfinished"
     kept = killed([str(source), str(target)], unfinished)
     assert not target.exists()
@@ -160,7 +160,7 @@ def test_a_quantized_folder_writes_the_same_in_both_formats(method: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["int8", "gptq"])
 def test_a_killed_quantization_goes_on(method: str, tmp_path: pathlib.Path, capsys) -> None:
-    """Behind the layers that it had finished, and it gives every bit of a run that was not killed."""
+    """A killed quantisation resumes after its completed layers; the result is bitwise that of an uninterrupted run."""
     source, target, unfinished = deep_source(tmp_path / "source"), tmp_path / "new", tmp_path / "new.unfinished"
     flags = ["--quantize", method, "--group-size", "-1", "--samples", "4", "--sequence-length", "64"]
     kept = killed([str(source), str(target), *flags], unfinished)
@@ -190,7 +190,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: pathlib.Path) -> None:
-    """16 layers of 13 MB: a few tensors are in memory at a time, and the pages of the mapped file that were read."""
+    """Converting 16 layers of 13 MB holds a few tensors and the mapped pages that were read, not the whole model."""
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
     model = random_model(**shape)
     specs = model.specs
@@ -209,7 +209,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: pathlib.Path) 
 def test_memory_of_quantizing_does_not_grow_with_the_number_of_layers(
     output_format: str, tmp_path: pathlib.Path
 ) -> None:
-    """Of 40 layers of 13 MB it holds what it holds of 10."""
+    """Quantising 40 layers of 13 MB needs no more memory than quantising 10."""
     grown = []
     for layers in (10, 40):
         shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": layers}

@@ -1,4 +1,4 @@
-"""What a user leaves open is chosen by platform, within what the user gave."""
+"""Platform defaults of engine settings that the user leaves unset, within the bounds of the set ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer.types import CacheSpec, LayerSpec, StateSpec
 
 GIB = 1 << 30
 CACHE = CacheSpec((LayerSpec(),) * 2, kv_heads=8, head_dim=128)
-RECURRENT = LayerSpec(attends=False, states=(StateSpec((512, 1024)),))  # a megabyte of a sequence
+RECURRENT = LayerSpec(attends=False, states=(StateSpec((512, 1024)),))  # 1 MB of state per sequence
 STATEFUL = CacheSpec((LayerSpec(), *(RECURRENT,) * 80), kv_heads=8, head_dim=128)
 
 
@@ -38,7 +38,7 @@ def test_a_gpu_fills_itself() -> None:
 
 
 def test_an_h200_has_the_defaults_of_an_h100() -> None:
-    """Three quarters of 139 and of 79 GiB, as JAX takes them by default."""
+    """Both have the same defaults at three quarters of 139 and of 79 GiB, the share that JAX takes by default."""
     assert of_platform("gpu", 104 * GIB)._replace(memory=0) == of_platform("gpu", 59 * GIB)._replace(memory=0)
 
 
@@ -97,7 +97,7 @@ def test_what_is_chosen_fits_what_was_given_or_that_is_refused_by_name(
     try:
         engine = resolve(config, CACHE, max_position=8192, itemsize=2, defaults=defaults)
     except EngineConfigError:
-        assert budget is not None or sizes is not None  # what is left open is never refused
+        assert budget is not None or sizes is not None  # defaults alone are never rejected
         return
     assert engine.prefill_sizes[-1] + engine.max_num_seqs <= engine.max_num_batched_tokens
     assert engine.prefill_sizes[-1] % page == 0
@@ -134,7 +134,7 @@ def test_a_processor_that_says_nothing_of_itself(tmp_path: pathlib.Path) -> None
 
 
 def test_the_hosts_memory_holds_the_pages_of_every_device() -> None:
-    """Each device's heads of a page on their own; of latents, which each of them has, every copy."""
+    """Host pages count the heads of every device separately, and every replica of latents."""
     heads = CacheSpec((LayerSpec(),) * 2, kv_heads=4, head_dim=16)
     latents = CacheSpec((LayerSpec(latent_rank=96),) * 2, kv_heads=1, head_dim=128)
     found = {}

@@ -1,4 +1,4 @@
-"""The documents keep their word: links lead somewhere, targets exist, the README's Python runs."""
+"""Checks of the documentation: links resolve, make targets exist, the README's Python runs."""
 
 import pathlib
 import re
@@ -51,7 +51,7 @@ def test_the_tour_names_functions(repo: pathlib.Path) -> None:
 
 
 def test_the_picture_is_that_of_the_import_rules() -> None:
-    """`python -m tools.draw_rooms` draws it anew."""
+    """The package diagram is current; `python -m tools.draw_rooms` regenerates it."""
     assert draw_rooms.PICTURE.read_text(encoding="utf-8") == draw_rooms.draw()
 
 
@@ -64,7 +64,7 @@ def test_the_step_is_that_of_the_engine(repo: pathlib.Path) -> None:
 
 
 def test_readme_python_runs(repo: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What needs a server is run by tests/serve/test_docs.py; the larger of the models that ship, by `make demo`."""
+    """The README's Python runs; tests/serve/test_docs.py covers server blocks, `make demo` the larger model."""
     found = re.findall(r"```python\n(.*?)```", (repo / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     blocks = [block for block in found if "localhost" not in block]
     (block,) = blocks
@@ -74,7 +74,7 @@ def test_readme_python_runs(repo: pathlib.Path, capsys: pytest.CaptureFixture[st
 
 
 def test_readme_is_one_screen_with_a_table_of_what_there_is(repo: pathlib.Path) -> None:
-    """Each row names rooms that exist."""
+    """The README has at most 80 lines, and each table row names existing packages."""
     text = (repo / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 80
     rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| \[[^|]+ \|$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Edited models: what cannot be served or saved is refused by name, and what is saved is loaded again."""
+"""Edited models: those that cannot be served or saved are rejected by name; saved ones load again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.quant.models import stored_and_plain
 
 
 def with_down(model: Model, down: Any) -> Model:
-    """The model with another ``layers_1.mlp.down``; None: with none."""
+    """Return the model with ``layers_1.mlp.down`` replaced; None: removed."""
     layer = model.params["layers_1"]
     mlp = {name: leaf for name, leaf in {**layer["mlp"], "down": down}.items() if leaf is not None}
     return model.replace(params={**model.params, "layers_1": {**layer, "mlp": mlp}})
@@ -76,7 +76,7 @@ def test_parameters_that_keep_a_dtype_of_their_own_are_as_their_spec_says() -> N
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A tiny Llama with the demo's tokenizer."""
+    """Return the folder of a tiny Llama with the demo's tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     demo, model = load_model("demo"), random_model(vocab_size=2048)
     save_params(folder, model.params, model.specs, llama_json(vocab_size=2048))

@@ -1,4 +1,4 @@
-"""Model families from outside of the package."""
+"""Model families defined outside of the package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMED = {"architectures": ["MyForCausalLM"]}
 
 @pytest.fixture
 def site(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder that Python imports from, with a module of a family."""
+    """Return a folder on Python's import path that contains a module of a family."""
     (tmp_path / "a_family_of_mine.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -54,7 +54,7 @@ def entry(architecture: str) -> str:
 
 
 def install(site: pathlib.Path, architecture: str) -> None:
-    """Leave what pip would: a distribution with an entry point."""
+    """Write the files that pip would: a distribution with an entry point."""
     info = site / "mine-1.0.dist-info"
     info.mkdir()
     for name, text in {**METADATA, "entry_points.txt": entry(architecture)}.items():
@@ -62,7 +62,7 @@ def install(site: pathlib.Path, architecture: str) -> None:
 
 
 def wheel(folder: pathlib.Path, architecture: str) -> pathlib.Path:
-    """A package of one module, as a build makes it."""
+    """Return a wheel with one module, as a build produces it."""
     path = folder / "mine-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a_family_of_mine.py", MODULE)
@@ -72,7 +72,7 @@ def wheel(folder: pathlib.Path, architecture: str) -> pathlib.Path:
 
 
 def write_model(folder: pathlib.Path) -> pathlib.Path:
-    """A folder of a tiny Llama under an architecture that nobody knows."""
+    """Write the folder of a tiny Llama under an unknown architecture."""
     model, config = random_model(), llama_json(architectures=["MyForCausalLM"])
     save_params(folder, model.params, model.specs, config)
     (folder / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
@@ -139,7 +139,7 @@ def test_a_model_of_an_unknown_architecture_is_served_by_a_named_family(tmp_path
 
 @pytest.mark.slow
 def test_a_package_that_pip_installs_is_found_by_the_command_line(tmp_path: pathlib.Path) -> None:
-    """From the wheel to the text, each in a process of its own, which only a search path tells of the package."""
+    """Install the wheel and generate text in separate processes that share only a search path."""
     pip = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""docs/functional.md is a program: its blocks run in order, and its assertions hold."""
+"""Run the blocks of docs/functional.md in order; their assertions hold."""
 
 import json
 import pathlib
@@ -29,7 +29,7 @@ def test_the_page_runs(repo: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_a_folder_is_served_by_the_pages_family(repo: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """`jaxinfer serve FOLDER --family steered:STEERED`, with the page's block as steered.py."""
+    """`jaxinfer serve FOLDER --family steered:STEERED` serves a folder with the page's block as steered.py."""
     (source,) = (block for block in blocks_of(repo) if "STEERED = " in block)
     (tmp_path / "steered.py").write_text(source)
     family: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def test_a_folder_is_served_by_the_pages_family(repo: pathlib.Path, tmp_path: pa
 
 
 def asked(port: int, prompt: list[int]) -> float:
-    """The logprob of the token that a server finds most likely behind the prompt."""
+    """Return the logprob of the greedy token that a server returns after the prompt."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.generate` as a user at a terminal meets it."""
+"""`python -m jaxinfer.generate` as used from a terminal."""
 
 import io
 import json
@@ -17,13 +17,13 @@ from jaxinfer.generate import main
 from jaxinfer.loading import load_model, model_folder
 from jaxinfer.sampling_params import RequestError
 
-SMALL = ["--max-model-len", "128", "--max-num-seqs", "4"]  # one shape for all, whose programs are compiled once
+SMALL = ["--max-model-len", "128", "--max-num-seqs", "4"]  # one shape for all tests, so that programs are compiled once
 FAST = [*SMALL, "--temperature", "0", "--max-tokens", "12"]
 
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A copy of the demo draft, to be spoilt."""
+    """Return a copy of the demo draft model for tests that corrupt it."""
     return pathlib.Path(shutil.copytree(model_folder("demo-draft"), tmp_path / "model"))
 
 

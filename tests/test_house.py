@@ -1,4 +1,4 @@
-"""The house stays one that a reader can hold in the head: how much a room shows, how long files and functions are."""
+"""Limits on the size of the code base: entries per package, length of files and functions."""
 
 import ast
 import functools
@@ -11,8 +11,8 @@ import pytest
 from tests.import_rules import PACKAGES, SCRIPTS, Module, read_modules
 
 FIRST_LOOK, IN_A_ROOM, LINES = 8, 16, 600
-MEDIAN, P90 = 6, 16  # of whole definitions
-BODY_MEDIAN, BODY_P90 = 5, 12  # without head and docstring
+MEDIAN, P90 = 6, 16  # lines of a whole definition
+BODY_MEDIAN, BODY_P90 = 5, 12  # lines without head and docstring
 MODELS = (
     "config",
     "decoder",
@@ -22,29 +22,29 @@ MODELS = (
     "registry",
     "sparse",
     "specs",
-)  # a family more is a file of its own
+)  # excludes families: each is a separate file
 CORE = (
     *("engine", "kv", "layers", "sampling", "spec", "types.py"),
     *(f"config/{name}.py" for name in ("__init__", "engine", "cache", "parallel", "speculative", "defaults")),
     *(f"models/{name}.py" for name in MODELS),
 )
-# Speculation: draft heads, paths; masks, thoughts; adapters: banks, programs, figures; a journal; states; indexers;
-# defaults by platform; drafts of states; decode rows in the place of chunks;
-# one row on a CPU; heads beside tables that they are tied to, defaults of transformers, old names of fields,
-# logits that are not finite, what blocks sow; decode programs of several sizes and their proof, trials of kernels;
-# attention at any distances; shares of prefill, slow grammars apart from quick ones.
+# Reasons for increases: speculation: draft heads, paths; grammar masks, thinking; adapters: banks, programs, metrics;
+# a journal; states; indexers; defaults by platform; drafts of states; decode rows in place of chunks;
+# one row on a CPU; heads next to the tables they are tied to, defaults of transformers, old field names,
+# non-finite logits, values sown by blocks; decode programs of several sizes and their probe, kernel trials;
+# attention at any distances; shares of prefill, slow grammars apart from fast ones.
 CORE_LINES = 16_520
 
 
 @functools.cache
 def modules_of(repo: pathlib.Path) -> dict[str, Module]:
-    """Parsed once for all tests."""
+    """Return the modules of the source tree, parsed once for all tests."""
     return read_modules(repo)
 
 
 @functools.cache
 def names_of(repo: pathlib.Path) -> dict[str, frozenset[str]]:
-    """What each module calls its variables and arguments."""
+    """Return the names of the variables and arguments of each module."""
     return {
         name: frozenset(_name(node) for node in module.nodes if isinstance(node, ast.Name | ast.arg))
         for name, module in modules_of(repo).items()
@@ -73,7 +73,7 @@ def test_files_are_short(repo: pathlib.Path) -> None:
 
 
 def test_the_core_does_not_grow(repo: pathlib.Path) -> None:
-    """Lines of all kinds. What lands in these rooms takes out as much, or says why this number rises."""
+    """CORE_LINES bounds all lines of these packages; a change offsets what it adds or justifies a larger number."""
     rooms = [repo / "jaxinfer" / name for name in CORE]
     files = [path for room in rooms for path in ([room] if room.is_file() else room.rglob("*.py"))]
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= CORE_LINES
@@ -98,8 +98,8 @@ def _lines(first: ast.stmt, last: ast.stmt) -> int:
 
 
 def test_options_of_attention_are_declared_once_on_each_storey(repo: pathlib.Path) -> None:
-    """As ``softcap`` shows: models say it in `LayerSpec`, kernels are told it in `AttentionOptions`."""
-    checked = "pallas_kernels.check."  # its cases have each option by name
+    """``softcap``, as an example, is declared in `LayerSpec` for models and in `AttentionOptions` for kernels."""
+    checked = "pallas_kernels.check."  # its cases name each option
     modules = {name: each.nodes for name, each in modules_of(repo).items() if not name.startswith(checked)}
     declared = [
         name
@@ -113,7 +113,7 @@ def test_options_of_attention_are_declared_once_on_each_storey(repo: pathlib.Pat
 
 @pytest.mark.parametrize("word", ["lane", "lanes", "parked"])
 def test_words_that_meant_too_much_stay_out(repo: pathlib.Path, word: str) -> None:
-    """SIMD lanes alone keep theirs: in Mosaic's layouts and in the sampler's reductions."""
+    """Only SIMD lanes keep the word: in Mosaic's layouts and in the sampler's reductions."""
     simd = ("pallas_kernels/layouts.py", "jaxinfer/sampling/")
     found = [
         name
@@ -127,7 +127,7 @@ def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else getattr(node, "arg", "")
 
 
-# Their arrays go to the device as they are, and modules that are checked see them there.
+# The device modules that receive their arrays check the shapes.
 UNCHECKED = {"jaxinfer.kv.manager", "jaxinfer.engine.scheduling.stats"}
 
 

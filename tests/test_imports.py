@@ -1,4 +1,4 @@
-"""Imports go one way: the design's order of rooms, enforced on the syntax trees (the rules: import_rules.py)."""
+"""Imports follow the layering of packages, checked on the syntax trees (rules: import_rules.py)."""
 
 import pathlib
 import re

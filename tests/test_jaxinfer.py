@@ -1,4 +1,4 @@
-"""The package's own face."""
+"""The public names of the package."""
 
 import jaxinfer
 

@@ -1,4 +1,4 @@
-"""What a number or a flag of another type means."""
+"""Conversion of numbers and flags given as another JSON type."""
 
 import math
 from typing import Any

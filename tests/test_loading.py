@@ -1,4 +1,4 @@
-"""What a model's folder says beside its weights."""
+"""Loading of the files next to the weights in a model folder."""
 
 import json
 import pathlib

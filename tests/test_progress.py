@@ -1,4 +1,4 @@
-"""The bar of a batch: where it is drawn, and what it says."""
+"""The progress bar of a batch: where it is drawn and its text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_bar_that_is_asked_for_is_drawn_on_stderr(capsys: pytest.CaptureFixtur
     assert out == ""
     assert "3/3" in err
     assert "tokens/s" in err
-    assert err.count("\x1b[?25l") == err.count("\x1b[?25h") == 1  # the cursor comes back
+    assert err.count("\x1b[?25l") == err.count("\x1b[?25h") == 1  # the cursor is shown again
 
 
 def test_the_cursor_comes_back_after_an_interruption(capsys: pytest.CaptureFixture[str]) -> None:

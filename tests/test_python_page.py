@@ -1,4 +1,4 @@
-"""docs/python.md is a program: its blocks run in order, and its assertions hold."""
+"""Run the blocks of docs/python.md in order; their assertions hold."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""Functions for research: what transformers computes within, rows alone, and the model in pieces."""
+"""Research functions: internal values against transformers, padded rows, and the model run in pieces."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tests.models.test_parity import GOLDENS, golden
 from tools.oracle.cases import CASES
 
 INNER = GOLDENS.parent / "inner"
-"""Hidden states and attention weights of transformers in float64: tools/oracle/inner.py."""
+"""Hidden states and attention weights of transformers in float64, from tools/oracle/inner.py."""
 FAST = (
     "gpt2-hub",  # learned positions
     "falcon-rw-hub",  # ALiBi
     "gpt_oss-hub",  # sinks, windows, experts
     "deepseek_v32-odd-sizes",  # latents, index keys
-    "glm_moe_dsa-every-other",  # layers that take another's choice
-    "gemma4_text-effective-hub",  # layers that read others' keys, embeddings of layers
-    "falcon_h1-hub",  # states beside keys and values
-    "qwen3_next-hub",  # states instead of them, a convolution
+    "glm_moe_dsa-every-other",  # layers that reuse another layer's token selection
+    "gemma4_text-effective-hub",  # layers that read other layers' keys, per-layer embeddings
+    "falcon_h1-hub",  # states in addition to keys and values
+    "qwen3_next-hub",  # states in place of keys and values, a convolution
 )
 KINDS = dict.fromkeys((*FAST, *(case.name for case in CASES if case.served)))
 
@@ -60,12 +60,12 @@ def drawn(model: Model, rows: int, time: int, seed: int = 0) -> jax.Array:
 
 
 def close(found: Any, expected: Any, share: float = 1e-5) -> None:
-    """Up to rounding errors: within a share of the largest expected number."""
+    """Assert equality up to rounding: within ``share`` of the largest expected magnitude."""
     expected = np.asarray(expected)
     np.testing.assert_allclose(found, expected, rtol=0, atol=share * float(np.abs(expected).max()))
 
 
-# ---- what is within
+# ---- internal values
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_hidden_states_and_attention_maps_are_those_of_transformers(name: str, r
     tokens = jnp.asarray(expected["tokens"])[None]
     states = research.hidden_states(model, tokens)
     assert len(states) == len(expected["hidden"])
-    streams = expected["hidden"].ndim == 4  # Gemma 3n's last ones are not normed there, either
+    streams = expected["hidden"].ndim == 4  # Gemma 3n's last ones are not normed in transformers either
     if streams:
         states = [jnp.moveaxis(state, -2, 1) for state in states]
     else:
@@ -113,7 +113,7 @@ def test_an_edited_block_is_what_is_looked_into() -> None:
 
 
 class Doubled(LlamaBlock):
-    """A block around its parent, which a watcher must not take for two."""
+    """A block that wraps its parent; a watcher must count both as one layer."""
 
     by: Any = None
 
@@ -133,7 +133,7 @@ def test_the_lens_ends_with_the_models_logits(model: Model) -> None:
 
 
 def test_layers_run_from_any_state_that_suffices(model: Model) -> None:
-    """Or are refused by the name of the family."""
+    """Layers run from any sufficient state; other families are rejected by name."""
     tokens, count, ran = drawn(model, 1, 12), len(model.config.layers), 0
     states = research.hidden_states(model, tokens)
     for start in range(count):
@@ -161,8 +161,8 @@ def test_a_patched_state_changes_what_later_layers_make_of_it() -> None:
 
 
 def padded(model: Model) -> tuple[jax.Array, jax.Array]:
-    """Rows of which the first has padding on the left, the second none, the third on the right, the fourth within.
-    Padding has tokens of its own; texts are longer than what sparse attention chooses."""
+    """Return tokens and mask of four rows: padding on the left, none, on the right, inside.
+    Padding has non-zero tokens; rows are longer than the top-k of sparse attention."""
     time = 20 + max(layer.index_topk or 0 for layer in model.config.layers)
     tokens, at = drawn(model, 4, time), jnp.arange(time)
     return tokens, jnp.stack([at >= 7, at >= 0, at < 13, (at < 4) | (at >= 9)])
@@ -174,7 +174,7 @@ def test_a_padded_row_has_the_logits_of_the_row_alone(model: Model) -> None:
     assert bool(jnp.isfinite(found).all())
     for row, own, live in zip(found, tokens, np.asarray(mask), strict=True):
         close(row[live], model(own[None, live])[0])
-    assert float(jnp.abs(found[0, 7:] - model(tokens)[0, 7:]).max()) > 1e-2  # which apply cannot do
+    assert float(jnp.abs(found[0, 7:] - model(tokens)[0, 7:]).max()) > 1e-2  # apply cannot mask the padding
 
 
 def test_padded_rows_have_the_states_of_rows_alone() -> None:
@@ -205,7 +205,7 @@ def test_gradients_are_finite_beside_padding_and_do_not_reach_it(root: pathlib.P
 
 
 def test_decoding_in_pieces_is_apply(model: Model) -> None:
-    """A prompt of padded rows, several tokens, then one at a time, compiled once."""
+    """Decoding padded rows in chunks of several tokens, then one at a time, matches apply; compiled once."""
     tokens, mask = padded(model)
     step, time = jax.jit(research.decode), tokens.shape[1]
     cache = research.init_cache(model, 4, time + 4)
@@ -258,7 +258,7 @@ def test_the_cache_has_the_models_dtype_and_shapes_that_stay() -> None:
 
 @pytest.mark.parametrize(("length", "original"), [(16, 32), (48, 32)])
 def test_frequencies_that_depend_on_length_are_those_of_the_caches(length: int, original: int) -> None:
-    """Of longrope; `up_to` is what an engine of that `max_model_len` has."""
+    """Longrope frequencies depend on the cache length; `up_to` matches an engine of that `max_model_len`."""
     factors = {"short_factor": (1.0,) * 4, "long_factor": (3.0,) * 4, "original_max_position": original}
     model = random_model()
     model = model.replace(
@@ -272,7 +272,7 @@ def test_frequencies_that_depend_on_length_are_those_of_the_caches(length: int, 
     assert (float(jnp.abs(found - model(tokens)).max()) > 1e-3) == (length > original)
 
 
-# ---- what cannot be
+# ---- rejected calls
 
 
 def rope_of_a_kind(kind: str) -> Model:

@@ -1,4 +1,4 @@
-"""What SamplingParams refuses (every sentence names field and value) and how it normalises what it accepts."""
+"""Values that SamplingParams rejects (each message names field and value), and normalisation of accepted ones."""
 
 import dataclasses
 import json
@@ -155,7 +155,7 @@ def test_a_schema_is_json(text: str) -> None:
 
 
 def test_a_long_schema_is_not_parsed_where_it_is_checked() -> None:
-    """It would hold the event loop, and the engine's interpreter, for a tenth of a second."""
+    """Parsing it would block the event loop, and the engine's interpreter, for a tenth of a second."""
     text = json.dumps({"enum": [{}] * 250_000})
     begun = time.process_time()
     assert SamplingParams(structured_outputs={"json": text}).grammar == ("json", text)

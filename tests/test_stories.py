@@ -1,4 +1,4 @@
-"""The published text of a checkpoint that somebody else trained (karpathy/llama2.c, stories260K)."""
+"""The published text of a third-party checkpoint (karpathy/llama2.c, stories260K)."""
 
 import json
 import pathlib

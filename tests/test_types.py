@@ -1,10 +1,10 @@
-"""Records that cross the rooms: what a cache is."""
+"""Records shared between packages: cache specs."""
 
 from jaxinfer.types import CacheSpec, LayerSpec
 
 
 def test_a_part_of_the_layers_keeps_the_groups_of_all():
-    """A pipeline stage reads the block tables of the whole model: the second group is the second, also where it is
+    """A pipeline stage reads the block tables of the whole model: the second group keeps its index even where it is
     the only one."""
     layers = tuple(LayerSpec(window) for window in (None, 8, None, 8))
     spec = CacheSpec(layers, kv_heads=2, head_dim=4)

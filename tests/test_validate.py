@@ -1,4 +1,4 @@
-"""What a request must satisfy once the model is known."""
+"""Request validation that needs the loaded model."""
 
 from typing import Any
 

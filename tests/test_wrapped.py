@@ -1,4 +1,4 @@
-"""Text models inside of others."""
+"""Text models inside multimodal wrappers."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def test_a_text_model_has_its_own_fields_and_what_the_wrapper_says_of_both() -> 
 
 
 def test_sizes_that_a_text_model_leaves_out_are_those_of_transformers() -> None:
-    """LLaVA 1.5's file says of its Llama only what differs from Llama 2."""
+    """Missing sizes take the defaults of transformers: LLaVA 1.5's file gives only the differences from Llama 2."""
     inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
     llava = abstract(wrapper("LlavaForConditionalGeneration", text_config=inner), "bfloat16").config
     assert (llava.hidden_size, len(llava.layers), llava.heads, llava.kv_heads) == (4096, 32, 32, 32)
@@ -71,7 +71,7 @@ def test_rotary_embeddings_in_three_dimensions_are_plain_for_a_text() -> None:
 
 
 def test_a_mixture_inside_of_qwen3_vl_has_its_own_defaults() -> None:
-    """transformers normalises its experts' weights whatever is said, and has fewer experts than Qwen3 alone."""
+    """transformers always renormalises the expert weights here, and defaults to fewer experts than standalone Qwen3."""
     config = abstract(wrapper("Qwen3VLMoeForConditionalGeneration", text_config=SMALL), "float32").config
     assert (config.rule.renormalise, config.rule.top_k, config.experts, config.expert_size) == (True, 4, 60, 1408)
     assert (config.rope.theta, config.kv_heads) == (5e5, 16)
@@ -187,7 +187,7 @@ def test_gemma_is_found_inside_of_models_that_take_sounds(architecture: str, kin
 
 
 def test_gemma3n_is_read_as_the_hub_has_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With towers beside it, and with keys and values of layers that read those of others."""
+    """A checkpoint with towers, and with keys and values of layers that read other layers' keys and values, loads."""
     case = load(GOLDENS / "gemma3n_text-hub")
     plain = load_model(str(write_checkpoint(case, tmp_path / "plain")), show_progress=False)
     tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in case.tensors().items()}

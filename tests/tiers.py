@@ -1,4 +1,4 @@
-"""Where a test file runs: which files are of the slow tier, and which need an environment of their own."""
+"""Tier and environment of each test file: which files are slow, and which need a separate environment."""
 
 import pathlib
 
@@ -127,7 +127,7 @@ SLOW_FILES = (
     "weights/test_hostile_folders.py",
     "weights/test_quantized.py",
 )
-"""Files and folders whose tests are all of the slow tier: half of the suite's time, and seldom the first to fail."""
+"""Files and folders with only slow-tier tests: half of the suite's time, and rarely the first to fail."""
 
 ENVIRONMENTS = {
     "devices": ("parallel/devices/",),
@@ -142,19 +142,19 @@ ENVIRONMENTS = {
         "kernels/trial/test_mosaic_",
     ),
 }
-"""Environment -> how the paths of its files begin; all others run in the plain one, "host"."""
+"""Environment -> path prefixes of its files; all others run in the default environment, "host"."""
 
 
 def is_slow(path: pathlib.Path) -> bool:
-    """A file is of the slow tier as a whole."""
+    """Whether the whole file belongs to the slow tier."""
     return below_tests(path).startswith(SLOW_FILES)
 
 
 def environment_of(path: pathlib.Path) -> str:
-    """The environment that a file of tests runs in."""
+    """Return the environment in which a test file runs."""
     return next((name for name, starts in ENVIRONMENTS.items() if below_tests(path).startswith(starts)), "host")
 
 
 def below_tests(path: pathlib.Path) -> str:
-    """A path relative to ``tests/``; empty for one that is elsewhere."""
+    """Return a path relative to ``tests/``; empty for a path outside of it."""
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""

@@ -1,6 +1,6 @@
-"""The run-time checker of the suite: all signatures of the packages, array shapes included (addopts in pyproject)."""
+"""The run-time type checker of the suite: all signatures of the packages, with array shapes (addopts in pyproject)."""
 
 import beartype
 
-# As in Python's own typing rules (PEP 484), an int will do where a float is asked for.
+# As in Python's typing rules (PEP 484), an int is accepted where a float is expected.
 checked = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))

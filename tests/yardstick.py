@@ -1,4 +1,4 @@
-"""How slow this machine is at the moment, beside the one on which the bounds of processor time in tests were set."""
+"""Current speed of this machine relative to the one on which the CPU-time bounds of tests were set."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import time
 
 _TEXT = "[" + "1," * 200_000 + "1]"
-_SECONDS = 0.008  # what it takes there
+_SECONDS = 0.008  # CPU time of the computation on that machine
 
 
 def slowness() -> float:
-    """A factor for bounds of processor time, 1 or more: a fixed computation's, the slowest of a few."""
+    """Return a factor for CPU-time bounds, at least 1: the slowest of five runs of a fixed computation."""
     return max(1.0, max(_once() for _ in range(5)) / _SECONDS)
 
 

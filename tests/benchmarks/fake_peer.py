@@ -1,7 +1,7 @@
-"""A peer whose times are made up, so that every figure is known: ``fake_peer.py RATE [dies|spins|differs]``.
+"""A peer with scripted times, so that every figure is known: ``fake_peer.py RATE [dies|spins|differs]``.
 
-It decodes RATE tokens a second and reads prompts ten times as fast. ``dies``: when it shall load for two sequences.
-``spins``: a thread of it never rests. ``differs``: its tokens are other ones.
+It decodes RATE tokens a second and prefills ten times as fast. ``dies``: fails on load for two sequences. ``spins``: a
+thread of it never rests. ``differs``: its tokens are other ones.
 """
 
 from __future__ import annotations

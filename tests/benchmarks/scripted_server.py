@@ -1,4 +1,4 @@
-"""A server whose times can be worked out by hand: a step takes a second and gives every running request a token."""
+"""A server with times that can be computed by hand: a step takes a second and gives every running request a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 @dataclasses.dataclass
 class ScriptedServer:
-    """``settings`` is what it was opened with; prompts cost nothing, and every one of them hits ``hits`` tokens."""
+    """``settings`` configures the server; prompts take no time, and each adds ``hits`` prefix-cache hits."""
 
     settings: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     hits: int = 0
@@ -22,7 +22,7 @@ class ScriptedServer:
         self.time = self.waited = 0.0
         self.entered: list[float] = []
         self.queue: list[Request] = []
-        self.running: dict[str, list[int]] = {}  # tokens it may still have, and those it has
+        self.running: dict[str, list[int]] = {}  # tokens left and tokens given
         self._counters = Counters(0, 0, 0)
 
     @property

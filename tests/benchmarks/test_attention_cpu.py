@@ -1,4 +1,4 @@
-"""benchmarks/attention_cpu.py: its arithmetic, and a run in which both sides are ours."""
+"""benchmarks/attention_cpu.py: its arithmetic, and a run with jaxinfer on both sides."""
 
 import json
 import statistics
@@ -32,7 +32,7 @@ def test_a_ratio_above_one_is_ours_being_faster():
 
 @pytest.mark.slow
 def test_the_command_measures_and_keeps_a_record(tmp_path, monkeypatch):
-    """With our own peer on both sides; torch has an interpreter of its own."""
+    """jaxinfer's own peer is on both sides; torch needs a separate interpreter."""
     names = {"ours": (sys.executable, "xla_peer"), "torch": (sys.executable, "xla_peer")}
     workers = {
         name: attention_cpu.Worker(name, (program, "-m", f"benchmarks.attention.{module}"), tmp_path / name)

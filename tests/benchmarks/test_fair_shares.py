@@ -1,4 +1,4 @@
-"""benchmarks/fair_shares.py runs, and its figures are of what it says."""
+"""benchmarks/fair_shares.py runs, and its figures are consistent."""
 
 import json
 import pathlib

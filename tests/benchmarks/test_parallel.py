@@ -1,4 +1,4 @@
-"""What benchmarks/parallel.py reads from programs, and that it starts with the devices it needs."""
+"""benchmarks/parallel.py: figures read from programs, and a start with the devices it needs."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The figures of benchmarks/quality.py: perplexity by hand, bits by hand, and text that is not in both parts."""
+"""The figures of benchmarks/quality.py: perplexity by hand, bits by hand, and disjoint text splits."""
 
 import json
 import math
@@ -78,7 +78,7 @@ def test_every_kind_has_a_recipe_and_figures_are_kept(tmp_path: pathlib.Path, te
     assert [row["kind"] for row in begun["rows"]] == ["float32"]
     begun["rows"][0]["perplexity"] = 1.0
     path.write_text(json.dumps(begun))
-    assert quality.main([*command, "bfloat16"]) == 0  # goes on
+    assert quality.main([*command, "bfloat16"]) == 0  # resumes
     rows = json.loads(path.read_text())["rows"]
     assert [(row["kind"], row["perplexity"] == 1.0) for row in rows] == [("float32", True), ("bfloat16", False)]
     assert quality.main([*command, "nothing", "--samples", "1"]) == 0  # other settings: from the beginning

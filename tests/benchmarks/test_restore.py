@@ -1,4 +1,4 @@
-"""How long weights take to load: the four ways, on a model that is small."""
+"""Weight loading times: the four ways, on a small model."""
 
 import pathlib
 

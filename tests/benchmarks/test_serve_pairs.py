@@ -1,4 +1,4 @@
-"""benchmarks/serve_pairs.py runs both sides, and tells them apart."""
+"""benchmarks/serve_pairs.py runs both sides and measures their difference."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ from benchmarks import serve_pairs
 
 @pytest.mark.slow
 def test_a_slower_checkout_is_found(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other one wastes a millisecond of the front end on each token."""
+    """The other checkout wastes a millisecond of the front end on each token."""
     other, out = tmp_path / "other", tmp_path / "pairs.json"
     for name in ("jaxinfer", "benchmarks", "pallas_kernels"):
         shutil.copytree(serve_pairs.HERE / name, other / name, ignore=shutil.ignore_patterns("results", "__pycache__"))

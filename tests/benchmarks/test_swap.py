@@ -1,4 +1,4 @@
-"""benchmarks/swap.py: its table by hand, and a round of this tree beside itself."""
+"""benchmarks/swap.py: its table by hand, and a round with this tree on both sides."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""benchmarks/tenant_isolation.py: its arithmetic by hand, its attack on victims that leak, and on a real server."""
+"""benchmarks/tenant_isolation.py: its arithmetic by hand, its attack on leaking fakes, and on a real server."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def test_its_error_where_nothing_is_told() -> None:
 
 
 class Leaky:
-    """A server whose tenants share what ``shares`` says, and whose clock is the number of tokens."""
+    """A fake server whose tenants share a cache if ``shares``, with token counts as its clock."""
 
     def __init__(self, shares: bool) -> None:
         self.shares = shares
@@ -75,7 +75,7 @@ def test_what_looks_primed_has_the_larger_figure() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sharing", attack.SHARING)
 def test_tenants_cannot_tell_what_others_asked_unless_they_share(sharing: str, tmp_path: Path) -> None:
-    """Four standard errors: one run in 16,000 is beyond them by chance."""
+    """Four standard errors: one run in 16,000 exceeds them by chance."""
     out = tmp_path / "result.json"
     assert attack.main(["--sharing", sharing, "--out", str(out)]) == 0
     result = json.loads(out.read_text())

@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def traces(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder with twelve requests in each format. Mooncake's are three conversations of four turns."""
+    """Return a folder with twelve requests in each format. Mooncake's are three conversations of four turns."""
     azure = [f"2023-11-16 18:15:{40 + i // 2}.0000000,{20 + 3 * i},{output}" for i, output in enumerate(OUTPUTS)]
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     (tmp_path / "azure_2023_conv.csv").write_text("\n".join([header, *azure]) + "\n")

@@ -1,4 +1,4 @@
-"""benchmarks/traces: reading traces, and what they allow, by hand and against slow but obvious programs."""
+"""benchmarks/traces: parsing of traces and their bounds, by hand and against slow but obvious programs."""
 
 import pathlib
 
@@ -126,7 +126,7 @@ def test_the_real_traces(test_data: pathlib.Path) -> None:
 def test_batching_bound_by_hand() -> None:
     bound = BatchingBound.of([8, 2, 2, 4], batch=2)
     assert (bound.static_steps, bound.full_steps) == (8 + 4, 16 / 2)
-    assert bound.continuous_steps == 8  # beside the first one: 2 + 2 + 4
+    assert bound.continuous_steps == 8  # next to the first one: 2 + 2 + 4
     assert bound.ratio == bound.ratio_here == 1.5
     assert BatchingBound.of([3, 3, 3], batch=2).ratio_here == 1.0
 
@@ -143,8 +143,8 @@ def test_batching_bound_step_by_step(outputs: list[int], batch: int) -> None:
 
 
 def naive_lru(trace: Trace, page_size: int, pages: int) -> LRUHits:
-    """By the tokens themselves: a page is all tokens up to its end; of the pages that begin no other, evict the one
-    that was not used for longest."""
+    """Compute hits by the tokens themselves: a page is all tokens up to its end; evict the least recently used page
+    that is no prefix of another."""
     used: dict[bytes, int] = {}
     asked = hits = time = 0
     for request in trace.requests:
@@ -165,7 +165,7 @@ def naive_lru(trace: Trace, page_size: int, pages: int) -> LRUHits:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Prompts of a few blocks, whose beginnings are often the same."""
+    """Draw prompts of a few blocks, often with shared prefixes."""
     block = draw(st.integers(1, 6))
     chains = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=12))
     cuts = [draw(st.integers(1, block)) for _ in chains]
@@ -190,5 +190,5 @@ def test_lru_by_hand() -> None:
     requests = [TraceRequest(0.0, 9, 1, blocks) for blocks in [(0, 1, 9), (0, 2, 9), (0, 1, 9), (3, 4, 9), (0, 1, 9)]]
     trace = Trace("t", tuple(requests), 4, 1.0, 0)
     assert lru_hits(trace, 4, 100) == LRUHits(5 * 8, 4 + 8 + 8)
-    assert lru_hits(trace, 4, 4) == LRUHits(5 * 8, 4 + 8 + 8)  # 3, 4, 0, 1 at the end: 2 went
+    assert lru_hits(trace, 4, 4) == LRUHits(5 * 8, 4 + 8 + 8)  # 3, 4, 0, 1 at the end: 2 was evicted
     assert lru_hits(trace, 4, 2) == LRUHits(5 * 8, 4 + 4)

@@ -1,4 +1,4 @@
-"""benchmarks/traces: replays and comparisons on a server whose times can be worked out by hand."""
+"""benchmarks/traces: replays and comparisons on a server with times that can be computed by hand."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def arrival(due: float, output: int, name: str) -> Arrival:
 
 def test_times_by_hand() -> None:
     server = ScriptedServer(EngineConfig(max_num_seqs=1), hits=1)
-    server.time = 100.0  # replays begin at any time
+    server.time = 100.0  # replays may start at any time
     found = replay.replay(server, [arrival(0.0, 3, "a"), arrival(0.5, 1, "b"), arrival(10.0, 2, "c")])
     assert [(t.due, t.first, t.last, t.tokens) for t in found.times] == [
         (0.0, 1.0, 3.0, 3),
@@ -54,7 +54,7 @@ def test_times_by_hand() -> None:
     assert figures["tpot"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0, "mean": 1.0}
     assert figures["tokens_per_second"] == pytest.approx(15 / 12)
     assert figures["prefix_hit_rate"] == pytest.approx(3 / 9)
-    # after each step: a has 1, 2 of 4, then nobody runs; c has 1 of 4, then nobody
+    # after each step: a has 1, 2 of 4, then nothing runs; c has 1 of 4, then nothing
     assert figures["kv_waste"] == pytest.approx(1 - 4 / 12)
     assert "TTFT p50/p90/p99   1000.0 / 3000.0" in replay.describe(figures)
 

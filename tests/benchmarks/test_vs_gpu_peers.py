@@ -1,4 +1,4 @@
-"""benchmarks/vs_gpu_peers.py: its arithmetic by hand, its peers with made-up engines, and the whole command."""
+"""benchmarks/vs_gpu_peers.py: its arithmetic by hand, its peers with fake engines, and the whole command."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""benchmarks/vs_peers.py: its arithmetic by hand, the whole command with made-up peers, and with jaxinfer alone."""
+"""benchmarks/vs_peers.py: its arithmetic by hand, the whole command with fake peers, and with jaxinfer only."""
 
 import json
 import pathlib
@@ -51,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def options(tiny: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
-    """A small run that keeps its files to itself."""
+    """Return the options of a small run that writes only to its own folders."""
     sizes = ["--prompt-len", "20", "--decode-prompt-len", "10", "--new-tokens", "8", "--rounds", "2"]
     places = ["--work-dir", str(tmp_path / "work"), "--out", str(tmp_path / "out.json"), "--check-model", str(tiny)]
     return ["--models", str(tiny), "--dtypes", "float32", "--batches", "1", *sizes, *places]
@@ -65,7 +65,7 @@ def measured(options: list[str], transformers: tuple[str, ...], llama_cpp: tuple
 def test_rates_of_sequences_that_start_one_after_the_other() -> None:
     reply = {"times": [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]]}
     assert prefill_rate(reply, prompt_len=30) == 2 * 30 / 3.0
-    assert decode_rate(reply) == (3 + 3) / (6.0 - 3.0)  # what came in (3, 6]
+    assert decode_rate(reply) == (3 + 3) / (6.0 - 3.0)  # tokens received in (3, 6]
 
 
 def test_a_run_without_steady_state_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The checks of shapes that only tests have stand between names and code, and are no code of programs."""
+"""Unwraps the shape checks of tests before fingerprinting: they wrap functions but are not part of programs."""
 
 import types
 from typing import Any

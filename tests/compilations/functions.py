@@ -1,4 +1,4 @@
-"""Functions to make programs of, which use all that a digest must see."""
+"""Functions to compile, with every kind of dependency that a digest must cover."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shift:
 
 
 class Node:
-    """A class whose name for its children is itself."""
+    """A class that refers to itself."""
 
     child: type
 
@@ -60,7 +60,7 @@ def jitted(x: jax.Array) -> jax.Array:
 
 
 def scaled(table: np.ndarray = TABLE, factor: float = 2.0, shift: Callable[..., Any] = Shift()) -> Any:
-    """A function of a state and of an array."""
+    """Return a function of a state and of an array."""
 
     def function(state: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], list[jax.Array]]:
         return {"state": state["state"] + 1}, [helper(jitted(shift(x))) * factor + jnp.asarray(table), state["state"]]

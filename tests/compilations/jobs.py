@@ -1,4 +1,4 @@
-"""Programs of engines that are never made: what `jaxinfer.engine.execution.compiled` would compile."""
+"""Compilation jobs of engines that are not started: what `jaxinfer.engine.execution.compiled` would compile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESH = make_mesh()
 
 
 def jobs_of(model: Model, **settings: Any) -> dict[str, _Job]:
-    """The programs of a small engine by name, its draft's behind them."""
+    """Return the programs of a small engine by name, those of its draft model last."""
     small: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "prefill_sizes": (16,), "page_size": 16}
     prepared, engine, limits = prepare(model, EngineConfig(**small | {"num_pages": 9} | settings), "cpu", MESH)
     stages = [*cut(prepared, 1), *(draft_stages(prepared) if prepared.draft is not None else [])]
@@ -37,6 +37,6 @@ def digest(job: _Job, fingerprints: Fingerprints) -> str | None:
 
 
 def program(job: _Job) -> str:
-    """What tracing makes of it."""
+    """Return the jaxpr of a job as text."""
     with traced_for(MESH):
         return str(jax.make_jaxpr(job.function)(*job.arguments))

@@ -1,4 +1,4 @@
-"""Where the seconds of a start went."""
+"""Logged durations of the startup phases."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What was found out about executables is found out once."""
+"""Findings about executables are cached."""
 
 from __future__ import annotations
 

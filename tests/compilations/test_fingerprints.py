@@ -1,4 +1,4 @@
-"""Digests of programs: the same ones in every process, and another one for whatever makes another program."""
+"""Digests of programs: equal in every process, and different for every change that changes the program."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ X = jax.ShapeDtypeStruct((2, 3), np.float32)
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `functions` has counts as jaxinfer's."""
+    """Count the module `functions` as jaxinfer's own code."""
     monkeypatch.setattr(fingerprints, "_OWN", ("jaxinfer", "pallas_kernels", "tests"))
 
 
@@ -42,7 +42,7 @@ def of(function: Callable[..., Any], *parts: Any) -> str | None:
     return Fingerprints().of(jax.devices()[0], function, *(parts or (X,)))
 
 
-# In a process of its own, for the checks of shapes that tests have are code, too.
+# In a separate process, because the shape checks of tests are code, too.
 SCRIPT = """
 import hashlib, json
 from jaxinfer.compilations import Fingerprints
@@ -59,7 +59,7 @@ print(json.dumps([
 
 
 def told(repo: pathlib.Path, seed: str, trace: bool) -> list[tuple[str, str, str | None, str]]:
-    """Each variant's programs by name: digests, and those of what tracing makes of them."""
+    """Return variant, name, digest and (if ``trace``) jaxpr hash of each program."""
     command = [sys.executable, "-c", SCRIPT.replace("TRACE", str(trace))]
     variables = os.environ | {"PYTHONHASHSEED": seed}
     done = subprocess.run(command, cwd=repo, env=variables, capture_output=True, text=True, check=True)
@@ -110,7 +110,7 @@ def test_what_is_changed_in_place_is_seen(monkeypatch: pytest.MonkeyPatch, chang
 
 
 def test_programs_of_another_kind_of_device_are_others() -> None:
-    """An H100 and an H200 have the same machine code and driver; kernels have other tiles."""
+    """An H100 and an H200 have the same machine code and driver, but kernels have different tiles."""
 
     def digest_for(kind: str) -> str | None:
         client = types.SimpleNamespace(platform_version="cuda 13000")
@@ -157,7 +157,7 @@ def test_arguments_and_the_context_are_seen() -> None:
 
 
 def test_what_is_somebody_elses_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code of this file stands for a researcher's."""
+    """Code of this test file counts as user code."""
     job = jobs_of(small())["decode"]
     known = digest(job, Fingerprints())
     assert known is not None

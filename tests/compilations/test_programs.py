@@ -1,4 +1,4 @@
-"""Programs that an earlier start lowered."""
+"""Reuse of programs that an earlier start lowered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.fakes import random_model
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """Where things are kept, of a CPU, too."""
+    """Return the cache folder, with caching of CPU programs enabled."""
     before = jax.config.jax_compilation_cache_dir
     monkeypatch.setattr(programs, "_KEPT_OF", ("cpu",))
     monkeypatch.setattr(fingerprints, "_OWN", ("jaxinfer", "pallas_kernels", "tests"))
@@ -34,7 +34,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 class Exports:
-    """Counts what could not be taken from an earlier start."""
+    """Counts the programs that were not reused."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, real = 0, programs._exported
@@ -52,7 +52,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Exports:
 
 
 def run(function: Any, dtype: str = "float32") -> tuple[str, Any]:
-    """The text of the program, and what it gives."""
+    """Return the text of the program and its results."""
     mesh = make_mesh()
     place = NamedSharding(mesh, PartitionSpec())
     shapes = {"state": jax.ShapeDtypeStruct((4,), np.float32, sharding=place)}
@@ -72,7 +72,7 @@ def test_a_restart_takes_what_was_lowered(folder: pathlib.Path, exports: Exports
     assert exports.count == 1
     again = run(scaled())
     assert exports.count == 1
-    assert again[0] == first[0]  # so that JAX finds the executable, too
+    assert again[0] == first[0]  # so that JAX's cache finds the executable, too
     assert same(again[1], first[1])
     cache.use_compilation_cache("")
     direct = run(scaled())
@@ -86,7 +86,7 @@ def test_a_restart_takes_what_was_lowered(folder: pathlib.Path, exports: Exports
     "other",
     [
         lambda: run(scaled(factor=3.0)),
-        lambda: run(scaled(TABLE + 1)),  # of which the program's text shows the shape alone
+        lambda: run(scaled(TABLE + 1)),  # its text shows only the shape
         lambda: run(scaled(factor=1 / 3), "float16"),
     ],
 )

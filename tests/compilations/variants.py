@@ -1,4 +1,4 @@
-"""Engines whose programs differ in what they give and in what their code closes over."""
+"""Engines whose programs differ in their outputs and in the values that their code closes over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapters that ship for the demo model: what they are, and that they learnt their authors."""
+"""The adapters shipped for the demo model: their format, and that they learnt their authors."""
 
 import json
 import pathlib
@@ -17,7 +17,7 @@ from jaxinfer.lora.peft.read import read_adapter
 from jaxinfer.models.model import Model
 from tools.train_demo.styles import STYLES
 
-# Of the last twentieth of each book, which no adapter was trained on.
+# From the last twentieth of each book, on which no adapter was trained.
 HELD_OUT = {
     "austen": "With the Gardiners, they were always on the most intimate terms. Darcy, as well as Elizabeth, really"
     " loved them; and they were both ever sensible of the warmest gratitude towards the persons who, by bringing her"
@@ -26,7 +26,7 @@ HELD_OUT = {
     " The unharming sharks, they glided by as if with padlocks on their mouths; the savage sea-hawks sailed with"
     " sheathed beaks.",
 }
-GAIN = 0.5  # nats a token
+GAIN = 0.5  # nats per token
 
 
 def folder(name: str) -> pathlib.Path:
@@ -76,4 +76,4 @@ def test_the_command_line_knows_them_by_name(capsys: pytest.CaptureFixture[str])
     assert main([*flags, *engine]) == 0
     texts = [json.loads(line)["outputs"][0]["text"] for line in capsys.readouterr().out.splitlines()]
     assert len(set(texts)) == 2
-    assert all(":\n" not in text for text in texts)  # prose: nobody is named before he speaks
+    assert all(":\n" not in text for text in texts)  # prose: no speaker names as in a play

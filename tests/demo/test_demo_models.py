@@ -1,4 +1,4 @@
-"""The models that ship with the package: what they are, and that they learnt."""
+"""The models shipped with the package: their format and quality."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ def demo(name: str) -> Model:
 
 @functools.cache
 def losses(name: str, text: str, skip: int = 0) -> np.ndarray:
-    """Nats of each of the first 2,048 tokens of ``text`` but ``skip``, given BOS and the tokens before that count."""
+    """Return the nats of the first 2,048 tokens of ``text`` without the first ``skip``, given BOS and those before."""
     model = demo(name)
     bos, *ids = model.tokenizer.encode(text)[: CONTEXT + 1]
     tokens = jnp.asarray([[bos, *ids[skip:]]])
@@ -43,7 +43,7 @@ def losses(name: str, text: str, skip: int = 0) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def unseen(test_data: pathlib.Path) -> str:
-    """The last 5 % of the text: neither trained on nor used to choose a checkpoint."""
+    """Return the last 5 % of the text, used neither for training nor to choose a checkpoint."""
     text = (test_data / "text" / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
     return text[int(len(text) * 0.95) :]
 
@@ -60,7 +60,7 @@ def test_a_folder_is_what_hugging_face_reads(name):
     folder = model_folder(name)
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     expected |= {"generation_config.json", "chat_template.jinja"}
-    expected |= {"additional_chat_templates"} if name == "demo" else set()  # with a place for tools
+    expected |= {"additional_chat_templates"} if name == "demo" else set()  # a template with tools
     assert {file.name for file in folder.iterdir()} == expected
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -104,7 +104,7 @@ def test_chat_renders_turns_and_special_tokens_are_single_ids():
     assert model.tokenizer.eos_ids == (1,)
 
 
-# Measured: 3.38 and 3.53. The frequency of each token alone gives 6.1.
+# Measured: 3.38 and 3.53. Unigram frequencies give 6.1.
 @pytest.mark.parametrize(("name", "bound"), [("demo", 3.45), ("demo-draft", 3.60)])
 def test_loss_on_unseen_text(name, bound, unseen):
     assert losses(name, unseen).mean() < bound
@@ -112,9 +112,9 @@ def test_loss_on_unseen_text(name, bound, unseen):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_contexts_of_2048_tokens_work(name, unseen):
-    """The last 512 of 2,048 tokens, with all that came before, and again without the first 1,536.
+    """The last 512 of 2,048 tokens are no worse with the whole context than without the first 1,536.
 
-    Models that saw too few long windows lose 0.5 here.
+    Models trained on too few long windows lose 0.5 here.
     """
     long, short = losses(name, unseen), losses(name, unseen, skip=CONTEXT - 512)
     assert long.shape == (CONTEXT,)

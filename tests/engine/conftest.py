@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests."""
+"""Fixtures of the engine tests."""
 
 import jaxtyping
 import pytest
@@ -6,5 +6,5 @@ import pytest
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run-time checks of signatures, for tests of very many steps: they take nine tenths of the time."""
+    """Disable run-time checks of signatures for tests of many steps: they take nine tenths of the time."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

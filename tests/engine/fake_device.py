@@ -1,10 +1,10 @@
-"""A device that is nothing but arithmetic. No jax.
+"""A fake device that computes hashes instead of a model. No jax.
 
-A token's place in the KV pool holds a 64-bit number: a hash of the token, of the class of program that computed it and
-of all numbers that its attention reads, through the block table, at that moment. A row's answer is a hash of what it
-reads. So a wrong page, a stale table, a missed copy, a bad swap, the remains of a rejected draft, or a prompt token
-that ran in another program than is due changes the answer. `FakeModel.alone` computes the same numbers for one request
-by itself, without pages; every read is compared with it.
+A token's slot in the KV pool holds a 64-bit number: a hash of the token, of the class of the program that computed it
+and of all numbers that its attention reads, through the block table, at that moment. A row's answer is a hash of what
+it reads. So a wrong page, a stale table, a missed copy, a bad swap, leftovers of a rejected draft, or a prompt token
+that ran in the wrong program changes the answer. `FakeModel.alone` computes the same numbers for one isolated request,
+without pages; every read is compared with it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxinfer.engine.scheduling.sequence import Sequence, needs_sampler_state
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob
 
 VOCAB, EOS = 11, 10
-DECODE = -1  # the class of the decode program
-LOGPROBS = 7  # that of the program of a prompt's log probabilities, where the others agree
+DECODE = -1  # class of the decode program
+LOGPROBS = 7  # class of the prompt-logprobs program, where all other programs agree
 MAX_LENGTH = 512
 _MASK = 2**64 - 1
 _WEIGHTS = np.random.default_rng(0).integers(2**64, size=MAX_LENGTH, dtype=np.uint64) | np.uint64(1)
@@ -33,7 +33,7 @@ _FACTORS = _WEIGHTS.tolist()
 
 
 def mix(*parts: int) -> int:
-    """A hash of integers, 64 bits."""
+    """Hash integers to 64 bits."""
     value = 0x9E3779B97F4A7C15
     for part in parts:
         value = ((value ^ part) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
@@ -42,12 +42,12 @@ def mix(*parts: int) -> int:
 
 
 class Chain:
-    """Numbers of consecutive tokens, each a function of what the window of each group lets it see.
+    """Numbers of consecutive tokens, each a hash of the tokens within the window of each group.
 
     Args:
         position: of the first token to be fed.
-        adapter: the number of the content that it is computed with; 0: the model alone.
-        context: by group, the numbers of all tokens before it that it sees.
+        adapter: content number of the adapter; 0: no adapter.
+        context: by group, the numbers of all visible tokens before ``position``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Chain:
         self._sums = [int((numbers * weights[position - len(numbers) :]).sum()) for numbers in context]
 
     def feed(self, token: int, klass: int) -> int:
-        """Add a token; the hash of all that it sees, itself included."""
+        """Add a token; return the hash of all that it sees, itself included."""
         at = self.position
         for group, window in enumerate(self._windows):
             if window is not None and (gone := at - window) >= 0:
@@ -81,7 +81,7 @@ class Chain:
         return mix(seen, sum(self._sums) & _MASK)
 
     def _number(self, group: int, position: int) -> int:
-        """0 for one that was out of sight before the first token."""
+        """Return a token's number; 0 for a position that was outside the window before the first token."""
         if position >= self._first:
             return self.new[group][position - self._first]
         index = position - self._first + len(self._old[group])
@@ -89,8 +89,8 @@ class Chain:
 
 
 class Alone(NamedTuple):
-    """A sample computed by itself: its tokens with the prompt, the numbers of those that were fed, by group, and the
-    log probabilities of all but the first token."""
+    """The expected result of an isolated sample: its tokens with the prompt, the numbers of the fed tokens by group,
+    and the log probabilities of all but the first token."""
 
     tokens: list[int]
     numbers: list[np.ndarray]
@@ -100,8 +100,8 @@ class Alone(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FakeModel:
-    """The arithmetic. ``classes`` of prefill sizes as the scheduler knows them; under ``relaxed`` the numbers do not
-    depend on the program, where programs ``agree`` only on whether it gives log probabilities of a prompt."""
+    """The arithmetic. ``classes``: class of each prefill size, as in the scheduler. If ``relaxed``, numbers do not
+    depend on the program; if programs ``agree``, only on whether it gives prompt log probabilities."""
 
     windows: tuple[int | None, ...] = (None,)
     sizes: tuple[int, ...] = (8, 16)
@@ -118,11 +118,11 @@ class FakeModel:
         return 0 if self.relaxed or self.agree else DECODE
 
     def chunk_class(self, size: int, *, logprobs: bool) -> int:
-        """The class of a chunk in the program of a size."""
+        """Return the class of a chunk in the program of a size."""
         return LOGPROBS if logprobs and self.agree and not self.relaxed else self.class_of[size]
 
     def due(self, request: Request, position: int) -> int:
-        """The class of the program that a token belongs in."""
+        """Return the class of the program that must compute a token."""
         end = len(request.prompt_token_ids) - 1
         if position >= end:
             return self.decode_class
@@ -130,14 +130,14 @@ class FakeModel:
         return self.chunk_class(self.sizes[-1] if wants else rule_size(position, end, self.sizes), logprobs=wants)
 
     def answer(self, request: Request, index: int, position: int, seen: int, state: int) -> tuple[int, float]:
-        """The token that a row samples, and its log probability. Every second one can be guessed by an n-gram."""
+        """Return the sampled token of a row and its log probability. An n-gram drafter can guess every second token."""
         value = mix(seen, request.params.seed or 0, index, state)
         if value % 17 == 0:
             return EOS, float(value >> 44)
         return (position * 3 % 5 if value % 16 < 12 else value % VOCAB), float(value >> 44)
 
     def first_state(self, request: Request) -> int:
-        """What the sampler keeps of a request before it generates."""
+        """Return the sampler state of a request before it generates."""
         return mix(*request.prompt_token_ids) if needs_sampler_state(request) else 0
 
     def next_state(self, request: Request, state: int, token: int) -> int:
@@ -162,7 +162,7 @@ class FakeModel:
 
 
 def content_number(request: Request) -> int:
-    """The number of the content of a request's adapter: what its parts hold, where the right ones are in its slot."""
+    """Return the content number of a request's adapter: the value of each part of its slot once it is loaded."""
     return 0 if request.lora is None else int(request.lora.identity, 16)
 
 
@@ -177,12 +177,12 @@ class Launched(NamedTuple):
 
 
 class FakeDevice:
-    """Executes plans as they are launched, in the documented order, and refuses what a plan must not contain.
+    """Execute plans as they are launched, in the documented order, and reject what a plan must not contain.
 
     Args:
-        alone: the undisturbed run of a sample, with which each read is compared.
-        running: the sequences that hold pages, by slot, as the host knows them at a launch.
-        cached: whether a page of a group is in the prefix cache.
+        alone: returns the isolated run of a sample, with which each read is compared.
+        running: returns the sequences that hold pages, by slot, as the host knows them at a launch.
+        cached: returns whether a page of a group is in the prefix cache.
     """
 
     def __init__(
@@ -198,22 +198,22 @@ class FakeDevice:
         self._alone, self._running, self._cached = alone, running, cached
         shape = (len(model.windows), engine.num_pages, engine.page_size)
         self._numbers = np.zeros(shape, np.uint64)
-        self._notes = np.zeros(shape, np.int64)  # who wrote: arrival, position and class
+        self._notes = np.zeros(shape, np.int64)  # writer of each slot: arrival, position and class
         self._host: dict[int, list[tuple[np.ndarray, np.ndarray] | None]] = {}
         self._owners: dict[int, Sequence] = {}
         self._states: dict[int, int] = {}
         self._microbatch = 0
-        self._begun: dict[int, int] = {}  # by slot: the sampler's state before its rows of this step
-        self._counted: dict[int, int] = {}  # by slot: the position up to which this step's tokens are in the state
-        self._before = 0, 0, False  # of the row before: what it sampled, from which state, whether its drafts are true
-        self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: of whom, from which position, which token
-        self._drafted_to: dict[int, int] = {}  # by arrival: tokens of which the draft model has keys
-        self._banks: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # by slot and part
+        self._begun: dict[int, int] = {}  # by slot: sampler state before its rows of this step
+        self._counted: dict[int, int] = {}  # by slot: position up to which this step's tokens are in the state
+        self._before = 0, 0, False  # previous row: sampled token, its state, whether its drafts are true
+        self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: sequence, position and token last sampled
+        self._drafted_to: dict[int, int] = {}  # by arrival: number of tokens whose keys the draft model has
+        self._banks: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # adapter banks by slot and part
         self.computed = {"prefill": 0, "decode": 0}  # tokens
         self.moved = {"exports": 0, "copies": 0, "imports": 0}
 
     def launch(self, plan: StepPlan) -> Launched | None:
-        """What the runner's launch does; like it, an empty plan launches nothing."""
+        """Execute a plan as the runner's launch does; an empty plan launches nothing."""
         if not plan:
             return None
         self._tables, self._microbatch = self._live_tables.copy(), plan.microbatch
@@ -274,10 +274,10 @@ class FakeDevice:
     # ---- a draft model
 
     def _drafted(self, plan: StepPlan) -> StepPlan:
-        """The plan with what a draft model says, which is true for three tokens of four. It must have seen all that
-        the model has."""
+        """Return the plan with the draft model's tokens, three of four of them true. The draft model must have seen all
+        tokens that the model has."""
         found: dict[int, list[int]] = {}
-        for sequence, chunk, _ in plan.prefills:  # the draft model's, too
+        for sequence, chunk, _ in plan.prefills:  # computed by the draft model, too
             if chunk.start <= (before := self._reach(sequence)):
                 self._drafted_to[sequence.arrival] = max(before, chunk.start + chunk.length)
         reach = {draft.sequence.arrival: self._reach(draft.sequence) for draft in plan.drafts or ()}
@@ -309,7 +309,7 @@ class FakeDevice:
         truth = [known[at] if at < len(known) else 0 for at in range(start, start + count)]
         return [token if mix(sequence.arrival, start + i) % 4 else (token + 1) % EOS for i, token in enumerate(truth)]
 
-    # ---- what a plan must keep to
+    # ---- plan invariants
 
     def _check(self, plan: StepPlan) -> None:
         budget = self._engine.max_num_batched_tokens - self._engine.max_num_seqs
@@ -350,7 +350,7 @@ class FakeDevice:
         assert 1 <= plan.steps <= max(1, self._engine.multi_step)
 
     def _count_holders(self, plan: StepPlan) -> np.ndarray:
-        """By group and page, how many running sequences have it in their tables, as far as they still look at it."""
+        """Return by group and page how many running sequences have the page in table and window."""
         holders = np.zeros(self._numbers.shape[:2], np.int32)
         starts = {id(row.sequence): row.position for row in reversed(plan.decodes)}
         for branch, rows in itertools.groupby(plan.decodes, key=lambda row: row.branch):
@@ -364,7 +364,7 @@ class FakeDevice:
         return holders
 
     def _hold(self, holders: np.ndarray, slot: int, start: int, last: int) -> None:
-        """Count what a query of a slot's table at ``start`` sees, up to page ``last``."""
+        """Count the pages visible to a query of a slot's table at ``start``, up to page ``last``."""
         for group, window in enumerate(self._model.windows):
             first = 0 if window is None else max(0, start - window + 1) // self._engine.page_size
             np.add.at(holders[group], self._tables[group, slot, first:last], 1)
@@ -372,7 +372,7 @@ class FakeDevice:
     # ---- reading and writing through the tables
 
     def _context(self, sequence: Sequence, position: int, *, compare: bool, branch: int = 0) -> list[np.ndarray]:
-        """By group, the numbers before ``position`` that a query there sees."""
+        """Return by group the numbers before ``position`` that a query there sees."""
         size, context = self._engine.page_size, []
         for group, window in enumerate(self._model.windows):
             first = 0 if window is None else max(0, position - window + 1)
@@ -414,7 +414,7 @@ class FakeDevice:
     # ---- programs
 
     def _adapter(self, sequence: Sequence) -> int:
-        """What lies in the slot that a row asks for: all parts must be of one content."""
+        """Return the adapter content in a row's slot: all parts must have the same content."""
         if sequence.request.lora is None:
             assert sequence.lora_slot == -1, "a row without an adapter has a slot"
             return 0
@@ -438,7 +438,7 @@ class FakeDevice:
     def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[list[PositionLogprobs]]]:
         tokens: list[list[int]] = [[] for _ in plan.decodes]
         logprobs: list[list[PositionLogprobs]] = [[] for _ in plan.decodes]
-        untrue: set[tuple[int, int]] = set()  # paths in which a draft of this step is wrong
+        untrue: set[tuple[int, int]] = set()  # paths with a wrong draft in this step
         self._counted.clear()
         for step in range(plan.steps):
             stops = False
@@ -477,7 +477,7 @@ class FakeDevice:
         return sampled, logprob
 
     def _sampler_state(self, row: DecodePlan, fed: int) -> tuple[int, bool]:
-        """What the sampler sees in a row: as if the drafts up to it were accepted; and whether they are."""
+        """Return the sampler state of a row, as if the drafts up to it were accepted, and whether they are."""
         slot = row.sequence.slot
         if self._own(row):
             self._begun[slot] = self._states[slot]
@@ -488,11 +488,11 @@ class FakeDevice:
         return self._model.next_state(row.sequence.request, state, fed), accepted and sampled == fed
 
     def _own(self, row: DecodePlan) -> bool:
-        """Whether it is the row of its sequence's slot."""
+        """Whether a row is the slot row of its sequence, not a draft row."""
         return row.row * self._engine.microbatches + self._microbatch == row.sequence.slot
 
     def _known(self, row: DecodePlan) -> bool:
-        """Whether it is fed a token that is known: a slot's own row, or its copy where a branch begins."""
+        """Whether the row's input token is known: a slot row, or its copy where a branch begins."""
         return self._own(row) or (row.branch > 0 and row.position == len(row.sequence.tokens) - 1)
 
     def _input(self, row: DecodePlan) -> int:

@@ -1,4 +1,4 @@
-"""An engine's loop around the scheduler and a device of arithmetic. What comes out is compared as it comes. No jax."""
+"""The engine loop around the scheduler and the fake device. Outputs are compared as they are produced. No jax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs,
 from tests.engine.fake_device import EOS, VOCAB, Alone, FakeDevice, FakeModel, Launched, position_logprobs
 from tests.spec.trees import TreesOfTruth
 
-register("trees", lambda config: DeviceDrafter(1))  # `Loop` puts in the one that knows what will be said
+register("trees", lambda config: DeviceDrafter(1))  # `Loop` replaces it with `TreesOfTruth`
 
 SWAP = Costs(swap_page=0.0, prefill_token=1.0, decode_step=1.0)
 RECOMPUTE = Costs(swap_page=1e9, prefill_token=0.0, decode_step=0.0)
@@ -28,7 +28,7 @@ RECOMPUTE = Costs(swap_page=1e9, prefill_token=0.0, decode_step=0.0)
 
 @dataclasses.dataclass
 class Output:
-    """What has come out of one sample."""
+    """The output so far of one sample."""
 
     request: Request
     want: Alone
@@ -38,7 +38,7 @@ class Output:
     cached_tokens: int | None = None
 
     def take(self, delta: SequenceDelta, now: float) -> None:
-        """Add a delta, which must be the continuation of the undisturbed run."""
+        """Add a delta, which must continue the isolated run."""
         assert self.reason is None, f"a delta after the end: {delta}"
         before = len(self.request.prompt_token_ids) + len(self.tokens)
         after = before + len(delta.token_ids)
@@ -67,7 +67,7 @@ class Output:
 
 
 class Loop:
-    """The engine's own loop around the fake device; ``now`` is their clock."""
+    """The engine's own loop around the fake device; ``now`` is the clock of both."""
 
     def __init__(
         self,
@@ -102,13 +102,13 @@ class Loop:
         if engine.speculative == "trees":
             self.scheduler._drafts._drafter = Bounded(TreesOfTruth(self.truth, VOCAB), VOCAB)
         self.outputs: dict[str, list[Output]] = {}
-        self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
+        self.live: dict[str, int] = {}  # unfinished requests: the step in which each arrived
         self.plan = StepPlan()
-        self._stalled = 0  # steps in a row in which nothing was launched although there is work
-        self.patience = 3  # what it may come to
+        self._stalled = 0  # consecutive steps that launched nothing although there is work
+        self.patience = 3  # upper bound of _stalled
 
     def truth(self, drafted: Drafted) -> list[int]:
-        """All that a sequence will say, behind its prompt."""
+        """Return the tokens of the isolated run of a sequence, its prompt first."""
         samples = itertools.chain.from_iterable(self.scheduler._requests.values())
         return self._alone(next(sample for sample in samples if sample.arrival == drafted.number)).tokens
 
@@ -133,7 +133,7 @@ class Loop:
         self._settle(request_id)
 
     def step(self) -> StepPlan:
-        """One step, with every check that there is."""
+        """Run one step with all checks."""
         self.now += 1.0
         self.steps += 1
         launched = self.core.launch()
@@ -159,7 +159,7 @@ class Loop:
             self.live.pop(request_id, None)
 
     def drain(self, limit: int = 5000) -> None:
-        """Step until nothing is left."""
+        """Step until no work is left."""
         for _ in range(limit):
             if not self.busy:
                 break
@@ -168,7 +168,7 @@ class Loop:
         self.check_idle()
 
     def check_idle(self) -> None:
-        """Everybody got an end, and nobody holds anything."""
+        """Check that every request has finished and holds no pages."""
         assert not self.live
         usage = self.kv.usage()
         assert usage.held == 0
@@ -176,7 +176,7 @@ class Loop:
         assert self.scheduler.stats.snapshot().replay_mismatches == 0
 
     def check_empty(self) -> None:
-        """Once the prefix cache is dropped too, nothing is left on the device or on the host."""
+        """Check that no page is used on the device or the host once the prefix cache is dropped, too."""
         self.check_idle()
         self.kv.reset_prefix_cache()
         usage = self.kv.usage()
@@ -184,7 +184,7 @@ class Loop:
         assert usage.host_used == 0, f"host pages are lost: {usage}"
 
     def run(self, *requests: Request) -> list[list[list[int]]]:
-        """Add requests and drain; the tokens of all samples, in the order of the requests."""
+        """Add requests and drain; return the tokens of all samples, in the order of the requests."""
         for request in requests:
             self.add(request)
         self.drain()
@@ -202,12 +202,12 @@ def make_loop(
     decode_agrees: bool = False,
     **changes: Any,
 ) -> Loop:
-    """A loop of three slots and 24 pages of 8 tokens, but for what is said otherwise.
+    """Return a loop with three slots and 24 pages of 8 tokens, unless ``changes`` override them.
 
     Args:
-        classes: of the prefill sizes, in order.
+        classes: class of each prefill size, in order.
         rows: of the decode program, if more than slots.
-        loras: where adapters come from, for settings that enable them.
+        loras: source of adapters, for settings that enable them.
         decode_agrees: all programs are of one class.
     """
     config = {
@@ -231,7 +231,7 @@ def make_loop(
 def make_request(
     name: str, prompt: int | tuple[int, ...], most: int = 8, *, stops: bool = False, **changes: Any
 ) -> Request:
-    """A request of ``most`` tokens for a prompt (its tokens, or how many of the usual ones)."""
+    """Return a request with ``max_tokens`` ``most`` for a prompt (its tokens, or the number of default tokens)."""
     tokens = tuple((7 * i + i // 5) % 9 for i in range(prompt)) if isinstance(prompt, int) else prompt
     fields = {field.name for field in dataclasses.fields(Request)}
     own = {key: value for key, value in changes.items() if key in fields}
@@ -241,7 +241,7 @@ def make_request(
 
 
 def eos_request(loop: Loop, least: int, **changes: Any) -> tuple[Request, int]:
-    """A request whose undisturbed run ends by a stop id, and its length of ``least`` to 20 tokens."""
+    """Return a request whose isolated run ends by a stop id, and its length, ``least`` to 20 tokens."""
     for seed in range(1000):
         request = make_request("eos", 12, 30, stops=True, seed=seed, **changes)
         want = loop.model.alone(request, 0)
@@ -250,7 +250,7 @@ def eos_request(loop: Loop, least: int, **changes: Any) -> tuple[Request, int]:
     raise AssertionError("no seed ends so")
 
 
-# ---- what is looked at in a plan
+# ---- views of a plan
 
 
 def chunks(plan: StepPlan) -> list[tuple[str, Chunk]]:
@@ -266,5 +266,5 @@ def ids(sequences: Iterable[Sequence]) -> list[str]:
 
 
 def tokens_of(loop: Loop, name: str) -> list[int]:
-    """The prompt and all that will be generated."""
+    """Return the prompt and all tokens that will be generated."""
     return loop.outputs[name][0].want.tokens

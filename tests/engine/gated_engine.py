@@ -1,4 +1,4 @@
-"""An engine whose tokens are known beforehand and whose steps the test lets through."""
+"""A fake engine with known tokens; the test releases its steps one by one."""
 
 import dataclasses
 import threading
@@ -12,7 +12,7 @@ SLOTS, CHUNK, QUEUE = 8, 4, 2000
 
 @dataclasses.dataclass
 class Sample:
-    """One sample on its way: ``left`` prompt tokens to prefill, ``made`` tokens given out."""
+    """A sample in progress: ``left`` prompt tokens to prefill, ``made`` tokens emitted."""
 
     request: Request
     index: int
@@ -21,7 +21,7 @@ class Sample:
 
 
 class FakeEngine:
-    """Eight slots, first come first served, four prompt tokens a step; a page for each sample that has a slot.
+    """An FCFS engine with eight slots and four prompt tokens a step; each sample with a slot has one page.
 
     ``gated``: a step waits until the test allows it.
     """

@@ -1,4 +1,4 @@
-"""Requests with adapters, mixed with others and with none, have the bits that they have alone, in every mode."""
+"""Requests with and without adapters in mixed batches are bitwise identical to their runs alone, in every mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAST = ("full batch", "swapped", "drafts, recomputed")
 
 
 class Adapted(LLM):
-    """Requests have adapters by their seeds: three, of which two have room."""
+    """An LLM that assigns adapters by the seed of a request: three adapters, two of them resident."""
 
     def generate(self, prompts: Any, sampling_params: Any = None, **_: Any) -> list[RequestOutput]:
         return super().generate(prompts, sampling_params, lora=[request(params) for params in sampling_params])
@@ -37,7 +37,7 @@ def request(params: SamplingParams) -> LoRARequest | None:
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders are names: what would be read there is `drawn`."""
+    """Patch adapter loading: the folder name determines the adapter (`drawn`)."""
     monkeypatch.setattr(
         "jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name, modules=MODULES)
     )
@@ -51,7 +51,7 @@ def tiny() -> tuple[Model, Requests]:
 
 @functools.cache
 def alone() -> list[Any]:
-    """Each by itself, on an engine that remembers nothing of the others."""
+    """Return the results of each request alone, the prefix cache reset in between."""
     model, requests = tiny()
     llm, results = Adapted(model, num_pages=ROOMY, **SETTINGS, **LORAS), []
     for each in requests:

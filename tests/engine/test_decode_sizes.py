@@ -1,4 +1,4 @@
-"""Decode programs of several sizes: a step takes the smallest that holds its slots, and no bit of a request changes."""
+"""Decode programs of several sizes: a step takes the smallest that holds its slots; results stay bitwise identical."""
 
 import collections
 import contextlib
@@ -18,7 +18,7 @@ from tests.engine.test_invariance import bits
 from tests.fakes import random_model
 
 SETTINGS = {"max_num_seqs": 16, "max_model_len": 160, "page_size": 16, "prefill_sizes": (16, 64), "num_pages": 200}
-# XLA:CPU gives rows of float32 the same bits in products of 8 and of 16 rows: the start proves it.
+# XLA:CPU gives float32 rows the same bits in products of 8 and of 16 rows: the startup probe shows it.
 SIZES = {"decode_sizes": (8,)}
 MODES = {
     "plain": {},
@@ -30,7 +30,7 @@ MODES = {
 
 @contextlib.contextmanager
 def counted(llm):
-    """Count the calls of decode programs, by their rows."""
+    """Count the calls of decode programs by their rows."""
     (part,), calls = llm.engine._executor.runtimes, collections.Counter()
     before = part.run
 
@@ -47,7 +47,7 @@ def counted(llm):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_has_the_same_bits_whatever_the_rows_of_its_steps(mode):
-    """Alone in the small program, among many in the large one, and where there is only that."""
+    """Results are identical alone in the small program, batched in the large one, and with the large one only."""
     model, requests = random_model(), make_requests(20, 97)
     llm, one = LLM(model, **SETTINGS, **SIZES, **MODES[mode]), LLM(model, **SETTINGS, **MODES[mode])
     assert llm.engine.calibration.decode_sizes == [8, 16]
@@ -61,13 +61,13 @@ def test_a_request_has_the_same_bits_whatever_the_rows_of_its_steps(mode):
             llm.engine.reset_prefix_cache()
             assert run(llm, [request]) == [want]
         assert calls[8]
-        assert set(calls) == {8} or mode in ("drafts", "token trees")  # three samples with drafts are more rows
+        assert set(calls) == {8} or mode in ("drafts", "token trees")  # three samples with drafts need more rows
     assert together == expected
     assert compilations.count == 0
 
 
 def test_a_request_moves_between_programs_while_others_come_and_go():
-    """The sampler's state (penalties count tokens) lies in the same place in all of them."""
+    """All programs keep the sampler's state (penalties count tokens) in the same slots."""
     llm = LLM(random_model(), **SETTINGS, **SIZES)
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=40, repetition_penalty=1.3, logprobs=2)
     alone = bits(llm.generate([[5, 6, 7]], params)[0])

@@ -1,4 +1,4 @@
-"""A draft model beside the model: its cache, what it is refused, what it costs. Equal bits: test_identity."""
+"""A draft model next to the target model: its cache, rejected settings, its cost. Bitwise identity: test_identity."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ PROMPTS = [[(7 * number + place * place) % 97 for place in range(5 + 20 * number
 
 @pytest.fixture(scope="module")
 def itself() -> Model:
-    """It drafts for itself: what its cache lacks or has wrong is a draft that fails."""
+    """Return a model that drafts for itself: a missing or wrong entry in the draft cache gives a rejected draft."""
     model = random_model()
     return model.replace(draft=model)
 
 
 def right(stats: EngineStats) -> float:
-    """Share of the drafts that came true."""
+    """Return the share of accepted draft tokens."""
     return stats.draft_accepted / stats.draft_tokens
 
 
@@ -54,7 +54,7 @@ def test_who_drafts_for_itself_is_right(itself: Model, temperature: float) -> No
     params = SamplingParams(temperature=temperature, max_tokens=41, seed=3, ignore_eos=True)
     llm.generate(PROMPTS[:1], params)
     stats = llm.engine.stats()
-    # The first token after the prompt is a row of its own; then five come at once, four of them drafts.
+    # The first token after the prompt is a row alone; then each step gives five tokens, four of them drafts.
     assert (stats.draft_tokens, stats.draft_accepted) == (32, 32)
 
 
@@ -62,12 +62,12 @@ def test_who_drafts_for_itself_is_right(itself: Model, temperature: float) -> No
 def test_its_pages_go_where_those_of_the_model_go(
     itself: Model, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To other sequences, to copies, to the host and back."""
+    """Draft-model pages follow the pages of the model: to other sequences, to copies, to the host and back."""
     if changes.pop("swap", 0):
         monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     llm = LLM(itself, **{**SETTINGS, "max_num_seqs": 5, **changes})
     params = SamplingParams(n=2, temperature=1.0, max_tokens=40, seed=3, ignore_eos=True)
-    for _ in range(2):  # the second time prompts are found in the cache
+    for _ in range(2):  # the second run hits the prefix cache
         llm.generate(PROMPTS, params)
     stats = llm.engine.stats()
     assert stats.prefix_hits > 0
@@ -77,7 +77,7 @@ def test_its_pages_go_where_those_of_the_model_go(
 
 
 def test_it_catches_up_with_what_it_has_not_seen(itself: Model) -> None:
-    """While the batch is full nothing is drafted, so nobody computes the draft model's keys."""
+    """While the batch is full nothing is drafted, and the keys of the draft model are not computed."""
     llm = LLM(itself, **{**SETTINGS, "max_num_seqs": 5, "num_speculative_tokens": 4})
     long, short = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (120, 70))
     llm.generate([PROMPTS[1]] + [PROMPTS[0]] * 4, [long] + [short] * 4)
@@ -88,8 +88,8 @@ def test_it_catches_up_with_what_it_has_not_seen(itself: Model) -> None:
 
 @pytest.mark.parametrize("vocab", [90, 130])
 def test_its_vocabulary_may_be_padded_otherwise(itself: Model, vocab: int) -> None:
-    """What the model does not know is never drafted; what the draft model does not know fails, and changes no token."""
-    draft = random_model(vocab_size=vocab)  # the same weights but for what is more or less
+    """Tokens unknown to the model are never drafted; tokens unknown to the draft are rejected; no output changes."""
+    draft = random_model(vocab_size=vocab)  # the same weights except for missing or extra tokens
     llm, plain = LLM(itself.replace(draft=draft), **SETTINGS), LLM(itself, **{**SETTINGS, "speculative": None})
     params = SamplingParams(temperature=1.0, max_tokens=60, seed=3, ignore_eos=True, logprobs=1)
     prompts = [*PROMPTS, [96, 95, 94, 1, 2]]
@@ -146,8 +146,8 @@ def test_what_it_is_not_spread_over() -> None:
 
 
 def test_what_is_accepted_has_the_models_distribution() -> None:
-    """Third tokens of answers, of which those behind a draft that was accepted are drawn in its row: where each lies in
-    the model's own cumulative distribution behind what came before it is anywhere equally often (chi-square)."""
+    """Third tokens of answers, some drawn in the row of an accepted draft: their position in the model's own cumulative
+    distribution, given the tokens before, is uniform (chi-square)."""
     model, prompt, chance = random_model(gain=9.0), PROMPTS[1], np.random.default_rng(0)
     llm = LLM(model.replace(draft=random_model(gain=8.5)), **{**SETTINGS, "max_num_seqs": 8})
     answers = list[tuple[int, ...]]()
@@ -158,7 +158,7 @@ def test_what_is_accepted_has_the_models_distribution() -> None:
     logits = np.asarray(model.apply(model.params, jnp.asarray([[*prompt, *answer[:2]] for answer in answers])))
 
     def p_of(shares: np.ndarray) -> float:
-        """Tokens from the likeliest to the least likely: what is drawn from another distribution lies further down."""
+        """Return the p-value, tokens ordered by likelihood: other distributions shift draws towards unlikely tokens."""
         own = np.take_along_axis(shares, np.array([answer[2:] for answer in answers]), axis=1)
         above = np.where(shares > own, shares, 0).sum(axis=1, keepdims=True) + own * chance.random(own.shape)
         return p_value((above[:, 0] * 12).astype(int).clip(0, 11), np.full(12, 1 / 12))
@@ -189,10 +189,10 @@ def test_an_edited_one_is_checked_as_its_model_is() -> None:
 
 
 class Names(list):
-    """Notes the names that are loaded."""
+    """A list of the model names that are loaded."""
 
     def load(self, name: str, model: Model) -> Model:
-        """Loads what is to draft for a model."""
+        """Record the name of a draft model to load, and return a random model."""
         self.append(name)
         return random_model(seed=1)
 
@@ -209,7 +209,7 @@ class Names(list):
     ],
 )
 def test_which_model_drafts(name: str, own: bool, asked: str | None, loaded: list[str]) -> None:
-    """The one that is named, else the model's own, else the demo model's."""
+    """The draft model is the named one, else the model's own, else that of the demo model."""
     draft, names = (random_model() if own else None), Names()
     config = EngineConfig(speculative="draft_model", speculative_model=asked)
     model = with_draft(random_model().replace(name=name, draft=draft), config, names.load)

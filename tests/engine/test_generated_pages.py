@@ -1,6 +1,6 @@
-"""What was generated is as good as a prompt where start-up proves that decode rows leave the bits of chunks.
+"""Pages of generated tokens are reused like prompt pages if the startup probe finds decode and prefill rows identical.
 
-Blocks of one size in attention, and products whose bits do not depend on their rows, make it so on a CPU.
+Attention blocks of one size, and matmuls whose bits do not depend on the row count, ensure it on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grammars of all kinds: what ends by itself is of them, by the word of `lark`, and bits are those of each alone."""
+"""Grammars of all kinds: finished outputs parse with `lark`, and are bitwise identical to each request alone."""
 
 from __future__ import annotations
 

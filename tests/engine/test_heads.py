@@ -1,4 +1,4 @@
-"""Draft heads beside the model: they draft what they say of the model's own states. Equal bits: test_identity."""
+"""Draft heads next to the target model draft as computed from its hidden states. Bitwise identity: test_identity."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ SETTINGS: dict[str, Any] = {
 }
 PROMPTS = [[(7 * number + place * place) % 97 for place in range(5 + 20 * number)] for number in range(4)]
 Said = dict[tuple[int, ...], list[int]]
-"""What was drafted behind the tokens of a sequence."""
+"""Draft tokens by the tokens of the sequence before them."""
 
 
 @functools.cache
 def with_head(method: str) -> Model:
-    """A model with a draft head of random weights, or the demo model with its own, which is often right."""
+    """Return a model with a random draft head, or the demo model with its own head, which is often right."""
     if method == "demo":
         model = load_model("demo", "float32", show_progress=False)
         return model.replace(draft=load_head("demo-eagle3", "eagle3", model, make_mesh()))
@@ -60,8 +60,8 @@ LENGTH = 160
 
 
 def reference(model: Model, ids: jax.Array, count: jax.Array) -> jax.Array:
-    """The likeliest tokens that a head drafts behind the first ``count`` of ``ids`` [1, LENGTH], by the plain equations
-    over contiguous sequences."""
+    """Return the greedy draft tokens of a head after the first ``count`` of ``ids`` [1, LENGTH], computed over
+    contiguous sequences."""
     head: Any = model.draft
     params = {**head.params, **shared(model.params, head.config)}
     module: Any = model.module.clone(taps=head.config.taps)
@@ -88,7 +88,7 @@ def reference(model: Model, ids: jax.Array, count: jax.Array) -> jax.Array:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Said:
-    """Collects what engines draft."""
+    """Record what engines draft."""
     found: Said = {}
     read = Runner.read
 
@@ -115,7 +115,7 @@ QUICK = {("demo", mode) for mode in CHANGES} | {("medusa", "paths"), ("eagle", "
 
 
 def cases(methods: list[str], others: Any) -> list[Any]:
-    """All pairs, of which those that are not quick are slow."""
+    """Return all pairs; those not in QUICK are marked slow."""
     pairs = itertools.product(methods, others)
     return [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in pairs]
 
@@ -125,7 +125,7 @@ def test_drafts_are_those_of_the_plain_equations(method: str, mode: str, said: S
     model = with_head(method)
     llm = LLM(model, **{**SETTINGS, "speculative": "eagle3" if method == "demo" else method, **CHANGES[mode]})
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for _ in range(2):  # the second time prompts are found in the cache
+    for _ in range(2):  # the second run hits the prefix cache
         llm.generate(PROMPTS, params)
     llm.engine.check()
     assert method == "demo" or "num_pages" not in CHANGES[mode] or sum(llm.engine.stats().preemptions.values())
@@ -136,13 +136,13 @@ def test_drafts_are_those_of_the_plain_equations(method: str, mode: str, said: S
         padded = np.zeros((1, LENGTH), np.int32)
         padded[0, : len(tokens)] = tokens
         wrong += expected(padded, len(tokens))[: len(drafted)].tolist() != drafted
-    # Who comes back from the host lacks a few pairs of features, or those of pages that were found in the cache.
+    # A sequence swapped in from the host lacks a few feature pairs, or those of pages that hit the prefix cache.
     assert wrong <= len(said) * (0.1 if mode == "preempted" else 0.02), (wrong, len(said))
 
 
 @functools.cache
 def requests_alone(slots: int) -> tuple[Requests, list[Any]]:
-    """By an engine of as many slots: another one has other programs, whose logprobs may differ by a rounding."""
+    """Compute them with the same slot count: other programs may give logprobs that differ by a rounding."""
     model = random_model(num_hidden_layers=4)
     requests = make_requests(16, model.config.vocab_size)
     return requests, alone(model, requests, **{**IDENTITY, "max_num_seqs": slots})
@@ -172,7 +172,7 @@ def test_a_layer_of_the_models_own_folder_drafts(name: str, tmp_path: pathlib.Pa
 
 
 def check_mtp(name: str, tmp_path: pathlib.Path, **axes: int) -> None:
-    """Tokens and logprobs are those without drafts, of which some came true."""
+    """Check that tokens and logprobs equal those without drafts, with some drafts accepted."""
     case = golden(name)
     folder = write_head_checkpoint(tmp_path, case)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(128)))
@@ -189,7 +189,7 @@ def check_mtp(name: str, tmp_path: pathlib.Path, **axes: int) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_requests_leave_nothing_behind(fresh_seed: int) -> None:
-    """Random prompts, lengths, samplers and aborts, with trees and with pages that run out."""
+    """Random prompts, lengths, samplers and aborts, with trees and page shortage, leave no page in use."""
     model, chance = with_head("eagle3"), np.random.default_rng(fresh_seed)
     settings = {**SETTINGS, "num_pages": 24, "max_num_seqs": 12, "speculative": "eagle3", "speculative_tree": 2}
     engine: Any = LLM(model, **settings).engine
@@ -208,7 +208,7 @@ def test_ten_thousand_requests_leave_nothing_behind(fresh_seed: int) -> None:
             engine.step()
             alive = [name for name in alive if name in engine._scheduler._requests]
     engine.check()
-    engine.reset_prefix_cache()  # pages of prompts that others may have, some of them on the host
+    engine.reset_prefix_cache()  # cached prompt pages, some of them on the host
     stats = engine.stats()
     assert compilations.count == 0
     assert (stats.running, stats.kv) == (0, kept)

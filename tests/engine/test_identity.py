@@ -1,6 +1,6 @@
-"""Requests give the same tokens and logprobs, to the last bit, alone and in every mode of serving.
+"""Tokens and logprobs of a request are bitwise identical alone and in every serving mode.
 
-The slow tier holds 200 requests to it on three models; the fast one 40 on a tiny model.
+The slow tier runs 200 requests on three models; the fast tier 40 on a tiny model.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Requests = list[tuple[list[int], SamplingParams]]
 LENGTH = 160
 SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": LENGTH, "page_size": 16, "prefill_sizes": (16, 64)}
 ROOMY, TIGHT = 200, 24  # pages
-VOCAB = 97  # of random_model
+VOCAB = 97  # vocabulary size of random_model
 
 
 def make_requests(count: int, vocab: int, longest: int = 24) -> Requests:
-    """Prompts of all lengths; many share a beginning, some repeat themselves, some have several samples."""
+    """Return prompts of all lengths; many share a prefix, some repeat themselves, some have several samples."""
     rng = np.random.default_rng(0)
     shared = [rng.integers(0, vocab, 90).tolist() for _ in range(4)]
     requests: Requests = []
@@ -52,7 +52,7 @@ def run(llm: LLM, requests: Requests) -> list[Any]:
 
 
 def alone(model: Model, requests: Requests, **settings: Any) -> list[Any]:
-    """Each request by itself, on an engine that remembers nothing of the others."""
+    """Return the results of each request alone, the prefix cache reset in between."""
     llm = LLM(model, num_pages=ROOMY, **settings)
     results = []
     for request in requests:
@@ -62,7 +62,7 @@ def alone(model: Model, requests: Requests, **settings: Any) -> list[Any]:
 
 
 class Adversary:
-    """Says anything: tokens of the sequence and of none, too many, nothing."""
+    """A drafter that proposes arbitrary chains: known tokens, invalid tokens, too many, none."""
 
     def __init__(self) -> None:
         self._chance = np.random.default_rng(0)
@@ -190,7 +190,7 @@ def test_real_and_wide_models_in_every_mode(which, mode, monkeypatch, request):
 def _place_eagerly(
     pages: SequencePages, place: Callable[..., int | None], sequence: Sequence, slot: int, budget: int, _spare: int
 ) -> int | None:
-    """Leave no page for those that run: the scheduler is too careful to preempt often with so many slots."""
+    """Admit without spare pages for running sequences: otherwise preemption is rare with this many slots."""
     return place(pages, sequence, slot, budget, 0)
 
 

@@ -1,4 +1,4 @@
-"""The same request gives the same bits whatever else is in the batch."""
+"""Batch invariance: a request gives the same bits whatever else is in the batch."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from tests.fakes import medium_model, mixed_params, random_model
 
 
 def bits(output: RequestOutput) -> list:
-    """Everything a user sees, logprobs exactly."""
+    """Return all user-visible outputs, with exact logprobs."""
     return [
         (sample.token_ids, sample.logprobs, sample.cumulative_logprob, sample.finish_reason)
         for sample in output.outputs
@@ -22,7 +22,7 @@ def prompts_of(lengths: list[int], vocab: int, seed: int = 0) -> list[list[int]]
 
 
 def check_every_slot(llm: LLM, rows: int, lengths: list[int]) -> None:
-    """One prompt alone, then at each place of a full batch, among prompts of other lengths."""
+    """Compare one prompt alone with the same prompt at each index of a full batch of prompts of other lengths."""
     vocab = llm.model.config.vocab_size
     probe = prompts_of([70], vocab, seed=1)[0]
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=6, logprobs=5)
@@ -47,12 +47,12 @@ def test_demo_model_at_every_slot(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_wide_model_in_a_batch_of_64(dtype):
-    """Shapes at which XLA's matrix products do change bits with the number of rows."""
+    """At these shapes the bits of XLA's matmuls do depend on the row count."""
     llm = LLM(medium_model(dtype), max_num_seqs=64, max_model_len=128, prefill_sizes=(16, 64))
     probes = prompts_of([1, 9, 40, 90], 2048, seed=2)
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=4)
     alone = [bits(llm.generate([probe], params)[0]) for probe in probes]
-    # An idle engine gives the i-th prompt slot i: four rotations bring every probe to all 64 slots.
+    # An idle engine gives prompt i slot i: four rotations move the probes through all 64 slots.
     for turn in range(len(probes)):
         order = [(place + turn) % len(probes) for place in range(64)]
         together = llm.generate([probes[i] for i in order], params)
@@ -70,7 +70,7 @@ def test_wide_model_in_a_batch_of_64(dtype):
 
 @pytest.mark.slow
 def test_the_wide_model_can_fail():
-    """A decode program of another row count gives other bits, so the test above would see a dependence on it."""
+    """A decode program of another row count gives other bits, so the test above would detect a dependence on it."""
     model = medium_model("float32")
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=4)
     probe = prompts_of([40], 2048, seed=2)

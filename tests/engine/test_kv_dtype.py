@@ -1,4 +1,4 @@
-"""KV caches of 8 bits through the whole engine: the same bits in every mode, and the numbers that they stand for."""
+"""8-bit KV caches in the whole engine: the same bits in every mode, and logprobs of rounded keys and values."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def requests_alone(kind: str) -> tuple[Requests, list[Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), EVERY)
 def test_every_mode_gives_the_bits_of_each_request_alone(kind, mode, model, monkeypatch):
-    """Batches, samples that share pages, preemption, warm prefixes; nothing is compiled meanwhile."""
+    """Batches, samples sharing pages, preemption and prefix hits give identical results; nothing compiles meanwhile."""
     requests, expected = requests_alone(kind)
     changes, happened = MODES[mode]
     if mode == "swapped":
@@ -86,7 +86,7 @@ def test_latents_have_the_bits_of_each_request_alone(kind, mode, monkeypatch):
 
 
 def test_latents_have_the_bits_of_each_request_alone_in_short():
-    """And in one batch, on the same engine: some prompts share a page. The pool takes what the plan says."""
+    """Batched requests with shared prefix pages match each alone on the same engine. The pool has the planned size."""
     model = random_model(**config_json(3, num_hidden_layers=1, first_k_dense_replace=1))
     llm = LLM(model, **{**SETTINGS, "prefill_sizes": (16,)}, num_pages=ROOMY, kv_cache_dtype="int8")
     requests = make_requests(6, model.config.vocab_size)
@@ -98,11 +98,11 @@ def test_latents_have_the_bits_of_each_request_alone_in_short():
     assert size == ROOMY * model.with_cache("int8").cache_spec.bytes_per_page(16, 4) == ROOMY * 16 * (16 + 8)
 
 
-# ---- what the numbers are
+# ---- accuracy
 
 
 def rounding_attend(kind: str) -> Any:
-    """Contiguous attention to keys and values that were rounded and came back."""
+    """Return contiguous attention over keys and values that are quantised and dequantised."""
     dtype = jnp.dtype(KINDS[kind])
 
     def rounded(x: jax.Array) -> jax.Array:
@@ -116,7 +116,7 @@ def rounding_attend(kind: str) -> Any:
 
 
 def forced(model: Model, attend: Any, ids: list[int]) -> np.ndarray:
-    """Log probability of each token but the first, of a forward pass over all of them at once."""
+    """Return the log probability of each token except the first, from one forward pass over all tokens."""
     apply, end = model.module.apply, len(ids)
 
     @jax.jit
@@ -131,7 +131,7 @@ def forced(model: Model, attend: Any, ids: list[int]) -> np.ndarray:
     "kind", [kind if kind == "int8" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_served_logprobs_are_those_of_a_model_that_rounds_keys_and_values(kind, model):
-    """Of a prompt's tokens, by the prefill programs, and of the generated ones, by the decode program."""
+    """Prompt logprobs (prefill) and output logprobs (decode) match contiguous attention over rounded KV."""
     prompt = np.random.default_rng(3).integers(0, model.config.vocab_size, 100).tolist()
     llm = LLM(model, **SETTINGS, kv_cache_dtype=kind)
     params = SamplingParams(temperature=0.0, max_tokens=30, logprobs=0, prompt_logprobs=0, ignore_eos=True)
@@ -142,12 +142,12 @@ def test_served_logprobs_are_those_of_a_model_that_rounds_keys_and_values(kind, 
     rounded, exact = (forced(model, each, ids) for each in (rounding_attend(kind), causal_attend))
     error = np.abs(rounded - exact).max()
     assert error > 1e-3
-    # Not zero: a number in the middle of a step may fall to the other side.
+    # Not zero: a number midway between two steps may round either way.
     assert np.abs(served - rounded).max() < error / 20
 
 
 def test_text_is_nearly_as_likely(test_data):
-    """Mean log probability of a text that the demo model has not seen; docs/kv_cache.md has more of it."""
+    """Check the mean log probability of a text unseen by the demo model; docs/kv_cache.md has more figures."""
     model = load_model("demo", "float32", show_progress=False)
     assert model.tokenizer is not None
     text = (test_data / "text" / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ MADE = LOOPED | {"parameter", "get-tuple-element", "fusion", "scatter", "bitcast
 
 @pytest.mark.parametrize(("kind", "elements"), [pytest.param("int8", "s8", marks=pytest.mark.slow), ("fp8", "u8")])
 def test_no_program_copies_or_converts_a_pool(kind, elements):
-    """Nor its scales. XLA:CPU would widen a whole pool of float8 to write a token."""
+    """No program copies or converts a pool or its scales. XLA:CPU would widen a whole float8 pool to write a token."""
     settings = {**SETTINGS, "num_pages": 1031, "multi_step": 3, "max_prefill_rows": 1}
     engine = LLM(random_model(), **settings, kv_cache_dtype=kind).engine
     pools = sum(array.nbytes for array in jax.tree.leaves(engine._executor.runtimes[-1].pools))
@@ -179,12 +179,12 @@ def test_no_program_copies_or_converts_a_pool(kind, elements):
         assert memory.temp_size_in_bytes < pools // 2, name  # there are two layers
 
 
-# ---- plans and refusals
+# ---- plans and rejected settings
 
 
 @pytest.fixture(scope="module")
 def wide() -> Model:
-    """In bfloat16, head_dim 64: 68 bytes instead of 128 for a head of a token."""
+    """Return a bfloat16 model with head_dim 64: 68 bytes for a head of a token instead of 128."""
     return random_model("bfloat16", hidden_size=256, num_hidden_layers=1)
 
 
@@ -210,7 +210,7 @@ def test_the_plan_is_what_the_pools_take(model):
 
 
 def test_bounds_in_bytes_hold_more_pages(wide):
-    """Of the pool and of the host's memory; an explicit number of pages stays what it is."""
+    """Equal bytes of pool and host memory hold more pages; an explicit number of pages is unchanged."""
     config = EngineConfig(max_num_seqs=64, kv_cache_bytes=MIB, swap_space_gib=MIB / 2**30)
     before, after = (
         resolve_for(wide, dataclasses.replace(config, kv_cache_dtype=kind), "cpu") for kind in ("auto", "int8")
@@ -232,7 +232,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(model):
 
 
 def test_what_decode_must_read_is_less(wide):
-    """``--stats`` compares with the bytes of a step."""
+    """``--stats`` compares with the bytes read per step."""
     one, other = (bytes_per_step(each, [100]) - bytes_per_step(each, []) for each in (wide, wide.with_cache("int8")))
     assert other * 128 == one * 68
 

@@ -1,4 +1,4 @@
-"""`LLM` as its users call it."""
+"""The public API of `LLM`."""
 
 import dataclasses
 import gc
@@ -28,7 +28,7 @@ def llm() -> LLM:
 
 
 def teacher_forced(llm: LLM, ids: list[int]) -> np.ndarray:
-    """[positions, vocab] log-probabilities of the plain, uncached forward pass."""
+    """Return the log probabilities [positions, vocab] of the uncached forward pass."""
     logits = llm.model.apply(llm.model.params, jnp.array([ids]))[0]
     return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 
@@ -230,7 +230,7 @@ def test_an_edited_model_is_served_as_it_is(llm):
     want = teacher_forced(other, [1, 2, 3, *sample.token_ids])
     for step, (token, got) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
         assert abs(got[token].logprob - want[2 + step, token]) <= 1e-5
-    assert sample.token_ids != llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids  # the edit matters
+    assert sample.token_ids != llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids  # the edit changes the output
 
 
 @pytest.mark.parametrize("prompts", [[[1], [2, 3], [97]], [[1], [2, 3], []]])
@@ -310,7 +310,7 @@ def test_a_closed_llm_gives_its_memory_back_and_says_so():
     with pytest.raises(RuntimeError, match="this LLM is closed: make another one"):
         llm.generate([[1]], GREEDY)
     llm.close()
-    assert float(model(jnp.array([[1, 2]])).sum()) != 0  # what was handed in stays
+    assert float(model(jnp.array([[1, 2]])).sum()) != 0  # the caller's model stays valid
 
 
 def test_a_reset_forgets_cached_pages(llm):
@@ -347,7 +347,7 @@ def test_weights_as_some_cpus_like_them_are_the_same_function(monkeypatch, specu
 
 
 def test_a_single_sequence_in_16_bits_is_a_row_of_its_own():
-    """Its matrices lie with their inputs first, and its logprobs are near those of two rows."""
+    """Matrices are stored inputs first, and logprobs are near those of an engine with two rows."""
     prompt, params = "ROMEO:", SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
     found = []
     for most in (1, 2):

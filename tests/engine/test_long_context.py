@@ -1,4 +1,4 @@
-"""Long prompts: memory beside the cache does not grow with them."""
+"""Long prompts: memory outside of the cache does not grow with their length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 
 
 def temporaries(length: int) -> int:
-    """Bytes that the hungriest program needs where sequences may have ``length`` tokens."""
+    """Return the temporary bytes of the largest program for sequences of up to ``length`` tokens."""
     model = random_model(max_position_embeddings=length, rope_scaling=YARN)
     config = EngineConfig(
         max_num_seqs=2, max_model_len=length, page_size=64, num_pages=length // 64 + 8, prefill_sizes=(256,)
@@ -27,7 +27,7 @@ def temporaries(length: int) -> int:
 
 @pytest.mark.slow
 def test_programs_need_no_more_memory_for_longer_contexts():
-    """But for the tables of pages, which have 4 bytes for 64 tokens of each row and are copied a few times."""
+    """Temporary memory is constant except for block tables: 4 bytes per 64 tokens of each row, copied a few times."""
     short, long = temporaries(2048), temporaries(32768)
     assert long - short < 40 * 32768 // 64 * 4
     assert long < 4 << 20
@@ -55,7 +55,7 @@ print("RESULT", peak() - before, output.token_ids)
 
 @pytest.mark.slow
 def test_a_prompt_of_32k_tokens(repo: pathlib.Path):
-    """One matrix of all scores of one head would have 4 GiB. Other chunks find the same tokens."""
+    """A full score matrix of one head would take 4 GiB. Other chunk sizes give the same tokens."""
     results = []
     for chunk in ("256", "1024"):
         command = [sys.executable, "-c", _SCRIPT, chunk]

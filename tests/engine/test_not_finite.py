@@ -1,4 +1,4 @@
-"""Logits that are not finite: the request ends with an error, and nobody else notices."""
+"""Non-finite logits: the request ends with an error; all other requests are unaffected."""
 
 import math
 from array import array
@@ -17,8 +17,8 @@ from jaxinfer.text.output import NOT_FINITE
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob
 from tests.fakes import mixed_params, random_model
 
-POISON = 7  # a token whose embedding is NaN: so are keys and values of it
-LOUD = 8  # a token that no text holds; its logit overflows
+POISON = 7  # token whose embedding is NaN, and so its keys and values
+LOUD = 8  # token in no prompt, whose logit overflows
 SETTINGS = {"max_num_seqs": 4, "prefill_sizes": (16, 64), "page_size": 16, "max_model_len": 128, "num_pages": 24}
 
 
@@ -35,7 +35,7 @@ def overflowing() -> Model:
 
 
 def prompts() -> list[list[int]]:
-    """Every other one holds the poison, at its beginning, in its midst, at its end."""
+    """Return prompts of which every other one contains POISON: at its beginning, in its middle or at its end."""
     clean = [[10 + (3 * number + place) % 60 for place in range(5 + 9 * number)] for number in range(6)]
     mixed = []
     for number, prompt in enumerate(clean):
@@ -59,7 +59,7 @@ def is_failed(output: RequestOutput) -> bool:
     "more", [{}, {"multi_step": 4}, {"speculative": "ngram", "num_speculative_tokens": 3}], ids=str
 )
 def test_who_overflows_fails_and_nobody_else_notices(more: dict):
-    """Alone, beside each other, and in pages that had NaN before."""
+    """Clean requests match their runs alone, batched with failing ones and on pages that held NaN."""
     llm = LLM(poisoned(), **SETTINGS, **more)
     alone = [llm.generate([prompt], params(number))[0] for number, prompt in enumerate(prompts()[::2])]
     with count_compilations() as compiled:
@@ -85,7 +85,7 @@ def test_every_sample_of_a_request_fails():
 
 
 def test_one_infinite_logit_is_enough():
-    """Though greedy and bounded choices would look away from it, or take it."""
+    """The request fails even if greedy or restricted sampling would ignore the infinite logit, or select it."""
     llm = LLM(overflowing(), **SETTINGS)
     for asked in ({"temperature": 0.0}, {"allowed_token_ids": [3]}, {"logit_bias": {LOUD: -100.0}}, {"top_k": 2}):
         [output] = llm.generate([[5, 6, 9]], SamplingParams(max_tokens=4, **asked))
@@ -94,7 +94,7 @@ def test_one_infinite_logit_is_enough():
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
 def test_a_prompt_without_numbers_fails_where_its_logprobs_are_asked_for(logprob: float):
-    """Be the logits behind it numbers again."""
+    """The request fails even if the logits after the prompt are finite."""
     request = Request("r", (5, 6), SamplingParams(max_tokens=4, prompt_logprobs=0), frozenset())
     sequence = Sequence(request, 0, 0, array("i", (5, 6)), PageKeys(cache_identity(request), 16), 1, 5)
     sequence.prompt_logprobs.append(PositionLogprobs(TokenLogprob(6, logprob, 1), ()))

@@ -1,4 +1,4 @@
-"""Quantised weights through the whole engine: every storage with prefix cache, chunks, samples, logprobs and drafts."""
+"""Quantised weights in the whole engine: every storage with prefix cache, chunks, samples, logprobs and drafts."""
 
 import pathlib
 from typing import Any
@@ -34,7 +34,7 @@ STORAGES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) f
 
 
 def stored(folder: pathlib.Path, layout: Layout, **changes: Any) -> Model:
-    """The embeddings stay plain: what a table in another order would be, nobody writes."""
+    """Return a model with stored weights. Embeddings stay unquantised: no checkpoint stores a permuted table."""
     model = random_model(**{**SHAPE, **changes})
     return stored_and_plain(model, folder, lambda name, inputs: None if "embed" in name else layout)[0]
 
@@ -54,7 +54,7 @@ def test_a_request_has_the_same_bits_alone_and_among_others(name: str, tmp_path:
     stats = llm.engine.stats()
     assert stats.prefix_hits > 0
     assert stats.draft_tokens > 0
-    if name in FAST:  # what the others' random weights say need not repeat itself
+    if name in FAST:  # with the random weights of other storages no draft need repeat
         assert stats.draft_accepted > 0
 
 
@@ -72,7 +72,7 @@ def assert_served_as_applied(model: Model, atol: float = 2e-5, **settings: Any):
     text = prompt + sample.token_ids
     whole, part = (llm.model.apply(llm.model.params, jnp.asarray([ids]))[0] for ids in (text, text[:40]))
     expected = np.asarray(jax.nn.log_softmax(whole))
-    # Some random weights are so large that another order of sums shows: as it does in the function's own logits.
+    # Some random weights are so large that the order of summation shows, in the logits of `apply` as well.
     atol = max(atol, 10 * float(abs(whole[:40] - part).max()))
     served = [*(output.prompt_logprobs or [])[1:], *(sample.logprobs or [])]
     assert len(served) == len(text) - 1
@@ -124,7 +124,7 @@ def assert_logprobs(llm: LLM, prompt: list[int], logits: np.ndarray):
 
 
 def test_the_plan_knows_what_four_bits_take(tmp_path: pathlib.Path):
-    """Two numbers to a byte: XLA's own sum of the arguments' bytes agrees."""
+    """Two numbers per byte, as in XLA's argument size."""
     weight = stored(tmp_path, Grouped("int4", 32)).params["layers_0"]["mlp"]["gate_up"]
     placed = jax.device_put(weight, jax.devices()[0])
     codes = 2 * INPUTS * INPUTS

@@ -1,4 +1,4 @@
-"""Drafts of models with states: tokens and logprobs have the bits that they have without drafts."""
+"""Drafts for models with states: tokens and logprobs are bitwise identical to those without drafts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MORE = ("drafts of an adversary", "drafts, recomputed")
 
 
 class Prompter:
-    """Says what comes next as far as a whim of it, and then something else."""
+    """A drafter that proposes a random number of true tokens, then wrong ones."""
 
     texts: ClassVar[list[list[int]]] = []
 
@@ -64,7 +64,7 @@ def model_of(kind: str, folder: pathlib.Path) -> Model:
 
 
 def without_drafts(model: Model, count: int) -> tuple[Requests, list[Any]]:
-    """Requests with long answers, and what they are alone: `Prompter` knows them."""
+    """Return requests with long answers and their results alone, which `Prompter` then proposes."""
     requests = make_requests(count, model.config.vocab_size, longest=60)
     expected = alone(model, requests, **SETTINGS)
     pairs = zip(requests, expected, strict=True)
@@ -78,12 +78,12 @@ def some_true(stats: EngineStats) -> bool:
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS])
 def test_what_is_said_does_not_depend_on_drafts(kind: str, tmp_path: pathlib.Path):
-    """Beside one another, over borders of pages, after preemptions and hits."""
+    """Results are unchanged in batches, across page boundaries, after preemptions and after prefix hits."""
     model = model_of(kind, tmp_path)
     requests, expected = without_drafts(model, 14)
 
     def happened(stats: EngineStats) -> bool:
-        found = stats.prefix_hits > 0 or not llm.engine.calibration.exact_resume  # which is the processor's affair
+        found = stats.prefix_hits > 0 or not llm.engine.calibration.exact_resume  # depends on the processor
         return some_true(stats) and stats.preemptions["recompute"] > 0 and found
 
     llm = LLM(model, **{**SETTINGS, **DRAFTS}, speculative="prompter", num_pages=14, num_states=6)
@@ -91,7 +91,7 @@ def test_what_is_said_does_not_depend_on_drafts(kind: str, tmp_path: pathlib.Pat
 
 
 def test_drafts_that_are_likely_enough_are_in_the_state():
-    """Tokens that nobody drew: logprobs are those of the plain function behind them."""
+    """Accepted tokens that were not sampled are in the state: logprobs after them match `model.apply`."""
     model = hybrid()
     params = SamplingParams(temperature=1.0, max_tokens=60, logprobs=1, seed=1, speculation=TYPICAL, ignore_eos=True)
     prompts = [[number, *range(10 + number)] for number in range(4)]
@@ -119,7 +119,7 @@ def test_what_a_grammar_forces_goes_into_the_state():
 
 
 def test_a_later_turn_goes_on_behind_drafts(tmp_path: pathlib.Path):
-    """From states of pages that were filled by them."""
+    """A later turn resumes from page states that accepted drafts filled."""
     model = model_of("conv", tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=60, logprobs=1, ignore_eos=True)
     prompts = [[number, *range(10 + number)] for number in range(8)]

@@ -1,4 +1,4 @@
-"""Models whose layers have states: the same bits alone and in every mode, and those of a plain `model.apply`."""
+"""Models with recurrent states: the same bits alone and in every mode, and the logprobs of `model.apply`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_beginnings_are_found_where_a_state_was_kept(served):
     warm = llm.engine.stats().prefix_hits - cold
     if llm.engine.calibration.exact_resume:
         assert 0 < 1.5 * cold < warm
-    else:  # on this processor a prompt that goes on from a kept state has other bits
+    else:  # on this processor resuming a prompt from a kept state changes bits
         assert cold == warm == 0
 
 

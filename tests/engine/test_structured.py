@@ -1,4 +1,4 @@
-"""Outputs that grammars hold: valid, the same bits in every mode, and no affair of their neighbours."""
+"""Grammar-constrained outputs: valid, the same bits in every mode, without effect on other requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GRAMMAR = 'root ::= ("ab" | "c")+ "." [0-9]*'
 
 
 def model_of(seed: int = 0) -> Model:
-    """Random weights, and a vocabulary of bytes."""
+    """Return a model with random weights and a byte vocabulary."""
     return random_model(seed=seed, vocab_size=VOCAB).replace(tokenizer=fake_tokenizer())
 
 
@@ -60,7 +60,7 @@ def asked(number: int) -> dict[str, Any]:
 
 
 def check(constraint: dict[str, Any], text: str) -> None:
-    """Whether a text is of its grammar, by others' word."""
+    """Validate a text against its constraint with an independent library."""
     match constraint:
         case {"json": schema}:
             jsonschema.validate(json.loads(text), schema)
@@ -75,7 +75,7 @@ def check(constraint: dict[str, Any], text: str) -> None:
 
 
 def check_all(constraints: list[dict[str, Any] | None], outputs: list[RequestOutput]) -> int:
-    """Check what has ended by itself; how many have."""
+    """Check the outputs that finished with "stop"; return their number."""
     ended = 0
     for constraint, output in zip(constraints, outputs, strict=True):
         for sample in output.outputs:
@@ -90,7 +90,7 @@ Requests = list[tuple[list[int], SamplingParams]]
 
 
 def make_requests(count: int) -> tuple[list[dict[str, Any] | None], Requests]:
-    """Two of three are constrained; among these every feature of the sampler, and some with several samples."""
+    """Return requests, two of three constrained, with all sampling features and some with several samples."""
     constraints: list[dict[str, Any] | None] = []
     requests: Requests = []
     for number in range(count):
@@ -113,7 +113,7 @@ def run(llm: LLM, requests: Requests) -> list[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[list[dict[str, Any] | None], Requests, list[Any]]:
-    """Each request by itself."""
+    """Return the results of each request alone."""
     constraints, requests = make_requests(26)
     llm, outputs = LLM(model_of(), num_pages=ROOMY, **SETTINGS), list[RequestOutput]()
     for request in requests:
@@ -146,14 +146,14 @@ def test_every_mode_gives_the_bits_of_each_request_alone(alone, mode, monkeypatc
     changes, happened = MODES[mode]
     if mode == "swapped":
         monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
-    if mode == "forced":  # no plan goes without a mask, and what is forced comes with it, however busy the machine is
+    if mode == "forced":  # wait for each mask, so that the forced tokens do not depend on machine load
         for name in ("_PATIENCE", "_PATIENCE_ALONE"):
             monkeypatch.setattr(f"jaxinfer.engine.scheduling.decode.{name}", 60.0)
     if "num_pages" in changes:
         monkeypatch.setattr(SequencePages, "place", functools.partialmethod(_place_eagerly, SequencePages.place))
     llm = LLM(model_of(), **{**SETTINGS, "num_pages": ROOMY, **changes})
     with count_compilations() as compilations:
-        at_once = 2 if mode == "forced" else len(requests)  # few leave rows idle for what is forced
+        at_once = 2 if mode == "forced" else len(requests)  # with few requests rows are idle for forced tokens
         outputs = [each for at in range(0, len(requests), at_once) for each in run(llm, requests[at : at + at_once])]
     assert compilations.count == 0
     stats = llm.engine.stats()
@@ -166,8 +166,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(alone, mode, monkeypatc
 
 
 def test_neighbours_keep_their_bits():
-    """Of a batch in which some are constrained, the others have what they had without those, on an engine that holds
-    nobody."""
+    """Unconstrained requests in a mixed batch match those on an engine without structured outputs bitwise."""
     _, requests = make_requests(12)
     free = [(prompt, params) for prompt, params in requests if params.grammar is None]
     plain = LLM(model_of(), num_pages=ROOMY, structured_output_helpers=0, **SETTINGS)
@@ -254,7 +253,7 @@ def test_processors_choose_among_what_the_grammar_allows(llm):
 
 
 def test_log_probabilities_are_those_of_the_model(llm):
-    """Under the raw logits: what the grammar bars keeps its probability."""
+    """Logprobs are of the raw logits: a token barred by the grammar keeps its probability."""
     free = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=1, logprobs=5))[0].outputs[0]
     held = one(llm, {"choice": ["no"]}, logprobs=5)
     assert free.logprobs is not None
@@ -280,8 +279,7 @@ def test_a_request_that_ends_early_leaves_nothing_behind(llm):
 
 
 def test_neighbours_wait_for_no_grammar_that_hangs(llm, monkeypatch):
-    """A plan waits for a mask once and for a moment, and never again before it is there; the bits of those without a
-    grammar are as ever."""
+    """A plan waits for a missing mask only once and briefly; unconstrained requests keep their bits."""
     _, requests = make_requests(12)
     free = [(prompt, params) for prompt, params in requests if params.grammar is None]
     hanging = SamplingParams(max_tokens=8, structured_outputs={"regex": stuck_helper.STUCK})
@@ -304,7 +302,7 @@ def test_neighbours_wait_for_no_grammar_that_hangs(llm, monkeypatch):
 
 
 def test_a_grammar_that_fails_on_its_way_ends_its_own_output_alone(llm, monkeypatch):
-    """The model has no token for what must follow: bytes that are no text by themselves."""
+    """The vocabulary has no token for the required byte."""
     tokenizer: Any = llm.tokenizer
     without = {"tokens": [b"" if b == b"q" else b for b in (tokenizer.token_bytes(i) for i in range(VOCAB))]}
     monkeypatch.setattr(

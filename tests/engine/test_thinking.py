@@ -1,4 +1,4 @@
-"""Thoughts in front of answers: free and unhurried, closed by a budget, and the grammar behind them exact."""
+"""Thinking before answers: unconstrained, closed by a budget, followed by a grammar-constrained answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUDGETS = (None, 0, 1, 7, 20)
 
 @dataclasses.dataclass(frozen=True)
 class Intake:
-    """Makes requests whose answers begin with thoughts: every other prompt has begun one."""
+    """An intake that lets every answer begin with thinking; every other prompt has opened it."""
 
     inner: Any
     begin: int
@@ -46,7 +46,7 @@ def thinking(tags: tuple[int, int], **settings: Any) -> LLM:
 
 
 def make_requests(count: int) -> Requests:
-    """Grammars with and without budgets, budgets alone, and neither; all features of the sampler."""
+    """Return requests with grammars with and without budgets, budgets only, and neither; all sampling features."""
     requests: Requests = []
     for number in range(count):
         changes = {
@@ -63,7 +63,7 @@ def make_requests(count: int) -> Requests:
 
 @pytest.fixture(scope="module")
 def tags() -> tuple[int, int]:
-    """Tokens that this model often begins with, and often says, so that thoughts begin and end by themselves."""
+    """Return tokens that this model often emits first and later, so that thinking begins and ends spontaneously."""
     free = LLM(model_of(), num_pages=ROOMY, **SETTINGS)
     plain = [
         (prompt, dataclasses.replace(params, structured_outputs=None, thinking_token_budget=None))
@@ -85,7 +85,7 @@ def alone(tags) -> tuple[Requests, list[RequestOutput]]:
 
 
 def test_a_thought_is_what_the_model_says_without_a_grammar_and_the_rest_is_of_the_grammar(alone, tags):
-    """Up to its end, or to its budget, tokens are those of the same request without both."""
+    """Up to the end of thinking, or the budget, tokens equal those of the request without grammar and budget."""
     requests, outputs = alone
     free = LLM(model_of(), num_pages=ROOMY, **SETTINGS)
     seen = collections.Counter[str]()
@@ -114,7 +114,7 @@ def _looked_at(
         budget = params.thinking_token_budget
         assert budget is None or stop - first <= budget
         closed = stop - first == budget and stop < len(said)
-        if first == 0 or plain[0] == begin:  # else the grammar has barred what it would have begun with
+        if first == 0 or plain[0] == begin:  # else the grammar barred the unconstrained first token
             assert said[:stop] == plain[:stop]
             assert stop == len(said) or closed or plain[stop] == end
         seen["closed" if closed else "ended"] += stop < len(said)
@@ -142,7 +142,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(alone, tags, mode, monk
 
 
 def test_a_thought_waits_for_nobody(tags):
-    """Steps with a thought that is held behind are as many as without: nobody looks at its tokens before the next."""
+    """A grammar after thinking adds no steps: the scheduler launches the next step before it reads the tokens."""
     counts = []
     for constraint in ({"regex": "a"}, None):
         llm = thinking((tags[0], VOCAB - 1))
@@ -163,7 +163,7 @@ def test_a_budget_is_refused_where_no_thought_is_known():
 
 
 def test_a_conversation_with_a_model_that_thinks():
-    """Its template tells how. The thought is closed by its budget, and what follows is of the schema."""
+    """The chat template opens thinking. The budget closes it, and the rest satisfies the choice."""
     tokens = tokenizer()
     model = random_model(seed=0, vocab_size=VOCAB + len(SPECIAL)).replace(
         tokenizer=tokens, chat_template=ChatTemplate(QWEN + "{%- if add_generation_prompt %}<think>{% endif %}")

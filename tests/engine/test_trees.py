@@ -1,4 +1,4 @@
-"""Drafts of several paths on a real engine: tokens, logprobs and bytes of pages are those of a run without drafts."""
+"""Draft trees in a real engine: tokens, logprobs and page bytes equal those of a run without drafts."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ TREES: dict[str, Any] = {
 }
 Found = dict[tuple[str, int], tuple[list[int], list[PositionLogprobs]]]  # by request and sample
 
-register("forest", lambda config: DeviceDrafter(1))  # replaced by one that knows what will be said
+register("forest", lambda config: DeviceDrafter(1))  # replaced by `Forest`
 
 
-# ---- who proposes
+# ---- drafters
 
 
 def wrong(truth: list[int], by: int) -> list[int]:
@@ -48,7 +48,7 @@ def wrong(truth: list[int], by: int) -> list[int]:
 
 
 def in_a_branch(rng: random.Random, truth: list[int]) -> Tree:
-    """The truth is one of the further paths, which leave the main one early or late."""
+    """Return a tree in which the true path is not the main path and leaves it early or late."""
     shared = rng.randrange(len(truth))
     others = [truth[:shared] + wrong(truth[shared:], by) for by in (1, 2)]
     others.insert(rng.choice((1, 2)), truth)
@@ -56,7 +56,7 @@ def in_a_branch(rng: random.Random, truth: list[int]) -> Tree:
 
 
 def twins(rng: random.Random, truth: list[int]) -> Tree:
-    """Siblings of the same token, each with another continuation."""
+    """Return siblings of the same token with different continuations."""
     paths = [truth[:1] + wrong(truth[1:], 1), truth[:2] + wrong(truth[2:], 1), truth]
     tokens, parents = list[int](), list[int]()
     for path in paths:
@@ -66,7 +66,7 @@ def twins(rng: random.Random, truth: list[int]) -> Tree:
 
 
 def wild(rng: random.Random, truth: list[int]) -> Tree:
-    """Too deep, and tokens that are none."""
+    """Return a tree that is too deep and has invalid tokens."""
     deep = [*wrong(truth, 5), *truth, *truth]
     return Tree.of_paths([deep, [truth[0], -1, *truth[1:]], [VOCAB, *truth], [*truth, *deep]])
 
@@ -81,7 +81,7 @@ DRAFTERS: dict[str, Callable[[random.Random, list[int]], Tree]] = {
 
 
 class Forest:
-    """Proposes trees around what was said in a run without drafts."""
+    """A drafter of trees around the tokens of a run without drafts."""
 
     def __init__(self, said: Sequence[list[int]], kind: str) -> None:
         self._said, self._kind = said, kind
@@ -106,7 +106,7 @@ def request(name: str, length: int, **changes: Any) -> Request:
 
 
 def make_requests(plain: Engine) -> list[Request]:
-    """Every parameter that looks at what was said before. What is barred would be said."""
+    """Return requests with every parameter that depends on earlier tokens. Barred tokens would be generated."""
     greedy, sampled = request("greedy", 20), request("sampled", 31, temperature=1.0, top_p=0.95)
     said = {name: tokens for (name, _), (tokens, _) in run(plain, [greedy, sampled]).items()}
     words = [(said["greedy"][2],), *(tuple(said["greedy"][at : at + 2]) for at in (5, 7, 9))]
@@ -126,7 +126,7 @@ def make_requests(plain: Engine) -> list[Request]:
 
 
 def run(engine: Engine, requests: list[Request]) -> Found:
-    """All at once; afterwards nobody holds anything."""
+    """Run all requests in one batch; afterwards no page is held."""
     found: Found = {(each.request_id, index): ([], []) for each in requests for index in range(each.params.n)}
     for each in requests:
         engine.add(each)
@@ -163,7 +163,7 @@ def engine_of(**changes: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(plain: Engine) -> tuple[list[Request], Found, list[list[int]]]:
-    """The requests, what is said without drafts, and the same behind the prompts."""
+    """Return the requests, their results without drafts, and the full sequences with prompts."""
     requests = make_requests(plain)
     plain.reset_prefix_cache()
     found = one_by_one(plain, requests)
@@ -173,13 +173,13 @@ def expected(plain: Engine) -> tuple[list[Request], Found, list[list[int]]]:
 
 @pytest.fixture(scope="module", params=["roomy", "tight"])
 def trees(request: pytest.FixtureRequest) -> Engine:
-    """An engine that drafts, with pages for all or for a few sequences."""
+    """Return an engine that drafts, with pages for all or for a few sequences."""
     return engine_of(**TREES, **({} if request.param == "roomy" else {"num_pages": 14}))
 
 
 @pytest.fixture
 def adopted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Notes branches that win."""
+    """Record the slots of winning branches."""
     adopt, slots = SequencePages.adopt, list[int]()
 
     def noted(self: SequencePages, sequence: Any, slot: int, length: int) -> None:
@@ -190,7 +190,7 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return slots
 
 
-# ---- equal bits
+# ---- bitwise identity
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -225,14 +225,14 @@ def test_whatever_is_proposed_tokens_and_logprobs_stay(
     assert stats.compilations == before.compilations, "nothing compiles while serving"
     assert stats.draft_tokens > before.draft_tokens
     assert (stats.draft_accepted > before.draft_accepted) == (kind != "always wrong")
-    room = not tight and not swap  # else there may be no page for a branch, or no row
+    room = not tight and not swap  # else a branch may lack a page or a row
     assert bool(adopted) == (kind != "always wrong") or not room
 
 
 def test_a_branch_that_wins_has_the_bytes_of_a_run_without_drafts(
     plain: Engine, expected: tuple[list[Request], Found, list[list[int]]], adopted: list[int]
 ) -> None:
-    """Of every token behind the prompt: the main path is always wrong."""
+    """The bytes match for every token after the prompt: the main path is always wrong."""
     requests, _, said = expected
     engine = engine_of(**TREES)
     for each in (*requests[:3], requests[7]):
@@ -248,7 +248,7 @@ def test_a_branch_that_wins_has_the_bytes_of_a_run_without_drafts(
 
 
 def bytes_at_the_end(engine: Engine, request: Request) -> tuple[list[int], np.ndarray]:
-    """What a sequence has said shortly before its end, and the bytes of its pages."""
+    """Return the tokens of a sequence shortly before its end, and the bytes of its pages."""
     engine.add(request)
     (sequence,) = engine._scheduler._requests[request.request_id]
     while sequence.generated < 20:

@@ -1,4 +1,4 @@
-"""Typical acceptance in whole engines: more drafts come true, what comes out is likely enough, and counts are right."""
+"""Typical acceptance in whole engines: more drafts are accepted, outputs are likely enough, counts are right."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TYPICAL = {"acceptance": "typical"}
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """Its draft model is one like it: it says what is plausible, and seldom the same."""
+    """Return a model with a noisy copy as its draft model: plausible drafts that rarely equal the sampled tokens."""
     large = random_model(gain=9.0)
     noise = random_model(gain=3.0, seed=1)
     mixed = jax.tree.map(lambda mine, other: mine + other if mine.ndim > 1 else mine, large.params, noise.params)
@@ -56,7 +56,7 @@ def params(**changes: Any) -> SamplingParams:
 
 
 def accepted(llm: LLM, asked: SamplingParams) -> tuple[list[RequestOutput], float]:
-    """The outputs, and the share of draft tokens that came true."""
+    """Return the outputs and the share of accepted draft tokens."""
     before = llm.engine.stats()
     outputs = llm.generate(PROMPTS, asked)
     after = llm.engine.stats()
@@ -76,7 +76,7 @@ def test_more_drafts_come_true(llm: LLM) -> None:
 
 
 def distributions(output: CompletionOutput) -> np.ndarray:
-    """Log probabilities of all tokens at each position."""
+    """Return the log probabilities of all tokens at each position."""
     assert output.logprobs is not None
     found = np.full((len(output.token_ids), VOCAB), -np.inf)
     for row, position in zip(found, output.logprobs, strict=True):
@@ -119,7 +119,7 @@ def test_every_token_is_the_draw_or_a_draft_that_is_likely_enough(
 
 
 def draws(logprobs: np.ndarray, asked: SamplingParams, prompt: int) -> list[int]:
-    """What the sampler draws of these distributions, the first of which follows the prompt."""
+    """Return the sampler's draws from these distributions, the first of which follows the prompt."""
     count = len(logprobs)
     host = HostSlots(count, SamplingLimits())
     for slot in range(count):
@@ -142,7 +142,7 @@ def test_greedy_and_exact_requests_are_as_without_drafts(model: Model, llm: LLM)
 def test_the_sampler_counts_what_came_out_also_after_preemptions(
     model: Model, swap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that are computed again would not all be drawn again: they must not be counted by what is drawn."""
+    """Recomputed tokens need not equal fresh draws: the counts come from the committed tokens."""
     monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: swap)
     llm = LLM(model, **{**SETTINGS, "max_num_seqs": 5, "num_pages": 11, "async_scheduling": False})
     asked = params(speculation=TYPICAL, presence_penalty=0.2, frequency_penalty=0.1)

@@ -1,4 +1,4 @@
-"""Perplexity against transformers' golden logits in float64, and against that page's loop over windows."""
+"""Perplexity against transformers' golden logits in float64 and the sliding-window loop of its documentation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def llm(model: Model) -> LLM:
 
 
 def losses_of(logits: np.ndarray, tokens: list[int]) -> np.ndarray:
-    """Negative log likelihood of each token but the first, in float64."""
+    """Return the negative log likelihood of each token except the first, in float64."""
     logits = np.asarray(logits, np.float64)[: len(tokens) - 1]
     top = logits.max(-1, keepdims=True)
     logprobs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
@@ -53,7 +53,7 @@ def test_of_one_window_it_is_that_of_transformers(golden: Golden, llm: LLM) -> N
 
 @pytest.mark.parametrize(("length", "stride"), [(16, 8), (16, 16), (16, 5), (17, 1), (40, 13)])
 def test_over_windows_it_is_that_of_the_page(length: int, stride: int, model: Model, llm: LLM) -> None:
-    """The page's loop: labels of what an earlier window had are masked, and shifted by one; the mean is over labels."""
+    """The loop masks labels of an earlier window and shifts them by one; the mean is over labels."""
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 50).tolist()
     total, count, before = 0.0, 0, 0
     for begin in range(0, len(tokens), stride):

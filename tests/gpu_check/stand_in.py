@@ -1,6 +1,6 @@
-"""``python stand_in.py --section NAME ...``: a section's process, with steps that hang, die or poison the device.
+"""``python stand_in.py --section NAME ...``: a section's process, with steps that hang, crash or poison the device.
 
-What each step does stands in the environment, as JSON: {step: what}.
+The environment sets the behaviour of each step, as JSON: {step: behaviour}.
 """
 
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""Section agree: whether equal bits are found, whether one that differs is, and where the exit code hangs on it."""
+"""Section agree: bitwise identical results, a differing one, and when the exit code depends on it."""
 
 import types
 
@@ -14,7 +14,7 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, differs: str, capability: tuple[int, int] | None, promised: bool, **case):
-    """Of kernels whose results are those of each row alone, but for one number of one program."""
+    """Run the comparison with kernels that are batch-invariant, except for one number of the program ``differs``."""
 
     def program(name, q):
         result = q * 2

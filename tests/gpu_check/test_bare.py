@@ -1,4 +1,4 @@
-"""gpu_check and vs_gpu_peers on a machine that has JAX, Flax and numpy, and nothing else that this project needs."""
+"""gpu_check and vs_gpu_peers run where only JAX, Flax and numpy are installed."""
 
 import importlib.metadata
 import os
@@ -28,7 +28,7 @@ for name in sys.argv[2].split(","):
 
 
 def test_it_needs_jax_flax_and_numpy_alone(repo):
-    """As on a machine that has a GPU and little else: what this project needs besides is not there."""
+    """All other dependencies of the project are hidden."""
     there = with_all_they_need("jax", "flax", "numpy")
     distributions = importlib.metadata.packages_distributions()
     hidden = {module for module, of in distributions.items() if not there & {plain(each) for each in of}}
@@ -52,7 +52,7 @@ def plain(name):
 
 
 def with_all_they_need(*names):
-    """Those distributions and what they require, directly or not."""
+    """Return these distributions and their direct and indirect requirements."""
     found, waiting = set(), list(names)
     while waiting:
         name = plain(waiting.pop())

@@ -1,4 +1,4 @@
-"""Figures beside their goals, and what the exit status makes of them."""
+"""Figures against their goals, and the resulting exit status."""
 
 import re
 from types import SimpleNamespace
@@ -106,7 +106,7 @@ def test_the_exit_status_knows_floors(tmp_path, capsys, share, code):
 
 @pytest.mark.parametrize("kind", goals.LONGEST_OF_256)
 def test_256_rows_have_the_context_for_which_there_is_memory(tmp_path, monkeypatch, kind):
-    """Of what JAX takes of the device in section step."""
+    """The memory is the share that JAX takes of the device in section step."""
     (described,) = (target.description for target in DEVICES.values() if f'name: "{kind}"' in target.description)
     share = gpu_check.BY_NAME["step"].memory
     limit = int(share * int(re.search(r"device_memory_size: (\d+)", described)[1]))

@@ -1,4 +1,4 @@
-"""gpu_check runs from end to end without a GPU, keeps what a killed section wrote, and never passes a CPU for a GPU."""
+"""gpu_check runs end to end without a GPU, keeps records of a killed section, and never reports a CPU as a GPU."""
 
 import dataclasses
 import importlib.util
@@ -45,7 +45,7 @@ def quick_run(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A run of two sections in processes of their own."""
+    """Return the result of a run of two sections in separate processes."""
     return quick_run(tmp_path_factory.mktemp("results"), "--only", "device,copy")
 
 
@@ -166,7 +166,7 @@ def test_kernels_of_other_gpus_are_skipped_by_name(report, monkeypatch):
 
 @pytest.fixture(scope="module")
 def long_row():
-    """Operands of a decode step with 2,000 keys in a row, and what a kernel gives, as float64 models it."""
+    """Return operands of a decode step with 2,000 keys per row, and a kernel's result as float64 models it."""
     operands = the_problem("paged_attention.decode: page 64").build(False)
     return operands, operands.modelled[0]
 
@@ -177,7 +177,7 @@ def test_the_bound_of_attention_knows_faults_from_roundings(long_row, fault):
     arrays = {name: np.array(array) for name, array in operands.arrays.items()}
     pool, tables, lengths = arrays["pool"], arrays["tables"], arrays["lengths"]
     if fault == "a key is lost":
-        pool[tables[0, 7], 0, :, 3] = -100 * np.sign(arrays["q"][0, 0, :])  # so that nobody attends to it
+        pool[tables[0, 7], 0, :, 3] = -100 * np.sign(arrays["q"][0, 0, :])  # so that the key gets no attention
     if fault == "a page is another":
         tables[0, 7] = tables[0, 8]
     if fault == "a scale is wrong":
@@ -195,7 +195,7 @@ def test_the_bound_of_attention_knows_faults_from_roundings(long_row, fault):
 
 
 def test_what_was_modelled_is_what_an_h100_gave():
-    """Distances from exact results, measured on 2026-11-22, before scores were rounded: all digits of the model's."""
+    """Distances from exact results, measured on 2026-11-22, before scores were rounded: all digits match the model."""
     for name, measured in (("page 64", 0.00168), ("page 16, 8 heads of 64, every option", 0.00241)):
         operands = the_problem(f"paged_attention.decode: {name}").build(False)
         arrays = {key: jnp.asarray(array) for key, array in operands.arrays.items()}
@@ -242,7 +242,7 @@ def test_kernels_are_timed(report, monkeypatch):
 
 
 def test_calls_inside_a_program_all_happen():
-    """Changes add up; what does not change still runs as often as it is divided by."""
+    """Changes accumulate; unchanged state is still processed as often as the time is divided by."""
     seen = []
     state = [(jnp.zeros(()), jnp.float32(2.0)), (jnp.ones(()), jnp.float32(3.0))]
 
@@ -255,7 +255,7 @@ def test_calls_inside_a_program_all_happen():
     jax.effects_barrier()
     assert sorted(set(seen))[:4] == [0.0, 1.0, 2.0, 4.0]
     assert timing["best_ms"] > 0
-    assert float(state[0][0]) == 0.0  # the caller's arrays are not taken
+    assert float(state[0][0]) == 0.0  # the caller's arrays are not donated
 
 
 def test_bytes_and_operations_by_hand():

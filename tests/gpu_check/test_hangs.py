@@ -1,4 +1,4 @@
-"""Sections in real processes, whose steps hang, die or leave the device unusable: what of the others is there."""
+"""Sections in real processes whose steps hang, crash or poison the device: the records of all other steps remain."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ STAND_IN = pathlib.Path(__file__).with_name("stand_in.py")
 
 @pytest.fixture
 def section(monkeypatch, tmp_path):
-    """Runs section copy with other steps; gives the whole section and the records by key."""
+    """Return a function that runs section copy with given steps; it returns the section and its records by key."""
 
     def run(steps, seconds=600.0, patience=4.0, threads=1):
         monkeypatch.setitem(gpu_check.BY_NAME, "copy", gpu_check.Section("copy", "stand_in", seconds, patience))

@@ -1,4 +1,4 @@
-"""Section server: what the server is started with, what the load generator says, and what is said where neither is."""
+"""Section server: the server's arguments, the load generator's output, and the report where neither is available."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Models without weights whose layers are stored quantised."""
+"""Models without checkpoints whose layers are stored quantised."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def test_every_matrix_of_a_layer_is_stored(kind):
 
 
 def test_mxfp4_is_of_experts_alone(repo):
-    """4 bits a weight, and 8 for 32 of them: what the checkpoint on the hub has."""
+    """4 bits per weight plus 8 per 32 weights, as in the checkpoint on the hub."""
     config = json.loads((repo / "configs/models/gpt-oss-20b.json").read_text())
     config = {**config, "num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
     layer = stored(abstract(config, "bfloat16"), "mxfp4").params["layers_0"]

@@ -1,4 +1,4 @@
-"""Interpreted kernels need threads: those that wait at a barrier hold one of XLA's each, and others must go on."""
+"""Thread limits of interpreted kernels: a warpgroup waiting at a barrier blocks an XLA thread."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 THREADS = 8
-"""Of XLA. The widest kernel has five warpgroups; with too few threads the interpreter waits for ever."""
+"""XLA threads needed. The widest kernel has five warpgroups; with too few threads the interpreter deadlocks."""
 
 TESTS = pathlib.Path(__file__).parent.parent
 
@@ -23,12 +23,12 @@ INTERPRETED = (
 
 
 def threads() -> int:
-    """XLA's threads in this process: as many as there are cores, if NPROC does not say another number."""
+    """Return the number of XLA threads in this process: NPROC if set, else the number of available cores."""
     return int(os.environ.get("NPROC", len(os.sched_getaffinity(0))))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks them, and leaves them out where they could hang: `make test-interpreted` has more threads."""
+    """Mark interpreted tests, and deselect them where they could hang: `make test-interpreted` has more threads."""
     ours = {item for item in items if _below_tests(item.path).startswith(INTERPRETED)}
     for item in ours:
         item.add_marker("interpreted")

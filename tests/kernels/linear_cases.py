@@ -1,4 +1,4 @@
-"""Operands of linear attention, and what they give in float64, by a loop of its own."""
+"""Operands of linear attention and their float64 results, computed by an independent loop."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ STATES = 5
 
 
 class Case(NamedTuple):
-    """Operands of `prefill`, and without a time axis of `decode`. States that are not read hold NaN."""
+    """Operands of `prefill`, and without a time axis of `decode`. Unread states hold NaN."""
 
     q: np.ndarray
     k: np.ndarray
@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 def case(read, write, *, k_heads=1, heads=2, key=64, value=32, dtype=jnp.float32, values=None, delta=True, seed=0):
-    """Normalised keys, as models have them; ``write`` [rows] for decode, ([sequences, chunks], size) for prefill."""
+    """Draw a case with normalised keys, as in models; ``write``: decode [rows], prefill ([sequences, chunks], size)."""
     rng = np.random.default_rng(seed)
     read = np.asarray(read, np.int32)
     write, size = (np.asarray(write[0], np.int32), write[1]) if isinstance(write, tuple) else (np.int32(write), None)
@@ -48,7 +48,7 @@ def case(read, write, *, k_heads=1, heads=2, key=64, value=32, dtype=jnp.float32
 
 
 def expected(one):
-    """Outputs and pool in float64."""
+    """Return outputs and pool in float64."""
     wide = Case(*(None if x is None else np.array(x, np.float64 if x.dtype.kind != "i" else x.dtype) for x in one))
     if wide.v.ndim == 3:
         outs, states = _token(wide, _begin(wide), np.s_[:])
@@ -77,7 +77,7 @@ def _put(pool, write, states):
 
 
 def _token(wide, state, at):
-    """One token of each row, head by head."""
+    """Update ``state`` by one token of each row, head by head; return the outputs."""
     q, k, v, decay = wide.q[at], wide.k[at], wide.v[at], wide.decay[at]
     outs, states = np.empty(v.shape), np.empty(state.shape)
     group = v.shape[1] // q.shape[1]
@@ -92,7 +92,7 @@ def _token(wide, state, at):
 
 
 def assert_close(got, one, bound=2e-6):
-    """To some units of float32 of the largest numbers; what nobody writes stays as it is, to the bit."""
+    """Check within ``bound`` of the largest magnitude; unwritten states must be bitwise unchanged."""
     for mine, other in zip(got, expected(one), strict=True):
         mine = np.asarray(mine)
         assert mine.dtype == np.float32
@@ -103,19 +103,19 @@ def assert_close(got, one, bound=2e-6):
 
 
 def equal_keys(one):
-    """Every token replaces all that the state has under one and the same key, and nothing fades."""
+    """Return the case with identical keys: every token replaces the whole value under that key, without decay."""
     same = np.broadcast_to(one.k[:1, :1], one.k.shape).copy()
     return one._replace(k=same, decay=np.zeros_like(one.decay), beta=np.ones_like(one.beta))
 
 
 def strong_decay(one):
-    """Most is forgotten at once, the rest not at all."""
+    """Return the case with decays that are either near-total or none."""
     decay = np.where(np.random.default_rng(1).random(one.decay.shape) < 0.3, np.float32(-60), np.float32(0))
     return one._replace(decay=decay)
 
 
 def filled(one, first):
-    """Zeros from token ``first`` on."""
+    """Return the case with zero tokens from token ``first`` on."""
     parts = [x if x is None else x.copy() for x in one[:5]]
     for x in parts:
         if x is not None:
@@ -124,7 +124,7 @@ def filled(one, first):
 
 
 def part(one, sequences, times):
-    """Some sequences, and some of their tokens, in chunks as they are."""
+    """Return a case of some sequences and a range of their tokens, with the same chunk size."""
     size = one.v.shape[1] // one.write.shape[1]
     operands = [x if x is None else x[sequences, times] for x in one[:5]]
     chunks = slice(*(x // size for x in (times.start, times.stop)))

@@ -1,4 +1,4 @@
-"""Operands of dense products, and how close a result must be."""
+"""Operands of dense matmuls and the tolerances of their results."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +12,10 @@ NAMES = Extras._fields
 
 
 def operands(rows=3, n=64, k=128, *, dtype=BF16, layout="in first", gated=False, extras=(), result=BF16, whole=False):
-    """x, weights and extras of these names.
+    """Return x, weights and the named extras.
 
     Args:
-        whole: draw whole numbers, by powers of two: every sum is exact in float32, and every step must round.
+        whole: draw whole numbers scaled by powers of two: every sum is exact in float32, and every step must round.
     """
     rng = np.random.default_rng(0)
 
@@ -25,7 +25,7 @@ def operands(rows=3, n=64, k=128, *, dtype=BF16, layout="in first", gated=False,
 
     outputs = (2, n) if gated else (n,)
     weights = (k, *outputs) if layout == "in first" else (*outputs, k)
-    small = 2.0**-9 if gated and whole else k**-0.5 if gated else 1.0  # gates that are not far from zero
+    small = 2.0**-9 if gated and whole else k**-0.5 if gated else 1.0  # keep gates near zero
     of_x = small if dtype not in (INT8, FP8) else 1.0
     spread = 40.0 if dtype == INT8 and not whole else 1.0
     given = {
@@ -40,12 +40,12 @@ def operands(rows=3, n=64, k=128, *, dtype=BF16, layout="in first", gated=False,
 
 
 def half_unit(numbers, dtype):
-    """Half a unit in the last place: what rounding may change."""
+    """Return half a unit in the last place of ``dtype``: the largest rounding error."""
     return np.exp2(np.floor(np.log2(np.maximum(np.abs(numbers), 1e-30))) - DIGITS[jnp.dtype(dtype).name])
 
 
 def assert_close(got, arrays, *, layout="in first", gated=False):
-    """To half a unit in the last place for each step that rounds, and 1e-6 of the sum of all magnitudes."""
+    """Check to half a unit in the last place per rounding step, plus 1e-6 of the sum of all magnitudes."""
     want, bound = _product(*arrays, layout)
     for step in _steps(arrays[2], gated):
         want, bound = step(want, bound)
@@ -55,7 +55,7 @@ def assert_close(got, arrays, *, layout="in first", gated=False):
 
 
 def _product(x, weights, extras, layout):
-    """The product and how far its sum may be away: in float64."""
+    """Return the float64 product and the tolerance of its sum."""
     outputs = outputs_of(weights, layout)
     wide, flat = np.asarray(x, np.float64), np.asarray(weights, np.float64)
     flat = flat.reshape(x.shape[1], -1) if layout == "in first" else flat.reshape(-1, x.shape[1]).T
@@ -69,7 +69,7 @@ def _product(x, weights, extras, layout):
 
 
 def _steps(extras, gated):
-    """Functions of exact numbers and a bound of their error, each of which is rounded to the dtype of the result."""
+    """Yield the epilogue steps on exact values and error bounds; each step rounds to the result dtype."""
     yield lambda want, bound: (want, bound)
     if extras.bias is not None:
         yield lambda want, bound: (want + np.asarray(extras.bias, np.float64), bound)
@@ -84,6 +84,6 @@ def _steps(extras, gated):
 
 
 def _silu_of_gate(want, bound):
-    """Gate, whose slope is at most 1.1, and up, which this step does not round."""
+    """Apply SiLU to the gate (slope at most 1.1); pass up unchanged, without rounding."""
     gate = want[:, 0] / (1 + np.exp(-want[:, 0]))
     return np.stack([gate, want[:, 1]]), np.stack([1.1 * bound[:, 0] + 1e-6 * np.abs(gate), bound[:, 1]])

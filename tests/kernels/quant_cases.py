@@ -1,4 +1,4 @@
-"""Operands of products with quantised weights, and how close a result must be."""
+"""Operands of matmuls with quantised weights and the tolerances of their results."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 
 from pallas_kernels.quant_matmul import reference
 
-DIGITS = {"float32": 24, "bfloat16": 8, "float16": 11}  # of a number's significand, in bits
+DIGITS = {"float32": 24, "bfloat16": 8, "float16": 11}  # significand bits
 
 
 def operands(
@@ -22,7 +22,7 @@ def operands(
     e2m1=False,
     seed=0,
 ):
-    """x, weights, scales and zeros; ``group`` None: one scale (and zero) a channel. ``e2m1``: places and exponents."""
+    """Draw x, weights, scales, zeros; ``group`` None: one scale (zero) per channel; ``e2m1``: indices and exponents."""
     rng = np.random.default_rng(seed)
     if e2m1:
         x = jnp.asarray(rng.normal(size=(rows, k)), x_dtype)
@@ -44,7 +44,7 @@ def operands(
 
 
 def stack(experts, **options):
-    """Weights [experts, n, k], scales and zeros [groups, experts, n] of several experts."""
+    """Return the weights [experts, n, k], scales and zeros [groups, experts, n] of several experts."""
     each = [operands(**{"k": 256, **options}, seed=seed)[1:] for seed in range(experts)]
     numbers, scales, zeros = zip(*each, strict=True)
     zeros = None if zeros[0] is None else jnp.stack(zeros, axis=1)
@@ -52,7 +52,7 @@ def stack(experts, **options):
 
 
 def assert_close(got, arrays, *, within=1e-6, e2m1=False):
-    """To half a unit in the last place of the result's dtype, and ``within`` of the sum of all magnitudes."""
+    """Check to half a unit in the last place of the result dtype plus ``within`` of the sum of all magnitudes."""
     x, weights, scales, zeros = arrays
     with jax.enable_x64(True):
         want = np.asarray(reference.matmul(*arrays, e2m1=e2m1, dtype=jnp.float64))

@@ -1,4 +1,4 @@
-"""Bytes that hold the bits of float8."""
+"""Conversion of bytes that store float8 bit patterns."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The harness that compiles kernels: its reading of reports, its processes, and what is shipped, compiled for H100."""
+"""The harness that compiles kernels: report parsing, its processes, and shipped kernels compiled for H100."""
 
 import dataclasses
 import importlib.metadata
@@ -37,7 +37,7 @@ RESOURCES = (
     "Barrier(arrival_count=1, num_barriers=2, orders_tensor_core=False): 3, "
     "Barrier(arrival_count=1, num_barriers=1, orders_tensor_core=False): 1}), scoped_gmem_semaphores={})"
 )
-# Of a kernel with four consumers that asked for more than its block had, and hung on an H100.
+# PTX of a kernel with four consumers that requested more registers than its block had, and hung on an H100.
 HANGING_PTX = """\
 .visible .entry quant_matmul_mosaic_gpu_kernel(
 	.param .align 64 .b8 quant_matmul_mosaic_gpu_kernel_param_0[512]
@@ -130,7 +130,7 @@ def test_tables_show_every_kernel_and_every_failure():
     assert [Outcome.from_json(json.loads(json.dumps(one.as_json()))) for one in outcomes] == outcomes
 
 
-# A stand-in for the compiling process: what a name begins with says what it does.
+# A fake compiling process: the prefix of a configuration name selects its behaviour.
 CHILD = """
 import json, os, pathlib, sys
 target, results = sys.argv[2], pathlib.Path(sys.argv[4])
@@ -223,7 +223,7 @@ needs_plugins = pytest.mark.skipif(
 
 @needs_plugins
 def test_compiles_what_ships_and_says_what_it_needs(tmp_path, capsys):
-    """One of what ships: `make check-kernels` compiles all of it."""
+    """Compile one shipped configuration; `make check-kernels` compiles all of them."""
     one, result = ops.configurations(["paged_attention.decode"])[0], tmp_path / "result.json"
     assert door.main(["--op", one.op, "--name", one.name, "--target", HOPPER, "--json", str(result)]) == 0
     outcomes = [Outcome.from_json(fields) for fields in json.loads(result.read_text())]
@@ -234,7 +234,7 @@ def test_compiles_what_ships_and_says_what_it_needs(tmp_path, capsys):
 
 @needs_plugins
 def test_a_sample_is_some_of_each(monkeypatch):
-    """`.ci/run` compiles one of several: of every op and target."""
+    """``--every 4``, as in `.ci/run`, compiles a fraction that still covers every op and target."""
     compiled = []
     monkeypatch.setattr(
         door, "compiling", lambda *_: types.SimpleNamespace(run=lambda work: compiled.extend(work) or [])

@@ -1,4 +1,4 @@
-"""Which path a program takes is known from what it will be lowered for."""
+"""Path choice depends on the target that a program is lowered for."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Products of float16 numbers on a CPU."""
+"""float16 matmuls on a CPU."""
 
 import functools
 
@@ -11,7 +11,7 @@ from pallas_kernels import float16, sums
 from pallas_kernels.choice import HOPPER, Target
 from tests.kernels.test_one_row import exact, operands
 
-# Inputs and outputs: one piece; several, of which those by outputs overlap; inputs that no piece divides.
+# Inputs and outputs: one slice; several, with overlapping output slices; inputs that no slice size divides.
 SHAPES = ((64, (40,)), (1024, (2, 411)), (640, (900,)), (1999, (300,)))
 
 

@@ -1,4 +1,4 @@
-"""grouped_matmul against its equation, on the paths of all platforms; what a row costs and what it depends on."""
+"""grouped_matmul against its definition on all platforms' paths; the cost of a row and independence from other rows."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ EXPERTS, TOP_K = 6, 2
 
 
 def choices(tokens: int, seed: int = 0, experts: int = EXPERTS) -> jax.Array:
-    """Experts of each token, distinct, one token's after another's; some token has none."""
+    """Return the experts of each token, distinct, flattened by token; one token has none."""
     rng = np.random.default_rng(seed)
     chosen = np.stack([rng.permutation(experts)[:TOP_K] for _ in range(tokens)])
     chosen[tokens // 2] = experts
@@ -28,7 +28,7 @@ def numbers(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
 
 
 def grouped(x: jax.Array, weights: jax.Array, experts: jax.Array, target: Target = CPU, most: int = 0) -> jax.Array:
-    """The product row by row, by way of tiles."""
+    """Return the product row by row, computed in tiles."""
     groups = group(experts, weights.shape[0], most or x.shape[0], target=target)
     rows = x.at[groups.entries].get(mode="fill", fill_value=0)
     result = matmul(rows, weights, groups, target=target)
@@ -54,12 +54,12 @@ def test_all_rows_may_have_one_expert_and_none(target: Target):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("outputs", [129, 700])  # 4096 inputs: several pieces of an expert's weights
+@pytest.mark.parametrize("outputs", [129, 700])  # 4096 inputs: an expert's weights are processed in several slices
 def test_pieces_of_weights_fit_together(dtype: str, outputs: int):
     experts = choices(5, experts=3)
     x, weights = numbers(1, 10, 4096, dtype=dtype), numbers(2, 3, outputs, 4096, dtype=dtype)
     got = np.asarray(jax.jit(grouped)(x, weights, experts), np.float32)
-    tolerance = 1e-3 if dtype == "float32" else 0.5  # of sums with a deviation of 64
+    tolerance = 1e-3 if dtype == "float32" else 0.5  # for sums with a deviation of 64
     np.testing.assert_allclose(got, reference.matmul(x, weights, experts), rtol=0, atol=tolerance)
 
 
@@ -129,7 +129,7 @@ def test_no_choice_needs_more_tiles_than_there_are(count: int, entries: int):
 @pytest.mark.parametrize("most", [groups.COUNTED, 0])
 @pytest.mark.parametrize("entries", [1, 40, 300])
 def test_counting_and_sorting_find_the_same_rows(entries: int, most: int, monkeypatch: pytest.MonkeyPatch):
-    """All with all, and in blocks."""
+    """Counting gives the same rows as sorting, in one comparison of all pairs and in blocks."""
     monkeypatch.setattr(groups, "COUNTED", most)
     monkeypatch.setattr(groups, "BLOCK", 16)
     experts = jnp.asarray(np.random.default_rng(entries).integers(-1, 13, entries), jnp.int32)
@@ -148,7 +148,7 @@ def test_only_a_cpu_sorts(entries: int):
 
 
 def test_tiles_are_for_what_an_expert_gets_of_all_entries():
-    """A device that has 20 of 160 experts expects an eighth of the entries, and has room for all of them."""
+    """A device with 20 of 160 experts expects an eighth of the entries, but has capacity for all of them."""
     experts = jnp.arange(384, dtype=jnp.int32) % 160
     alone, spread = (group(experts, 20, most=64, spread=spread, path="mosaic") for spread in (None, 160))
     assert alone.entries.shape == (25, 64)
@@ -172,7 +172,7 @@ def test_a_gpu_multiplies_all_experts_at_once_while_tokens_are_few():
     [(2, 8, 1, 8, 2), (128, 8, 64, 32, 11), (1024, 8, 512, 128, 15), (384, 64, 64, 16, 84)],
 )
 def test_tiles_for_the_kernel(entries: int, count: int, most: int, rows: int, count_of_tiles: int):
-    """Rows as a wgmma has columns, twice what an expert gets on average; never a tile for all that it could get."""
+    """Tiles have wgmma column counts as rows, twice the mean rows per expert; their number is never the worst case."""
     rng = np.random.default_rng(0)
     groups = group(jnp.asarray(rng.integers(0, count, entries), jnp.int32), count, most, path="mosaic", target=GPU)
     assert groups.experts is not None

@@ -1,4 +1,4 @@
-"""Copies of pages within a pool, against the reference."""
+"""Page copies within a pool against the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def pool(dtype: str = "float32") -> jax.Array:
     [
         ([0, 3], [5, 6]),
         ([7, 7, 7], [1, 2, 3]),  # one page to several
-        ([1, 2], [PAGES, 0]),  # a copy that is not meant
+        ([1, 2], [PAGES, 0]),  # target out of range: dropped
         ([4, PAGES, PAGES], [9, PAGES, PAGES]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Writing keys and values into pages, against loops over tokens."""
+"""Writes of keys and values into pages, against loops over tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_write_rows_and_drop():
 @pytest.mark.parametrize("chunk", [8, 16, 32])
 @pytest.mark.parametrize("offsets", [(0, 0), (0, 15), (5, 9)])
 def test_write_pages_is_a_loop_over_tokens(chunk, offsets, dtype):
-    """Pages of the first sequence end with its chunk; of the second one the middle page is out of range."""
+    """The first sequence's pages end with its chunk; the middle page of the second one is out of range."""
     pool = random(8, PAGES, 2, 2, PAGE, 8, dtype=dtype)
     k, v = (random(seed, 2, chunk, 2, 8) for seed in (9, 10))
     pages = np.array([[3, 6, 1], [0, PAGES, 5]])[:, : -(-chunk // PAGE) + 1]
@@ -50,7 +50,7 @@ def test_write_pages_is_a_loop_over_tokens(chunk, offsets, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("written", [[[2], [PAGES], [0], [-1]], [[3, 6], [0, PAGES], [8, 1], [-5, 7]]])
 def test_latents_are_written_like_keys(written, dtype):
-    """One token a sequence on one page, or chunks over two pages; some pages are out of range."""
+    """Write one token per sequence on one page, or chunks over two pages; some pages are out of range."""
     chunk, offsets = (1, 16)[len(written[0]) - 1], jnp.array([15, 3, 0, 9])
     pool, latents = random(8, PAGES, PAGE, 12, dtype=dtype), random(9, 4, chunk, 12)
     got = jax.jit(kv_write.write_latents)(pool, latents, jnp.array(written), offsets)
@@ -85,7 +85,7 @@ def test_of_a_longer_row_the_last_scale_stays():
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "uint8"])
 def test_latents_of_8_bits_have_a_scale_for_each_part(dtype):
-    """The rotated key is a hundred times as large as the latent beside it; a cut changes no bit of a token."""
+    """The rotated key, 100 times the latent, has a separate scale; chunk boundaries change no bit of a token."""
     rank, limit = 8, 127 if dtype == "int8" else 448
     latents = random(9, 1, 20, 12) * jnp.where(jnp.arange(12) < rank, 1.0, 100.0)
     empty = jnp.zeros((PAGES, PAGE, 12), dtype), jnp.full((PAGES, PAGE, 2), jnp.nan)
@@ -103,7 +103,7 @@ def test_latents_of_8_bits_have_a_scale_for_each_part(dtype):
     numbers = numbers.reshape(-1, 12)[:20] * np.repeat(scales, (rank, 4), axis=1)
     step = np.repeat(scales, (rank, 4), axis=1) if dtype == "int8" else np.abs(exact) / 8 + 1e-2
     assert (np.abs(numbers - exact) <= 0.501 * step).all()
-    assert np.isnan(np.asarray(whole[1])[5, 4:]).all()  # beyond the chunk nothing is written
+    assert np.isnan(np.asarray(whole[1])[5, 4:]).all()  # nothing is written beyond the chunk
 
 
 def test_writes_stay_in_place():
@@ -119,7 +119,7 @@ def test_writes_stay_in_place():
 
 
 def operands(dtype="float32", *, sequences=2, chunk=5, half=4, pool_dtype=None, scales=None, heads=0):
-    """Sequence 0 crosses from page 4 to page 1, sequence 1's second page is out of range."""
+    """Return operands: sequence 0 crosses from page 4 to page 1, sequence 1's second page is out of range."""
     pool = random(0, PAGES, 2, 2, PAGE, 16).astype(pool_dtype or dtype)
     k, v = (3 * random(seed, sequences, chunk, 2, 16, dtype=dtype) for seed in (1, 2))
     angles = random(3, sequences, chunk, half)
@@ -170,7 +170,7 @@ def test_a_quantized_pool_stands_for_what_was_written(pool_dtype, scales):
     numbers = dequantize(got.pool, got.scales, jnp.float32)[3]
     exact = jnp.stack([k[0], v[0]]).swapaxes(1, 2)
     largest = jnp.abs(exact).max(-1, keepdims=True) if scales == "token" else 12.0
-    # Half a step: of 127 equal ones below the largest magnitude, or of 3 bits of mantissa (subnormal: 2**-9 of 448).
+    # Half a step: int8 has 127 equal steps up to the largest magnitude; e4m3 3 mantissa bits (subnormal: 2**-9 of 448).
     step = largest / 254 if pool_dtype == "int8" else jnp.maximum(jnp.abs(exact) / 16, largest / 448 * 2**-10)
     assert bool((jnp.abs(numbers - exact) <= step * 1.001).all())
     if scales == "head":

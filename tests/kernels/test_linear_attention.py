@@ -1,4 +1,4 @@
-"""Linear attention on any platform: the equation against a loop in float64, and XLA's paths against both."""
+"""Linear attention on any platform: the reference against a float64 loop, and the XLA paths against both."""
 
 import functools
 
@@ -23,13 +23,13 @@ from tests.kernels.linear_cases import (
 
 DELTA = pytest.mark.parametrize("delta", [True, False], ids=["beta", "no beta"])
 BEYOND = STATES
-# One state goes on in place, one begins and leaves nothing, one goes on somewhere else.
+# Row 0 updates its state in place, row 1 starts a state that is not stored, row 2 stores to another page.
 ROWS = {"read": [1, BEYOND, 3], "write": [1, -1, 0]}
 PROMPTS = {"read": [BEYOND, 2], "write": ([[0, 4], [BEYOND, 2]], 64)}
 
 
 def plain(one):
-    """The operands of `chunks`: the states as they begin."""
+    """Return the operands of `chunks`, with the initial states."""
     q, k = (np.repeat(x, one.v.shape[2] // x.shape[2], axis=2) for x in (one.q, one.k))
     known = (one.read < STATES)[:, None, None, None]
     state = np.where(known, one.pool[np.where(one.read < STATES, one.read, 0)], 0)
@@ -37,7 +37,7 @@ def plain(one):
 
 
 def chunks(size, *operands):
-    """`linear_attention.chunks` of all operands in their order."""
+    """Call `linear_attention.chunks` with all operands in their order."""
     *operands, state = operands
     return linear_attention.chunks(*operands, state=state, size=size)
 
@@ -99,7 +99,7 @@ def chunks_of(one):
 def test_tokens_of_zeros_change_no_bit(size, delta):
     count = 128 // size
     whole = case([1], (np.zeros((1, count)), size), delta=delta)
-    first = 64 - 5  # within a chunk, and in all behind it
+    first = 64 - 5  # inside a chunk, and all later tokens
     outs, states = chunks_of(filled(whole, first))
     at = (first - 1) // size
     assert all(states[:, i].tobytes() == states[:, at].tobytes() for i in range(at, count))
@@ -143,7 +143,7 @@ def test_states_in_a_pool(of, dtype, delta):
 
 
 def test_a_prompt_in_two_calls_has_the_same_bits():
-    """The second begins with what the first has left in the pool."""
+    """The second call starts from the state that the first one stored in the pool."""
     whole = case([1, BEYOND], ([[0, 3], [2, 4]], 16))
     outs, pool = linear_attention.prefill(*whole.arrays, size=16)
     first, second = (part(whole, slice(0, 2), slice(*times)) for times in ((0, 16), (16, 32)))

@@ -1,4 +1,4 @@
-"""lora against its equation on the XLA path, over tiles of either kind; which path is taken, and why."""
+"""lora against its definition on the XLA path, with tiles of both kinds; which path is chosen, and why."""
 
 import functools
 
@@ -19,7 +19,7 @@ def numbers(seed, *shape, dtype="float32"):
 
 
 def operands(rows, *, k=64, rank=8, out=(4, 16), dtype="float32"):
-    """Rows, banks, and whose each row is; one adapter has no row, and its matrices are NaN."""
+    """Return rows, banks, and the slot of each row; one adapter has no rows, and its matrices are NaN."""
     slots = np.random.default_rng(0).choice([-1, 0, 1, 3, 4], rows)
     a, b = numbers(2, SLOTS, rank, k, dtype=dtype), numbers(3, SLOTS, *out, rank, dtype=dtype)
     return (

@@ -1,4 +1,4 @@
-"""Both ways of going through the rows are the products that they should be, and one has the bits of the other."""
+"""Both row orders on CPU match the exact products and are bitwise identical to each other."""
 
 import hypothesis.strategies as st
 import jax

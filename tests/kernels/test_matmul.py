@@ -1,4 +1,4 @@
-"""Dense products: the XLA path for every platform, which path is taken, and what tiles the kernel is given."""
+"""Dense matmuls: the XLA path for every platform, the path choice, and the tiles passed to the kernel."""
 
 import functools
 import json
@@ -54,7 +54,7 @@ def test_xla_rounds_every_step_as_if_it_were_a_program(kind):
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_without_an_epilogue_xla_does_what_a_layer_does(dtype):
-    """To the bit: rows of two dimensions, and outputs of several."""
+    """Bitwise identical, with two-dimensional rows and several output dimensions."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 3, 64)), dtype)
     first, last = (jnp.asarray(rng.normal(size=dims), dtype) for dims in ((64, 4, 8), (2, 24, 64)))
@@ -73,11 +73,11 @@ def test_extras_have_the_rows_of_x():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The choice of a path.
+# Path choice.
 
 
 def measured(folder, *shapes):
-    """A file of tuned tiles for weights of these shapes, layouts and gates."""
+    """Write a file of tuned tiles for weights of these shapes, layouts and gates; return a lookup in it."""
     keys = [api.matmul_key(jax.ShapeDtypeStruct((64, 1), BF16), weights, **how) for weights, how in shapes]
     best = tiles.Measured({"rows": 64}, {"columns": 32, "stages": 5}, {})
     entries = tuple(tiles.Entry(H100.device_kind, "matmul", key.options, {}, (best,)) for key in keys)
@@ -87,7 +87,7 @@ def measured(folder, *shapes):
 
 
 def test_the_kernel_is_taken_where_it_was_measured(tmp_path, monkeypatch):
-    """And there for every number of rows: none of them decides."""
+    """The choice does not depend on the number of rows."""
     known, other = (jax.ShapeDtypeStruct((256, n), BF16) for n in (512, 544))
     monkeypatch.setattr(api, "tuned", measured(tmp_path, (known, {"layout": "in first", "gated": False})))
     for rows in (1, 64, 8192):
@@ -235,7 +235,7 @@ LAYER = {
     "down": (14336, 4096, "in first", False),
     "head": (4096, 128256, "in last", False),
 }
-# Columns, consumers, blocks along rows and along columns, for 2, 8, 64, 256 and 2,048 rows of Llama-3.1-8B.
+# Columns, consumers, row blocks and column blocks for 2, 8, 64, 256 and 2,048 rows of Llama-3.1-8B.
 CHOSEN = {
     rates.H100: {
         "qkv": ((64, 1, 1, 1), (64, 1, 1, 1), (64, 1, 1, 4), (192, 1, 4, 1), (256, 2, 4, 1)),
@@ -256,7 +256,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("kind", CHOSEN)
 def test_what_the_heuristic_chooses_for_a_device(kind):
-    """As it was when this was written: what changes here changes what `check` compiles, and the predictions."""
+    """Pins the current choices: a change affects what `check` compiles, and the predictions."""
     found = {}
     for name, (inputs, columns, layout, gated) in LAYER.items():
         of = {"layout": layout, "gated": gated, "rates": rates.rates_of(kind)}
@@ -265,7 +265,7 @@ def test_what_the_heuristic_chooses_for_a_device(kind):
     assert found == CHOSEN[kind]
 
 
-# MB of x and weights that all blocks together read through the L2 cache, for 2, 64 and 256 rows.
+# MB of x and weights read through the L2 cache by all blocks, for 2, 64 and 256 rows.
 TRAFFIC = {
     rates.H100: {
         "qkv": (52, 63, 117),
@@ -285,7 +285,7 @@ TRAFFIC = {
 
 
 def traffic(rows, inputs, columns, layout, gated, **of):
-    """Bytes: each of a cluster's blocks reads a part, and clusters read x for all columns, weights for all rows."""
+    """Return the bytes read: a cluster's blocks share reads; clusters read x for all columns, weights for all rows."""
     tiles, outputs = heuristic(rows, inputs, columns, layout=layout, gated=gated, **of), columns * (1 + gated)
     across = -(-columns // (tiles.columns * tiles.column_blocks))
     down = -(-rows // (tiles.rows * tiles.row_blocks))
@@ -294,7 +294,7 @@ def traffic(rows, inputs, columns, layout, gated, **of):
 
 @pytest.mark.parametrize("kind", TRAFFIC)
 def test_what_is_read_through_the_cache(kind):
-    """By clusters of two blocks at most, 256 rows read 168, 134, 470 and 470 MB for the four products of a layer."""
+    """Clusters of at most two would read 168, 134, 470 and 470 MB for a layer's four products at 256 rows."""
     found = {
         name: tuple(round(traffic(rows, *product, rates=rates.rates_of(kind)) / 1e6) for rows in (2, 64, 256))
         for name, product in LAYER.items()
@@ -304,7 +304,7 @@ def test_what_is_read_through_the_cache(kind):
 
 @pytest.mark.parametrize("rows", [2, 64, 65, 256, 1000, 8192])
 def test_clusters_of_four_run_together_and_no_block_of_one_has_zeros_alone(rows):
-    """132 multiprocessors have room for 32 clusters of 4: in a GPC of 18 two are left over."""
+    """132 SMs hold 32 clusters of 4: a GPC of 18 leaves two over."""
     assert (Tiles(row_blocks=4).clusters, Tiles(column_blocks=2).clusters, Tiles().clusters) == (32, 66, 132)
     assert Tiles(row_blocks=2, column_blocks=2, blocks=8).clusters == 2
     for inputs, columns in SHAPES:
@@ -322,7 +322,7 @@ def test_the_device_is_that_of_the_program():
 
 
 def test_what_an_h200_alone_chooses_is_compiled():
-    """No candidate of the 8B's decode steps and prompts is left to be compiled on a GPU for the first time."""
+    """Every candidate of the 8B's decode steps and prompts has been compiled before it runs on a GPU."""
     compiled = {one.name for one in CONFIGURATIONS if H200 in one.targets}
     for rows in (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048, 8192):
         for one in _layer(rows):

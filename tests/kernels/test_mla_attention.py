@@ -1,4 +1,4 @@
-"""MLA: XLA and the Mosaic kernel (interpreted on the CPU) against float64, with poison where nobody may look."""
+"""MLA: XLA and the Mosaic kernel (interpreted on CPU) against float64, with NaN in all memory that must not be read."""
 
 import dataclasses
 import functools
@@ -21,16 +21,16 @@ from pallas_kernels.mla_attention.mosaic.operands import Shape
 
 ROPE = 64
 SCALE = 192**-0.5
-# Beside the rounding of the result (half an ulp), relative to the whole result: the probabilities are rounded to the
-# type before they meet the values. That may be wrong by half an ulp of every weight, so single numbers get more.
+# Relative error of the whole result, on top of its own rounding (half an ulp): probabilities are rounded to the dtype
+# before they are multiplied with the values. Each weight may be off by half an ulp, so single numbers get more.
 ERROR = {jnp.bfloat16: 1e-3, jnp.float16: 2e-4, jnp.float32: 1e-5}
-WORST = 3  # times as much, relative to the largest number
+WORST = 3  # factor for single numbers, relative to the largest number
 HALF_ULP = {jnp.bfloat16: 2**-8, jnp.float16: 2**-11, jnp.float32: 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``counts`` of queries a sequence make a case of `prefill`; without them, it is one of `decode`."""
+    """Operands of `prefill` if ``counts`` gives the queries per sequence, else of `decode`."""
 
     q: np.ndarray
     pool: np.ndarray
@@ -45,7 +45,7 @@ class Case:
         return tuple(jnp.asarray(x) for x in (self.q, self.pool, self.tables, *middle, self.lengths))
 
     def real(self, got):
-        """Without what padding queries give."""
+        """Return the results with those of padding queries zeroed."""
         if self.starts is None:
             return got
         padding = self.starts[:, None] + np.arange(self.q.shape[1]) >= self.lengths[:, None]
@@ -140,7 +140,7 @@ def test_chunks_equal_float64(name):
 def test_neighbours_pages_and_table_width_change_no_bit():
     case = make_case((140, 20, 60), heads=8, width=16)
     together = run(case, attention.decode, SMALL)
-    moved = np.random.default_rng(1).permutation(case.pool.shape[0])  # page p goes to moved[p]
+    moved = np.random.default_rng(1).permutation(case.pool.shape[0])  # page p moves to moved[p]
     pool = np.empty_like(case.pool)
     pool[moved] = case.pool
     alone = dataclasses.replace(
@@ -219,7 +219,7 @@ def test_the_mutants_case_is_right_without_mutation():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What needs no interpreter.
+# Tests that do not need the interpreter.
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 132])

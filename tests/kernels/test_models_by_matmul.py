@@ -1,4 +1,4 @@
-"""A whole model whose products are the Mosaic kernel's, interpreted on the CPU."""
+"""A whole model that uses the Mosaic matmul kernel, interpreted on the CPU."""
 
 import collections
 import functools
@@ -49,7 +49,7 @@ def test_a_model_gives_a_row_the_same_bits_however_many_there_are(monkeypatch):
 
 
 def test_a_bias_is_added_in_the_launch_of_its_product(monkeypatch):
-    """With the bits that it has behind the product, as where that has adapters."""
+    """The result is bitwise that of a bias added after the product, as for weights with adapters."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, weight, bias = (jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, SHAPES, strict=True))
     plain, calls = Plain(weight, "in first", ("kv", None, None), "mosaic"), []
@@ -70,13 +70,13 @@ def test_a_bias_is_added_in_the_launch_of_its_product(monkeypatch):
 
 
 def in_float32(model):
-    """The same model in float32."""
+    """Return the same model in float32."""
     wide = random_model("float32", gain=1.0, **SHAPE)
     return wide.replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), model.params))
 
 
 def test_a_model_whose_inputs_are_rounded(monkeypatch, tmp_path):
-    """Rounding and products by their kernels, and the head's, which is in 16 bits; queries, keys and values are one."""
+    """Kernels do the rounding and all products, the 16-bit head included; queries, keys and values are one product."""
     shape = SHAPE | {"hidden_size": 128}
 
     def choose(name, inputs):

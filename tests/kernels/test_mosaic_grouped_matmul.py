@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of grouped_matmul, interpreted on the CPU. What compiles it to machine code: test_check.py."""
+"""The Mosaic GPU kernel of grouped_matmul, interpreted on the CPU. Compilation to machine code: test_check.py."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ EXPERTS = 4
 
 
 def operands(rows, *, n=128, k=128, dtype=jnp.bfloat16, seed=0):
-    """Numbers of so many rows, weights of four experts, and whose each row is: the third expert has most, one none."""
+    """Return inputs, weights of four experts, and the expert of each row: the third has most rows, the second none."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
     weights = jnp.asarray(rng.normal(size=(EXPERTS, n, k)), dtype)
@@ -37,7 +37,7 @@ def run(x, weights, groups, tiles, matmul=mosaic.matmul):
 
 
 def assert_close(got, x, weights, groups):
-    """Each row against its expert's weights in float64, to half a unit in the last place; tiles of nothing: zeros."""
+    """Check rows against their experts' weights in float64, to half a unit in the last place; empty tiles are zero."""
     wide, experts = np.asarray(x, np.float64), np.asarray(groups.experts)
     own = np.asarray(weights, np.float64)[experts]
     want, sizes = (np.einsum("trk,tnk->trn", *pair) for pair in ((wide, own), (np.abs(wide), np.abs(own))))
@@ -71,9 +71,9 @@ def test_equals_float64(name):
 
 
 def test_what_belongs_to_nobody_changes_nothing():
-    """NaN in rows that hold no entry, in tiles of nothing, and in the weights of experts that nobody asked for.
+    """NaN in rows without an entry, in empty tiles and in the weights of unused experts changes no result.
 
-    The groups are uneven, some end inside a tile, one has two tiles; all else of them is in float64.
+    Groups are uneven: some end inside a tile, one has two tiles; their other rows are compared with float64.
     """
     x, weights, owners = operands(21)
     groups = group(owners, EXPERTS, 8, path="mosaic")
@@ -120,7 +120,7 @@ def test_units_are_each_tile_and_part_once_and_empty_tiles_come_last(occupied, p
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_by_the_kernel_equals_that_by_xla(monkeypatch):
-    """From tokens to tokens: what `run_experts` makes of the tiles of either path."""
+    """`run_experts` gives the same output with the tiles of either path."""
     rng = np.random.default_rng(0)
     x, gate_up, down = (
         jnp.asarray(rng.normal(size=dims) / 3, jnp.bfloat16)
@@ -139,7 +139,7 @@ def test_a_mixture_of_experts_by_the_kernel_equals_that_by_xla(monkeypatch):
     np.testing.assert_allclose(compat.interpreted(run_layer), expected, rtol=0, atol=4e-2)
 
 
-# What to change, where, and what must fail then.
+# Source text of the kernel and its faulty replacement.
 MUTATIONS = {
     "wait for copies": ("plgpu.barrier_wait(barriers.ready.at[slot])", "pass"),
     "wait for a free slot": ("pl.when(done + index >= stages)(functools.partial(await_free, done + index))", "pass"),

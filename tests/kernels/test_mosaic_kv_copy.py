@@ -1,4 +1,4 @@
-"""The Mosaic kernel that copies within pools, interpreted on the CPU, against the reference, to the bit."""
+"""The Mosaic copy kernel, interpreted on the CPU, is bitwise identical to the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ def check(op, pool, ids, tiles=None):
         np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
 
 
-# Every page moves on by one, and two copies are dropped: more than are held in registers.
+# Every page moves by one and two copies are dropped: more copies than registers can hold.
 RING = ([*range(PAGES), 0, 0], [*range(1, PAGES), 0, PAGES, -1])
 SWAP = ([2, 8, 7, 7], [8, 2, PAGES, 1])
-# The accepted tokens of a tree, slots 4 to 12, move up by one: each is read before it is written over.
+# Accepted tokens of a tree, slots 4 to 12, move up by one: each must be read before it is overwritten.
 ACCEPTED = ([1] * 9 + [5], [*range(4, 13), 0], [1] * 9 + [-1], [*range(3, 12), 0])
 BETWEEN = ([1, 1, 2, 3], [3, 4, 5, 0], [1, 1, PAGES, 2], [4, 3, 0, PAGE])
 CASES = {
@@ -66,7 +66,7 @@ def test_equals_the_reference_for_every_option(name):
 
 
 def writes_at_once(monkeypatch):
-    """Each copy is written as soon as it is read."""
+    """Patch the kernel to write each copy as soon as it is read."""
 
     def copy_tile(own, array, copies, tile, count):
         for i in range(count):

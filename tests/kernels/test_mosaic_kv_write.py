@@ -1,7 +1,7 @@
-"""The Mosaic kernel that writes keys and values, interpreted on the CPU, against the reference in float64.
+"""The Mosaic kernel that writes keys and values, interpreted on the CPU, against the float64 reference.
 
-Everything in the pool that is not written, and every key and value that is dropped, is poison: NaN, 127 where the pool
-holds integers, and NaN scales of pages that nobody writes to. Pools are compared whole.
+All unwritten pool contents and all dropped keys and values are poison: NaN, 127 in integer pools, and NaN scales of
+unwritten pages. Pools are compared whole.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ BF16, FP16, INT8, FP8 = jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Three sequences: one in mid-page, one whose second page is out of range, one that is padding."""
+    """Operands of three sequences: one in mid-page, one whose second page is out of range, one of padding."""
 
     chunk: int = 1
     page: int = 16
@@ -71,7 +71,7 @@ class Case:
         with jax.enable_x64(True):
             expected = reference.write(*arrays, **options, dtype=jnp.float64)
         got = self.got()
-        # A number that lies between two may be rounded to either: one step of the pool's dtype.
+        # A midpoint may round either way: one step of the pool dtype.
         step = {BF16: 2**-8, FP16: 2**-11, jnp.float32: 1e-6}[self.dtype]
         pool_step = {None: step, INT8: 0, FP8: 2**-3}[self.pool_dtype]
         close(got.pool, expected.pool, rtol=pool_step, atol=1 if self.pool_dtype == INT8 else 3 * step)
@@ -130,7 +130,7 @@ PROJECTED = {
 
 @pytest.mark.parametrize("name", PROJECTED)
 def test_a_projection_is_read_where_it_lies(name):
-    """Queries, keys and values in one array give the bits of `write` of the three; XLA takes it apart."""
+    """Writing from one fused QKV array is bitwise identical to `write` of three arrays; XLA splits the array."""
     case = PROJECTED[name]
     (pool, k, v, *places), options = case.operands()
     q = options.pop("q")

@@ -1,4 +1,4 @@
-"""The kernels of linear attention, interpreted on the CPU with a stand-in for `mma`, against a loop in float64."""
+"""The linear attention kernels, interpreted on the CPU with a fake `mma`, against a float64 loop."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ from tests.kernels.linear_cases import (
 
 BEYOND = STATES
 BF16, FP16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-# One state goes on in place, one begins and leaves nothing, one goes on somewhere else.
+# Row 0 updates its state in place, row 1 starts a state that is not stored, row 2 stores to another page.
 ROWS = {"read": [1, BEYOND, 3], "write": [1, -1, 0]}
 
 
@@ -113,7 +113,7 @@ def test_hard_prompts(hard, dtype):
 
 
 def test_tokens_of_zeros_change_no_bit():
-    """The state after the 21st token, which ends no step, is there after every later chunk."""
+    """The state after the 21st token, in the middle of a step, is stored unchanged after every later chunk."""
     whole = case([1], ([[0, 2, 3, 4]], 16), heads=1)
     outs, pool = run(filled(whole, 21))
     assert pool[2].tobytes() == pool[3].tobytes() == pool[4].tobytes() != pool[0].tobytes()
@@ -123,7 +123,7 @@ def test_tokens_of_zeros_change_no_bit():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_no_bit_of_a_token_depends_on_how_much_a_program_has(dtype):
-    """Not on other sequences, on how many chunks follow, on their size or on a thread block's columns."""
+    """A token's bits do not depend on other sequences, on later chunks, on chunk size or on the columns of a CTA."""
     whole = case([1, BEYOND, 2], (np.arange(3)[:, None] + [[0, BEYOND]], 32), dtype=dtype, value=64)
     outs, _ = run(whole)
     for tiles, size in ((32, 32), (64, 16)):
@@ -145,7 +145,7 @@ def test_a_prompt_in_two_calls_has_the_same_bits():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What to change, and what must fail then.
+# Mutations and the tests that must then fail.
 
 DECODE_MUTATIONS = {
     "a head's key": ("lax.div(head, jnp.int32(shape.group))", "jnp.int32(0)"),
@@ -197,7 +197,7 @@ def mutant(module, old, new):
 @pytest.mark.parametrize("name", DECODE_MUTATIONS)
 def test_a_mutation_of_decode_is_caught(name):
     one = case(**ROWS, k_heads=2, heads=2, value=64)
-    with pytest.raises((AssertionError, RuntimeError)):  # or a race, or a place beyond an array
+    with pytest.raises((AssertionError, RuntimeError)):  # or a race, or an out-of-bounds index
         assert_close(run(one, mutant(decode, *DECODE_MUTATIONS[name])), one)
 
 
@@ -205,12 +205,12 @@ def test_a_mutation_of_decode_is_caught(name):
 @pytest.mark.parametrize("name", PREFILL_MUTATIONS)
 def test_a_mutation_of_prefill_is_caught(name):
     one = case([1, BEYOND], ([[BEYOND, 4], [0, -1]], 32), k_heads=2, heads=2, value=64)
-    with pytest.raises((AssertionError, RuntimeError)):  # or a race, or a place beyond an array
+    with pytest.raises((AssertionError, RuntimeError)):  # or a race, or an out-of-bounds index
         assert_close(run(one, mutant(prefill, *PREFILL_MUTATIONS[name]), tiles=32), one)
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Refusals.
+# Rejected operands.
 
 
 def operands(lead, chunks=None, *, k_heads=1, heads=2, key=64, value=32, dtype=F32, of_pool=F32, states=4):

@@ -1,4 +1,4 @@
-"""The kernels of lora, interpreted on the CPU with a stand-in for `mma`. What compiles them: test_check.py."""
+"""The lora kernels, interpreted on the CPU with a fake `mma`. Compilation: test_check.py."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ HERE = {"path": "mosaic"}
 
 
 def operands(rows, *, rank=8, k=128, n=64, dtype=jnp.bfloat16, seed=0):
-    """Rows, banks of four adapters, and whose each row is: the third has most, the second none; some have none."""
+    """Return rows, banks of four adapters, and slots: slot 2 has most rows, slot 1 none; some rows have no adapter."""
     rng = np.random.default_rng(seed)
     dims = (rows, k), (SLOTS, rank, k), (SLOTS, n, rank)
     x, a, b = (jnp.asarray(rng.normal(size=each) / each[-1] ** 0.5, dtype) for each in dims)
@@ -37,7 +37,7 @@ def run(x, a, b, slots, module=mosaic):
 
 
 def assert_close(got, x, a, b, slots):
-    """Half a unit in the last place, and as much of what each rank adds: it is rounded in between."""
+    """Check to half a unit in the last place, plus the same of each rank's magnitude: the intermediate is rounded."""
     wide, shrink, expand = (np.asarray(one, np.float64) for one in (x, a, b))
     own = np.asarray(slots)
     hidden = np.einsum("ik,irk->ir", wide, shrink[own])
@@ -77,7 +77,7 @@ def test_equals_float64(name):
 
 
 def test_what_belongs_to_nobody_changes_nothing():
-    """NaN in the rows without an adapter and in the bank's places that nobody asked for."""
+    """NaN in rows without an adapter and in unused bank slots changes no result."""
     x, a, b, slots = operands(9)
     nobody = np.asarray(slots) < 0
     assert nobody.any()
@@ -125,7 +125,7 @@ def test_adapted_weights_by_the_kernels_equal_those_by_xla(monkeypatch):
     np.testing.assert_allclose(np.float64(got), np.float64(expected), rtol=2**-7, atol=2e-2)
 
 
-# What to change, and what must fail then.
+# Mutations and the tests that must then fail.
 MUTATIONS = {
     "an adapter's first matrix": ("gmem.a.at[gmem.owners[tile], :, inputs]", "gmem.a.at[0, :, inputs]"),
     "an adapter's second matrix": ("gmem.b.at[gmem.owners[tile], ", "gmem.b.at[0, "),

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of matmul, interpreted on the CPU. What compiles it to machine code: test_check.py."""
+"""The Mosaic GPU kernel of matmul, interpreted on the CPU. Compilation to machine code: test_check.py."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ WITHOUT_SCALES = ("bias", "residual")
 
 
 def run(arrays, tiles, **options):
-    """The kernel's result; ``options`` are those of the product."""
+    """Return the kernel's result; ``options`` are those of the product."""
 
     def product(*arrays):
         return launch.matmul(*arrays, **options, tiles=tiles, interpret=compat.interpret_params())
@@ -111,7 +111,7 @@ EXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_step_is_rounded_as_if_it_were_a_program(name):
-    """Of numbers whose sums are exact, all bits are those of the steps one by one."""
+    """If sums are exact, the result is bitwise identical to separately rounded steps."""
     options, tiles = EXACT[name]
     x, weights, extras = operands(66, 96, 256, whole=True, **options)
     arrays = x, weights, extras._replace(bias=extras.bias.astype(F32) * 1.003)
@@ -123,10 +123,10 @@ def test_every_step_is_rounded_as_if_it_were_a_program(name):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Bits.
+# Bitwise identity.
 
-# Of 300 rows, 192 outputs and 320 inputs: pieces of every kind. Inputs come 64 at a time, whose sums are exact: the
-# interpreter adds those of a slot as this processor likes. What slots add up to is not: their numbers differ in size.
+# Tilings of 300 rows, 192 outputs and 320 inputs. Sums of 64 inputs (a slot) are exact, because the interpreter adds
+# them in the order of this processor; sums over slots are not: their magnitudes differ.
 PIECES = (
     Tiles(1, 32, 64, 3, blocks=3),
     Tiles(2, 64, 64, 2, blocks=2),
@@ -149,10 +149,10 @@ def many_rows():
 
 
 def bits_of(rows, tiles, filler=None):
-    """The results of these of many rows, in float32: fewer bits would hide what another order of additions changes.
+    """Return these rows' results in float32: fewer bits would hide a changed order of additions.
 
     Args:
-        filler: what all rows but the last of `many_rows` are filled with.
+        filler: value that replaces all rows except the last of `many_rows`.
     """
     x, weights, extras = many_rows()
     x = x[rows] if filler is None else jnp.where(rows[:, None] == 300, x[rows], filler)
@@ -163,7 +163,7 @@ alone = functools.cache(lambda: bits_of(np.array([300]), PIECES[0])[0])
 
 
 def assert_same_bits(count, place, tiles):
-    """A row has the bits that it has alone, wherever it is among so many; all others are NaN."""
+    """Check that row ``place`` of ``count`` rows is bitwise identical to the row alone; all other rows are NaN."""
     got = bits_of(np.where(np.arange(count) == place, 300, 0), tiles, filler=jnp.nan)
     assert got[place].tobytes() == alone().tobytes()
     assert np.isnan(np.delete(got, place, axis=0)).all()
@@ -186,7 +186,7 @@ def test_no_bit_depends_on_any_number_of_rows(first):
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(FP8, marks=pytest.mark.slow)])
 def test_a_sum_goes_over_the_inputs_in_order(dtype):
-    """Large numbers drown a small one that comes between them, and it survives where it comes after them."""
+    """A small term between two large ones that cancel is lost; after them it is kept."""
     x = np.zeros((2, 640), np.float32)
     x[:, [5, 400]] = 256.0, -256.0
     x[0, 200], x[1, 600] = 2.0**-6, 2.0**-6
@@ -199,16 +199,16 @@ def test_a_sum_goes_over_the_inputs_in_order(dtype):
 
 
 def test_what_lies_beyond_the_operands_is_not_read():
-    """Rows and outputs that a block has and the operands have not: no NaN of a neighbour in memory comes in.
+    """Rows and outputs of a block beyond the operands are not read: no NaN of adjacent memory enters the result.
 
-    The interpreter's memory of results is NaN where nothing wrote.
+    The interpreter initialises result memory to NaN.
     """
     arrays = operands(3, 48, 64, extras=WITHOUT_SCALES, **LAST)
     assert_close(run(arrays, Tiles(2, 64, 64, 2, row_blocks=2, blocks=2), **LAST), arrays, **LAST)
 
 
 def shape_of(rows, columns, panel=8):
-    """22 x 6 pieces of a product, by clusters of so many blocks along rows and columns."""
+    """Return the shape of a product with 22 x 6 output tiles and clusters of rows x columns blocks."""
     tiles = Tiles(1, 32, 64, 2, row_blocks=rows, column_blocks=columns, panel=panel, blocks=8)
     x, weights = (jax.ShapeDtypeStruct(dims, BF16) for dims in ((64 * 21 + 1, 64), (64, 32 * 5 + 8)))
     return launch._shape_of(x, weights, Extras(), "in first", False, None, tiles)
@@ -227,7 +227,7 @@ def test_units_are_each_piece_once(rows, columns, panel):
 
 
 class Operand(NamedTuple):
-    """Stands for a reference: what is cut out of it is its name and where the pieces begin."""
+    """A fake ref: an index into it returns its name and the start offsets."""
 
     name: str
 
@@ -241,7 +241,7 @@ class Operand(NamedTuple):
 
 
 def copies_of(shape, member, monkeypatch):
-    """What a block of a cluster copies in the first step of the fourth unit: where from, for blocks of which axis."""
+    """Return source offsets and multicast axis of each copy by a cluster's block in step 0 of its fourth unit."""
     found = {}
 
     def copy(source, _slot, _ready, *, collective_axes):
@@ -258,9 +258,9 @@ def copies_of(shape, member, monkeypatch):
 
 @pytest.mark.parametrize(("rows", "columns"), CLUSTERS)
 def test_what_is_read_for_others_is_what_they_need(rows, columns, monkeypatch):
-    """The blocks along a copy's axis ask for the same, and a slot is free when the blocks of all such axes say so.
+    """Blocks along a multicast axis need the same data; a slot is free once the blocks of all axes release it.
 
-    The interpreter cannot show it: each block copies all for itself there.
+    The interpreter cannot test this: there each block copies all its data itself.
     """
     shape, members = shape_of(rows, columns), list(itertools.product(range(rows), range(columns)))
     found = {member: copies_of(shape, member, monkeypatch) for member in members}
@@ -274,7 +274,7 @@ def test_what_is_read_for_others_is_what_they_need(rows, columns, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Mutations: what to change and in which case that must fail.
+# Mutations and the cases that must then fail.
 
 MUTATIONS = {
     "wait for copies": ("plgpu.barrier_wait(barriers.ready.at[slot])", "pass", "residual"),
@@ -355,7 +355,7 @@ FAST_MUTATIONS = ("wait for copies", "the order of steps", "gate and up", "what 
 
 
 def caught_by(case):
-    """Raises where the kernel is wrong."""
+    """Run the case of a mutation; raise if the kernel is wrong."""
     if case == "order":
         test_a_sum_goes_over_the_inputs_in_order(BF16)
     elif case == "bits":

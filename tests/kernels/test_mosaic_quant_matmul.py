@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of quant_matmul, interpreted on the CPU. What compiles it to machine code: test_check.py."""
+"""The Mosaic GPU kernel of quant_matmul, interpreted on the CPU. Compilation to machine code: test_check.py."""
 
 import inspect
 
@@ -24,7 +24,7 @@ def run(arrays, tiles=None, matmul=launch.matmul, **options):
 
 
 def by_expert(x, ids, weights, *, tiles=None, kernel_rows=(8, 32), **options):
-    """The product of each row with its expert's weights; whatever tiles hold nothing is 0."""
+    """Return the product of each row with its expert's weights; check that empty tiles are 0."""
     groups = group(ids, weights[0].shape[0], x.shape[0], path="mosaic", kernel_rows=kernel_rows)
     rows = x.at[groups.entries].get(mode="fill", fill_value=0)
     out = run((rows, *weights, groups), tiles, launch.matmul_tiles, **options)
@@ -33,7 +33,7 @@ def by_expert(x, ids, weights, *, tiles=None, kernel_rows=(8, 32), **options):
 
 
 def assert_each_close(got, x, ids, weights, *, e2m1=False):
-    """``got`` is within the bounds of `assert_close` for each expert's rows."""
+    """Check each expert's rows within the bounds of `assert_close`."""
     numbers, scales, zeros = weights
     for expert in range(numbers.shape[0]):
         own = np.asarray(ids) == expert
@@ -108,7 +108,7 @@ def test_every_float4_is_the_one_of_its_place():
     ids=["MXFP4", "int4 with zeros, a few blocks", "fp8"],
 )
 def test_tiles_of_experts_equal_float64(options, tiles):
-    """One expert has most rows, one has none: its weights are in no product, and may be anything."""
+    """Expert 1 has most rows, expert 2 none: its weights are not used and may hold any values."""
     weights = stack(4, **options)
     ids = jnp.asarray([0, 1, 1, 3, *[1] * 36])
     x = operands(rows=len(ids), k=weights[0].shape[2])[0]
@@ -127,9 +127,9 @@ def test_tiles_of_experts_equal_float64(options, tiles):
 )
 @pytest.mark.parametrize("e2m1", [False, True])
 def test_a_row_has_the_same_bits_at_any_number_of_rows(counts, e2m1):
-    """Few rows and many, whose thread blocks sum the splits themselves, and with other tiles.
+    """Row counts below and above the split reduction inside CTAs, and other tiles, give the same bits.
 
-    The sum over a span is exact, which the interpreter adds up as this processor likes; those of spans are not.
+    Sums within a span are exact, since the interpreter adds them in processor order; sums over spans are not.
     """
     x, *rest = operands(rows=300, n=64, k=1024, e2m1=e2m1)
     x = jnp.round(2 * x)
@@ -144,7 +144,7 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows(counts, e2m1):
 
 
 def test_an_experts_rows_have_the_bits_of_a_plain_product():
-    """In tiles of any size, which have no splits."""
+    """Expert tiles of any size, without splits, match a product without experts."""
     weights = stack(2, n=64)
     x, ids = jnp.round(2 * operands(rows=20, k=256)[0]), jnp.asarray([0] * 5 + [1] * 15)
     plain = np.asarray(run((x[5:], weights[0][1], weights[1][:, 1]), Tiles(1, 256, 2)))
@@ -153,7 +153,7 @@ def test_an_experts_rows_have_the_bits_of_a_plain_product():
 
 
 def test_other_rows_change_no_bit():
-    """Neither their numbers, NaN among them, nor their count within one program."""
+    """Neither the values of other rows, NaN included, nor their count within one program matter."""
     x, *rest = operands(rows=16, k=512, n=64)
     foreign = x.at[jnp.arange(16) != 5].set(jnp.nan)
     tiles = Tiles(1, 128, 2, splits=2)
@@ -162,7 +162,7 @@ def test_other_rows_change_no_bit():
     assert np.isnan(alone[[0, 1, 3, 12]].astype(np.float32)).all()
 
 
-# What to change, where, and what must fail then.
+# Source text of the kernel, its faulty replacement, and options of the case that must then fail.
 MUTATIONS = {
     "wait for copies": ("plgpu.barrier_wait(barriers.ready.at[slot.number])", "pass", {}),
     "wait for a free slot": (
@@ -198,7 +198,7 @@ FAST_GROUPED = ("a tile's expert", "a bend of float4")
 
 
 def mutated(monkeypatch, old, new):
-    """Put a mutant in the kernel's place."""
+    """Replace the kernel by a mutant."""
     source = inspect.getsource(kernel)
     assert source.count(old) == 1, source.count(old)
     mutant = dict(kernel.__dict__)

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of token_quant, interpreted on the CPU. What compiles it to machine code: test_check.py."""
+"""The Mosaic GPU kernel of token_quant, interpreted on the CPU. Compilation to machine code: test_check.py."""
 
 import inspect
 
@@ -22,7 +22,7 @@ def run(x: jax.Array, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_right(x: jax.Array, rule: Rule) -> None:
-    """Against float64: a code is the nearest to its number, if that is not within a last bit of the middle of two."""
+    """Check against float64: each code is the nearest one, except within a last bit of the midpoint of two codes."""
     codes, scales = run(x, rule)
     numbers = np.asarray(x, np.float64)
     largest = np.maximum(np.minimum(abs(numbers).max(-1), rule.bound or np.inf), 1e-30)
@@ -52,7 +52,7 @@ def test_half_precision():
 
 @pytest.mark.parametrize("place", [0, 6])
 def test_no_bit_of_a_token_depends_on_others(place):
-    """They are NaN here, and there is none there."""
+    """All other tokens are NaN in one launch and absent in the other."""
     token = tokens(3)[:1]
     others = jnp.full((7, 256), jnp.nan, jnp.bfloat16).at[place].set(token[0])
     for among, alone in zip(run(others, RULES[0]), run(token, RULES[0]), strict=True):
@@ -79,6 +79,6 @@ def test_a_mutation_is_caught(name, monkeypatch):
     exec(compile(source.replace(old, new), mosaic.__file__, "exec"), mutant)
     monkeypatch.setattr(mosaic, "_body", mutant["_body"])
     x = tokens(9)
-    x = x.at[2, -3].set(40).at[3, 3].set(-50).at[5].set(-jnp.abs(x[5]))  # the largest in each quarter, and below zero
+    x = x.at[2, -3].set(40).at[3, 3].set(-50).at[5].set(-jnp.abs(x[5]))  # a maximum in each quarter, and negative ones
     with pytest.raises((AssertionError, RuntimeError)):
         assert_right(x, RULES[0])

@@ -1,4 +1,4 @@
-"""The trial that a start makes of the GEMM kernel (`jaxinfer.quant.gemm_selftest`), interpreted."""
+"""The startup trial of the GEMM kernel (`jaxinfer.quant.gemm_selftest`), interpreted."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ FP8 = gemm_selftest.Product((2, 64, 256), "in last", True, "float8_e4m3fn")
 
 @pytest.mark.parametrize("product", [pytest.param(QKV, marks=pytest.mark.slow), GATE_UP, FP8])
 def test_the_kernel_passes(monkeypatch, product) -> None:
-    """A clock that stands still calls nobody slower."""
+    """A constant clock never shows the kernel as slower."""
     monkeypatch.setattr(gemm_selftest, "_ROUNDS", 1)
     monkeypatch.setattr(gemm_selftest, "_CALLS", 1)
 

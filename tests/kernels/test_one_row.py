@@ -1,4 +1,4 @@
-"""Products of one row by 16-bit weights on a CPU."""
+"""Matmuls of one row with 16-bit weights on a CPU."""
 
 import functools
 
@@ -33,8 +33,8 @@ def product(x, weights, along):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("along", "inputs", "outputs"), SHAPES)
 def test_products_are_rounded_once(dtype, along, inputs, outputs):
-    """A bound that a lost input, or a sum in 16 bits, is beyond: half a unit in the last place of the result, and what
-    sums in float32 are off by."""
+    """The bound excludes a lost input and a 16-bit sum: half a unit in the last place of the result plus the error of
+    float32 sums."""
     x, weights = operands(dtype, along, inputs, outputs, rows=(1, 1))
     found, expected = jax.jit(functools.partial(product, along=along))(x, weights), exact(x, weights, along)
     assert (found.dtype, found.shape) == (x.dtype, (1, 1, *outputs))
@@ -80,7 +80,7 @@ def test_whose_product_it_is(monkeypatch):
 
 @pytest.mark.parametrize("along", [0, 1])
 def test_what_cannot_be_cut_has_a_second_row(along):
-    """XLA's own loop for one row would take twenty times as long."""
+    """XLA's own single-row loop would take twenty times as long."""
     x, weights = operands("bfloat16", along, 300, (3, 5))
     dot = jax.jit(functools.partial(sums.dot, along=along if along == 0 else 2))
     two = jnp.concatenate([x, jnp.zeros_like(x)])

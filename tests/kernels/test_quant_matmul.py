@@ -1,4 +1,4 @@
-"""Products with quantised weights: storage, the XLA path for every platform, and which path is taken."""
+"""Matmuls with quantised weights: storage, the XLA path for every platform, and the path choice."""
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,14 @@ KINDS = {
 def test_xla_equals_float64(kind, rows, target, x_dtype):
     arrays = operands(**{"rows": rows, "n": 320, "k": 256, **KINDS[kind]}, x_dtype=x_dtype)
     got = jax.jit(xla.matmul, static_argnames="target")(*arrays, target=target)
-    # With many rows a program for a GPU rounds the weights to the dtype of x.
+    # For many rows a GPU program rounds the weights to the dtype of x.
     weights_rounded = rows > xla.FEW_ROWS and target is GPU
     assert_close(got, arrays, within=2**-8 if weights_rounded else 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["int4-odd", "int8-zeros", "fp8"])
 def test_many_rows_dequantize_in_pieces(kind, monkeypatch):
-    """Of multiples of 64 channels but for the last piece; plain numbers are never as large as the weight."""
+    """Slices have multiples of 64 channels except the last; a dequantised weight is never materialised whole."""
     arrays = operands(**{"rows": 70, "n": 320, "k": 256, **KINDS[kind]}, x_dtype="bfloat16")
     n, k = arrays[1].shape
     monkeypatch.setattr(xla, "GPU_PIECE", 100 * k * 2)
@@ -51,7 +51,7 @@ def test_many_rows_dequantize_in_pieces(kind, monkeypatch):
     plain = str(jax.make_jaxpr(lambda *arrays: xla.matmul(*arrays, target=GPU))(*arrays))
     assert f"bf16[{n},{k}]" not in plain
     assert f"bf16[64,{k}]" in plain
-    # XLA would make the plain numbers of several pieces in one kernel.
+    # Without barriers XLA would dequantise several slices in one kernel.
     assert plain.count("= optimization_barrier") == -(-n // 64) - 1
 
 
@@ -71,7 +71,7 @@ def test_packed_weights_stand_for_the_plain_ones():
 
 
 def test_every_float8_is_read():
-    """Subnormal numbers, zeros of both signs and NaN as well."""
+    """Subnormals, zeros of both signs and NaN are included."""
     stored = jnp.arange(256, dtype=jnp.uint8)
     numbers = jax.lax.bitcast_convert_type(stored, jnp.float8_e4m3fn).astype(jnp.float32)
     np.testing.assert_array_equal(jax.jit(xla._float8)(stored), numbers)
@@ -218,7 +218,7 @@ def test_a_batch_of_products_with_experts_takes_the_xla_path():
 def test_no_whole_weight_is_dequantized_on_a_cpu():
     x, weights, scales, _ = operands(rows=8, n=2048, k=2048)
     program = jax.jit(xla.matmul).lower(x, weights, scales).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 1.5 * weights.size  # a plain one takes 2 or 4 bytes each
+    assert program.memory_analysis().temp_size_in_bytes < 1.5 * weights.size  # dequantised: 2 or 4 bytes each
 
 
 def test_reference_is_the_equation():

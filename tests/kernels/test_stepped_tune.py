@@ -1,4 +1,4 @@
-"""The tuner's processes: candidates that hang or die are left out, and what was found stays."""
+"""The tuner's processes: candidates that hang or crash are skipped, and earlier results are kept."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def environment(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tune(environment, tmp_path, monkeypatch):
-    """Runs the tuner on two shapes, of 16 rows and of 1; its exit status, and the tiles by rows."""
+    """Return a function that tunes two shapes, 16 rows and 1 row; it returns exit status and tiles by rows."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def run(plan, *more):
@@ -78,7 +78,7 @@ def test_candidates_that_hang_or_die_are_left_out(tune, tmp_path, capfd):
     assert "keys=64, stages=3): it ended the process: signal SIGSEGV" in said
     steps = taken(tmp_path)
     assert [steps.count(name) for name in plan] == [1, 1, 1, 1]
-    assert steps.count("16, 128, 2") <= 2  # prepared again for the race alone
+    assert steps.count("16, 128, 2") <= 2  # prepared again only for the race
 
 
 def test_a_first_candidate_that_hangs_fails_its_shape_alone(tune):
@@ -94,7 +94,7 @@ def test_operands_that_kill_the_process_fail_their_shape_alone(tune, capfd):
 
 
 def test_what_was_measured_before_is_forgotten_once(tune, tmp_path):
-    """And not again by the process that goes on behind a hang."""
+    """``--anew`` drops old measurements once; the process restarted after a hang keeps the new ones."""
     tune({})
     code, results = tune({"16, 128, 4": "is refused", "1, 128, 2": "hangs"}, "--anew")
     assert code == 1
@@ -143,7 +143,7 @@ def test_what_an_earlier_process_found_is_not_found_again(tmp_path):
     assert [again.prepare(tiles) for tiles in GRID[:2]] == [None, None]
     while second.sampled == []:
         assert again.sample(GRID[1]) == TIMES[GRID[1]]
-    assert second.prepared[-1] == GRID[1]  # the first new sample prepares
+    assert second.prepared[-1] == GRID[1]  # prepared at its first new sample
 
 
 def test_what_is_refused_when_it_is_prepared_again_does_not_win(tmp_path):

@@ -1,4 +1,4 @@
-"""Products whose sums are divided where XLA would fill up their operands."""
+"""Matmuls whose reduction is split where XLA would pad the operands."""
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,19 @@ def operands(dtype, along):
 @pytest.mark.parametrize(
     ("shape", "found"),
     [
-        ((64, 10944, 2048), 12),  # a layer of DeepSeek-V2-Lite: XLA's 16 parts of 8 numbers do not divide 10944
+        ((64, 10944, 2048), 12),  # a layer of DeepSeek-V2-Lite: XLA splits by 16 x 8, which does not divide 10944
         ((1, 10944, 2048), 12),
         ((64, 5472, 2048), 12),
         ((64, 2880, 32), 20),  # gpt-oss' router
         ((64, 2688, 64), 21),
-        ((64, 10944, 4096), 1),  # XLA makes 8
+        ((64, 10944, 4096), 1),  # XLA splits by 8
         ((1024, 10944, 2048), 1),
         ((64, 2880, 5120), 1),
         ((64, 2880, 201088), 1),
         ((64, 11008, 2048), 1),
         ((64, 2048, 64), 1),
         ((64, 128, 64), 1),
-        ((64, 2882, 32), 1),  # of which no part begins at 16 bytes
+        ((64, 2882, 32), 1),  # no split starts at a 16-byte boundary
         ((64, 8 * 367, 32), 1),  # a prime
     ],
 )

@@ -1,4 +1,4 @@
-"""Children that hang, die or end, and what their journal says; small ones, without JAX."""
+"""Child processes that hang, crash or exit, and their journals; small ones, without JAX."""
 
 import pathlib
 import signal

@@ -1,4 +1,4 @@
-"""What a thread block may ask of a GPU: by arithmetic, for every kernel, heuristic and candidate of the tuner."""
+"""CTA resource limits, computed for every kernel, heuristic and tuner candidate."""
 
 import ast
 import math
@@ -30,7 +30,7 @@ def test_warpgroups_share_no_more_registers_than_the_block_was_launched_with(con
 
 
 def test_four_consumers_have_fewer_registers_than_those_that_hung():
-    """With 120 the fourth of them waited for ever."""
+    """At 120 registers the fourth consumer waited forever."""
     assert (split(2).consumer, split(3).consumer, split(4).consumer) == (240, 160, 112)
 
 
@@ -72,7 +72,7 @@ def test_a_block_beyond_a_limit_has_one_fault(block):
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """The blocks of kernels that are traced meanwhile, which do nothing: their results are zeros."""
+    """Record the CTAs of kernels traced in the test; the kernels are replaced by zeros."""
     launched = []
 
     def kernel(body, *, out_type, scratch_types, num_threads, cluster=(), **_):
@@ -85,7 +85,7 @@ def blocks(monkeypatch):
 
 @pytest.mark.parametrize("tunable", TUNABLES, ids=lambda one: one.kernel)
 def test_every_candidate_of_the_tuner_and_every_heuristic_can_be_launched(blocks, tunable):
-    """`compat.kernel` raises where a block cannot be."""
+    """`compat.kernel` raises if a CTA exceeds a limit."""
     tried = 0
     for shape in tunable.shapes:
         problem = tunable.problem(shape, 132)
@@ -106,7 +106,7 @@ def test_every_shipped_configuration_can_be_launched(blocks):
 
 
 def test_a_block_that_cannot_be_launched_is_refused_before_it_is_compiled():
-    """What a candidate with one stage too many would do, if its own count of bytes were wrong."""
+    """This error catches a candidate with one stage too many if the byte count of the kernel is wrong."""
     with pytest.raises(ValueError, match=r"toy: a thread block needs 240640 bytes"):
         compat.kernel(
             lambda *_: None,

@@ -1,4 +1,4 @@
-"""Looking tuned tiles up: exact, nearest, none; what a kernel refuses; broken files; and that calls find them."""
+"""Lookup of tuned tiles: exact, nearest, none; rejected tiles; broken files; and use by the kernels."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def package(tmp_path):
         (key(64), {"keys": 128, "stages": 4}),
         (key(1), {"keys": 128, "stages": 2}),
         (key(7), {"keys": 128, "stages": 2}),
-        (key(9), {"keys": 128, "stages": 4}),  # nearer in its logarithm, though not in rows
+        (key(9), {"keys": 128, "stages": 4}),  # nearer in log scale, though not in rows
         (key(50, context=100), {"keys": 128, "stages": 5}),
         (key(64, page=16), {"keys": 64}),
         (key(64, page=32), None),
@@ -108,7 +108,7 @@ def test_the_heuristic_keeps_to_the_bits_that_were_decided(package):
 
 def test_without_an_entry_the_heuristic_decides(package):
     assert picked(package, key(64), device_kind="cpu") == Tiles()
-    assert picked(package, key(64), device_kind=None) == Tiles()  # the tests' own device
+    assert picked(package, key(64), device_kind=None) == Tiles()  # the device of the tests
 
 
 def test_no_size_changes_the_bits(package):
@@ -172,7 +172,7 @@ def test_what_ships_can_be_read():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The kernels' own calls, with another file.
+# Kernel calls with another tiles file.
 
 FEW = shaped(2, 1, 32, 128, dtype=jnp.bfloat16)
 QUERIES = shaped(2, 64, 32, 128, dtype=jnp.bfloat16)
@@ -193,7 +193,7 @@ SCALES = shaped(8, 512, dtype=jnp.bfloat16)
 ROWS, EXPERTS = shaped(9, 32, 512, dtype=jnp.bfloat16), shaped(8, 1024, 512, dtype=jnp.bfloat16)
 LATENTS, LATENT_POOL = shaped(2, 1, 16, 576, dtype=jnp.bfloat16), shaped(32, 64, 576, dtype=jnp.bfloat16)
 PLAIN = AttentionOptions(1.0)
-# kernel: module, its function that launches, what is called, with what, its key, tuned tiles, fields of its bits
+# kernel: (module, launcher, tiles of a shape), (call, operands), (key, tuned tiles, fields that affect bits)
 CALLS = {
     "paged_attention.decode": (
         (decode, "_launcher", lambda shape: shape.tiles),

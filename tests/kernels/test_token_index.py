@@ -1,4 +1,4 @@
-"""The sparse indexer against numpy, with poison where nobody may look."""
+"""The sparse indexer against numpy, with poison in all memory that must not be read."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.mla_attention import LatentOptions, reference, xla
 from pallas_kernels.token_index.reference import places
 
-HEADS, DIM, PAGE, WIDTH, TOP = 4, 16, 16, 20, 40  # rows of latents and index keys
+HEADS, DIM, PAGE, WIDTH, TOP = 4, 16, 16, 20, 40  # page rows hold latents and index keys
 RANK, LATENT = 24, 32
 
 
 def chosen_by_numpy(scores: np.ndarray, visible: np.ndarray, k: int) -> np.ndarray:
-    """A stable sort of what is visible: of equal scores the first."""
+    """Select the top k visible keys by stable sort: of equal scores the first."""
     result = np.zeros(scores.shape, bool)
     for at in np.ndindex(scores.shape[:-1]):
         seen = np.flatnonzero(visible[at])
@@ -31,7 +31,7 @@ def test_the_highest_are_chosen_and_of_equal_ones_the_first(k):
     scores = rng.standard_normal((6, 64)).astype(np.float32)
     scores[1] = rng.integers(-2, 3, 64)  # ties everywhere
     scores[2] = 0.0
-    scores[3, ::2], scores[3, 1::2] = 0.0, -0.0  # one number
+    scores[3, ::2], scores[3, 1::2] = 0.0, -0.0  # zeros of both signs are ties
     scores[4, :5] = [np.inf, -np.inf, 3e38, -3e38, 1e-45]
     visible = rng.random((6, 64)) < 0.8
     poisoned = np.where(visible, scores, np.nan)
@@ -61,7 +61,7 @@ def test_scores_are_weighed_sums_of_rectified_products():
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sequences in a pool, and a few queries at the end of each. All but their keys is poison."""
+    """Sequences in a pool, and queries at the end of each. All other pool contents are poison."""
 
     index: tuple[jax.Array, jax.Array]
     q: jax.Array
@@ -94,7 +94,7 @@ def make_case(lengths: list[int], chunk: int, *, quantised: bool = False) -> Cas
 
 
 def choice(case: Case, row: int, start: int) -> np.ndarray:
-    """The mask [chunk, keys] of one sequence by numpy, from scores of contiguous keys."""
+    """Return the mask [chunk, keys] of one sequence, by numpy from scores of contiguous keys."""
     length, table = int(case.lengths[row]), np.clip(case.tables[row], 0, case.pool.shape[0] - 1)
     keys = np.asarray(case.pool, np.float32)[table, :, -DIM:]
     if case.scales is not None:
@@ -138,7 +138,7 @@ def test_rows_attend_to_chosen_tokens_alone(quantised, together):
     got = xla.decode(*operands, together=together)
     np.testing.assert_allclose(got, reference.decode(*operands), atol=1e-5)
     dense = xla.decode(*operands[:-1], dataclasses.replace(options, chosen=None), together=together)
-    # A row that is no longer than the choice has the bits of attention to all.
+    # A row no longer than top-k is bitwise identical to dense attention.
     np.testing.assert_array_equal(got[:3], dense[:3])
     assert (np.abs(got[3:5] - dense[3:5]).max((1, 2)) > 1e-3).all()
 

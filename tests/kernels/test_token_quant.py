@@ -1,4 +1,4 @@
-"""Tokens rounded to 8 bits by XLA: against the reference, and what its door chooses."""
+"""Per-token 8-bit quantisation by XLA against the reference, and the path choice."""
 
 import functools
 
@@ -14,7 +14,7 @@ RULES = [Rule("int8", 127.5), Rule("int8", 127.0), Rule("float8_e4m3fn", 448.0),
 
 
 def tokens(rows: int, inputs: int = 256) -> jax.Array:
-    """Of very different sizes, one of zeros and one with an outlier among them."""
+    """Return tokens of very different magnitudes, one of zeros and one with an outlier."""
     x = np.random.default_rng(rows).standard_normal((rows, inputs)) * np.exp2(np.arange(rows) - 4)[:, None]
     x[rows // 2] = 0
     x[-1, 3] = 1e4
@@ -32,7 +32,7 @@ def test_a_program_divides_as_single_operations_do(rule, rows):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Sets what stands for the kernel. Traces of it are forgotten."""
+    """Return a function that replaces the kernel; the kernel's cached traces are cleared."""
     api._kernel.cache_clear()
     yield lambda stand_in: monkeypatch.setattr(api.mosaic, "quantize", stand_in)
     api._kernel.cache_clear()
@@ -41,11 +41,11 @@ def kernel(monkeypatch):
 @pytest.mark.parametrize("path", ["auto", "mosaic"])
 def test_a_batch_of_calls_is_xlas(kernel, path):
     nothing = jnp.zeros((9, 256), jnp.int8), jnp.zeros(9)
-    kernel(lambda x, rule: nothing)  # traced, and not run
+    kernel(lambda x, rule: nothing)  # traced, but not run
     x = jnp.stack([tokens(9), tokens(9) * 3])
     found = jax.jit(jax.vmap(lambda x: quantize(x, RULES[0], path=path)))(x)
     codes, scales = reference.quantize(np.asarray(x[1]), RULES[0])
-    np.testing.assert_allclose(found[1][1], scales, rtol=2e-7)  # in a batch XLA divides by other means
+    np.testing.assert_allclose(found[1][1], scales, rtol=2e-7)  # in a batch XLA divides differently
     np.testing.assert_allclose(np.asarray(found[0][1], np.int32), np.asarray(codes, np.int32), atol=1)
 
 

@@ -1,4 +1,4 @@
-"""Tuning with a made-up clock, GPU and kernel: the search, its time, interruptions, files; and two real candidates."""
+"""Tuning with a fake clock, GPU and kernel: search, time limits, interruptions, files; and two real candidates."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ class Clock:
 
 @dataclasses.dataclass
 class FakeBench:
-    """Takes a second to prepare and 10 ms to sample; ``times`` in microseconds, ``wrong`` may not win."""
+    """A bench that takes a second to prepare and 10 ms to sample; ``times`` in microseconds, ``wrong`` must not win."""
 
     clock: Clock
     times: dict
@@ -100,8 +100,8 @@ def test_candidates_run_in_turns_and_slow_ones_leave():
     times = dict.fromkeys(GRID, 100.0) | {GRID[1]: 200.0, GRID[2]: 110.0}
     bench = FakeBench(Clock(), times)
     sweep(bench).run()
-    assert bench.sampled.count(GRID[1]) == 1  # far slower: never again
-    assert bench.sampled.count(GRID[2]) == 3  # clearly slower, once it has had its turns
+    assert bench.sampled.count(GRID[1]) == 1  # far slower: dropped at once
+    assert bench.sampled.count(GRID[2]) == 3  # clearly slower: dropped after its turns
     race = bench.sampled[len(GRID) :]
     assert race[:5] == [one for one in bench.prepared if one != GRID[1]]
 
@@ -111,7 +111,7 @@ def test_a_gain_within_the_noise_leaves_the_heuristic():
 
 
 def test_a_drifting_clock_rate_misleads_nobody():
-    """Everything gets slower by the sample; the best is seen last."""
+    """Every sample is slower than the one before; the best candidate is sampled last."""
     bench = FakeBench(Clock(), {})
     bench.times = {
         one: functools.partial(lambda t: t * (1 + bench.clock.now / 500), time) for one, time in TIMES.items()
@@ -408,7 +408,7 @@ def test_every_shape_that_ships_can_be_swept(tunable):
 
 @pytest.mark.slow
 def test_a_real_sweep_of_two_candidates_interpreted(tmp_path):
-    """MLA's decode: splits of 128 and 256 keys, whose results are compared. The times mean nothing."""
+    """MLA decode with splits of 128 and 256 keys, whose results are compared. The times have no meaning."""
     shape = mla.MlaShape(sequences=1, context=256, heads=8, page=64)
     real = mla.problem(shape, 1)
     interpret = compat.interpret_params(detect_races=False)

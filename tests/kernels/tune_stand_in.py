@@ -1,6 +1,6 @@
-"""``python tune_stand_in.py --journal ... --out ...``: a process of the tuner whose candidates hang or die.
+"""``python tune_stand_in.py --journal ... --out ...``: a tuner process whose candidates hang or crash.
 
-What candidates do stands in the environment, as JSON: {"rows of the shape, keys, stages": what}.
+The environment sets the behaviour of candidates, as JSON: {"rows of the shape, keys, stages": behaviour}.
 """
 
 import json

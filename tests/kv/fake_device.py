@@ -1,8 +1,8 @@
-"""A device that holds hashes in place of keys and values, and sequences that know what they must read back.
+"""A fake device that stores hashes as keys and values, and sequences that know the expected hashes.
 
-What a token leaves in the cache depends on everything before it and on the program that computed it. So does its hash:
-a page that is shared wrongly, copied too late or written while shared reads back as something else. A state is the hash
-of the last token that it has seen.
+A token's entry in the cache depends on all tokens before it and on the program that computed it. So does its hash: a
+page that is shared wrongly, copied too late or written while shared reads back a different hash. A state is the hash of
+the last token that it has seen.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ GARBAGE = -1
 
 
 def page_code(page: int, size: int, prompt: int, kind: int) -> int:
-    """Of a page of a sequence whose first ``prompt`` tokens run in prefill programs of class ``kind``."""
+    """Return the code of a page if the sequence's first ``prompt`` tokens ran in prefill programs of class ``kind``."""
     split = min(max(prompt - page * size, 0), size)
     return kind * (size + 1) + split if split else 0
 
 
 @dataclasses.dataclass(eq=False)
 class FakeSequence:
-    """Tokens ``computed`` by steps before, of which ``launched`` ones are on the device.
+    """A sequence with ``scheduled`` tokens, of which ``launched`` are written on the device.
 
-    ``era``: what it computes is another's only if that began after as many resets.
+    ``era``: cache resets before it began; it may share only pages of its own era.
     """
 
     namespace: bytes
@@ -47,7 +47,7 @@ class FakeSequence:
         self.feed(())
 
     def feed(self, tokens) -> None:
-        """Learn tokens, and what they must leave in the cache."""
+        """Append tokens and compute their expected cache entries."""
         self.tokens.extend(tokens)
         self.keys.extend(self.tokens[len(self.expected) :])
         for at in range(len(self.expected), len(self.tokens)):
@@ -62,7 +62,7 @@ class FakeSequence:
 
 
 class FakeDevice:
-    """Pages of hashes in each group and on the host; runs moves in the documented order."""
+    """Pages of hashes in each group and on the host; executes moves in the documented order."""
 
     def __init__(self, kv: KVManager) -> None:
         config: KVConfig = kv.config
@@ -98,13 +98,13 @@ class FakeDevice:
         assert len(targets) == len(set(targets)), "a page is written twice"
 
     def compute(self, sequence: FakeSequence, others: list[FakeSequence]) -> None:
-        """Run the scheduled tokens of a sequence; nobody else may see the pages that it writes."""
+        """Write the scheduled tokens of a sequence; no other sequence may hold the written pages."""
         self._verify_state(sequence)
         for at in range(sequence.launched, sequence.scheduled):
             for group, window in enumerate(self.windows):
                 page = int(self.kv.tables[group, sequence.slot, at // self.size])
                 if window == STATE and page == NO_STATE:
-                    continue  # none is kept of this page
+                    continue  # no state is kept for this page
                 for other in others:
                     assert other is sequence or not self._shows(group, other, page), "a shared page was written"
                 assert self.kv._store.pools[group].owner(page) is None, "a cached page was written"
@@ -116,7 +116,7 @@ class FakeDevice:
         return page in held.pages[group]
 
     def verify(self, sequence: FakeSequence) -> None:
-        """All that the next query sees reads back as this sequence's own."""
+        """Check that all entries visible to the next query are this sequence's own."""
         self._verify_state(sequence)
         for group, window in enumerate(self.windows):
             if window == STATE:
@@ -128,7 +128,7 @@ class FakeDevice:
                 assert found == sequence.expected[at], f"group {group}: position {at} of {sequence.launched} is wrong"
 
     def _verify_state(self, sequence: FakeSequence) -> None:
-        """The state that the next token goes on from is that behind the token before."""
+        """Check that the state before the next token is that of the last launched token."""
         for group, window in enumerate(self.windows):
             if window == STATE and sequence.launched:
                 page = int(self.kv.tables[group, sequence.slot, (sequence.launched - 1) // self.size])
@@ -138,7 +138,7 @@ class FakeDevice:
 
 
 def check_order(kv: KVManager) -> None:
-    """In a group without a window: no page is cached without the one above it, which is evicted later."""
+    """Check in groups without a window that each cached page has a cached parent, which is evicted later."""
     for group in (group for group, window in enumerate(kv.config.windows) if window is None):
         pool = kv._store.pools[group]
         order = {page: index for index, page in enumerate(pool._cached)}

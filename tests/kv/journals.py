@@ -1,4 +1,4 @@
-"""Whoever listens to a journal, and what it must know: read off the tree, page by page."""
+"""A journal listener and a page-by-page comparison of its knowledge with the tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxinfer.serve.core.kv_event_encoder import events_message
 
 
 def shareable(kv: KVManager) -> dict[tuple[bytes, ...], Node]:
-    """The nodes that count, by the keys on the way to them; see `jaxinfer.kv.journal`."""
+    """Return the nodes that a journal reports, by the path of keys to them; see `jaxinfer.kv.journal`."""
     store, found = kv._store, dict[tuple[bytes, ...], Node]()
     groups = [group for group, window in enumerate(store.windows) if window is None] or range(len(store.windows))
     todo: list[tuple[tuple[bytes, ...], Node]] = [((name,), root) for name, root in store.tree._roots.items()]
@@ -33,14 +33,14 @@ def mediums(kv: KVManager, node: Node) -> set[str]:
 
 
 class Listener:
-    """Knows what it was told, and nothing else: by hash, the parent, the tokens and the mediums of each page."""
+    """A journal consumer that stores reported pages by hash: parent, tokens and mediums of each page."""
 
     def __init__(self, kv: KVManager) -> None:
         self.kv, self.journal, self.looks = kv, kv.start_journal(), 0
         self.known: dict[bytes, tuple[bytes | None, bytes, set[str]]] = {}
 
     def look(self) -> pb.KvEvents | None:
-        """What has changed since the last look, as it is sent."""
+        """Take the changes since the last call, as they are sent."""
         changes = self.journal.take()
         if changes is None:
             return None
@@ -70,7 +70,7 @@ class Listener:
                     del self.known[digest]
 
     def check(self) -> None:
-        """Raise AssertionError unless it knows exactly what is there."""
+        """Check that the known pages are exactly the pages of the cache."""
         there = shareable(self.kv)
         digests = {node.digest: node for node in there.values()}
         assert None not in digests

@@ -1,4 +1,4 @@
-"""Slots that are filled as an engine fills them, for the tests of the manager."""
+"""Helpers that fill slots as an engine does, for tests of the manager."""
 
 from jaxinfer.kv.manager import KVConfig, KVManager
 from tests.kv.fake_device import FakeSequence
@@ -20,7 +20,7 @@ def match(kv: KVManager, new: FakeSequence, limit: int | None = None):
 
 
 def serve(kv: KVManager, slot: int, new: FakeSequence) -> list[int]:
-    """Compute a whole sequence and publish it; its pages in the first group."""
+    """Compute a whole sequence and publish (cache) its pages; return its pages in the first group."""
     assert kv.admit(slot, match(kv, new), len(new.tokens))
     kv.take_moves()
     kv.publish(slot, new.keys, new.codes, len(new.tokens))

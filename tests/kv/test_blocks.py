@@ -1,4 +1,4 @@
-"""Pages are never lost, never free twice, and the longest unused is given up first."""
+"""Page pools: pages are never lost or freed twice, and the least recently used page is evicted first."""
 
 import pytest
 

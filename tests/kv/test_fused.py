@@ -1,4 +1,4 @@
-"""Fused projections that are rotated where they are written: the same numbers as rotated parts."""
+"""Fused QKV projections that are rotated when written: the same results as separately rotated projections."""
 
 import functools
 
@@ -22,13 +22,13 @@ SPECS = {kind: CacheSpec((LAYER,), KV_HEADS, DIM).stored_as(kind) for kind in ("
 
 
 def rows() -> tuple[DecodeAttend, jax.Array]:
-    """Two sequences, each at its own position, and nobody's row."""
+    """Return rows of two sequences at their positions, and one idle row."""
     positions = jnp.array([17, -1, 30])
     return DecodeAttend(SPECS["auto"], TABLES[:, jnp.array([0, 0, 1])], positions), positions
 
 
 def chunks() -> tuple[PrefillAttend, jax.Array]:
-    """Two chunks of eight tokens: one over the end of a page, one that is part padding."""
+    """Return two chunks of eight tokens: one crosses a page boundary, one has padding."""
     starts = jnp.array([11, 3])
     attend = PrefillAttend(SPECS["auto"], TABLES, starts, jnp.array([8, 5]))
     return attend, (starts[:, None] + jnp.arange(8)).reshape(-1)
@@ -45,7 +45,7 @@ def operands(count: int) -> tuple[dict[str, jax.Array], jax.Array]:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("attends", "kind"), [(rows, "auto"), (rows, "int8"), (chunks, "auto"), (chunks, "int8")])
 def test_a_projection_that_is_written_whole_gives_the_same(attends, kind, interleaved, monkeypatch):
-    """By the XLA path of the write, which takes it apart: this is about what a kernel is given, not about kernels."""
+    """Uses the XLA path of the write, which splits the projection: the test covers the call, not a kernel."""
     attend, positions = attends()
     params, x = operands(len(positions))
     cache = new_pools(SPECS[kind], 6, PAGE, jnp.dtype("float32"))[0]

@@ -1,4 +1,4 @@
-"""Whose cached pages are whose."""
+"""Cache identity: which requests may share cached pages."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Pools of latents with index keys: what a step chooses and attends to, and how the keys leave and come back."""
+"""Pools of latents with index keys: the tokens that a step selects and attends to; export and import of keys."""
 
 import functools
 from typing import Any
@@ -24,7 +24,7 @@ AUTO = "auto"
 
 
 def tokens() -> tuple[jax.Array, jax.Array, Index]:
-    """Queries, latents, and what the indexer makes of each token; keys of very different sizes."""
+    """Return queries, latents and indexer outputs; index keys have very different magnitudes."""
     rng = np.random.default_rng(0)
     shapes = ((HEADS, LATENT), (1, LATENT), (INDEX_HEADS, DIM), (INDEX_HEADS,), (DIM,))
     q, k, index_q, weights, key = (jnp.asarray(rng.standard_normal((LENGTH, *s), np.float32)) for s in shapes)
@@ -48,7 +48,7 @@ def row_step(spec: CacheSpec, positions: jax.Array, rows: Any, cache: LayerPool)
 
 
 def prefilled(cuts: list[int], spec: CacheSpec = SPEC, size: int = 40) -> tuple[np.ndarray, LayerPool]:
-    """The whole sequence in chunks that begin at ``cuts``."""
+    """Prefill the whole sequence in chunks that begin at ``cuts``; return outputs and pool."""
     cache, parts = new_pools(spec, PAGES, PAGE, jnp.dtype("float32"))[0], []
     for start, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
         rows = jax.tree.map(
@@ -63,7 +63,7 @@ def prefilled(cuts: list[int], spec: CacheSpec = SPEC, size: int = 40) -> tuple[
 
 
 def contiguous(kind: str = AUTO, layer: LayerSpec = LAYER) -> np.ndarray:
-    """Attention of the whole sequence at once, to numbers that numpy has rounded."""
+    """Return attention over the whole sequence at once, with keys rounded by numpy."""
     q, k, index = tokens()
     if kind != AUTO:
         k = jnp.concatenate([rounded(part, kind) for part in jnp.split(k, [RANK], axis=-1)], -1)
@@ -82,7 +82,7 @@ def test_an_attend_with_index_keys_is_known():
 
 @pytest.mark.parametrize("kind", [AUTO, *KINDS])
 def test_chunks_and_rows_give_contiguous_attention(kind):
-    """To the tokens that are chosen by what the pool holds; its bytes are the same whatever the cuts."""
+    """Selection uses the stored (rounded) keys; stored bytes do not depend on the chunk boundaries."""
     want, spec = contiguous(kind), spec_of(kind)
     dense = contiguous(kind, LayerSpec(latent_rank=RANK))
     assert np.abs(want[:TOP] - dense[:TOP]).max() < 1e-6
@@ -112,7 +112,7 @@ def test_rows_have_the_bits_of_rows_alone():
 
 
 def test_no_choice_is_made_where_no_sequence_is_longer():
-    """What lies in the pool is the same all the same."""
+    """The pool contents are the same with and without selection."""
     layer = LayerSpec(latent_rank=RANK, index_topk=TABLE.size * PAGE, index_dim=DIM)
     rows = jax.tree.map(lambda x: x[:40], tokens())
     attend = PrefillAttend(SPEC, jnp.asarray(TABLE[None, None]), jnp.array([0]), jnp.array([40]))
@@ -164,7 +164,7 @@ def decoded(pools: list[LayerPool], q: Any, k: Any, index: Index, tables: Any, p
 
 
 def test_pools_are_changed_in_place():
-    """Although a step writes a part of a row twice, and reads between."""
+    """In place although a step writes part of a row twice, with a read in between."""
     data = jax.ShapeDtypeStruct((4096, PAGE, LATENT + DIM), "float32")
     rows = [jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype) for x in jax.tree.leaves(tokens())]
     numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 8, 6), (8,))]

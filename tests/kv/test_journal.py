@@ -1,4 +1,4 @@
-"""What the journal tells is what the tree holds: to whoever listens, from any look on."""
+"""The journal reports exactly the cached pages, to a listener that starts at any time."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_code_is_a_part_of_the_hash():
 
 
 def test_what_is_shown_can_be_matched():
-    """With one group, each page that is told of is given to a sequence that begins with it."""
+    """Each reported page matches, for one group, a sequence that begins with it."""
     kv, listener = journalled(pages=5)
     rng = random.Random(1)
     for _ in range(200):

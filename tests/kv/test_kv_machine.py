@@ -1,4 +1,4 @@
-"""Random lives of sequences against a device that holds bytes: every slot always reads back exactly its own tokens."""
+"""Random sequence histories on a fake device: every slot always reads back exactly its own tokens."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from jaxinfer.types import STATE
 from tests.kv.fake_device import FakeDevice, FakeSequence, check_order
 
 PAGE, PAGES, SLOTS, WIDTH, STATES = 4, 14, 4, 8, 9
-# Few beginnings, so that most prompts meet pages of others, whole or in part.
+# Few prefixes, so that most prompts share whole or partial pages with others.
 BEGINNINGS = [(1,) * 9, (1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 3), (1, 1, 2), (5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8, 5, 6)]
 PICK = st.integers(0, SLOTS - 1)
 TAILS = st.lists(st.integers(1, 2), min_size=1, max_size=6)
@@ -99,7 +99,7 @@ class Cache(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 1)
     @rule(pick=PICK)
     def adopt(self, pick):
-        """Two sequences exchange their slots, as one does that goes on with a fork's pages."""
+        """Exchange the slots of two sequences, as when a sequence continues with a fork's pages."""
         one, other = self.running[pick % len(self.running)], self.running[(pick + 1) % len(self.running)]
         if one is not other:
             self.kv.adopt(one.slot, other.slot)
@@ -146,7 +146,7 @@ class Cache(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < SLOTS)
     @rule(beginning=st.sampled_from(BEGINNINGS), tail=TAILS, more=st.integers(0, 9), stay=st.booleans())
     def serve(self, beginning, tail, more, stay):
-        """The common life at one go: what several rules must do in the right order."""
+        """Run a typical sequence in one rule: several rules in the right order."""
         known = len(self.running)
         self.admit(beginning, tail, 1, 0, b"", len(beginning) + len(tail))
         if len(self.running) == known:
@@ -179,7 +179,7 @@ class Cache(RuleBasedStateMachine):
     @invariant()
     def accounted_for(self):
         self.kv.check()
-        if not self.forked:  # a fork holds pages, but perhaps not those above them in the tree
+        if not self.forked:  # a fork holds pages, but perhaps not their parents in the tree
             check_order(self.kv)
 
     def teardown(self):
@@ -215,7 +215,7 @@ def test_every_slot_reads_back_its_own_tokens(windows, host_pages, caching):
     )
 
 
-# Rules and how often a long life takes them: more of what fills the cache than a shrinkable example has.
+# Relative frequency of rules in a long run: more cache-filling rules than in shrinkable examples.
 WEIGHTS = {
     "serve": 6,
     "admit": 4,

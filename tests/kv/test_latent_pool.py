@@ -1,4 +1,4 @@
-"""Pools of latents: how a step writes and reads them, and how pages of them leave and come back."""
+"""Pools of latents: how a step writes and reads them, and export and import of their pages."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def pool(spec: CacheSpec = SPEC) -> LayerPool:
 
 
 def prefilled(cuts: list[int], size: int = 40, spec: CacheSpec = SPEC) -> tuple[np.ndarray, LayerPool]:
-    """The whole sequence in chunks that begin at ``cuts``."""
+    """Prefill the whole sequence in chunks that begin at ``cuts``; return outputs and pool."""
     cache, parts, tables = pool(spec), [], jnp.asarray(TABLE[None, None])
     for start, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
         attend = PrefillAttend(spec, tables, jnp.array([start]), jnp.array([end - start]))
@@ -53,7 +53,7 @@ def test_chunks_from_anywhere_give_contiguous_attention(cuts):
 
 @pytest.mark.parametrize(("length", "pages"), [(3, [3, 9]), (0, [])])
 def test_padding_writes_nothing(length, pages):
-    """A chunk from slot 14 of a page; what it has beyond its length is padding."""
+    """A chunk starts at slot 14 of a page; tokens beyond its length are padding."""
     q, k = (x[:40] for x in tokens())
     attend = PrefillAttend(SPEC, jnp.asarray(TABLE[None, None]), jnp.array([14]), jnp.array([length]))
     _, cache = attend(q, k, None, pool(), LAYER, 0.3)
@@ -65,7 +65,7 @@ def test_padding_writes_nothing(length, pages):
 
 
 def test_rows_of_one_sequence_see_one_another():
-    """Four rows at positions p .. p+3 in one step give the bits of four steps, whatever rows they are."""
+    """Four rows at positions p .. p+3 in one step give the bits of four steps, in any row order."""
     q, k = tokens()
 
     @jax.jit
@@ -143,7 +143,7 @@ def prefilled_once(pools, q, k, tables, starts):
     ],
 )
 def test_pools_are_changed_in_place(program, shapes, dtype):
-    """A donated pool is the memory of its result, and no temporary is nearly as large: none is copied or converted."""
+    """A donated pool aliases its result, and no temporary is nearly as large: no pool is copied or converted."""
     data = jax.ShapeDtypeStruct((4096, PAGE, LATENT), dtype)
     pools = [LayerPool(data)] * 2
     rows = [jax.ShapeDtypeStruct((8, heads, LATENT), dtype) for heads in (HEADS, 1)]
@@ -168,7 +168,7 @@ def test_the_kernels_of_published_shapes_exist():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_in_8_bits_is_that_to_rounded_latents(kind):
-    """Of chunks and of rows; the bytes of a token are the same from both, and whatever the cuts."""
+    """Chunks and rows store the same bytes of a token, whatever the chunk boundaries."""
     spec, (q, k) = SPEC.stored_as(kind), tokens()
     halves = [rounded(part, kind) for part in jnp.split(k, [RANK], axis=-1)]
     want, _ = causal_attend(q, jnp.concatenate(halves, -1), None, None, LAYER, 0.3)

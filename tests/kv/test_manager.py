@@ -1,4 +1,4 @@
-"""What each call of the manager does, one behaviour a test; `test_kv_machine.py` proves that the bytes are right."""
+"""KV manager calls, one behaviour per test; `test_kv_machine.py` checks the stored contents."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from jaxinfer.kv.manager import KVUsage
 from jaxinfer.kv.page_copies import Copy
 from tests.kv.scenes import PROMPT, manager, match, sequence, serve, served
 
-# ---- room
+# ---- capacity
 
 
 def test_pages_on_demand():
@@ -43,7 +43,7 @@ def test_a_slot_is_filled_once_and_a_table_has_a_width():
         kv.extend(0, 33)
 
 
-# ---- hits
+# ---- prefix hits
 
 
 def test_a_prompt_that_was_served_is_found():
@@ -156,7 +156,7 @@ def test_publishing_goes_on_where_it_stopped():
     kv.check()
 
 
-# ---- who gives way
+# ---- eviction
 
 
 def test_the_longest_unused_is_evicted_leaves_first():
@@ -299,7 +299,7 @@ def test_nothing_is_found_below_a_page_that_is_lost():
     new = sequence(PROMPT[:8])
     assert kv.admit(0, None, 8)
     kv.take_moves()
-    assert kv.fork(0, 1, 8)  # holds the first page that slot 0 gives up for the known one
+    assert kv.fork(0, 1, 8)  # keeps the first page, which slot 0 replaces by the known one
     kv.publish(0, new.keys, new.codes, 8)
     kv.release(0)
     kv.release(2)
@@ -350,7 +350,7 @@ def test_a_hit_needs_only_what_the_windows_show():
     kv.release(0)
     windowed = kv._store.pools[1]
     while windowed.free < 6:
-        kv._store._evict(1)  # the pages that slid out were let go first
+        kv._store._evict(1)  # pages outside the window are evicted first
     assert match(kv, new).tokens == 16
     assert match(kv, new, 12).tokens == 0, "the window before token 12 is lost"
     assert kv.admit(0, match(kv, new), 17)
@@ -368,7 +368,7 @@ def test_a_child_is_refused_what_its_parent_let_go():
     kv.check()
 
 
-# ---- forks that are taken over
+# ---- forks that are adopted
 
 
 @pytest.mark.parametrize("length", [8, 10])
@@ -415,7 +415,7 @@ def test_pages_of_forks_that_lost_are_free_at_once():
     kv.check()
 
 
-# ---- the check itself
+# ---- the consistency check
 
 
 def _lost_reference(kv):

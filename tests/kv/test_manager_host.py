@@ -1,4 +1,4 @@
-"""Pages on the host: sequences that are swapped out, and what was evicted and comes back."""
+"""Pages on the host: swapped-out sequences, and evicted pages that are loaded again."""
 
 import pytest
 
@@ -149,7 +149,7 @@ def test_what_was_evicted_last_stays_longest_on_the_host():
     assert kv.admit(0, None, 8)
     kv.take_moves()
     kv.release(0)
-    fill(second, first)  # both are back, and on the host too
+    fill(second, first)  # both are on the device and still on the host
     fill(first)
     assert kv.admit(0, None, 8)  # evicts the second, then the first; nothing is exported
     assert kv.take_moves()[0] == []
@@ -167,7 +167,7 @@ def test_a_better_copy_replaces_the_one_on_the_host():
     for whole in (False, True):
         served(kv, new)
         if not whole:
-            kv._store._evict(1), kv._store._evict(1)  # the window's pages alone
+            kv._store._evict(1), kv._store._evict(1)  # pages of the windowed group only
         kv._store._evict(0), kv._store._evict(0)
         assert [move.source[1] >= 0 for move in kv.take_moves()[0]] == [whole] * 2
         assert kv.match(new.keys, new.codes, 8).tokens == (8 if whole else 0)
@@ -213,7 +213,7 @@ def test_a_page_that_is_on_its_way_is_not_swapped():
     assert kv.admit(0, None, 32)
     kv.take_moves()
     kv.release(0)
-    assert kv.admit(0, None, 8)  # computes what is on the host
+    assert kv.admit(0, None, 8)  # computes pages that are on the host
     kv.take_moves()
     assert kv.admit(1, kv.match(new.keys, new.codes, 8), 8)
     kv.publish(0, new.keys, new.codes, 8)
@@ -233,13 +233,13 @@ def test_an_export_holds_all_groups():
 
 
 def test_a_page_that_is_only_coming_from_the_host_is_not_copied_for_a_fork():
-    """A slot takes over an equal page that another one is loading: copies run before loads."""
+    """A slot shares an identical page that another slot is loading: copies run before loads."""
     kv = manager(pages=4, host_pages=4)
     short = sequence(PROMPT[:6])
     served(kv, sequence(PROMPT[:4]))
     assert kv.admit(0, None, 6)
     kv.take_moves()
-    assert kv.admit(1, None, 8)  # what was served has to go to the host
+    assert kv.admit(1, None, 8)  # exports the cached page to the host
     kv.take_moves()
     kv.release(1)
     loaded = sequence(PROMPT[:5])

@@ -1,4 +1,4 @@
-"""How a step reads and writes pools: groups, chunks from within a page, several rows of one sequence."""
+"""Pool reads and writes of a step: groups, chunks that start inside a page, several rows of one sequence."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def pool() -> LayerPool:
 
 
 def prefilled(layer: LayerSpec, cuts: list[int], size: int = 40) -> tuple[np.ndarray, LayerPool]:
-    """The whole sequence in chunks that begin at ``cuts``."""
+    """Prefill the whole sequence in chunks that begin at ``cuts``; return outputs and pool."""
     cache, parts = pool(), []
     q, k, v = tokens()
     for start, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
@@ -78,7 +78,7 @@ def test_a_chunk_of_length_0_writes_nothing():
 
 @pytest.mark.parametrize("layer", GROUPS)
 def test_rows_of_one_sequence_see_one_another(layer):
-    """Four rows at positions p .. p+3 in one step give the bits of four steps, whatever rows they are."""
+    """Four rows at positions p .. p+3 in one step give the bits of four steps, in any row order."""
     q, k, v = tokens()
     step = jax.jit(
         lambda q, k, v, tables, positions, cache: DecodeAttend(SPEC, tables, positions)(q, k, v, cache, layer, 0.3)
@@ -106,7 +106,7 @@ def test_rows_of_one_sequence_see_one_another(layer):
 
 
 def test_a_layer_without_keys_reads_those_that_another_has_stored():
-    """It writes nothing, in chunks and in rows."""
+    """The layer writes nothing, in chunks or in rows."""
     _, cache = prefilled(LayerSpec(), [0, 32, 64])
     q, k, v = tokens()
     want, stored = causal_attend(q, k, v, None, LayerSpec(), 0.3)

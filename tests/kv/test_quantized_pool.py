@@ -1,4 +1,4 @@
-"""Pools of 8 bits: what is stored of a token, what attention reads of it, and that scales go wherever elements go."""
+"""8-bit pools: stored values of a token, values that attention reads, and moves of scales with their elements."""
 
 import functools
 
@@ -26,7 +26,7 @@ def spec_of(kind: str, *layers: LayerSpec) -> CacheSpec:
 
 
 def tokens(dtype: str = "float32") -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values; keys and values of very different sizes by head and token."""
+    """Return queries, keys and values; keys and values have very different magnitudes by head and token."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((LENGTH, HEADS, DIM), np.float32)
     k, v = rng.standard_normal((2, LENGTH, KV_HEADS, DIM), np.float32)
@@ -36,7 +36,7 @@ def tokens(dtype: str = "float32") -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def rounded(x: jax.Array, kind: str) -> np.ndarray:
-    """What a quantised head of a token stands for, by numpy: its largest magnitude becomes the format's limit."""
+    """Quantise and dequantise each head of a token in numpy; its largest magnitude maps to the format's limit."""
     exact = np.asarray(x, np.float32)
     scales = np.abs(exact).max(-1, keepdims=True) / np.float32(LIMITS[kind])
     numbers = (exact * (1 / scales)).clip(-LIMITS[kind], LIMITS[kind])
@@ -45,7 +45,7 @@ def rounded(x: jax.Array, kind: str) -> np.ndarray:
 
 
 def soiled(kind: str) -> LayerPool:
-    """A pool whose pages had other owners."""
+    """Return a pool with leftovers of other sequences."""
     rng, (empty,) = np.random.default_rng(1), new_pools(spec_of(kind, LayerSpec()), PAGES, PAGE, jnp.dtype("float32"))
     data = jnp.asarray(rng.integers(0, 100, empty.data.shape)).astype(empty.data.dtype)
     return LayerPool(data, jnp.asarray(rng.random(empty.scales.shape, np.float32)))
@@ -54,7 +54,7 @@ def soiled(kind: str) -> LayerPool:
 def prefilled(
     kind: str, layer: LayerSpec, cuts: list[int], dtype: str = "float32", cache: LayerPool | None = None
 ) -> tuple[np.ndarray, LayerPool]:
-    """The whole sequence in chunks that begin at ``cuts``."""
+    """Prefill the whole sequence in chunks that begin at ``cuts``; return outputs and pool."""
     (empty,), parts = new_pools(spec_of(kind, LayerSpec()), PAGES, PAGE, jnp.dtype(dtype)), []
     cache = cache or empty
     for start, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
@@ -84,7 +84,7 @@ def row(q, k, v, positions, cache, kind, layer):
 
 
 def stored(cache: LayerPool, layer: LayerSpec) -> bytes:
-    """All that the sequence has in the pool, page after page."""
+    """Return all bytes of the sequence in the pool, page by page."""
     table = TABLES[spec_of("int8").group(layer)]
     taken = [np.moveaxis(np.asarray(array)[table], 3, 1) for array in cache]
     return b"".join(array.reshape(-1, *array.shape[2:])[:LENGTH].tobytes() for array in taken)
@@ -99,13 +99,13 @@ def test_attention_is_that_of_the_rounded_keys_and_values(kind, layer):
     for cuts in ([0, 32, 64], [0, 5, 45]):
         got, _ = prefilled(kind, layer, cuts, cache=soiled(kind))
         np.testing.assert_allclose(got, want, atol=1e-5)
-    assert np.abs(np.asarray(want) - np.asarray(float_want)).max() > 1e-3  # the tolerance tells them apart
+    assert np.abs(np.asarray(want) - np.asarray(float_want)).max() > 1e-3  # larger than the tolerance
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", GROUPS)
 def test_decode_rows_read_and_write_the_same_numbers(kind, layer):
-    """Rows that step over a prefilled beginning attend to rounded numbers, and leave what a chunk would have left."""
+    """Rows after a prefilled prefix attend to rounded values and store the bytes that a chunk would store."""
     q, k, v = tokens()
     start, rows = 30, 3
     _, whole = prefilled(kind, layer, [0, 40])
@@ -123,7 +123,7 @@ def test_decode_rows_read_and_write_the_same_numbers(kind, layer):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_stored_of_a_token_depends_on_that_token_alone(kind):
-    """Neither on the cuts of the prompt nor on what its pages held."""
+    """The stored bytes depend neither on chunk boundaries nor on old page contents."""
     layer = GROUPS[0]
     want = stored(prefilled(kind, layer, [0, 40])[1], layer)
     for cuts in ([0, 5, 45], [0, 16, 17, 50]):
@@ -140,7 +140,7 @@ def test_numbers_are_within_half_a_step(kind, dtype):
     data, scales = (array.reshape(-1, *array.shape[2:])[:LENGTH].astype(np.float32) for array in taken)
     for side, x in enumerate(tokens(dtype)[1:]):
         exact = np.asarray(x, np.float32)
-        # int8 has even steps, a scale apart; e4m3 has three bits behind the leading one.
+        # int8 has uniform steps of one scale; e4m3 has three mantissa bits.
         step = scales[:, side, :, None] if kind == "int8" else np.maximum(np.abs(exact) / 8, scales[:, side, :, None])
         assert (np.abs(data[:, side] * scales[:, side, :, None] - exact) <= 0.501 * step).all()
         np.testing.assert_allclose(scales[:, side], np.abs(exact).max(-1) / LIMITS[kind], rtol=1e-6)
@@ -148,7 +148,7 @@ def test_numbers_are_within_half_a_step(kind, dtype):
 
 @pytest.mark.parametrize("layer", GROUPS)
 def test_a_cpus_bytes_are_the_bits_of_float8(layer):
-    """Which other devices hold as such: the same is written and read."""
+    """GPUs store float8 itself: writes and reads are identical."""
     pools = [
         new_pools(spec_of("fp8", LayerSpec()), PAGES, PAGE, jnp.dtype("float32"), platform=platform)[0]
         for platform in ("cpu", "gpu")
@@ -183,7 +183,7 @@ def test_zeros_and_what_nobody_wrote_are_finite(kind):
     assert np.isfinite(cache.scales).all()
 
 
-# ---- pages that move
+# ---- page moves
 
 MOVED = (LayerSpec(), LayerSpec(5), LayerSpec())  # layers 0 and 2 share a group
 
@@ -254,7 +254,7 @@ def test_8_bits_are_nearly_half_of_16():
 
 
 def test_last_bits_show_in_scales_alone():
-    """Numbers that a proof of equal bits may count (`engine.execution.probe`): rounding hides those of elements."""
+    """The probe (`engine.execution.probe`) may count only these for bitwise identity: rounding hides element bits."""
     spec = CacheSpec((LayerSpec(),) * 3, 8, 128)
     assert spec.exact_per_token == 3 * 2 * 8 * 128
     assert spec.stored_as("int8").exact_per_token == 3 * 2 * 8

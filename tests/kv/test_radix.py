@@ -1,4 +1,4 @@
-"""Keys of pages, and which page is nearest to some tokens."""
+"""Keys of pages, and the cached page with the longest common prefix."""
 
 import numpy as np
 import pytest
@@ -75,9 +75,9 @@ def test_it_is_the_longest_of_all(children, wanted):
     ("wanted", "cached", "count"),
     [
         (code(4), code(4), 3),
-        (code(4), code(2), 2),  # the other two were decoded
-        (code(1), code(4), 1),  # from the second token on this sequence decodes
-        (code(2), code(2), 3),  # both prefill two tokens and decode the others
+        (code(4), code(2), 2),  # the cached page decoded its last two tokens
+        (code(1), code(4), 1),  # this sequence decodes from the second token on
+        (code(2), code(2), 3),  # both prefill two tokens and decode the rest
         (code(0), code(0), 3),
         (code(0), code(4), 0),
         (code(4), code(4, kind=1), 0),
@@ -113,7 +113,7 @@ def test_pruning_takes_parents_that_lead_to_nothing(tree):
 def test_pruning_a_removed_node_leaves_others_alone(tree):
     node = tree.add(tree.plant(b""), (code(4), page(1, 1, 1, 1)))
     tree.prune(node)
-    other = tree.add(tree.plant(page(1, 1, 1, 1)), (code(4), page(2, 2, 2, 2)))  # a namespace that looks like the page
+    other = tree.add(tree.plant(page(1, 1, 1, 1)), (code(4), page(2, 2, 2, 2)))  # a namespace with the page's bytes
     tree.prune(node)
     assert list(tree.nodes()) == [other]
 

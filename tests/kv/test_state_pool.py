@@ -1,4 +1,4 @@
-"""Pools of states: pieces of sequences go on from the states that are kept, and keep those behind pages."""
+"""Pools of states: chunks and steps resume from kept states and keep the states at page ends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pallas_kernels import linear_attention
 PAGE, STATES, LENGTH = 16, 10, 53
 KEPT = StateSpec((4, 16, 8), exact=True), StateSpec((4, 24, 3))
 SPEC = CacheSpec((LayerSpec(), LayerSpec(attends=False, states=KEPT)), 1, 16, page_size=PAGE)
-# Of the second group: the first sequence keeps states behind its second and its last page, the other behind every one.
+# Second group: the first sequence keeps the states after its second and its last page, the other after every page.
 TABLES = jnp.asarray([[[0] * 4] * 2, [[STATES, 3, STATES, 4], [5, 6, 7, 8]]], jnp.int32)
 
 
 def operands(seed: int) -> dict[str, Any]:
-    """Inputs of both recurrences for two sequences, [2, LENGTH, ...]."""
+    """Return the inputs of both recurrences for two sequences, [2, LENGTH, ...]."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
@@ -40,7 +40,7 @@ SPECS = dict(zip(RECURRENCES, KEPT, strict=True))
 
 
 def prefill(starts: list[int], lengths: list[int], time: int, backend: Any, function: Any, inputs: Any, pool: Any):
-    """Chunks of both sequences, padded with garbage."""
+    """Prefill one chunk of each sequence, padded with garbage."""
 
     def rows(x: jax.Array) -> jax.Array:
         cut = [
@@ -55,7 +55,7 @@ def prefill(starts: list[int], lengths: list[int], time: int, backend: Any, func
 
 
 def run(kind: str, backend: Any = "xla") -> tuple[jax.Array, jax.Array, jax.Array]:
-    """All outputs of both sequences, in two chunks and steps of one token; the pool before the steps, and behind."""
+    """Return the outputs of two chunks, then steps of one token; the pool before the steps and after."""
     function, inputs = RECURRENCES[kind], operands(0)[kind]
     pool = jnp.full((STATES, *SPECS[kind].shape), 7.0, jnp.float32)
     first, pool = prefill([0, 0], [32, 32], 32, backend, function, inputs, pool)
@@ -95,7 +95,7 @@ def test_states_are_those_behind_pages(kind):
 
 
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have what works on the pool itself run, by XLA; its calls."""
+    """Route the calls of pool kernels to XLA; return the list of calls."""
     calls = list[str]()
 
     def called(name: str, door: Any) -> Any:
@@ -108,14 +108,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-# Eight rows: the second sequence's own is at 46 with drafts up to 49 behind it, a page ends behind 47; the first one's
-# is at 50 with a draft, its draft fails; all else is idle.
+# Eight rows: sequence 1 has its own row at 46 and drafts up to 49; a page ends after 47. Sequence 0 has its own row at
+# 50 and one draft, which fails. The remaining rows are idle.
 OWNERS = jnp.array([0, 1, 2, 0, 1, 1, 1, 7])
 POSITIONS = jnp.array([50, 46, -1, 51, 49, 47, 48, -1])
 
 
 def at_rows(positions: jax.Array, owners: jax.Array | None, backend: Any, kind: str, pool: jax.Array) -> Any:
-    """Rows of a step; what it gives, and how it keeps what is accepted."""
+    """Run the rows of a step; return outputs, pool and the attend object that stores accepted states."""
     of = jnp.minimum(OWNERS, 1)
     attend = DecodeAttend(SPEC, TABLES[:, of], positions, backend, owners)
 
@@ -127,7 +127,7 @@ def at_rows(positions: jax.Array, owners: jax.Array | None, backend: Any, kind: 
 
 
 def filled(kind: str) -> jax.Array:
-    """A pool up to the rows' known tokens, with places for drafts behind it."""
+    """Return a pool filled up to the known tokens of the rows, with extra slots for drafts."""
     function, inputs = RECURRENCES[kind], operands(0)[kind]
     pool = jnp.full((STATES + 8, *SPECS[kind].shape), 7.0, jnp.float32)
     _, pool = prefill([0, 0], [32, 32], 32, "xla", function, inputs, pool)

@@ -1,4 +1,4 @@
-"""Pages out of the pools and back: what comes back is what went."""
+"""Page export and import: pages come back with the same contents."""
 
 import weakref
 from typing import Any
@@ -25,7 +25,7 @@ from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.parallel.processes import on_host
 from jaxinfer.types import CacheSpec, LayerSpec, StateSpec
 
-# Layers 0 and 2 share a group, layer 1 has one of its own.
+# Layers 0 and 2 share a group, layer 1 has its own.
 SPEC = CacheSpec((LayerSpec(), LayerSpec(5), LayerSpec()), kv_heads=2, head_dim=4)
 PAGES, PAGE = 6, 8
 
@@ -94,7 +94,7 @@ OPERATIONS = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 6), max_s
 
 @given(OPERATIONS)
 def test_what_was_replaced_or_released_is_held_by_nobody(operations):
-    """So the memory of pages is bounded by their number."""
+    """Host memory is bounded by the number of pages: replaced and released arrays are freed."""
 
     host, expected, alive = HostPages(7), dict[int, int](), weakref.WeakValueDictionary[int, jax.Array]()
     for number, (puts, pages) in enumerate(operations):
@@ -129,7 +129,7 @@ MOVES = st.lists(
 
 @pytest.fixture(scope="module")
 def programs() -> dict[Any, Any]:
-    """Compiled for pages in the host's memory, by name and how many pages they move."""
+    """Compile transfers of pages in host memory, keyed by name and page count."""
     made: dict[Any, Any] = {}
     place = NamedSharding(make_mesh(), PartitionSpec())
     pools = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), filled())
@@ -145,12 +145,12 @@ def programs() -> dict[Any, Any]:
 
 @given(MOVES)
 def test_a_page_that_comes_back_has_the_bytes_of_the_last_export_before(programs, moves):
-    """Whatever pools hold meanwhile, and though nobody waits between the calls."""
+    """An imported page has the bytes of its last export, whatever the pools hold meanwhile; no call is awaited."""
     pools = jax.device_put(filled(), NamedSharding(make_mesh(), PartitionSpec()))
     device, host, outside = [np.array(pool.data) for pool in pools], HostPages(4), dict[int, list[np.ndarray]]()
     for leaves, pairs in moves:
         known = [(page, own) for page, own in pairs if leaves or page in outside]
-        if not leaves:  # no two pages come back to one place
+        if not leaves:  # no two imports to one page
             known = [*{own: (page, own) for page, own in known}.values()]
         for some in transfers(known):
             hosts, at = [page for page, _ in some], np.array([[own for _, own in some]] * 2, np.int32)
@@ -183,7 +183,7 @@ def test_copies_go_by_group():
 
 @pytest.mark.parametrize("kind", ["auto", "int8"])
 def test_pages_of_unlike_layers_come_back(kind: str):
-    """Two heads of 4 numbers in some layers, six of 10 in another: they stand side by side in two heads on the host."""
+    """Layers have two heads of 4 numbers or six of 10: the host page packs both into two heads."""
     layers = (LayerSpec(), LayerSpec(5, kv_heads=6, head_dim=10), LayerSpec())
     spec = CacheSpec(layers, kv_heads=2, head_dim=4).stored_as(kind)
     rng, dtype = np.random.default_rng(0), jnp.dtype("float32")
@@ -206,7 +206,7 @@ def test_pages_of_unlike_layers_come_back(kind: str):
 
 
 def test_neighbouring_heads_stand_beside_each_other():
-    """So a device that has some of a layer's heads has all of their numbers in its part of a page."""
+    """A device that has some heads of a layer has all their numbers in its shard of a page."""
     layers = (LayerSpec(kv_heads=4), LayerSpec())
     spec = CacheSpec(layers, kv_heads=2, head_dim=1)
     pools = new_pools(spec, 1, 1, jnp.dtype("float32"))
@@ -216,7 +216,7 @@ def test_neighbouring_heads_stand_beside_each_other():
 
 
 def test_layers_with_states_alone_have_no_pages_to_move():
-    """As in a pipeline stage without attention."""
+    """This occurs in a pipeline stage without attention."""
     layers = (LayerSpec(attends=False, states=(StateSpec((4, 3)),)), LayerSpec())
     spec = CacheSpec(layers, kv_heads=2, head_dim=4, page_size=PAGE).part(slice(0, 1))
     exported = export_pages(spec, [], ids([1, 4, 2], [0, 0, 0]))

@@ -1,4 +1,4 @@
-"""Contiguous attention and rotary embeddings against the equations in float64."""
+"""Contiguous attention and rotary embeddings against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxinfer.types import LayerSpec
 
 
 def attention64(q, k, v, scale, window):
-    """Softmax attention, one head at a time, as the papers write it."""
+    """Compute softmax attention one head at a time, as the papers define it."""
     time, heads, _ = q.shape
     out = np.zeros_like(q)
     for head in range(heads):

@@ -1,4 +1,4 @@
-"""Mamba-2 against its equations in float64: time steps within limits, which no oracle's decode steps have."""
+"""Mamba-2 against its equations in float64, with time-step limits, which the decode steps of no oracle apply."""
 
 import dataclasses
 from typing import Any
@@ -42,7 +42,7 @@ def convolved(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray
 
 
 def expected(x: np.ndarray, p: dict[str, np.ndarray], sizes: MambaSizes) -> np.ndarray:
-    """Token by token, in float64."""
+    """Compute the layer token by token in float64."""
     z, values = np.split(np.einsum("td,dhn->thn", x, p["zx"]) + p["zx_bias"], 2, axis=-1)
     z = z * sizes.multipliers[0]
     values = convolved(values * sizes.multipliers[1], p["conv_x"], p["conv_x_bias"])

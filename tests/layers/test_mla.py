@@ -1,4 +1,4 @@
-"""Multi-head latent attention against its equation, in which every head's keys and values are made."""
+"""Multi-head latent attention against its equations with expanded keys and values of every head."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +33,7 @@ def normal(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def turned(x: np.ndarray, interleaved: bool) -> np.ndarray:
-    """[time, numbers], as complex numbers of unit length would turn it."""
+    """Rotate [time, numbers] as complex numbers."""
     angles = np.arange(TIME)[:, None] / 100.0 ** (np.arange(ROPE // 2) * 2 / ROPE)
     first, second = (x[:, 0::2], x[:, 1::2]) if interleaved else np.split(x, 2, axis=-1)
     both = (first + 1j * second) * np.exp(1j * angles)
@@ -41,7 +41,7 @@ def turned(x: np.ndarray, interleaved: bool) -> np.ndarray:
 
 
 def expanded(x: np.ndarray, p: dict, q_rank: int | None, interleaved: bool) -> np.ndarray:
-    """Equations 37 to 47 of the paper, one head at a time, float64."""
+    """Compute equations 37 to 47 of the paper, one head at a time, in float64."""
     down = x @ p["down"] + p.get("down_bias", 0.0)
     wanted, latent, key = np.split(down, [q_rank or 0, (q_rank or 0) + RANK], axis=-1)
     latent, source = normal(latent, p["kv_norm"]), normal(wanted, p["q_norm"]) if q_rank else x

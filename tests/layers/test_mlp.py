@@ -1,4 +1,4 @@
-"""Activations, against float64: their errors are relative to what they give, be it ever so small."""
+"""Activations against float64: errors are relative to the result, however small."""
 
 import math
 
@@ -34,7 +34,7 @@ EXACT = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_small_results_have_small_errors(name: str) -> None:
-    """A sum like 1 + tanh(u) would leave 6e-8 of 1 where 1e-6 of the result is due."""
+    """A sum like 1 + tanh(u) would have an error of 6e-8 of 1 where 1e-6 of the result is allowed."""
     x = X[np.abs(X) < 6.0]
     want = np.array([EXACT[name](float(each)) for each in x])
     got = np.asarray(jax.jit(ACTIVATIONS[name])(jnp.asarray(x)), np.float64)

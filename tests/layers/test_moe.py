@@ -1,4 +1,4 @@
-"""Mixture of experts: the router's rules and the layer, token by token in float64."""
+"""Mixture of experts: routing rules and the layer, token by token in float64."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def routed(logits: np.ndarray, rule: RoutingRule, correction: np.ndarray | None = None) -> list[dict[int, float]]:
-    """Each token's experts with their weights."""
+    """Return the experts of each token with their weights."""
     got = route(as32(logits), rule, None if correction is None else as32(correction))
     experts, weights = np.asarray(got.experts).tolist(), np.asarray(got.weights, np.float64).tolist()
     return [dict(zip(*pair, strict=True)) for pair in zip(experts, weights, strict=True)]
@@ -67,7 +67,7 @@ def test_a_softmax_of_the_chosen_ones_alone():
 
 
 def test_a_sigmoid_of_the_chosen_ones_alone():
-    logits = 30.0 * numbers(6, 20, 9)  # where sigmoids are 1, logits still differ
+    logits = 30.0 * numbers(6, 20, 9)  # sigmoids saturate to 1, logits still differ
     for token, got in zip(logits, routed(logits, RoutingRule(4, "sigmoid of chosen")), strict=True):
         assert list(got) == best(token, 4)
         assert list(got.values()) == pytest.approx(1 / (1 + np.exp(-token[best(token, 4)])), rel=1e-5)
@@ -111,7 +111,7 @@ def test_a_correction_changes_the_choice_and_not_the_weights():
 
 @pytest.mark.parametrize(("group_score", "taken"), [("max", 1), ("top2", 2)])
 def test_experts_are_chosen_within_the_best_groups(group_score: Any, taken: int):
-    logits, correction = numbers(4, 40, 12), numbers(5, 12) - 3.0  # most choices are below 0
+    logits, correction = numbers(4, 40, 12), numbers(5, 12) - 3.0  # most scores are below 0
     rule = RoutingRule(3, "sigmoid", groups=4, top_groups=2, group_score=group_score)
     elsewhere = 0
     for token, got in zip(logits, routed(logits, rule, correction), strict=True):
@@ -238,7 +238,7 @@ def test_gradients_reach_the_router_and_the_experts():
         return (module.apply({"params": params}, x, live) * weight).sum()
 
     def plain(params: dict[str, Any], x: jax.Array) -> jax.Array:
-        """Every expert for every token."""
+        """Apply every expert to every token."""
         routing: Routing = route(x @ params["router"].T, module.rule)
         gate_up = jnp.einsum("td,eghd->tegh", x, params["gate_up"])
         every = jnp.einsum("teh,edh->ted", jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], params["down"])
@@ -255,7 +255,7 @@ def test_gradients_reach_the_router_and_the_experts():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_tokens_travel_with_their_routing_in_words_of_their_own_width(dtype):
-    """Also numbers whose bits would not survive as numbers of another kind."""
+    """Packed values come back bitwise, including NaN, -inf and -0.0."""
     x = as32(numbers(0, 2, 3, D)).astype(dtype).at[0, 0, :3].set(jnp.array([jnp.nan, -jnp.inf, -0.0], dtype))
     weights, experts = as32(numbers(1, 2, 3, 2)), jnp.array([0, 1, 65_537, 2**31 - 1] * 3).reshape(2, 3, 2)
     words = packed(x, weights, experts)
@@ -272,7 +272,7 @@ class Hopper(jax.sharding.AbstractDevice):
 @pytest.mark.parametrize(("dtype", "kernels"), [(jnp.bfloat16, 2), (jnp.float32, 0)])
 @pytest.mark.parametrize("tokens", [3, 600])
 def test_on_a_hopper_gpu_experts_are_a_kernel_of_sorted_rows(tokens: int, dtype: Any, kernels: int):
-    """No product of all experts with all tokens, and no loop over tiles; other dtypes go on as they did."""
+    """In bfloat16 no product of all experts with all tokens, and no loop over tiles; float32 keeps the XLA path."""
     shapes = ((tokens, 64), (EXPERTS, 2, 128, 64), (EXPERTS, 64, 128))
     x, gate_up, down = (jax.ShapeDtypeStruct(dims, dtype) for dims in shapes)
     routing = Routing(jax.ShapeDtypeStruct((tokens, 2), jnp.int32), jax.ShapeDtypeStruct((tokens, 2), jnp.float32))

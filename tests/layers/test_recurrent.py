@@ -1,4 +1,4 @@
-"""Recurrences as functions: what they are by definition, whatever the length, with gradients."""
+"""Recurrences against their definitions, at any length, with gradients."""
 
 from __future__ import annotations
 

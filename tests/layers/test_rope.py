@@ -1,4 +1,4 @@
-"""Stretched rotary embeddings against the equations of their papers, in float64."""
+"""Scaled rotary embeddings against the equations of their papers, in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM = 64
 
 
 def plain(theta: float = 10000.0, dim: int = DIM) -> np.ndarray:
-    """Su et al. 2021: theta_i = b ** (-2 i / d), i from 0."""
+    """Return the frequencies of Su et al. 2021: theta_i = b ** (-2 i / d), i from 0."""
     return np.array([theta ** (-2 * i / dim) for i in range(dim // 2)])
 
 
@@ -25,15 +25,15 @@ def read(**fields) -> RopeConfig:
 
 
 def test_yarn_interpolates_by_parts():
-    """Peng et al. 2023, section 3.2, with the ramp over the index that its published code has."""
+    """Peng et al. 2023, section 3.2, with the ramp over the index as in the published code."""
     original, factor, fast, slow = 2048, 16.0, 32.0, 1.0
     inverse = plain()
-    turns = original * inverse / (2 * math.pi)  # the paper's r(i) = L / wavelength
+    turns = original * inverse / (2 * math.pi)  # r(i) = L / wavelength of the paper
     rope = RopeConfig(kind="yarn", factor=factor, original_max_position=original, truncate=False)
     got = rope.inverse_frequencies(DIM)
     np.testing.assert_allclose(got[turns > fast], inverse[turns > fast], rtol=1e-6)
     np.testing.assert_allclose(got[turns < slow], inverse[turns < slow] / factor, rtol=1e-6)
-    # An index is linear in the logarithm of its turns: between the two ends so is the share that is interpolated.
+    # An index is linear in the logarithm of its rotations: so is the interpolated share between the two ends.
     between = (turns <= fast) & (turns >= slow)
     assert between.sum() > 5
     share = np.log(fast / turns[between]) / math.log(fast / slow)
@@ -65,7 +65,7 @@ def test_yarn_scales_scores_with_the_context():
 
 
 def longrope(**changes) -> RopeConfig:
-    """Of heads of eight: factors 1 and up for short texts, 10 and up for long ones."""
+    """Return a longrope config for heads of eight: short factors from 1, long factors from 10."""
     factors = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [10, 20.0, 30.0, 40.0]}
     scaling = {"type": "longrope", **factors, **changes}
     return rope_config(ConfigReader({"rope_scaling": scaling, "original_max_position_embeddings": 64}), 4096, 8)
@@ -100,7 +100,7 @@ def test_dynamic_scaling_is_none_within_the_models_context():
 
 @pytest.mark.parametrize("tokens", [65, 80, 640])
 def test_dynamic_scaling_has_a_base_that_grows_with_a_longer_text(tokens):
-    """As transformers computes it: one base for the whole text."""
+    """The base is one for the whole text, as in transformers."""
     rope = rope_config(ConfigReader({"rope_scaling": {"type": "dynamic", "factor": 4.0}}), 64, DIM)
     base = 10000.0 * (4.0 * tokens / 64 - 3.0) ** (DIM / (DIM - 2))
     angles = np.arange(tokens)[:, None] * base ** -(np.arange(0, DIM, 2) / DIM)
@@ -119,7 +119,7 @@ def test_a_share_of_a_head_is_rotated(head_dim, share, frequencies):
 
 @pytest.mark.parametrize(("share", "turning"), [(0.25, 8), (1.0, 32), (0.3, 9)])
 def test_proportional_turns_the_first_pairs_of_a_whole_head(share: float, turning: int):
-    """Frequencies are those of the whole head; the other pairs stand still."""
+    """Frequencies are those of the whole head; the other pairs are not rotated."""
     rope = read(rope_parameters={"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": share})
     got = rope.inverse_frequencies(DIM)
     np.testing.assert_allclose(got, np.where(np.arange(32) < turning, plain(1e6), 0.0), rtol=1e-6)

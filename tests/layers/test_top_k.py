@@ -13,7 +13,7 @@ from tests.lowered import as_for_gpu
 
 @pytest.mark.parametrize("levels", [3, 40, None])
 def test_counting_finds_what_sorting_finds(levels: int | None):
-    """With few levels most numbers have equals, of which the first are taken."""
+    """Few levels give most numbers ties, of which the first are taken."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(5, 7, 60)) if levels is None else rng.integers(0, levels, (5, 7, 60))
     x = jnp.asarray(x, jnp.float32).at[:, :, 10:40].set(-jnp.inf)
@@ -59,7 +59,7 @@ def test_a_gpu_does_not(n: int):
 
 
 def test_many_rows_are_not_compared_all_with_all():
-    """XLA takes minutes to compile that of 4,096 tokens and 256 experts, and unrolls it to thousands of registers."""
+    """XLA takes minutes to compile it for 4,096 tokens and 256 experts, and unrolls it to thousands of registers."""
     lowered = as_for_gpu(top_k, static_argnums=1)
     assert "4096x256x256" not in lowered.lower(jnp.zeros((4096, 256)), 8).as_text()
     assert "64x256x256" in lowered.lower(jnp.zeros((64, 256)), 8).as_text()

@@ -1,4 +1,4 @@
-"""Adapters that nobody trained."""
+"""Random adapters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxinfer.types import ParamTree
 
 
 def drawn(specs: ParamTree, name: str, rank: int = 4, modules: Sequence[str] = (ALL_LINEAR,)) -> Adapter:
-    """An adapter of every weight that can have one, with magnitudes and biases, from its name.
+    """Draw an adapter, seeded by its name, for every weight that can have one, with magnitudes and biases.
 
     Args:
-        specs: as the family declares them.
+        specs: parameters as the family declares them.
         modules: see `lora_targets`.
     """
     rng, deltas = np.random.default_rng(zlib.crc32(name.encode())), {}

@@ -1,4 +1,4 @@
-"""Adapters without a model: folders are entries of a dict, contents are numbers, parts say whose they are. No jax."""
+"""Adapters without a model: folders are dict entries, contents are numbers, arrays hold the content number. No jax."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ PARTS = 3
 
 
 def make_adapter(content: int) -> Adapter:
-    """An adapter that is its number; the identity is that in hexadecimal, and never 0."""
+    """Return an adapter for a content number; its identity is the number in hexadecimal, never 0."""
     delta = Delta(np.full((1, 2), content, np.float32), np.ones((2, 1), np.float32))
     return Adapter(format(content, "x"), 1, {("w",): delta})
 
 
 def parts_of(adapter: Adapter) -> list[Part]:
-    """`PARTS` parts, each of which holds the number of the content."""
+    """Return `PARTS` parts, each of which holds the content number."""
     return [{"w:a": np.array([int(adapter.identity, 16)])} for _ in range(PARTS)]
 
 
 class Folders:
-    """Contents by path, and how often each was read."""
+    """Contents by path, with a read count of each."""
 
     def __init__(self, **contents: int) -> None:
         self.contents = dict(contents)
@@ -44,19 +44,19 @@ class Folders:
 
 
 def write_number(folder: pathlib.Path, content: int) -> pathlib.Path:
-    """A folder that `read_number` takes for an adapter."""
+    """Write a folder that `read_number` accepts as an adapter."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(str(content))
     return folder
 
 
 def read_number(folder: str) -> Adapter:
-    """An adapter of a real folder. Raises OSError or ValueError: it is none."""
+    """Read the adapter of a real folder. Raises OSError or ValueError if it has none."""
     return make_adapter(int((pathlib.Path(folder) / CONFIG_FILE).read_text()))
 
 
 class Now:
-    """In place of the store's thread: does what it is asked for at once, or when it is told to."""
+    """A replacement of the store's thread: runs calls immediately, or in `run` if ``late``."""
 
     def __init__(self) -> None:
         self.late = False
@@ -65,12 +65,12 @@ class Now:
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self._due.append((future, lambda: function(*args)))
-        if not self.late or function.__name__ == "_load":  # for which the caller waits
+        if not self.late or function.__name__ == "_load":  # the caller waits for a load
             self.run()
         return future
 
     def run(self) -> None:
-        """Do what is due."""
+        """Run all pending calls."""
         while self._due:
             future, work = self._due.popleft()
             try:
@@ -83,7 +83,7 @@ class Now:
 
 
 def make_store(folders: Folders, capacity: int = 4) -> tuple[LoRAStore, Now]:
-    """A store without a thread."""
+    """Return a store without a thread."""
     store, now = LoRAStore(folders.read, parts_of, capacity), Now()
     store._thread.shutdown()
     store._thread = now  # type: ignore[assignment]
@@ -91,5 +91,5 @@ def make_store(folders: Folders, capacity: int = 4) -> tuple[LoRAStore, Now]:
 
 
 def in_memory(store: LoRAStore) -> int:
-    """Adapters in the host's memory."""
+    """Return the number of adapters in host memory."""
     return sum(each.adapter is not None for each in store._contents.values())

@@ -1,4 +1,4 @@
-"""Golden adapters as the tests meet them: a model's folder, a folder that PEFT saved, and PEFT's logits."""
+"""Golden adapters: a model folder, an adapter folder saved by PEFT, and PEFT's logits."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ def golden(name: str) -> AdapterGolden:
 
 
 def write_model(case: AdapterGolden, folder: pathlib.Path) -> pathlib.Path:
-    """A folder that is served: with a tokenizer and a chat template."""
+    """Write a servable folder with a tokenizer and a chat template."""
     write_base(case, folder, GOLDENS)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(case.config["vocab_size"])))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -41,7 +41,7 @@ def load_base(case: AdapterGolden, folder: pathlib.Path) -> Model:
 
 
 def copy_adapter(name: str, folder: pathlib.Path, changes: Mapping[str, Any] | None = None) -> pathlib.Path:
-    """A copy of an adapter, with other values in its configuration."""
+    """Copy an adapter folder with changed configuration values."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(GOLDENS / name / "adapter_model.safetensors", folder)
     config = json.loads((GOLDENS / name / "adapter_config.json").read_text()) | dict(changes or {})
@@ -54,7 +54,7 @@ def read(folder: pathlib.Path, model: Model, max_rank: int = MAX_RANK) -> Adapte
 
 
 def faults(case: AdapterGolden, model: Model) -> list[str]:
-    """What is wrong with a model's logits under the float64 rule (tests/models/parity.py)."""
+    """Return the deviations of a model's logits under the float64 rule (tests/models/parity.py)."""
     logits = np.asarray(jax.jit(model.apply)(model.params, jnp.asarray([case.tokens]))[0], np.float64)
     error, bound = float(np.abs(logits - case.logits).max()), float(allowed(case.error))
     return [] if error <= bound else [f"off by {error:.2e}, allowed {bound:.2e}"]

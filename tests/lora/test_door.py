@@ -1,4 +1,4 @@
-"""Adapters as `LLM` and the command line name them, over an engine without a device."""
+"""Adapter arguments of `LLM` and the command line, over an engine without a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORT = SamplingParams(max_tokens=3, seed=0)
 
 
 class Recorder(FakeEngine):
-    """An engine that knows which adapter came with each prompt."""
+    """A fake engine that records the adapter of each prompt."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -72,7 +72,7 @@ def test_a_folder_is_read_once_until_it_is_loaded_again(llm: LLM, folders: Folde
     folders.contents["p"] = 7
     llm.load_lora("poet", "p")
     llm.generate([[1]], SHORT, lora="poet")
-    llm.generate([[1]], SHORT, lora=LoRARequest("poet", "q"))  # another folder under the name
+    llm.generate([[1]], SHORT, lora=LoRARequest("poet", "q"))  # another folder under the same name
     assert [lora.identity for lora in asked(llm)] == ["1", "1", "1", "7", "2"]
 
 

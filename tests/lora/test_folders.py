@@ -1,4 +1,4 @@
-"""A folder that a request names lies below the folder of adapters, whatever it is called and wherever links lead."""
+"""Adapter folders named by requests must be inside the adapter root, whatever their names and links."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Adapters that PEFT has written give PEFT's logits: beside the model, and folded into it."""
+"""Adapters saved by PEFT give PEFT's logits, applied at run time and merged."""
 
 import json
 import pathlib
@@ -49,7 +49,7 @@ def put_rows(tensors: dict[str, np.ndarray]) -> None:
 
 
 def put_whole(name: str, *tensors: str) -> Edit:
-    """Tables of which some rows were trained, saved whole."""
+    """Add whole tables of which some rows were trained."""
 
     def edit(found: dict[str, np.ndarray]) -> None:
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Adapters that lie anywhere: each is read or refused with one sentence, in little memory and time."""
+"""Malformed adapters: each is read or rejected with one sentence, in little memory and time."""
 
 import pathlib
 import random
@@ -35,7 +35,7 @@ KEYS = st.sampled_from(
 
 
 def attempt(name: str, folder: pathlib.Path) -> bool:
-    """Whether it was read; else it was refused with one sentence."""
+    """Return whether an adapter was read; else it was rejected with one sentence."""
     begin = time.monotonic()
     try:
         adapter = read(name, folder)

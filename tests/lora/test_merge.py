@@ -1,4 +1,4 @@
-"""Adapters folded into weights: what is refused, and that the model's own tree stays."""
+"""Merging adapters into weights: rejected cases, and the unchanged tree of the base model."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def test_adapters_of_other_models_are_refused(model: Model, adapter: Adapter):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The same model in int8."""
+    """Return the same model in int8."""
     folder = tmp_path_factory.mktemp("int8")
     quantize(str(write_base(golden("llama-qv"), folder / "plain")), folder / "int8", Recipe("int8"))
     (folder / "int8" / "tokenizer.json").write_text(json.dumps(tokenizer_json(64)))
@@ -90,7 +90,7 @@ def test_the_models_own_weights_are_dequantised(stored: Model, model: Model):
 
 
 def test_weights_of_several_processes_are_no_base(model: Model):
-    """DoRA needs norms of whole weights: refused by its key."""
+    """DoRA needs norms of whole weights: it is rejected by its key."""
 
     class Elsewhere:
         is_fully_addressable = False

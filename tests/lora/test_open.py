@@ -1,4 +1,4 @@
-"""Which modules an engine has banks for, and which adapters it refuses for it."""
+"""The modules for which an engine has banks, and the adapters that it rejects otherwise."""
 
 import pathlib
 from typing import Any
@@ -12,7 +12,7 @@ from tests.lora.goldens import GOLDENS, golden, load_base
 
 
 def store(name: str, folder: pathlib.Path, *modules: str) -> LoRAStore:
-    """One for the model that an adapter is for."""
+    """Return a store for the base model of an adapter."""
     settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
     return open_store(load_base(golden(name), folder), EngineConfig(**settings, lora_target_modules=modules))
 
@@ -45,7 +45,7 @@ def test_what_has_no_bank_is_refused_by_module_and_setting(name, modules, senten
     ("name", "modules"),
     [
         ("llama-vocabulary", ("q_proj", "embed_tokens", "lm_head")),
-        ("llama-qv", ("k_proj",)),  # one parameter has all three
+        ("llama-qv", ("k_proj",)),  # q, k and v are one parameter
         ("mixtral-attention", ("q_proj", "o_proj")),
         ("gpt2-attention", ("c_attn",)),
     ],

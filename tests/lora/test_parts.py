@@ -1,4 +1,4 @@
-"""Adapters in the shapes of banks: padded, complete, and refused where they do not fit."""
+"""Adapters in the shapes of banks: padded, complete, and rejected if they do not fit."""
 
 import numpy as np
 import pytest

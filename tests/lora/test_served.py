@@ -1,4 +1,4 @@
-"""Adapters beside the model they are for, served: equal to `apply`, neighbours' and the model's own bits untouched."""
+"""Served adapters: equal to `apply`, without effect on the bits of other requests and of the base model."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -93,8 +93,8 @@ def test_adapters_of_embeddings_and_heads(family: str, tmp_path: pathlib.Path) -
 
 
 def check_each(named: Sequence[str], tmp_path: pathlib.Path, **settings: Any) -> None:
-    """Requests of each adapter and of none: as `apply` says, and with the bits that they have alone, or on an engine
-    without any."""
+    """Check that requests of each adapter and of none match `apply`, and are bitwise identical to each alone; those of
+    none also to an engine without adapters."""
     names = [*named, None]
     base = load_base(golden(names[0] or ""), tmp_path / "base")
     adapted = [base if name is None else base.with_lora(read(GOLDENS / name, base)) for name in names]
@@ -129,7 +129,7 @@ def test_requests_without_one_have_the_bits_of_an_engine_without_any(tmp_path: p
 
 
 def test_heads_that_draft_share_the_tables_and_not_their_adapters(tmp_path: pathlib.Path) -> None:
-    """Their drafts are worse for it, and results as ever."""
+    """Drafts of the head are worse without adapters; results are unchanged."""
     base = load_base(golden("llama-tied-head"), tmp_path / "base")
     names = [*OF_VOCABULARY["tied"], None] * 2
     prompts, params = asked(base, len(names))

@@ -1,4 +1,4 @@
-"""Which adapter is in which slot, whatever happens."""
+"""Slot assignment of adapters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.lora.fakes import make_adapter, parts_of
 
 
 def filled(count: int, *contents: int) -> Slots:
-    """Slots with adapters that nobody uses, all of them loaded."""
+    """Return slots with loaded, unused adapters."""
     slots = Slots(count)
     for content in contents:
         put(slots, content)
@@ -117,12 +117,12 @@ def test_what_must_not_be_is_refused() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Random use, with a device that runs two steps behind: what a step sees in a slot is what it was to see."""
+    """Random operations, with a device two steps behind: each step reads the adapter that it was launched with."""
 
     @initialize(count=st.integers(1, 4))
     def begin(self, count: int) -> None:
         self.slots = Slots(count)
-        self.banks: list[list[str]] = [[] for _ in range(count)]  # what each part of each slot has
+        self.banks: list[list[str]] = [[] for _ in range(count)]  # contents of each part of each slot
         self.running: list[tuple[str, int]] = []
         self.unread: collections.deque[list[tuple[str, int]]] = collections.deque()
 

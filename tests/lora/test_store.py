@@ -1,4 +1,4 @@
-"""Names of adapters, and which of them are in memory."""
+"""The adapter store: names, and which adapters are in memory."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_folder_that_changed_since_is_told_and_not_served() -> None:
     folders = Folders(p=1, q=3)
     store, _ = make_store(folders, capacity=1)
     store.retain(store.load("poet", "p"))
-    store.load("other", "q")  # the first one leaves the memory
+    store.load("other", "q")  # evicts the first one from memory
     folders.contents["p"] = 2
     with pytest.raises(LoRAError, match="adapter 'poet': p has changed since it was loaded"):
         store.prepare("1").result()
@@ -139,7 +139,7 @@ def test_unloading_while_requests_run_keeps_the_content_to_their_end() -> None:
 
 
 def test_only_load_waits_while_a_folder_is_read() -> None:
-    """Asking, and all that the engine's thread does, goes on beside a reader that takes its time."""
+    """Lookups and the engine thread's calls do not wait for a slow reader."""
     reading, go_on = threading.Event(), threading.Event()
 
     def read(path: str) -> Adapter:

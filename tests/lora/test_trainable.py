@@ -1,4 +1,4 @@
-"""New adapters: they change nothing at first, and their arrays have gradients."""
+"""New adapters: initially without effect, with gradients for their arrays."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What modules of `tools.oracle` answer: committed as golden files, or asked live (`live_answers` of the conftest)."""
+"""Answers of `tools.oracle` modules: from committed golden files, or live (`live_answers` in conftest)."""
 
 import gzip
 import json
@@ -9,6 +9,6 @@ Answers = dict[str, Any]
 
 
 def load_answers(path: pathlib.Path) -> Answers:
-    """The answers in a ``.json.gz``."""
+    """Return the answers in a ``.json.gz``."""
     found: Answers = json.loads(gzip.decompress(path.read_bytes()))
     return found

@@ -1,4 +1,4 @@
-"""The live comparison with transformers."""
+"""Fixtures of the live comparison with transformers."""
 
 import functools
 import pathlib
@@ -19,18 +19,18 @@ def live_golden(
     oracle_python: pathlib.Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Golden]:
-    """Fresh golden records by name. The oracle is asked once, for all the cases that this run has selected."""
+    """Return fresh golden records by name. One oracle run covers all selected cases."""
     folder, seed = tmp_path_factory.mktemp("live"), request.config.getoption("--oracle-seed")
     command = [oracle_python, "-m", "tools.oracle", "make", "--out", folder]
     command += ["--seed", secrets.randbelow(2**31) if seed is None else seed]
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
     left = [item.callspec.params["name"] for item in items if "live_golden" in item.fixturenames]
     failed: dict[str, str] = {}
-    while left:  # a case at which the oracle ends costs no other
+    while left:  # restart after a case that crashes the oracle
         asked = _asked([*command, *(f"--case={name}" for name in left)], repo)
         print(asked.stdout)
         left = [name for name in left if not (folder / name).exists()]
-        if left:  # they are in the oracle's own order
+        if left:  # in the oracle's order: the first one crashed
             failed[left.pop(0)] = asked.stderr[-2000:]
 
     def of(name: str) -> Golden:
@@ -44,7 +44,7 @@ def live_golden(
 def live_answers(
     repo: pathlib.Path, oracle_python: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Answers]:
-    """What the transformers that is there answers to a module of `tools.oracle`, which is asked once."""
+    """Return the answers of the installed transformers to a module of `tools.oracle`, which runs once."""
 
     @functools.cache
     def answers(module: str) -> Answers:

@@ -1,4 +1,4 @@
-"""A family in the engine: a request has the same bits in any company, whatever is cached, on any budget."""
+"""Bitwise identity of a model family in the engine: in any batch, with any cache state, on any token budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def check_identity(model: Model, requests: int = 8) -> None:
-    """Some requests alone; all together, then again in the other order with a warm cache; all on a small budget."""
+    """Compare requests alone, batched, batched in reverse order with a warm cache, and on a small token budget."""
     # At such widths the usual deviation would give all tokens nearly the same logit.
     model = model.replace(params=jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 else x, model.params))
     asked = make_requests(requests, model.config.vocab_size, longest=10)

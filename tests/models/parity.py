@@ -1,4 +1,4 @@
-"""Comparing jaxinfer with the oracle's golden files: as a function (`apply`) and as a server (`LLM.generate`).
+"""Comparison of jaxinfer with the oracle's golden files: as a function (`apply`) and as a server (`LLM.generate`).
 
 The rule: at prefill and at each decode step, the largest logit error against transformers in float64 is at most twice
 that of transformers in float32, plus 1e-6; greedy ids are equal.
@@ -23,12 +23,12 @@ LIVE_ROOM = 3.0
 
 
 def allowed(error: np.ndarray | float) -> np.ndarray:
-    """The largest logit error that passes where transformers' own float32 error is ``error``."""
+    """Return the largest allowed logit error where transformers' own float32 error is ``error``."""
     return 2.0 * np.asarray(error) + SLACK
 
 
 def load_case(golden: Golden, folder: pathlib.Path) -> Model:
-    """The case as users meet it: a Hugging Face folder, loaded in float32."""
+    """Load the case from a Hugging Face folder, in float32."""
     write_checkpoint(golden, folder)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(text_model(golden.config)["vocab_size"])))
     return load_model(str(folder), dtype="float32", show_progress=False)
@@ -41,16 +41,16 @@ def tokenizer_json(size: int) -> dict:
 
 
 def teacher_forced(model: Model, golden: Golden) -> np.ndarray:
-    """Float64 copy of `apply`'s logits [T + N, V] over the prompt and all but the last greedy id."""
+    """Return a float64 copy of `apply`'s logits [T + N, V] over the prompt and all but the last greedy id."""
     tokens = jnp.asarray([golden.prompt + golden.greedy[:-1]])
     return np.asarray(jax.jit(model.apply)(model.params, tokens)[0], np.float64)
 
 
 def logit_faults(golden: Golden, logits: np.ndarray, room: float = 1.0) -> list[str]:
-    """What is wrong with logits [T + N, V]; empty if they pass.
+    """Return the deviations of logits [T + N, V]; empty if they pass.
 
     Args:
-        room: by which errors may be larger than `allowed`.
+        room: factor by which errors may exceed `allowed`.
     """
     length = len(golden.prompt)
     prefill = float(np.abs(logits[:length] - golden.prefill).max())
@@ -63,10 +63,10 @@ def logit_faults(golden: Golden, logits: np.ndarray, room: float = 1.0) -> list[
 
 
 def live_faults(golden: Golden, logits: np.ndarray) -> list[str]:
-    """What is wrong with logits of weights drawn from a fresh seed.
+    """Return the deviations of logits of weights drawn from a fresh seed.
 
     Transformers' own error differs tenfold between the steps of a case. Where it happens to be small, rounding alone
-    breaks the rule, once in some thousands of steps. So a step has `LIVE_ROOM`; the prompt and the mean step have none.
+    breaks the rule, once in thousands of steps. So steps may exceed it by `LIVE_ROOM`; prompt and mean step may not.
     """
     length = len(golden.prompt)
     prefill, decode = np.abs(logits[:length] - golden.prefill).max(), np.abs(logits[length:] - golden.decode)
@@ -76,12 +76,12 @@ def live_faults(golden: Golden, logits: np.ndarray) -> list[str]:
 
 
 def _beyond(where: str, error: float, bound: np.ndarray) -> list[str]:
-    # written so that a NaN is a fault
+    # `<=`, so that a NaN is a deviation
     return [] if error <= bound else [f"{where}: off by {error:.2e}, allowed {float(bound):.2e}"]
 
 
 def serve(model: Model, golden: Golden) -> RequestOutput:
-    """The case through the engine. Pages and chunks are small, so that prompts and windows cross their borders."""
+    """Run the case in an engine. Pages and chunks are small, so that prompts and windows cross their boundaries."""
     llm = LLM(model=model, max_num_seqs=2, max_model_len=256, page_size=16, prefill_sizes=(32,))
     params = SamplingParams(
         temperature=0.0, max_tokens=len(golden.greedy), logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True
@@ -90,9 +90,9 @@ def serve(model: Model, golden: Golden) -> RequestOutput:
 
 
 def served_faults(golden: Golden, served: RequestOutput, room: float = 1.0) -> list[str]:
-    """What is wrong with a request's ids and logprobs; empty if they pass.
+    """Return the deviations of a request's ids and logprobs; empty if they pass.
 
-    A logprob is a logit less the logarithm of a sum, and each of the two moves by at most the largest logit error.
+    A logprob is a logit minus the logarithm of a sum, and each of the two moves by at most the largest logit error.
     """
     output = served.outputs[0]
     if output.token_ids != golden.greedy:

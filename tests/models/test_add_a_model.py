@@ -1,4 +1,4 @@
-"""docs/add_a_model.md is a program: its blocks run in order, and its assertions hold."""
+"""Run the blocks of docs/add_a_model.md in order; their assertions hold."""
 
 import pathlib
 import re
@@ -20,7 +20,7 @@ def blocks_of(repo: pathlib.Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_page_runs(repo: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a module: dataclasses look theirs up by name."""
+    """The page runs as a module, because dataclasses look up their module by name."""
     module: Any = types.ModuleType("neox_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     known = dict(FAMILIES)

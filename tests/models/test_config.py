@@ -1,4 +1,4 @@
-"""config.json of every family with any value in any field: it is read, or refused by the field and the value."""
+"""config.json of every family with any value in any field: it is accepted, or rejected with the field and the value."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ FAST = 40
 
 
 def said_of(config: Mapping[str, Any]) -> str | None:
-    """The refusal; None: it is read."""
+    """Return the error message of a rejected config, or None if it is accepted."""
     try:
         family_for(config).config(config)
     except ConfigError as error:
@@ -55,7 +55,7 @@ def test_any_value_is_read_or_refused(architecture: str, count: int | None, seed
 
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_a_value_of_another_type_is_named(architecture: str) -> None:
-    """Of numbers and switches that change logits."""
+    """The error names numbers and switches that change logits."""
     model = KNOWN[architecture]
     for number, edit in enumerate(fields.edits(model)):
         if (architecture, edit.field) in fields.OTHERWISE or not fields.acts(edit, model):

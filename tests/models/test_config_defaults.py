@@ -1,4 +1,4 @@
-"""Fields that a config.json leaves out have the defaults of transformers: all of every architecture, and old names."""
+"""Missing config.json fields take the defaults of transformers, in every architecture; alias names are accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOWN = load_answers(GOLDEN)
 
 
 def outcome(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Any:
-    """What is read, or the refusal."""
+    """Return the parsed config, or the error message."""
     known = text_model({**config, TEXT: inner} if TEXT in config else inner)
     try:
         return family_for(known).config(known)
@@ -30,14 +30,14 @@ def outcome(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Any:
 
 
 def differences(config: Mapping[str, Any], without: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Fields without which something else is read than with transformers' defaults, and the two outcomes."""
+    """Yield the fields whose absence is read differently from transformers' default, with both outcomes."""
     inner = config.get(TEXT, config)
     for field, changed in without.items():
         if isinstance(changed, str):
-            continue  # transformers needs it
+            continue  # transformers requires it
         meant = outcome(config, {**inner, **changed})
         told = outcome(config, {name: value for name, value in inner.items() if name != field})
-        # What is refused is read as nothing else.
+        # A rejected config is not misread.
         if not isinstance(told, str) and told != meant:
             yield field, told, meant
 
@@ -48,7 +48,7 @@ def is_latent(read: Any) -> bool:
 
 def faults(answers: Mapping[str, Any], name: str) -> list[str]:
     found = list(differences(answers[name]["config"], answers[name]["without"]))
-    # Latents are of all heads: transformers itself fails where its default is another number of them.
+    # Latents apply to all heads: transformers itself fails where its default is another number of KV heads.
     return [field for field, told, _ in found if not (field == "num_key_value_heads" and is_latent(told))]
 
 
@@ -69,7 +69,7 @@ def test_fields_by_their_other_names(name: str) -> None:
 
 
 def test_most_of_them_can_be_read() -> None:
-    """Else the walk would prove nothing: of four architectures transformers' defaults are no model."""
+    """Otherwise the test covers too little: for four architectures transformers' defaults are no valid model."""
     refused = [name for name, known in KNOWN.items() if isinstance(outcome(known["config"], _inner(known)), str)]
     assert len(refused) <= 4 < len(KNOWN) // 20
     assert not [name for name in refused if name.endswith(" tiny")]
@@ -111,6 +111,6 @@ def test_sizes_of_gemma_4_by_numbers_of_two_digits() -> None:
 
 @pytest.mark.parity
 def test_live(live_answers: Callable[[str], Answers]) -> None:
-    """The walk with the transformers that is there."""
+    """Repeat the comparison with the installed transformers."""
     answers = live_answers("config_defaults")
     assert {name: found for name in answers if (found := faults(answers, name))} == {}

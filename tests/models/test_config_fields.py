@@ -1,7 +1,7 @@
-"""Every field of a config.json has the effect that it has in transformers, or its value is refused.
+"""Every field of a config.json has the same effect as in transformers, or its value is rejected.
 
-The golden file has what another value of each field does to a tiny model (`tools/oracle/config_fields.py`): fields
-that change logits or shapes there must change what is read here. Live, the logits are compared, too.
+The golden file has the effect of another value of each field on a tiny model (`tools/oracle/config_fields.py`): fields
+that change logits or shapes there must change the parsed config here. The live test also compares logits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tests.models.answers import Answers, load_answers
 from tools.oracle.golden import make_tensors
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "config_fields.json.gz"
-SEED = 5  # the oracle's
+SEED = 5  # seed of the oracle
 NOISE = 1e-5
-# transformers 5 clips the time steps of prompts to it, and not those of generated tokens: `nemotron_h`.
+# transformers 5 clips the time steps of prompts to it, but not those of generated tokens: `nemotron_h`.
 OTHERWISE = {("NemotronHForCausalLM", "time_step_min")}
 
 
 class Edit(NamedTuple):
-    """Another value of a field, and what transformers makes of it: logits, or "refused", and shapes that differ."""
+    """An edited field value and its result in transformers: logits, or "refused", and changed shapes."""
 
     field: str
     value: Any
@@ -44,7 +44,7 @@ KNOWN = load_answers(GOLDEN)
 
 
 def read(config: Mapping[str, Any]) -> Any:
-    """What is read; None: it is refused."""
+    """Return the parsed config; None: rejected."""
     try:
         return family_for(config).config(config)
     except ConfigError:
@@ -56,14 +56,14 @@ def edits(model: Mapping[str, Any]) -> Iterator[Edit]:
 
 
 def acts(edit: Edit, model: Mapping[str, Any]) -> bool:
-    """Whether transformers takes the other value, and has other logits or shapes for it."""
+    """Return whether transformers accepts the value and has other logits or shapes for it."""
     if isinstance(edit.logits, str):
         return False
     return bool(edit.shapes) or bool(np.abs(np.subtract(edit.logits, model["logits"])).max() > NOISE)
 
 
 def overlooked(architecture: str, model: Mapping[str, Any]) -> list[str]:
-    """Fields whose other values do something in transformers and nothing here."""
+    """Return the fields with an edited value that has an effect in transformers but not here."""
     base = read(model["config"])
     assert base is not None
     acting = [edit for edit in edits(model) if (architecture, edit.field) not in OTHERWISE and acts(edit, model)]
@@ -76,7 +76,7 @@ def test_no_field_is_overlooked(architecture: str) -> None:
 
 
 def test_many_fields_act() -> None:
-    """Else the walk would prove nothing."""
+    """Otherwise the test would cover too little."""
     acting = [
         edit
         for model in KNOWN.values()
@@ -87,7 +87,7 @@ def test_many_fields_act() -> None:
 
 
 def logits_of(model: Mapping[str, Any], edit: Edit, folder: pathlib.Path) -> np.ndarray | None:
-    """The logits here; None: the value is refused."""
+    """Return the logits of jaxinfer; None: the value is rejected."""
     shapes = {name: tuple(shape) for name, shape in {**model["shapes"], **edit.shapes}.items() if shape is not None}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**model["config"], edit.field: edit.value}))
@@ -100,14 +100,14 @@ def logits_of(model: Mapping[str, Any], edit: Edit, folder: pathlib.Path) -> np.
 
 
 def differing(model: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
-    """Fields whose other values have other logits here than in transformers."""
+    """Return the fields with an edited value that gives other logits here than in transformers."""
     base, found = read(model["config"]), []
     folder.mkdir()
     for edit in edits(model):
         mine = read({**model["config"], edit.field: edit.value})
         if not isinstance(edit.logits, str) and mine not in (None, base):
             logits = logits_of(model, edit, folder / edit.field)
-            # Of choices of experts the last bit may decide.
+            # The last bit may decide between experts.
             if logits is not None and not np.abs(logits - edit.logits).max() <= 3.0 * NOISE:
                 found.append(edit.field)
     return found
@@ -116,7 +116,7 @@ def differing(model: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
 @pytest.mark.parity
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_live(architecture: str, live_answers: Callable[[str], Answers], tmp_path: pathlib.Path) -> None:
-    """All architectures take twenty minutes of a processor: some twenty models each are loaded and compiled."""
+    """All architectures take 20 CPU minutes: each loads and compiles about twenty models."""
     model = live_answers("config_fields")[architecture]
     assert overlooked(architecture, model) == []
     assert differing(model, tmp_path / architecture) == []

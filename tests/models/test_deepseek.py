@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: what is read and refused, and how their engines keep latents."""
+"""DeepSeek-V2 and V3: accepted and rejected configs, and latents in the engine."""
 
 import pathlib
 from typing import Any
@@ -145,7 +145,7 @@ def test_weights_come_back_from_a_checkpoint_as_they_were(version: int, changes:
 
 
 def test_the_layer_for_a_second_token_stays_in_the_checkpoint(tmp_path: pathlib.Path):
-    """It lies behind the last one, however deep the model is."""
+    """The MTP layer follows the last layer, at any depth, and is not loaded."""
     family, shallow = family_for(config_json(3)), config(3, num_hidden_layers=1)
     specs, deeper = (family.param_specs(config(3, num_hidden_layers=count)) for count in (1, 2))
     everything = {**specs, "layers_1": deeper["layers_1"]}
@@ -166,7 +166,7 @@ def test_every_weight_has_a_gradient(model: Model):
 
     gradients = jax.jit(jax.grad(loss))(model.params)
     without = {path[-1].key for path, leaf in jax.tree.leaves_with_path(gradients) if not leaf.any()}
-    assert without <= {"correction"}  # it chooses experts, and has no part in the sum
+    assert without <= {"correction"}  # it selects experts, but is not part of the sum
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
@@ -175,7 +175,7 @@ def test_bfloat16_stays_near_float32(model: Model):
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
     got, expected = (np.asarray(jax.jit(model.apply)(params, tokens)) for params in (narrow, wide))
-    # a router may choose otherwise where two scores are near each other
+    # a router may choose otherwise where two scores are close
     assert np.median(np.abs(got - expected)) < 0.1 * expected.std()
 
 
@@ -185,7 +185,7 @@ def test_bfloat16_stays_near_float32(model: Model):
 
 @pytest.mark.slow
 def test_requests_have_the_bits_of_each_alone(model: Model, monkeypatch: pytest.MonkeyPatch):
-    """Cold and warm, in small steps, and with pages that leave for the host and come back."""
+    """Cold and warm cache, small steps, and pages swapped to the host and back."""
     requests = make_requests(10, model.config.vocab_size, longest=40)
     expected = alone(model, requests, **SETTINGS)
     small = LLM(model, **SETTINGS, num_pages=200, max_num_batched_tokens=72)

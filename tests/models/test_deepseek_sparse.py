@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5: what is read and refused, and how their engines keep index keys and share choices."""
+"""DeepSeek-V3.2 and GLM-5: accepted and rejected configs, index keys and shared token selection in the engine."""
 
 import functools
 from typing import Any
@@ -46,7 +46,7 @@ def config(kind: str, **changes: Any) -> DeepseekSparseConfig:
 
 @functools.cache
 def sparse_model(kind: str = "v32", layers: int = 2) -> Model:
-    """Of "glm", every other layer shares the choice of the one before."""
+    """Return a random model; in "glm" every other layer reuses the token selection of the layer before."""
     return random_model(**config_json(kind, num_hidden_layers=layers, index_topk_freq=2, index_skip_topk_offset=1))
 
 
@@ -160,18 +160,18 @@ def test_gradients_flow_around_a_choice(kind: str):
 
 
 def test_a_token_beyond_the_choice_makes_no_difference():
-    """Of tokens that no query chooses, the last query sees nothing; up to ``index_topk`` it sees all."""
+    """Up to ``index_topk`` tokens affect the last query; tokens that no query selects have no effect."""
     model, ids = sparse_model("v32", 1), np.random.default_rng(0).integers(0, 97, 60)
 
     def seen(length: int) -> int:
-        """How many tokens of the first ``length`` make a difference for the last of them."""
+        """Return how many of the first ``length`` tokens affect the last one."""
         changed = np.tile(ids[:length], (length, 1))
         changed[np.arange(length - 1), np.arange(length - 1)] = (ids[: length - 1] + 1) % 97
         last = np.asarray(jax.jit(model.apply)(model.params, changed))[:, -1]
         return int((np.abs(last[:-1] - last[-1]).max(-1) > 1e-4).sum())
 
     assert seen(TOP) == TOP - 1
-    assert TOP - 1 <= seen(60) < TOP + 15  # a changed token may itself be chosen
+    assert TOP - 1 <= seen(60) < TOP + 15  # a changed token may itself be selected
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_requests_have_the_bits_of_each_alone_in_short():
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *KINDS])
 def test_requests_have_the_bits_of_each_alone(kind: str, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch):
-    """Cold and warm, in small steps, with drafts, and with pages that leave for the host and come back."""
+    """Cold and warm cache, small steps, drafts, and pages swapped to the host and back."""
     model, settings = sparse_model(kind), {**SETTINGS, "kv_cache_dtype": kv_cache_dtype}
     requests = make_requests(10, model.config.vocab_size, longest=40)
     expected = alone(model, requests, **settings)
@@ -204,7 +204,7 @@ def test_requests_have_the_bits_of_each_alone(kind: str, kv_cache_dtype: str, mo
 
 
 class RoundingAttend:
-    """Contiguous attention to latents and index keys that were rounded and came back."""
+    """Contiguous attention over latents and index keys that are quantised and dequantised."""
 
     def __init__(self, kind: str, rank: int) -> None:
         self.dtype, self.rank = jnp.dtype(KINDS[kind]), rank
@@ -236,6 +236,6 @@ def test_served_logprobs_are_those_of_a_model_that_rounds_latents_and_index_keys
     rounded, exact = (forced(model, each, ids) for each in (RoundingAttend(kind, 12), causal_attend))
     error = np.abs(rounded - exact)
     assert error.max() > 1e-2
-    # A number in the middle of a step may fall to the other side, and with it a token that is nearly chosen.
+    # A number midway between two steps may round either way and change which token is selected.
     assert np.median(np.abs(served - rounded)) < np.median(error) / 20
     assert (np.abs(served - rounded) > 1e-4).mean() < 0.1

@@ -1,4 +1,4 @@
-"""Dense families beside Llama: what config.json says, and what is refused."""
+"""Dense families besides Llama: config.json fields and rejected values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The checks that every family passes. A row is a case of the oracle that is marked `served`: the first of each kind.
+"""Checks that every family passes, one case per model type: the oracle case marked `served`, the first of each type.
 
-What a family computes is compared with transformers in test_parity.py; here it is compared with itself: served and
-applied, alone and among others, saved and loaded, in float32 and in bfloat16, forwards and backwards.
+test_parity.py compares families with transformers; here each is compared with itself: served and applied, alone and in
+batches, saved and loaded, in float32 and bfloat16, forward and backward.
 """
 
 import json
@@ -27,7 +27,7 @@ from tests.models.test_parity import golden
 from tools.oracle.cases import CASES
 
 ROWS = {case.model_type: case.name for case in reversed(CASES) if case.served}
-# The others are the slow tier's: each compiles an engine.
+# All other families are in the slow tier: each compiles an engine.
 FAST = ("gpt2", "falcon")
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -54,7 +54,7 @@ def test_every_kind_of_model_has_a_row():
 
 
 def requests_of(model: Model) -> Requests:
-    """Prompts that end before, at and behind the borders of pages and chunks; two begin alike."""
+    """Return prompts that end before, at and after page and chunk boundaries; two share a prefix."""
     rng = np.random.default_rng(0)
     vocab = model.config.vocab_size
     shared = rng.integers(0, vocab, 40).tolist()
@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_the_budget(model: Model, dtype: str):
 
 
 def test_served_logprobs_are_those_of_the_function(llm: LLM):
-    """Through pages, chunks and decode steps; the function computes the whole text at once."""
+    """Served with pages, chunks and decode steps; the function computes the whole text at once."""
     model = llm.model
     prompt = np.random.default_rng(1).integers(0, model.config.vocab_size, 70).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=1, prompt_logprobs=1, ignore_eos=True)
@@ -129,8 +129,8 @@ def test_gradients_reach_every_parameter(model: Model):
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)}
     assert [name for name, leaf in leaves.items() if not bool(jnp.isfinite(leaf).all())] == []
     without = [name for name, leaf in leaves.items() if not bool((leaf != 0).any())]
-    # DeepSeek-V3's bias chooses experts and weighs none (arXiv:2412.19437, 2.1.2): training moves it by another rule.
-    # So it is with indexers, which choose tokens (arXiv:2512.02556, 2.1): they have a loss of their own.
+    # DeepSeek-V3's bias selects experts without weighing them (arXiv:2412.19437, 2.1.2): training updates it by another
+    # rule. Indexers select tokens (arXiv:2512.02556, 2.1) and have their own loss.
     # xIELU's eps bounds an exponent where another branch is taken (Apertus).
     unmoved = ("['correction']", "['eps']")
     assert [name for name in without if not name.endswith(unmoved) and "['indexer']" not in name] == []

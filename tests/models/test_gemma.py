@@ -1,4 +1,4 @@
-"""Gemma: what config.json says, what is refused, and the embeddings' scale."""
+"""Gemma: config.json fields, rejected values, and the scale of embeddings."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_defaults_of_each_generation():
 
 
 def test_ropes_of_gemma3():
-    """Scaling is for the layers that see everything; the others have a base of their own."""
+    """Scaling applies to full-attention layers; sliding-window layers have their own base."""
     both = config("gemma3_text")
     assert (both.rope.theta, both.local_rope.theta) == (1e6, 1e4)
     scaled = config("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_local_base_freq=5e3)

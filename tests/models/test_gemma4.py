@@ -1,4 +1,4 @@
-"""Gemma 3n and Gemma 4: what config.json says, what is refused, and what layers hand to others."""
+"""Gemma 3n and Gemma 4: config.json fields, rejected values, and state shared between layers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_bad_field_of_gemma4_is_named_with_its_value(changes: dict, words: lis
         ({"hidden_size_per_layer_input": 0}, ["hidden_size_per_layer_input", "0"]),
         ({"laurel_rank": 0}, ["laurel_rank", "0"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "linear"]),
-        ({"num_kv_shared_layers": None}, ["num_kv_shared_layers", "None"]),  # by default 15
+        ({"num_kv_shared_layers": None}, ["num_kv_shared_layers", "None"]),  # default: 15
     ],
 )
 def test_a_bad_field_of_gemma3n_is_named_with_its_value(changes: dict, words: list[str]):
@@ -112,7 +112,7 @@ def test_layers_of_gemma4():
 
 
 def test_defaults_of_gemma3n():
-    """The first ten layers of a deep model leave out 95 % of their gates, and every fifth layer sees everything."""
+    """The first ten layers of a deep model zero 95 % of their gates; every fifth layer has full attention."""
     deep = gemma3n(num_hidden_layers=12, layer_types=None, num_kv_shared_layers=1)
     assert deep.sparsity == (0.95,) * 10 + (0.0,) * 2
     assert [layer.window for layer in deep.layers] == [*[20] * 4, None] * 2 + [20] * 2
@@ -123,7 +123,7 @@ def test_defaults_of_gemma3n():
 
 
 def test_layers_that_read_others_keys_keep_none():
-    """15 of 35 layers have a cache, of which three see everything and have keys of 512 numbers: in bytes of a token."""
+    """15 of 35 layers have a cache, three of them with full attention and 512-dim keys: bytes per token."""
     model = published("Gemma-4-E2B")
     cache = model.cache_spec
     assert (len(model.config.layers), len(cache.layers), cache.windows) == (35, 15, (512, None))
@@ -175,7 +175,7 @@ def test_heads_that_read_inputs_of_layers_are_refused_where_these_are_streams():
 
 
 def test_an_adapter_cannot_change_the_embeddings_of_each_layer():
-    """Nor is there a bank for them, which would be as large as they are."""
+    """There is no adapter bank for them either: it would be as large as the embeddings."""
     declared = published("Gemma-4-E2B").specs
     modules = known_modules(declared)
     assert "embed_tokens_per_layer" not in modules

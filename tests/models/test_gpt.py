@@ -1,4 +1,4 @@
-"""GPT-2, GPT-J, Phi and Falcon: what is refused, names of tensors, ALiBi, positions that are learned."""
+"""GPT-2, GPT-J, Phi and Falcon: rejected values, tensor names, ALiBi, learned positions."""
 
 import json
 import math
@@ -103,7 +103,7 @@ def _load(folder: pathlib.Path):
 
 
 def test_gpt2_as_the_hub_has_it(tmp_path: pathlib.Path):
-    """openai-community/gpt2: no prefix, and a mask beside every layer's attention."""
+    """openai-community/gpt2: no name prefix, and a mask tensor in every attention layer."""
     case = golden("gpt2-hub")
     wanted = load_case(case, tmp_path).params
     bare = {name.removeprefix("transformer."): tensor for name, tensor in case.tensors().items()}
@@ -136,7 +136,7 @@ def test_a_tied_head_keeps_its_bias(tmp_path: pathlib.Path):
 
 
 def _published_slopes(heads: int) -> list[float]:
-    """Press et al. 2022, section 3, and their code for numbers of heads that are no powers of two."""
+    """Return the slopes of Press et al. 2022, section 3, with their code for head counts that are not powers of two."""
 
     def of_power(n: int) -> list[float]:
         start = 2 ** (-(2 ** -(math.log2(n) - 3)))

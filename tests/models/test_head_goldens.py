@@ -90,7 +90,7 @@ def test_a_folder_of_mtp_holds_its_target(name: str):
 
 
 def test_typical_acceptance_is_that_of_the_paper():
-    """Cai et al. 2024: p > min(epsilon, delta * exp(-entropy)); 1e-5 within the logarithm is the code's."""
+    """Cai et al. 2024: p > min(epsilon, delta * exp(-entropy)); the 1e-5 in the logarithm is from their code."""
     with np.load(GOLDENS / "typical.npz", allow_pickle=False) as file:
         held = dict(file)
 

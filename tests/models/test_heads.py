@@ -1,4 +1,4 @@
-"""Draft heads give the states and logits that their authors' programs give, from folders as these publish them."""
+"""Draft heads give the states and logits of their authors' programs, from folders as published."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.oracle.heads_golden import HeadGolden, write_head_checkpoint
 
 
 def target_of(case: HeadGolden, folder: pathlib.Path) -> Model:
-    """The model that a head is for: its embeddings and head, and layers that do not matter."""
+    """Return the target model of a head: its embeddings and LM head; layers are random."""
     if case.method == "mtp":
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(128)))
         return load_model(str(folder), "float32", show_progress=False)
@@ -73,7 +73,7 @@ def test_a_head_gives_what_its_authors_program_gives(name: str, tmp_path: pathli
 
 
 def written(tmp_path: pathlib.Path, name: str = "eagle3-original", **tensors: Any) -> tuple[str, Model]:
-    """A head's folder with other tensors, and its model."""
+    """Write a head's folder with replaced tensors; return it and the target model."""
     case = golden(name)
     folder = write_head_checkpoint(tmp_path / "head", case)
     save_file({**case.tensors(), **tensors}, folder / "model.safetensors")
@@ -116,7 +116,7 @@ TREES = [name for name in CASES if golden(name).tree]
 
 @pytest.mark.parametrize("name", TREES)
 def test_paths_are_those_of_eagles_dynamic_tree(name: str, tmp_path: pathlib.Path) -> None:
-    """The nodes that EAGLE-2's search keeps of a depth are the likeliest there: paths of the beam that it expands."""
+    """The nodes that EAGLE-2's search keeps at a depth are the likeliest there: paths of its expanded beam."""
     case = golden(name)
     target = target_of(case, write_head_checkpoint(tmp_path / "head", case))
     head = load_head(str(tmp_path / "head"), case.method, target, make_mesh())
@@ -134,7 +134,7 @@ def test_paths_are_those_of_eagles_dynamic_tree(name: str, tmp_path: pathlib.Pat
 
 
 def beams_of(head: Model, target: Model, case: HeadGolden, width: int, depth: int) -> dict[int, set[tuple[int, ...]]]:
-    """The ``width`` likeliest paths of each depth, each computed whole."""
+    """Return the ``width`` likeliest paths of each depth, each computed without a cache."""
     module: Any = head.module
     params = {**head.params, **shared(target.params, head.config)}
 

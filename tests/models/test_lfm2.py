@@ -1,4 +1,4 @@
-"""What LFM2's config.json may say."""
+"""Config validation of LFM2."""
 
 from __future__ import annotations
 

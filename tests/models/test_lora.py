@@ -1,4 +1,4 @@
-"""Models with an adapter among their parameters: the merged weights' logits, and gradients of its arrays."""
+"""Models with an adapter among their parameters: logits of the merged weights, and gradients of its arrays."""
 
 import dataclasses
 
@@ -41,7 +41,7 @@ def adapter(shapes=SHAPES, *, dora: bool = True) -> Adapter:
 
 
 def merged(model: Model, adapter: Adapter) -> Model:
-    """The same function with plain arrays, where no adapter has a bias."""
+    """Return the same function with merged arrays, for adapters without a bias."""
     params = jax.tree.map(np.asarray, model.params)
     for path, delta in adapter.deltas.items():
         *parents, last = path

@@ -1,4 +1,4 @@
-"""What is read of the config.json of models with Mamba-2, and what is refused."""
+"""Mamba-2 models: accepted and rejected configs."""
 
 import json
 import math
@@ -65,6 +65,6 @@ def test_layers_have_what_they_need_and_nothing_else() -> None:
 
 
 def test_a_model_without_experts_chooses_none() -> None:
-    """As IBM's files of dense models say it."""
+    """IBM's files of dense models have these values."""
     dense = config("granite", num_local_experts=0, num_experts_per_tok=0)
     assert (dense.experts, set(dense.sparse)) == (0, {False})

@@ -1,4 +1,4 @@
-"""A model as a value: what it declares, and what of that stays when a part of it is replaced."""
+"""Models as values: what they declare, and what remains when a field is replaced."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_described_parameters_have_the_dtype_of_their_spec_or_the_models(dtype: 
 
 
 def test_a_model_with_another_config_is_served() -> None:
-    """Windows: the engine's cache has those of the config that it is given."""
+    """The engine's cache uses the windows of the new config."""
     model = by_hand()
     config = dataclasses.replace(model.config, layers=(LayerSpec(window=8), LayerSpec()))
     edited = model.replace(config=config)
@@ -86,7 +86,7 @@ def test_a_model_with_another_config_is_served() -> None:
 
 
 def test_another_config_is_the_modules_too() -> None:
-    """As if the checkpoint had said so; and blocks that were put in the place of others stay there."""
+    """The module equals that of a checkpoint with this config, and block overrides are kept."""
     model = by_hand()
     rope = dataclasses.replace(model.config.rope, theta=77.0)
     edited = model.replace(config=dataclasses.replace(model.config, rope=rope))
@@ -183,7 +183,7 @@ def test_what_is_no_array_of_ids_is_refused(tokens: Any, sentence: str) -> None:
 
 
 def test_arrays_on_explicit_axes_are_refused() -> None:
-    """`jax.make_mesh` makes such axes, unless told otherwise."""
+    """`jax.make_mesh` makes such axes by default."""
     model, mesh = by_hand(), jax.make_mesh((1,), ("mine",))
     everywhere = jax.NamedSharding(mesh, jax.P())
     with pytest.raises(TypeError, match=r"tokens lies on a mesh with Explicit axes \('mine',\): .*AxisType.Auto"):
@@ -218,7 +218,7 @@ def test_a_parameter_that_no_family_declares_is_served_with_a_spec_of_its_own() 
 
 
 def require_served(model: Model) -> None:
-    """The logprob that the engine serves is that of `Model.apply`."""
+    """Check that the served logprob is that of `Model.apply`."""
     llm = LLM(model, max_num_seqs=2, num_pages=16, page_size=16, prefill_sizes=(16,), compilation_cache_dir="")
     prompt = list(range(1, 40))
     found = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, logprobs=0))[0].outputs[0]
@@ -229,7 +229,7 @@ def require_served(model: Model) -> None:
 
 
 class TellingBlock(LlamaBlock):
-    """A layer that sows what it adds, and adds a direction that is an attribute."""
+    """A layer that sows its output, and adds a direction that is an attribute."""
 
     direction: Any = None
     labels: Any = ()
@@ -295,7 +295,7 @@ def test_what_blocks_sow_comes_out_layer_by_layer(jit: bool) -> None:
 
 
 def test_arrays_may_be_attributes_of_blocks() -> None:
-    """Equal to themselves alone: two layers with directions of their own are two functions."""
+    """Arrays compare by identity: two layers with different directions are two functions."""
     model, up = random_model(), 3.0 * jnp.arange(32.0)
 
     def block(direction: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is said of an architecture that is not known."""
+"""The error message for an unknown architecture."""
 
 import json
 import pathlib
@@ -77,7 +77,7 @@ def test_where_nothing_is_in_common_none_is_near(described: dict[str, Any]) -> N
 
 
 def test_the_sentence_is_bounded() -> None:
-    """However much a file holds: 8 fields of each kind, values cut."""
+    """Bounds for any file: 8 fields of each kind, values truncated."""
     many = {f"field_{index}{'x' * 500}": "y" * 10_000 for index in range(10_000)}
     assert len(said(**many)) < 1500
     deep: Any = 1

@@ -17,13 +17,13 @@ from tools.oracle.golden import Golden, load, names
 GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "models"
 NAMES = [case.name for case in CASES]
 OVERLOOKED = {case.name: case.overlooked for case in CASES if case.overlooked}
-# Through the engine, and live, in every check: biases, experts, windows and sinks; latents.
+# Cases run through the engine and live in every check: biases, experts, windows and sinks; latents.
 SLICE = ("gpt_oss-hub", "deepseek_v3-hub")
 TYPICAL = {case.name for case in CASES if case.served}
 
 
 def fast(names: Iterable[str], chosen: Container[str]) -> list[Any]:
-    """All names; those that are not ``chosen`` are the slow tier's."""
+    """Return all names; those not in ``chosen`` are marked slow."""
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -55,7 +55,7 @@ def test_an_overlooked_switch_is_noticed(name: str, tmp_path: pathlib.Path):
     try:
         model = load_case(edited, tmp_path)
     except CheckpointError:
-        return  # other tensors are asked for
+        return  # requires other tensors
     assert logit_faults(case, teacher_forced(model, case)) != []
 
 
@@ -87,7 +87,7 @@ def test_live_errors_beyond_the_rule_are_noticed():
 
 
 def _answer(case: Golden) -> RequestOutput:
-    """What a server without rounding errors returns, every token among the top ones."""
+    """Return the output of a server without rounding errors, with all tokens as top logprobs."""
     rows = np.concatenate([case.prefill, case.decode])
     rows = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
     positions = [{token: Logprob(float(row[token]), 1, None) for token in range(len(row))} for row in rows]
@@ -116,7 +116,7 @@ def test_other_weights_than_the_oracles_are_refused(tmp_path: pathlib.Path):
 
 
 def _live_id(name: str) -> str:
-    """What runs in every check: ``-k slice``."""
+    """Return the test id; cases for every check match ``-k slice``."""
     return f"slice-{name}" if name in SLICE else name
 
 

@@ -1,4 +1,4 @@
-"""Phi-3: what config.json says, what is refused, and which texts are long."""
+"""Phi-3: config.json fields, rejected values, and the choice of long factors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_window_that_no_text_outgrows_is_none():
 
 
 def prompt_logprobs(phi: Model, length: int) -> list[dict]:
-    """The logprobs of a short prompt where sequences have at most ``length`` tokens."""
+    """Return the logprobs of a short prompt with ``max_model_len`` of ``length``."""
     llm = LLM(phi, **{**SETTINGS, "max_model_len": length, "max_num_seqs": 2})
     params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=0)
     return llm.generate([list(range(20))], params)[0].prompt_logprobs

@@ -1,4 +1,4 @@
-"""config.json: what is read from it, and what is refused."""
+"""config.json: accepted fields and rejected values."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_sliding_windows_of_each_family():
     assert windows(model_type="mistral", sliding_window=8) == [8] * 4
     assert windows(model_type="mistral", sliding_window=None) == [None] * 4
     assert windows(model_type="qwen2", sliding_window=8) == [None] * 4
-    assert windows(model_type="mistral") == [4096] * 4  # what transformers takes where the field is absent
+    assert windows(model_type="mistral") == [4096] * 4  # default of transformers
     assert windows(model_type="qwen2", use_sliding_window=True, num_hidden_layers=29) == [None] * 28 + [4096]
     qwen = {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}
     assert windows(**qwen, max_window_layers=3) == [None, None, None, 8]
@@ -114,7 +114,7 @@ def test_what_transformers_takes_no_notice_of_is_not_read():
 
 
 def test_layers_that_predict_further_tokens_are_left_out():
-    """MiMo's by their name, DeepSeek's by their place, whether config.json counts them or not."""
+    """MTP layers are ignored: MiMo's by name, DeepSeek's by layer index, whether or not config.json counts them."""
     assert FAMILIES["MiMoForCausalLM"].ignore == ("model.mtp_layers.*",)
     shallow = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 8, "hidden_size": 16}
     deepseek = FAMILIES["DeepseekV3ForCausalLM"].config({**shallow, "intermediate_size": 8})

@@ -1,4 +1,4 @@
-"""Real models, from their published config.json, without memory: parameters and bytes are the published ones."""
+"""Published config.json files, without allocating weights: parameters and bytes are the published ones."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ from jaxinfer.models.model import Model, abstract
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs" / "models"
 
-# Parameters as the models' cards and the index files of their checkpoints count them.
+# Parameter counts from model cards and checkpoint index files.
 PUBLISHED = {
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.1-70B": 70_553_706_496,
@@ -20,7 +20,7 @@ PUBLISHED = {
     "gpt-j-6b": 6_050_882_784,
     "phi-2": 2_779_683_840,
     "falcon-rw-1b": 1_311_625_216,
-    "falcon-7b": 6_921_720_704,  # the head is tied; the hub's files hold it a second time
+    "falcon-7b": 6_921_720_704,  # tied head; the hub's files store it a second time
     "falcon-40b": 41_303_293_952,
     "Gemma-2B": 2_506_172_416,
     "Gemma-7B": 8_537_680_896,
@@ -28,7 +28,7 @@ PUBLISHED = {
     "Gemma-2-9B": 9_241_705_984,
     "Gemma-2-27B": 27_227_128_320,
     "Gemma-3-1B": 999_885_952,
-    # Texts alone; without the keys and values of layers that read other layers' ones, which the hub's files hold.
+    # Text only; without unused keys and values of layers that read other layers', which the hub's files store.
     "Gemma-3n-E2B": 4_435_182_688,
     "Gemma-3n-E4B": 6_835_235_568,
     "Gemma-4-E2B": 4_628_569_379,
@@ -46,14 +46,14 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
     "DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V2": 235_741_434_880,
-    "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a second token, as the next two
+    "DeepSeek-V3": 671_026_419_200,  # without the MTP layer, as in the next two
     "DeepSeek-V3.2": 671_877_944_064,
     "GLM-5": 743_911_218_432,
     "Kimi-K2": 1_026_408_232_448,
-    "GLM-4.5-Air": 106_852_251_264,  # the same
+    "GLM-4.5-Air": 106_852_251_264,  # without the MTP layer
     "GLM-4.6": 352_797_829_024,  # 356,785,898,816 with it
     "MiniMax-M2": 228_689_764_864,
-    "Qwen3-Next-80B-A3B": 79_674_391_296,  # without what predicts further tokens, as the next one
+    "Qwen3-Next-80B-A3B": 79_674_391_296,  # without MTP, as in the next one
     "Qwen3.5-9B": 8_953_803_264,  # the text model
     "Llama-4-Scout": 107_769_861_120,  # the text model of 108,641,793,536
     "ERNIE-4.5-21B-A3B": 21_825_437_888,
@@ -81,10 +81,10 @@ PUBLISHED = {
     "Falcon-H1-0.5B": 521_411_104,
     "Gemma-3-27B": 27_009_346_304,  # the text model of 27,432,406,640
     "LFM2-1.2B": 1_170_340_608,
-    "LFM2-8B-A1B": 8_339_929_856 + 22 * 32,  # with the biases by which experts are chosen
+    "LFM2-8B-A1B": 8_339_929_856 + 22 * 32,  # with the expert selection biases
 }
 
-# Parameters that stay float32: the biases by which experts are chosen, the weights of an indexer's heads, what decays.
+# Parameters that stay float32: expert selection biases, weights of indexer heads, decay parameters.
 IN_FLOAT32 = {
     "DeepSeek-V3": 58 * 256,
     "DeepSeek-V3.2": 58 * 256 + 61 * 7168 * 64,

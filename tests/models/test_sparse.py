@@ -1,4 +1,4 @@
-"""Mixtures of experts: what is read and refused, and how their engines' steps behave."""
+"""Mixtures of experts: accepted and rejected configs, and steps of their engines."""
 
 import pathlib
 from typing import Any
@@ -328,7 +328,7 @@ def test_bfloat16_stays_near_float32(model: Model):
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
     got, expected = (np.asarray(jax.jit(model.apply)(params, tokens)) for params in (narrow, wide))
-    # a router may choose otherwise where two scores are near each other
+    # a router may choose otherwise where two scores are close
     assert np.median(np.abs(got - expected)) < 0.1 * expected.std()
 
 
@@ -357,7 +357,7 @@ def test_idle_rows_and_padding_ask_for_no_expert(monkeypatch: pytest.MonkeyPatch
     llm.generate([[5]], [SamplingParams(temperature=0.0, max_tokens=6)])
     jax.effects_barrier()
     assert counts
-    assert set(counts) == {2}  # of one row the two experts in each of two layers
+    assert set(counts) == {2}  # for one row two experts in each of two layers
     counts.clear()
     llm.generate([[5, 6, 7, 8]], [SamplingParams(temperature=0.0, max_tokens=1)])
     jax.effects_barrier()

@@ -24,7 +24,7 @@ from jaxinfer.types import CacheSpec, LayerSpec
 
 
 def check_pages(spec: CacheSpec, shape: tuple[int, ...], mine: slice) -> None:
-    """Of four heads two are here; latents are everywhere."""
+    """Check that this process has its two of four heads; latents are replicated."""
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     sharding = page_sharding(make_mesh(4), spec)
     pages = put_whole(whole, sharding)
@@ -39,7 +39,7 @@ def check_pages(spec: CacheSpec, shape: tuple[int, ...], mine: slice) -> None:
 
 
 def check_link() -> None:
-    """Of two stages this process has one, and sees what the first gave; its own stage runs meanwhile."""
+    """Check with one stage per process that activations of the first stage arrive at the last."""
     mesh = make_mesh(2, stage=2)
     first, last = stages(mesh)
     assert processes_of(last) == [0], "process 0 has the last stage"

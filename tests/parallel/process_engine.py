@@ -1,6 +1,6 @@
-"""`python -m tests.parallel.process_engine WORK`: one of the processes of an engine. WORK is JSON (`Work`).
+"""`python -m tests.parallel.process_engine WORK`: one process of a multi-process engine. WORK is JSON (`Work`).
 
-Process 0 prints what `run` found, as one line of JSON.
+Process 0 prints the result of `run` as one line of JSON.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _AMID = 6  # steps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """``settings`` of the engine, over `TIGHT`; ``greedy``: nothing but tokens is asked for, and none is drawn;
-    ``loras``: names of adapters, the last of which is loaded amid the requests."""
+    """Work of a process. ``settings``: overrides of `TIGHT`; ``greedy``: greedy tokens only, without logprobs;
+    ``loras``: names of adapters, the last of which is loaded while requests run."""
 
     number: int
     processes: int
@@ -55,7 +55,7 @@ class Work:
 
 
 def request(number: int, vocab: int, greedy: bool) -> Request:
-    """Prompts of many lengths, of which some share a beginning; now and then several samples of one."""
+    """Return a request: prompts of many lengths, some with a shared prefix; now and then several samples."""
     length = (3 + 11 * number) % 90 + 2
     prompt = [(5 * place if place < 20 else 7 * number * place + place) % vocab for place in range(length)]
     params = mixed_params(number, max_tokens=24, n=1 + (number % 5 == 3))
@@ -66,14 +66,14 @@ def request(number: int, vocab: int, greedy: bool) -> Request:
 
 
 def add(engine: EngineCore, vocab: int, work: Work, numbers: range, loras: list[str]) -> None:
-    """Add requests, one after another without an adapter and with each of these."""
+    """Add requests that use no adapter and each of ``loras`` in turn."""
     refs = [None, *(engine.loras.load(name, name) for name in loras)] if engine.loras else [None]
     for number in numbers:
         engine.add(dataclasses.replace(request(number, vocab, work.greedy), lora=refs[number % len(refs)]))
 
 
 def run(engine: EngineCore, vocab: int, work: Work) -> dict[str, Any]:
-    """All that was given of each sample, and what had to happen for that."""
+    """Return the tokens and logprobs of each sample, and the engine statistics that the tests check."""
     found: dict[str, list[Any]] = {}
     half = work.requests // 2 if work.loras else work.requests
     add(engine, vocab, work, range(half), work.loras[:-1])
@@ -115,7 +115,7 @@ def main() -> None:
         follow(start_follower(work.model, config, group, compilation_cache_dir="")[2], group)
     model, engine = start_engine(work.model, config, compilation_cache_dir="", show_progress=False, group=group)
     print(json.dumps(run(engine, model.config.vocab_size, work)), flush=True)
-    os._exit(0)  # the others see that this one is gone
+    os._exit(0)  # the other processes detect the exit
 
 
 if __name__ == "__main__":

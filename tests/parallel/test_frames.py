@@ -1,4 +1,4 @@
-"""Frames between processes: what comes is what went; who does not know the key, or talks rubbish, is cut off."""
+"""Frames between processes arrive unchanged; peers without the key or with malformed frames are disconnected."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ KEY = b"sixteen bytes or more"
 
 @contextlib.contextmanager
 def pair():
-    """Two connected sockets of the kind that hosts use."""
+    """Yield two connected sockets of the kind used between hosts."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         calling = socket.create_connection(listening.getsockname())
         called, _ = listening.accept()
@@ -134,7 +134,7 @@ def test_what_is_over_the_limit_is_not_read(monkeypatch, limit, sent):
 
 
 def greeted(sides) -> list[object]:
-    """What became of both sides, each in its thread."""
+    """Run both sides in threads; return the result or error of each."""
     found: list[object] = [None, None]
 
     def run(place: int) -> None:
@@ -169,7 +169,7 @@ def test_a_wrong_key_ends_the_connection():
 
 
 def test_who_pretends_to_lead_is_found_out():
-    """It cannot use what the caller proved: its answer is of another kind."""
+    """A fake leader cannot reuse the caller's proof: its own has another form."""
     with pair() as (calling, called):
 
         def pretend() -> None:

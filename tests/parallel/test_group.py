@@ -1,4 +1,4 @@
-"""Groups whose processes are threads here: who is let in, what ends them, and that all calls arrive."""
+"""Process groups with threads as processes: admission, termination, and delivery of all calls."""
 
 import contextlib
 import socket
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 class Ends:
-    """Why each process ended."""
+    """Records why each process ended."""
 
     def __init__(self) -> None:
         self.reasons: dict[int, str] = {}
@@ -82,7 +82,7 @@ def group_of(total: int = 2, timeout: float = 10.0):
 
 
 def answer(member: Group, count: int) -> list[Frame]:
-    """Take so many calls, and finish each."""
+    """Take ``count`` calls and finish each."""
     taken = []
     for frame in member.calls():
         member.launched()
@@ -92,7 +92,7 @@ def answer(member: Group, count: int) -> list[Frame]:
     return taken
 
 
-# ---- a group that is well
+# ---- a healthy group
 
 
 def test_all_get_all_calls_in_order():
@@ -109,11 +109,11 @@ def test_all_get_all_calls_in_order():
 
 
 def test_a_call_reaches_those_that_take_part_alone():
-    """And whoever was told less is not waited for."""
+    """The group does not wait for processes that received fewer calls."""
     with group_of(3, timeout=1.0) as (members, ends):
         for number, processes in enumerate(([0, 2], [1], None)):
             members[0].call("copy", {"number": number}, [], processes)
-        for _ in range(2):  # process 0 takes part in
+        for _ in range(2):  # number of calls for process 0
             members[0].launched()
         for place, numbers in ((1, [1, 2]), (2, [0, 2])):
             assert [frame.values["number"] for frame in answer(members[place], 2)] == numbers
@@ -167,7 +167,7 @@ def test_a_group_without_work_lives():
         assert not ends.reasons
 
 
-# ---- its end
+# ---- termination
 
 
 def test_whoever_goes_ends_all():
@@ -179,7 +179,7 @@ def test_whoever_goes_ends_all():
 
 
 def test_a_process_that_does_not_finish_a_call_ends_the_group():
-    """It lives, and says so; nobody would notice but for the calls."""
+    """Heartbeats continue; only the unfinished call reveals the hang."""
     with group_of(timeout=1.0) as (members, ends):
         for _ in range(3):
             members[0].call("decode", {}, [])
@@ -191,7 +191,7 @@ def test_a_process_that_does_not_finish_a_call_ends_the_group():
 
 
 def test_whoever_keeps_the_others_waiting_is_named():
-    """No result is there anywhere: a collective waits for the process that has not made the call."""
+    """No process has a result: the collective waits for the process that has not made the call."""
 
     class Waits:
         def block_until_ready(self) -> None:
@@ -255,11 +255,11 @@ def test_a_program_that_fails_ends_the_group():
     assert reasons[1] == "a program failed: a device is gone"
 
 
-# ---- who is let in
+# ---- admission
 
 
 def asking(member: Membership) -> Channel:
-    """A caller that knows the key, and has said who it is."""
+    """Return the channel of a caller that knows the key and has sent its "join" frame."""
     channel = frames.call(_connected(member), member.key)
     channel._socket.settimeout(SOON)
     channel.send(Frame("join", {"process_id": member.process_id, "settings": dict(member.settings)}))
@@ -278,7 +278,7 @@ def _connected(member: Membership) -> socket.socket:
 
 @contextlib.contextmanager
 def leading(port: int):
-    """One that waits for process 1, until it is there."""
+    """Run a leader that waits for process 1; join at the end if it has not."""
     found: list[Group] = []
     thread = threading.Thread(target=lambda: found.append(lead(membership(0, port), Ends().of(0), lambda: None)))
     thread.start()
@@ -335,7 +335,7 @@ def test_who_does_not_say_who_it_is_is_refused(said):
 
 
 def test_strangers_do_not_disturb():
-    """Neither those who talk, nor those who say nothing, nor those with another key."""
+    """Neither peers that send garbage, nor silent ones, nor those with another key disturb it."""
     port = free_port()
     with leading(port) as (found, thread), contextlib.ExitStack() as stay:
         first = stay.enter_context(_connected(membership(0, port)))
@@ -357,7 +357,7 @@ def test_one_that_was_started_again_takes_its_place():
     thread = threading.Thread(target=lambda: found.append(lead(first_of_three, Ends().of(0), lambda: None)))
     thread.start()
     before = asking(membership(1, port, 3))
-    assert before.receive().kind == "beat"  # it is known
+    assert before.receive().kind == "beat"  # its join was accepted
     after = asking(membership(1, port, 3))
     with pytest.raises(frames.ChannelError):
         list(iter(before.receive, None))

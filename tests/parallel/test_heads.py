@@ -1,4 +1,4 @@
-"""Copies of KV heads: the same function, filled from the same tensors."""
+"""Replicated KV heads: the same function, filled from the same tensors."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""Logical axes become mesh axes by one table."""
+"""Mapping of logical axes to mesh axes by one table."""
 
 import jax
 import pytest

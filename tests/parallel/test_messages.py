@@ -1,4 +1,4 @@
-"""Dataclasses as frames: what arrives is what was sent, and nothing else gets in."""
+"""Dataclasses as frames: they arrive as sent, and invalid messages are rejected."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ class Message:
 
 
 def sent(message: Any) -> Any:
-    """A message on the other side."""
+    """Return a message after encoding and decoding."""
     fields, arrays = encode(message)
     return decode(type(message), json.loads(json.dumps(fields)), arrays)
 
@@ -65,7 +65,7 @@ def test_what_is_no_message_is_refused(fields: Any, why: str) -> None:
 
 
 def test_every_command_has_fields_that_can_be_sent() -> None:
-    """Whether each arrives as it was, the engine of two processes shows (`tests/engine/distributed/test_leader.py`)."""
+    """`tests/engine/distributed/test_leader.py` (two-process engine) tests that each arrives unchanged."""
     assert len(COMMANDS) > 10
     for kind in COMMANDS.values():
         assert dataclasses.is_dataclass(kind)

@@ -1,4 +1,4 @@
-"""Stages and replicas whose devices lie in several processes give what one process gives, to the bit."""
+"""Stages and replicas whose devices span several processes are bitwise identical to one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND = 500.0
 
 
 def given(repo: pathlib.Path, processes: int, devices: int, sizes: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What an engine gives whose processes have so many devices each."""
+    """Return the result of an engine with ``processes`` processes of ``devices`` devices each."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     work = {"processes": processes, "port": port, "model": "demo-draft", "requests": 24, "greedy": False, **more}
@@ -55,10 +55,10 @@ SHAPES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_bits_of_several_processes_are_those_of_one(repo, name):
-    """Everything on: prefix cache, chunks, preemption, drawn tokens, log probabilities, several samples."""
+    """Prefix cache, chunked prefill, preemption, sampling, logprobs and several samples are all in use."""
     processes, devices, axes = SHAPES[name]
     settings: dict[str, Any] = {f"{axis}_parallel_size": size for axis, size in axes.items()}
-    if name == "a stage in each of two":  # here it is tried out which programs of both stages agree
+    if name == "a stage in each of two":  # here the probe compares programs of both stages
         settings |= {"prefill_sizes": [16, 32], "max_prefill_rows": 2}
     model = "demo" if axes.get("pipeline") == 4 else "demo-draft"  # of six layers, of two
     want = given(repo, 1, processes * devices, settings, model=model)
@@ -85,7 +85,7 @@ def test_several_steps_at_once_by_a_replica_elsewhere(repo):
 
 @pytest.mark.slow
 def test_adapters_that_are_loaded_amid_requests_are_in_every_process(repo):
-    """One weight's devices are in two processes: each is told of a load, and has its own part of it."""
+    """A weight's devices are in two processes: each receives the load command and has its own shard of the adapter."""
     settings = {"tensor_parallel_size": 2, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
     loras = ["pirate", "poet", "clerk"]
     want, got = (given(repo, count, 2 // count, settings, loras=loras) for count in (1, 2))

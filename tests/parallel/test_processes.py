@@ -1,4 +1,4 @@
-"""Arrays of two processes, which are started here; each checks what it sees."""
+"""Arrays of two processes, which are started here; each checks its own shards."""
 
 import os
 import pathlib
@@ -44,7 +44,7 @@ def test_arrays_lie_in_the_best_memory_that_a_host_has(monkeypatch) -> None:
 
 
 def test_arrays_of_devices_that_are_only_described(monkeypatch) -> None:
-    """None of them may be of this machine: those of a later pipeline stage are not."""
+    """The devices may all be remote, as those of a later pipeline stage are."""
     place = replicated(make_mesh())
     monkeypatch.setattr(processes, "own_devices", lambda _: [])
     assert on_host(place).memory_kind == "pinned_host"

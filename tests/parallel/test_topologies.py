@@ -1,4 +1,4 @@
-"""Whole deployments compiled for H100s that are not there: bytes, collectives, nothing gathered and nothing moved."""
+"""Whole deployments compiled for absent H100s: bytes, collectives, no gathered and no moved arrays."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_norms_of_some_tokens_turn_each_sum_into_a_pair(name, layers):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_deployment_keeps_the_rules(name):
-    """At its whole depth, a pool that fills the device beside the weights."""
+    """At full depth, with a pool that fills the device next to the weights."""
     work = TOPOLOGIES[name]
     parts = run(work, default_folder())
     assert [part.number for part in parts] == list(range(work.stages))

@@ -1,4 +1,4 @@
-"""A stored weight of every layout, with values drawn at random."""
+"""A stored weight of every layout, with random values."""
 
 from typing import Any
 
@@ -33,10 +33,10 @@ LAYOUTS: dict[str, Layout] = {
 def arrays_of(
     layout: Layout, out: tuple[int, ...], inputs: int, rng: np.random.Generator, gain: float = 1.0
 ) -> dict[str, np.ndarray]:
-    """Parts and input parts, on the host.
+    """Draw the part arrays and input part arrays of a layout, on the host.
 
     Args:
-        gain: of the weight; 1: numbers between -10 and 10.
+        gain: scale of the weight; 1: values between -10 and 10.
     """
     arrays = {
         name: _drawn(name, (*out, *part.shape), part.dtype, rng, gain) for name, part in layout.parts(inputs).items()
@@ -62,7 +62,7 @@ def _drawn(name: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generat
 
 
 def example(layout: Layout, out: tuple[int, ...], axes: tuple[str | None, ...] = (), seed: int = 0) -> Quantized:
-    """A weight ``[*out, INPUTS]``."""
+    """Return a stored weight ``[*out, INPUTS]``."""
     host = arrays_of(layout, out, INPUTS, np.random.default_rng(seed))
     arrays: dict[str, Any] = {name: jnp.asarray(array) for name, array in host.items()}
     return Quantized(arrays, layout, axes or (None,) * (len(out) + 1), "float32", INPUTS)

@@ -1,4 +1,4 @@
-"""Models whose weights are stored quantised, beside the same with plain numbers."""
+"""Models with quantised weights, each paired with a model of the same dequantised weights."""
 
 import json
 import pathlib
@@ -23,11 +23,11 @@ Chooses = Callable[[str, int], Layout | None]
 def stored_and_plain(
     model: Model, folder: pathlib.Path, choose: Chooses, place: Place = on_default_device
 ) -> tuple[Model, Model]:
-    """A model of random stored weights, and one of the same weights as plain numbers; the rest is ``model``'s.
+    """Return a model with random stored weights and one with the same weights dequantised; all else is from ``model``.
 
     Args:
         folder: a checkpoint is written there.
-        choose: the layout of a weight, of its name in the checkpoint and its inputs; None: it stays as it is.
+        choose: returns the layout of a weight by its checkpoint name and input count; None: unquantised.
     """
     specs, dtype = model.specs, str(model.dtype)
     save_params(folder, model.params, specs, {"architectures": ["Any"]})
@@ -60,6 +60,6 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def _upright(spec: ParamSpec, source: Source) -> tuple[int, ...]:
-    """``[*stack, out, in]``"""
+    """Return the shape ``[*stack, out, in]``."""
     *stack, rows, columns = source.shape
     return (*stack, rows, columns) if source.transpose == (spec.inputs == 0) else (*stack, columns, rows)

@@ -1,4 +1,4 @@
-"""Products with rounded inputs against the equations, in numpy and float64."""
+"""Matmuls with quantised inputs against their definition, in numpy and float64."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ INPUTS, OUT = 72, 20
 
 
 def inputs(rows: int, k: int = INPUTS) -> np.ndarray:
-    """Tokens of very different sizes, one of zeros and one with an outlier among them."""
+    """Return tokens of very different magnitudes, one of zeros and one with an outlier."""
     x = np.random.default_rng(rows).standard_normal((rows, k)) * np.exp2(np.arange(rows) - 4)[:, None]
     x[rows // 2] = 0
     x[-1, 3] = 1e4
@@ -26,7 +26,7 @@ def inputs(rows: int, k: int = INPUTS) -> np.ndarray:
 
 
 def rounded_in_numpy(x: np.ndarray, kind: str, group: int, static: float | None = None) -> np.ndarray:
-    """What inputs stand for: each division and product in float32, as the tool does it."""
+    """Quantise and dequantise inputs: each division and product in float32, as in the reference tool."""
     result = np.empty_like(x)
     for row in range(x.shape[0]):
         for first in range(0, x.shape[1], group or x.shape[1]):
@@ -61,7 +61,7 @@ def test_one_scale_for_all_tokens(kind: str) -> None:
 
 
 def test_every_float8_and_what_lies_between_two() -> None:
-    """Ties go to the even one: a conversion by way of another type would round twice."""
+    """Ties round to even: a conversion through another dtype would round twice."""
     numbers = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     middles = (numbers[1:] + numbers[:-1]) / 2
     x = np.concatenate([numbers, middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(500))])
@@ -123,14 +123,14 @@ def test_outliers_are_not_rounded(size: float) -> None:
 
 
 def test_a_bound_of_what_scales_are_made_of() -> None:
-    """fbgemm's ``activation_scale_ub``: a scale is min(largest, bound) / 448, and what lies beyond becomes it."""
+    """fbgemm's ``activation_scale_ub``: a scale is min(largest, bound) / 448; values are clipped to the bound."""
     x, bound = inputs(9), 12.5
     found = jax.jit(lambda x: rounded(x, Grouped(FP8, INPUTS, activations=FP8, activation_bound=bound)).plain())(x)
     expected = rounded_in_numpy(np.clip(x, -bound, bound), FP8, 0)
     np.testing.assert_array_equal(found, expected)
     assert (float(abs(found).max()), float(abs(x).max())) == (bound, 1e4)
     beside = rounded(jnp.asarray(x[:4]), Grouped(FP8, INPUTS, activations=FP8)).plain()
-    np.testing.assert_array_equal(found[:4], beside)  # tokens within it
+    np.testing.assert_array_equal(found[:4], beside)  # tokens within the bound
 
 
 @pytest.mark.parametrize("kind", ["int8", FP8])
@@ -150,7 +150,7 @@ def test_a_token_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_integers_are_not_converted(rows: int) -> None:
-    """No copy of the weight in a wider type: the program needs less memory than the weight has."""
+    """The weight is not copied to a wider dtype: the program needs less memory than the weight."""
     layout, k = Grouped("int8", 1024, activations="int8"), 1024
     arrays = {"codes": jnp.zeros((k, k), jnp.int8), "scales": jnp.ones((k, 1), jnp.float32)}
     compiled = jax.jit(lambda x, arrays: product(x, layout, arrays)).lower(jnp.ones((rows, k)), arrays).compile()
@@ -158,7 +158,7 @@ def test_integers_are_not_converted(rows: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# By the kernel of `pallas_kernels.matmul`.
+# With the kernel of `pallas_kernels.matmul`.
 
 WIDE = 128
 
@@ -179,7 +179,7 @@ def weight_of(layout: Grouped, *out: int) -> Quantized:
         ({}, "mosaic", True, HOPPER, True),
         ({"outliers": 6.0}, "mosaic", False, HOPPER, True),
         ({"outliers": 6.0}, "mosaic", True, HOPPER, False),
-        ({}, "auto", False, HOPPER, False),  # nobody has tuned it
+        ({}, "auto", False, HOPPER, False),  # no tuned tiles
         ({}, "xla", False, HOPPER, False),
         ({}, "mosaic", False, AMPERE, False),
     ],
@@ -194,7 +194,7 @@ def test_where_the_kernel_multiplies(monkeypatch, changes, path, gated, capabili
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["int8", FP8])
 def test_what_the_kernel_is_given_is_the_same_product(monkeypatch, kind: str, static: bool) -> None:
-    """By XLA in its place. Integers are summed exactly, so that no bit differs."""
+    """XLA replaces the kernel. Integer sums are exact, so results are bitwise identical."""
     x, layout = jnp.asarray(inputs(9, WIDE), jnp.bfloat16), Grouped(kind, WIDE, activations=kind, static=static)
     weight = weight_of(layout, 2, 32)
     plain, gated = jax.jit(weight.matmul)(x), jax.jit(lambda x: swiglu(x, weight))(x)

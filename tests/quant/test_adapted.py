@@ -1,4 +1,4 @@
-"""Weights with adapters against float64, and rows that keep their bits whatever is beside them."""
+"""Weights with adapters against float64, and batch invariance of rows."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def banks(*lead: int, out=OUT, inputs=INPUTS) -> dict[str, np.ndarray]:
 
 
 def expected(x, weight, arrays) -> np.ndarray:
-    """One row, or rows of one adapter, in float64; ``weight`` is [*out, in]."""
+    """Return one row, or rows of one adapter, in float64; ``weight`` is [*out, in]."""
     x, weight, a, b, magnitude, bias = (np.float64(one) for one in (x, weight, *arrays.values()))
     low = np.tensordot(x @ np.swapaxes(a, -1, -2), b, (-1, -1))
     return magnitude * (np.tensordot(x, weight, (-1, -1)) + low) + bias
@@ -91,7 +91,7 @@ def test_rows_of_a_table_and_the_tied_head_without_them():
 
 @pytest.mark.parametrize("layout", STORAGES)
 def test_lookups_of_several_adapters_over_every_storage(layout):
-    """A tied table has them of lookups and of products, each for itself; what a row gets depends on no other row."""
+    """A tied table has separate adapters for lookups and for products; a row's result depends on no other row."""
     table, ids, slots = example(layout, (40,)), np.int32([3, 0, 39, 3, 7, 3]), np.int32([2, -1, 0, 0, 1, -1])
     rows = rows_of(jnp.asarray(slots), SLOTS)
     looked, multiplied = banks(SLOTS, out=(INPUTS,), inputs=40), banks(SLOTS, out=(40,))
@@ -145,14 +145,14 @@ def test_experts(stored, banked):
             assert_near(result[token, choice], expected(x[token], dense(weight)[expert], own))
 
 
-# ---- bits
+# ---- batch invariance
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("runs", [False, True])
 @pytest.mark.parametrize(("inputs", "out"), [(256, (512,)), (768, (3, 5, 64)), (2048, (768,)), (96, (4100,))])
 def test_a_row_keeps_its_bits_whatever_is_beside_it(dtype, runs, inputs, out):
-    """Other rows, other adapters, another slot of its adapter, another row for it; many rows of one adapter, or few."""
+    """Other rows, other adapters, another slot of its adapter, another row index; many rows of one adapter, or few."""
     rows, slots = 32, 8
     x, weight = (
         jnp.asarray(numbers(seed, *shape), dtype) for seed, shape in ((1, (rows, inputs)), (2, (*out, inputs)))

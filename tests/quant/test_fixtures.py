@@ -1,4 +1,4 @@
-"""Checkpoints that other people's tools quantised, loaded and run: logits in float32 against transformers'."""
+"""Checkpoints quantised by third-party tools: float32 logits against transformers'."""
 
 import pathlib
 from collections.abc import Iterable
@@ -62,11 +62,10 @@ def test_logits_of_activations_in_float8(test_data: pathlib.Path, name: str) -> 
 
 
 def test_logits_of_activations_in_int8(test_data: pathlib.Path) -> None:
-    """The largest number of a token is divided by its own 127.5th part: it becomes 127.5 or the number below, as its
-    last bit has it, and so -128 or -127. transformers' own logits change by 0.3 where embeddings change by 1e-7 of
-    themselves. So such changes are tried: nearly every position meets its expected logits with one of them, and where
-    none does, but one of these numbers is another.
-    """
+    """A token's largest magnitude is divided by 1/127.5 of itself: the result is 127.5 or the next smaller float,
+    depending on its last bit, and rounds to -128 or -127. transformers' own logits change by 0.3 if embeddings change
+    by a relative 1e-7. So such changes are tried: nearly every position matches its expected logits under one of them;
+    the remaining one differs by one such value."""
     model, expected = loaded(test_data, "ct-w8a8-smoothquant")
     run = jax.jit(lambda params: model.apply(params, jnp.asarray(expected["input_ids"])))
     table = model.params["embed"]["table"]

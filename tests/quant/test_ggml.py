@@ -1,4 +1,4 @@
-"""Blocks of ggml against llama.cpp's own code, and against every tensor of files that llama.cpp wrote."""
+"""ggml blocks against llama.cpp's own code, and against every tensor of files written by llama.cpp."""
 
 import collections
 import functools
@@ -29,7 +29,7 @@ def goldens() -> Mapping[str, np.ndarray]:
 
 
 def bits(kind: str, values: np.ndarray) -> np.ndarray:
-    """A zero has a sign, too, where that is agreed upon."""
+    """Return float32 bit patterns, with the sign of zero only for kinds on which readers agree."""
     exact = np.asarray(values, np.float32)
     return (exact + np.float32(0) if kind in READERS_DISAGREE else exact).view(np.uint32)
 
@@ -63,7 +63,7 @@ def test_leading_dimensions_and_jit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OF_CODEBOOKS)
 def test_all_entries_and_signs_bit_for_bit(kind: str) -> None:
-    """Compiled: no product of a scale and an entry is rounded, so fusing changes nothing."""
+    """Compiled: no product of a scale and an entry is rounded, so fusion changes nothing."""
     for blocks, values in (("entries", "entry_values"), ("blocks", "values")):
         ours = np.asarray(jax.jit(KINDS[kind].dequantize)(goldens()[f"{kind}:{blocks}"]))
         np.testing.assert_array_equal(bits(kind, ours), bits(kind, goldens()[f"{kind}:{values}"]))
@@ -71,13 +71,13 @@ def test_all_entries_and_signs_bit_for_bit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OF_CODEBOOKS)
 def test_the_goldens_name_every_entry(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a wrong one cannot hide: entries that hold their own number instead are all found in the result."""
+    """The goldens cover all entries: with each entry replaced by its index, all indices are in the result."""
     book = codebooks.entries(kind)
     numbered = np.broadcast_to(np.arange(len(book), dtype=np.float32)[:, None], book.shape)
     monkeypatch.setattr(codebooks, "entries", lambda _: numbered)
     blocks = jnp.asarray(goldens()[f"{kind}:entries"])
     found = np.abs(np.asarray(KINDS[kind].dequantize(blocks))).reshape(-1, book.shape[1])
-    if kind in ("IQ1_S", "IQ1_M"):  # an eighth is added to them or taken away
+    if kind in ("IQ1_S", "IQ1_M"):  # an offset of 1/8 is added or subtracted
         found = np.round(found)
     else:
         found = found / found[1].max()
@@ -146,7 +146,7 @@ def test_two_bits_are_minus_one_to_two() -> None:
 
 
 def test_every_block_of_the_files_of_llama_cpp(test_data: pathlib.Path) -> None:
-    """By kind, all files at once: an operation is compiled once for each."""
+    """All files at once, grouped by kind: each operation compiles once."""
     wanted: dict[str, list[tuple[str, str, np.ndarray]]] = collections.defaultdict(list)
     for folder in sorted((test_data / "models" / "quantised").glob("gguf-*")):
         sums = json.loads((folder / "MADE_BY.json").read_text())["sha256_of_dequantised_f32_le_bytes"]

@@ -1,4 +1,4 @@
-"""Stored weights in the form of a GPU's kernels are the same weights, and have the same products."""
+"""Stored weights in the layout of GPU kernels are the same weights and give the same products."""
 
 import functools
 
@@ -88,7 +88,7 @@ def test_a_codebook_that_is_not_mxfp4_stays_as_it_is():
 
 @pytest.mark.parametrize("layout", [LAYOUTS["int4 with zeros"], LAYOUTS["int8 times a factor"], mxfp4.LAYOUT])
 def test_a_kernel_multiplies_experts(layout, monkeypatch):
-    """On Hopper GPUs, in tiles of its own: never one expert after the other."""
+    """On Hopper GPUs the kernel tiles all experts, without a loop over experts."""
     weight = for_kernels(example(layout, (5, 2, 64), OF_EXPERTS))
     x = inputs(len(ENTRIES), dtype="bfloat16")
     assert grouped_path(x, weight) == "xla"

@@ -1,4 +1,4 @@
-"""Plain weights that say how they lie and what multiplies them."""
+"""Dense weights that declare their layout and matmul backend."""
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def test_abstract_weights_in_another_layout(layout, inputs, shape, wanted):
 
 @pytest.mark.parametrize("product", [matmul, matmul_transposed])
 def test_one_row_of_16_bits_is_multiplied_by_slices(monkeypatch, product):
-    """And has the numbers that it has among others; weights of which no slices can be cut have a second row."""
+    """The result is close to that of the row in a batch; weights that cannot be sliced get a second row."""
     counts = []
     inner = one_row.dot
     monkeypatch.setattr(one_row, "dot", lambda *arguments: counts.append(arguments[3]) or inner(*arguments))
@@ -186,7 +186,7 @@ def test_a_gpu_for_which_it_is_not_written(monkeypatch):
     ],
 )
 def test_the_kernel_is_where_it_is_asked_for(monkeypatch, backend, exactness, kernels):
-    """Nobody has tuned it yet: where any bits will do, "auto" is XLA."""
+    """No tuned tiles exist here: "auto" selects XLA unless bitwise identity is required."""
     monkeypatch.setattr("pallas_kernels.matmul.api.lowering_target", lambda: Target("gpu", HOPPER, "NVIDIA H100"))
     model = random_model("bfloat16", hidden_size=64, intermediate_size=128)
     prepared = prepare(model, EngineConfig(gemm_backend=backend, exactness=exactness, max_model_len=64), "gpu")

@@ -1,4 +1,4 @@
-"""Products with stored weights equal products with the same weights as plain numbers."""
+"""Products with stored weights equal products with the same weights dequantised."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_a_product_in_bfloat16_has_that_dtype(layout):
 
 @pytest.mark.parametrize("kind", ["codebook, nested", "ggml"])
 def test_a_product_on_a_gpu_is_no_loop(kind, monkeypatch):
-    """In a loop XLA may copy on another stream, and then no command buffer holds it. Pieces wait for one another."""
+    """In a loop XLA may copy on another stream, which prevents a command buffer. Barriers order the slices."""
     monkeypatch.setattr("pallas_kernels.quant_matmul.xla.GPU_PIECE", 128 * INPUTS * 4)
     weight, x = example(LAYOUTS[kind], MORE_THAN_A_PIECE), inputs(7)
     expected = jnp.einsum("bk,cnk->bcn", x, weight.dequantize(), precision="highest")
@@ -63,7 +63,7 @@ def test_a_product_on_a_gpu_is_no_loop(kind, monkeypatch):
     assert "scan[" not in program
     assert "while[" not in program
     assert program.count("= optimization_barrier") == 2  # 300 channels by 128
-    assert "scan[" in str(jax.make_jaxpr(matmul)(x, weight))  # on a CPU, of pieces that its cache holds
+    assert "scan[" in str(jax.make_jaxpr(matmul)(x, weight))  # on a CPU, over slices that fit its cache
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)
@@ -122,7 +122,7 @@ def test_groups_that_do_not_fit(layout):
 
 
 def test_what_is_stored_is_never_numbers_as_a_whole():
-    """The plain numbers of a large weight would be a buffer of its size: there is none in the program."""
+    """No temporary of the program has the size of the dequantised weight."""
     weight = example(LAYOUTS["codebook"], (4096,))
     compiled = jax.jit(matmul).lower(inputs(2), weight).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4096 * INPUTS * 4 / 2

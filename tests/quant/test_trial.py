@@ -1,4 +1,4 @@
-"""The trial of the GEMM kernel: what it lets pass, what it finds, and what is kept of it."""
+"""The trial of the GEMM kernel: kernels it accepts, faults it finds, and cached results."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ ROWS = (7, 64, 130)
 
 
 def by_rows(product: Product, given: Operands, dtype: object) -> jax.Array:
-    """The product, a row's bits of which depend on no other row."""
+    """Compute each row separately, so that its bits depend on no other row."""
 
     def row(index: jax.Array) -> jax.Array:
         x, x_scales = (None if each is None else each[index][None] for each in (given.x, given.x_scales))
@@ -57,7 +57,7 @@ def with_another_outputs_scale(product: Product, given: Operands, dtype: object)
 
 
 def by_the_number_of_rows(product: Product, given: Operands, dtype: object) -> jax.Array:
-    """Less than a rounding away."""
+    """Differ by one ulp for small row counts."""
     result = by_rows(product, given, dtype)
     return result if given.x.shape[0] > 64 else jnp.nextafter(result, jnp.zeros_like(result))
 
@@ -116,7 +116,7 @@ def test_each_product_is_tried(product, wrong) -> None:
     ("kernel", "plain", "why"), [(4.0, 4.0, None), (5.0, 4.0, None), (6.0, 4.0, "it takes 1.50 of XLA's time")]
 )
 def test_a_kernel_that_is_much_slower_is_not_taken(kernel, plain, why) -> None:
-    """A product's times are taken in turns: the kernel's, then those of what it is compared with."""
+    """The kernel's samples of a product come first, then those of the reference."""
     rounds = 2 * trials._ROUNDS  # of the fewest rows and of the most
     steps = itertools.cycle([*[0.0, kernel] * rounds, *[0.0, plain] * rounds])
     assert trial(clock=itertools.accumulate(steps).__next__).fault() == why
@@ -150,7 +150,7 @@ def test_a_device_that_fails_is_told_of() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_product_for_which_there_is_no_room_is_not_tried(late) -> None:
-    """Those that follow are."""
+    """Products after one that runs out of memory are still tried."""
 
     def too_large(product: Product, given: Operands, dtype: object) -> jax.Array:
         if product != QKV:
@@ -168,7 +168,7 @@ def test_a_product_for_which_there_is_no_room_is_not_tried(late) -> None:
 
 
 def test_what_float8_is_compared_with_is_added_in_float32() -> None:
-    """XLA's own product of float8 may be less exact than the kernel's."""
+    """XLA's own float8 product may be less exact than the kernel's."""
 
     def product_of_float8(product: Product, given: Operands, dtype: object) -> jax.Array:
         result = by_rows(product, given, dtype)
@@ -184,7 +184,7 @@ def test_what_the_kernel_refuses_is_not_tried() -> None:
 
 
 def test_rows_show_each_kind_of_tiles_once() -> None:
-    """The most rows of each; and a product whose results would be too many is tried with fewer rows."""
+    """Row counts cover each tiling once, at its most rows; products with too many results use fewer rows."""
     counts = (1, 128, 256, 512, 1024, 2048, 4096)
     tried = Trial({}, counts, jnp.bfloat16, jax.devices()[0])
     wide = Product((2, 14336, 4096), "in last", True)
@@ -201,7 +201,7 @@ def test_rows_show_each_kind_of_tiles_once() -> None:
 
 
 def stored(layout: Grouped) -> Quantized:
-    """The spec of a weight for gate and up of 128 inputs."""
+    """Return the spec of a gate/up weight with 128 inputs."""
     parts = layout.parts(128) | layout.input_parts(128)
     arrays = {
         name: ParamSpec((2, 96, *part.shape), (None, "mlp", *(None,) * len(part.shape)), dtype=part.dtype)
@@ -291,7 +291,7 @@ def test_nothing_is_tried_where_it_decides_nothing(monkeypatch, setting, dtype) 
 
 
 def test_products_that_a_named_backend_does_not_do_are_logged(caplog) -> None:
-    """Its weights are too small for the kernel: no figure is to stand under the kernel's name."""
+    """The weights are too small for the kernel: a log line avoids figures of XLA under the kernel's name."""
     prepare(random_model("bfloat16"), EngineConfig(max_model_len=64, gemm_backend="mosaic"), "gpu")
     told = [record.args for record in caplog.records if "which the kernel does not" in record.msg]
     assert {type(product) for product, _ in told} == {Product}

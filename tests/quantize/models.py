@@ -1,4 +1,4 @@
-"""Small random models as folders, and samples for them."""
+"""Small random models as folders, and calibration samples for them."""
 
 import pathlib
 
@@ -12,7 +12,7 @@ GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "models"
 
 
 def folder_of(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """The folder of a golden case: config.json, weights in float32, a tokenizer of 64 words."""
+    """Write the folder of a golden case: config.json, float32 weights, a tokenizer of 64 words."""
     load_case(load(GOLDENS / name), folder)
     return folder
 

@@ -1,4 +1,4 @@
-"""What the built-in text is worth: nearly as much as text like that which is served, and more than none."""
+"""The built-in calibration text is nearly as good as in-domain text, and better than none."""
 
 import pathlib
 
@@ -16,7 +16,7 @@ LENGTH = 128
 
 @pytest.mark.slow
 def test_it_is_nearly_as_good_as_ones_own(test_data: pathlib.Path, tmp_path: pathlib.Path):
-    """The divergence of the draft model's next tokens on Shakespeare, of which its own text is another part."""
+    """Compare divergences of the draft model's next tokens on Shakespeare; the in-domain text is another part of it."""
     text = (test_data / "text" / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
     border, tokenizer = len(text) * 4 // 5, load_tokenizer(model_folder("demo-draft"))
     own = tmp_path / "own.txt"

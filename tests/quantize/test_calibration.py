@@ -1,4 +1,4 @@
-"""Statistics of the inputs of weights against numpy, and texts that are read or refused."""
+"""Statistics of weight inputs against numpy; accepted and rejected calibration texts."""
 
 import json
 import pathlib
@@ -81,7 +81,7 @@ def test_layers_one_after_the_other_are_the_model(tmp_path: pathlib.Path):
 
 
 class Letters:
-    """Each byte is a token."""
+    """A tokenizer with a token for each byte."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

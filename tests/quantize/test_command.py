@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.convert --quantize`: flags become a recipe, and what cannot be is said in one sentence."""
+"""`python -m jaxinfer.convert --quantize`: flags become a recipe; invalid ones give one sentence."""
 
 import pathlib
 import re

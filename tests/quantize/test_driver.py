@@ -1,4 +1,4 @@
-"""Whole models: quantised, written, loaded again; interrupted; refused."""
+"""Whole models: quantised, written, loaded again; interrupted; rejected."""
 
 import json
 import pathlib
@@ -62,7 +62,7 @@ def test_it_is_loaded_and_near_the_source(recipe: Recipe, most: float, source: p
     ],
 )
 def test_families_whose_tensors_lie_otherwise(name: str, tmp_path: pathlib.Path):
-    """Experts, tensors that fill several parameters, queries of groups, latents: each weight is its own rounded one."""
+    """Experts, tensors that fill several parameters, grouped queries, latents: each weight is rounded separately."""
     folder = folder_of(name, tmp_path / "source")
     quantize(str(folder), tmp_path / "made", Recipe("int8"))
     plain = open_checkpoint(folder)
@@ -111,7 +111,7 @@ def test_an_interrupted_run_goes_on(recipe: Recipe, source: pathlib.Path, tmp_pa
         quantize(str(source), resumed, recipe, samples(), progress=stop)
     assert not resumed.exists()
     quantize(str(source), resumed, recipe, samples(), progress=stop)
-    assert done == [1, 2]  # the first layer was not made again
+    assert done == [1, 2]  # the first layer was not redone
     names = sorted(path.name for path in whole.iterdir())
     assert names == sorted(path.name for path in resumed.iterdir())
     assert all((whole / name).read_bytes() == (resumed / name).read_bytes() for name in names)

@@ -1,4 +1,4 @@
-"""Scales that go into the layer before change nothing that the layer computes."""
+"""Folding scales into the preceding layer leaves the layer's output unchanged."""
 
 import pathlib
 
@@ -54,6 +54,6 @@ def test_a_folded_layer_computes_the_same(name: str, method: str, tmp_path: path
 
 @pytest.mark.parametrize("name", ["gemma2-window", "gpt_oss-hub"])
 def test_other_blocks_are_not_folded(name: str, tmp_path: pathlib.Path):
-    """A norm that adds one to its scale; gates that are clamped, so that no factor passes through them."""
+    """A norm that adds one to its scale, and clamped gates, through which no factor can be folded."""
     model, _, _ = first_layer(name, tmp_path)
     assert not can_fold(model.module.block(0, None))

@@ -1,4 +1,4 @@
-"""What the makers write as Orbax is what converting their safetensors gives; interrupted, and of any family."""
+"""Quantising directly to Orbax equals converting quantised safetensors; interrupted runs, and all families."""
 
 import json
 import pathlib
@@ -33,7 +33,7 @@ def converted(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 
 def contents(folder: pathlib.Path) -> dict[str, object]:
-    """Every file that a reader opens; Orbax's own metadata has the time in it."""
+    """Return the contents of every file that a reader opens; Orbax's own metadata contains the time."""
     values = {path for path in folder.glob("params/*/*/c/**/*") if path.is_file()}
     read: dict[str, object] = {str(path.relative_to(folder)): path.read_bytes() for path in values}
     return {**read, **{path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}}
@@ -80,7 +80,7 @@ def test_it_is_what_converting_the_safetensors_gives(name: str, source: pathlib.
         ("deepseek_v3-hub", Recipe("int8")),
         ("gemma2-window", Recipe("gptq", group_size=16)),
         ("gpt_oss-hub", Recipe("int8")),
-        ("qwen2_moe-hub", Recipe("gptq", group_size=32)),  # some of a layer's weights stay as they are
+        ("qwen2_moe-hub", Recipe("gptq", group_size=32)),  # some of a layer's weights stay unquantised
     ],
 )
 def test_families_whose_tensors_lie_otherwise(name: str, recipe: Recipe, tmp_path: pathlib.Path):
@@ -113,10 +113,10 @@ def test_an_interrupted_run_goes_on(source: pathlib.Path, tmp_path: pathlib.Path
     assert (unfinished / UNFINISHED).exists()
     with pytest.raises(CheckpointError, match="is an unfinished conversion"):
         open_model_files(unfinished)
-    (unfinished / "params" / "layers_1.orbax-checkpoint-tmp-1").mkdir()  # as a kill leaves it
+    (unfinished / "params" / "layers_1.orbax-checkpoint-tmp-1").mkdir()  # leftover of a killed run
     first = {path: path.stat().st_mtime_ns for path in (unfinished / "params" / "layers_0").rglob("*")}
     made(source, tmp_path / "resumed", recipe, progress=stop)
-    assert done == [1, 2]  # the first layer was not made again
+    assert done == [1, 2]  # the first layer was not redone
     assert all(
         (tmp_path / "resumed" / path.relative_to(unfinished)).stat().st_mtime_ns == time for path, time in first.items()
     )

@@ -1,7 +1,7 @@
-"""What we quantise, loaded by other people's readers in the oracle's environment: the same weights and logits.
+"""Our quantised folders, loaded by third-party readers in the oracle's environment: the same weights and logits.
 
 Two models: one with biases, and stories260K, whose down projections have 172 inputs, which groups and blocks do not
-divide. They stay plain where a format cannot hold them.
+divide. These weights stay unquantised where a format cannot store them.
 """
 
 import dataclasses
@@ -46,13 +46,13 @@ KINDS = {
 }
 MODELS = ("qwen2-bias", "stories260K")
 NOT_HELD = {("stories260K", "fp8-blocks")}  # blocks of 128 divide the inputs of none of its weights
-MOST = 1e-4  # that logits may differ: sums of float32 in another order
+MOST = 1e-4  # tolerance of logits: the order of float32 sums differs
 IDS = np.random.default_rng(3).integers(3, 60, (2, 24)).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A quantised folder, and what the oracle says of it."""
+    """A quantised folder and the oracle's results for it."""
 
     folder: pathlib.Path
     theirs: dict[str, np.ndarray]
@@ -65,7 +65,7 @@ def answered(
     oracle_python: pathlib.Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Case]:
-    """Each kind of a model. The oracle is asked once, for all that this run has selected."""
+    """Return a lookup of cases by kind for one model. One oracle run covers all selected cases."""
     root = tmp_path_factory.mktemp(request.param)
     source = source_of(request.param, root, request)
     text = Calibration(np.random.default_rng(1).integers(3, 60, (8, 64)).astype(np.int32))
@@ -92,7 +92,7 @@ def source_of(model: str, root: pathlib.Path, request: pytest.FixtureRequest) ->
 
 
 def selected(request: pytest.FixtureRequest) -> set[str]:
-    """The kinds that this run asks of the model."""
+    """Return the kinds that this run selects for the model."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     params = [item.callspec.params for item in items if "answered" in item.fixturenames]
     asked = {(own["answered"], own["kind"]) for own in params} - NOT_HELD
@@ -129,6 +129,6 @@ def test_weights_and_logits_are_the_same(kind: str, answered: Callable[[str], Ca
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Of logits whose inputs are rounded to integers: a last bit decides what a token's largest number becomes, so two
-    programs do not have the same ones; but they are nearer to each other than to logits without that."""
+    """Return the RMS distance of logits with int8 inputs: a last bit decides how a token's largest magnitude rounds, so
+    two programs differ; but they are nearer to each other than to logits with unquantised inputs."""
     return float(np.sqrt(((a - b) ** 2).mean()))

@@ -1,4 +1,4 @@
-"""Summary of a quantisation: kinds, counts, errors, and what would take the rest."""
+"""Summary of a quantisation: kinds, counts, errors, and suggestions for unquantised weights."""
 
 import numpy as np
 import pytest

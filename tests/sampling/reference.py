@@ -1,4 +1,4 @@
-"""What the sampler must do, in float64 numpy with sorts: written from the definitions, sharing no code with it."""
+"""A float64 numpy reference of the sampler with sorts: written from the definitions, sharing no code with it."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ ADMIT = jax.jit(admit)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One slot in the middle of a request: what was asked, what it has generated, and its logits."""
+    """A slot in the middle of a request: parameters, generated tokens and logits."""
 
     logits: np.ndarray
     params: SamplingParams
@@ -32,7 +32,7 @@ class Row:
         return Request("r", self.prompt, params, frozenset(self.stop_ids), self.bad_words)
 
     def processed(self) -> np.ndarray:
-        """The logits after every processor."""
+        """Return the logits after every processor."""
         logits, asked = self.logits.astype(np.float64), self.params
         if asked.allowed_token_ids is not None:
             barred = np.setdiff1d(np.arange(len(logits)), asked.allowed_token_ids)
@@ -54,7 +54,7 @@ class Row:
         return logits
 
     def probabilities(self) -> np.ndarray:
-        """The distribution of the next token."""
+        """Return the distribution of the next token."""
         logits, asked = self.processed(), self.params
         if asked.temperature == 0:
             return np.eye(len(logits))[np.argmax(logits)]
@@ -71,7 +71,7 @@ def normalised(weights: np.ndarray) -> np.ndarray:
 
 
 def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
-    """A token is kept if those that are strictly more likely have less than ``top_p`` of the mass."""
+    """Return the mask of top-p: a token is kept if all strictly likelier ones have less than ``top_p`` of the mass."""
     values, inverse, times = np.unique(-weights, return_inverse=True, return_counts=True)
     mass = np.cumsum(-values * times)
     above = np.concatenate([[0], mass[:-1]])
@@ -79,7 +79,7 @@ def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def slots_and_state(rows: list[Row], indices: list[int] | None = None) -> tuple[SlotParams, SlotState]:
-    """The sampler's inputs as the engine makes them: admission, then the outputs so far."""
+    """Return the sampler's inputs as the engine makes them: admission, then the outputs so far."""
     host, vocab = HostSlots(len(rows), LIMITS), len(rows[0].logits)
     state = new_state(len(rows), vocab, LIMITS)
     for slot, row in enumerate(rows):
@@ -96,7 +96,7 @@ def slots_and_state(rows: list[Row], indices: list[int] | None = None) -> tuple[
 
 
 def repeated(row: Row, times: int) -> tuple[SlotParams, SlotState]:
-    """The same slot many times, each with a seed of its own."""
+    """Return the slot many times, each copy with its own seed."""
     one, state = slots_and_state([row])
     slots = SlotParams(*(np.repeat(x, times, axis=0) for x in one))
     slots.seed[:] = np.random.default_rng(0).integers(2**32, size=(times, 2))
@@ -104,7 +104,7 @@ def repeated(row: Row, times: int) -> tuple[SlotParams, SlotState]:
 
 
 def p_value(draws: np.ndarray, probabilities: np.ndarray) -> float:
-    """Of a chi-square test; tokens of fewer than 5 expected draws share one bin. A token of probability 0: 0."""
+    """Return the chi-square p-value; tokens of fewer than 5 expected draws share a bin. Impossible draws give 0."""
     observed = np.bincount(draws, minlength=len(probabilities))
     if observed[probabilities == 0].any():
         return 0.0

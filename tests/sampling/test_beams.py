@@ -1,4 +1,4 @@
-"""Paths of trees against a search of all continuations in float64."""
+"""Beam paths of trees against an exhaustive search in float64."""
 
 from __future__ import annotations
 

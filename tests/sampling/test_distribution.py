@@ -1,4 +1,4 @@
-"""Each processor and each filter draws from the distribution that the float64 reference says."""
+"""Each processor and filter samples from the distribution of the float64 reference."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ CASES = {
 
 
 def draws(row: Row, dtype: object = jnp.float32) -> np.ndarray:
-    """ROWS seeds at STEPS positions each."""
+    """Draw at ROWS seeds and STEPS positions each."""
     slots, state = repeated(row, ROWS)
     batch = jnp.broadcast_to(jnp.asarray(row.logits, dtype), (ROWS, len(row.logits)))
     generated, active = np.full(ROWS, len(row.output), np.int32), np.ones(ROWS, bool)

@@ -1,4 +1,4 @@
-"""Rows of drafts against the same tokens sampled one after the other, bit for bit."""
+"""Rows of drafts are bitwise identical to the same tokens sampled one after the other."""
 
 import dataclasses
 from typing import NamedTuple
@@ -27,7 +27,7 @@ ASKED = {
 
 
 class Logits:
-    """A model whose logits depend on slot and position alone, so that all that drafts could disturb is the sampler."""
+    """A model whose logits depend only on slot and position, so that drafts can only disturb the sampler."""
 
     def __init__(self, seed: int) -> None:
         self._values = np.random.default_rng(seed).normal(scale=2, size=(SLOTS, 16, VOCAB)).astype(np.float32)
@@ -39,7 +39,7 @@ class Logits:
 def one_by_one(
     logits: Logits, slots: SlotParams, state: SlotState, steps: int
 ) -> tuple[list[Sampled], list[SlotState]]:
-    """Each slot alone, ``steps`` times; the states after each step. Rows behind those of the slots are idle."""
+    """Sample each slot ``steps`` times without drafts; return results and states of each step. Extra rows are idle."""
     count = len(slots.temperature)
     results, states, rows = list[Sampled](), [state], np.arange(count)
     for step in range(steps):
@@ -54,7 +54,7 @@ def one_by_one(
 def with_drafts(
     logits: Logits, slots: SlotParams, state: SlotState, tokens: np.ndarray, order: np.ndarray
 ) -> tuple[Sampled, SlotState]:
-    """One step: rows of the slots themselves at position 0, and behind them ``tokens[slot]``, in rows by ``order``."""
+    """Run one step: slot rows at position 0, then rows of ``tokens[slot]`` as drafts, permuted by ``order``."""
     owners, fed, positions = np.arange(ROWS) % SLOTS, np.full(ROWS, -1), np.arange(ROWS) // SLOTS
     fed[SLOTS:] = tokens.T.reshape(-1)
     for column in (owners, fed, positions):
@@ -70,13 +70,13 @@ def with_drafts(
 
 
 def padded(slots: SlotParams, state: SlotState, count: int) -> tuple[SlotParams, SlotState]:
-    """For a program of ``count`` rows."""
+    """Pad slots and state to a program of ``count`` rows."""
     filled = [[np.concatenate([x, *[x[:1]] * (count - SLOTS)]) for x in map(np.asarray, all)] for all in (slots, state)]
     return SlotParams(*filled[0]), SlotState(*filled[1])
 
 
 def rows_of(asked: str, rng: np.random.Generator) -> list[Row]:
-    """Slots in the middle of requests, each a token further than the one before."""
+    """Return slots in the middle of requests, each one token longer than the one before."""
     return [
         Row(
             np.zeros(VOCAB, np.float32),
@@ -112,7 +112,7 @@ def test_a_row_sees_the_state_as_if_the_drafts_before_it_were_accepted(asked: st
 
 
 class Planned(NamedTuple):
-    """A row of a step: of which slot and path, which token at which position."""
+    """A row of a step: its slot, path, input token and position."""
 
     owner: int
     branch: int
@@ -121,7 +121,7 @@ class Planned(NamedTuple):
 
 
 def paths_of(truth: list[int], slot: int, rng: np.random.Generator) -> list[list[int]]:
-    """Of a slot's drafts: some follow the truth to the same depth, one further than the main path, others nowhere."""
+    """Return draft paths of a slot: some follow the truth equally deep, one further than the main path, others not."""
     wrong = [(token + 1 + slot) % VOCAB for token in truth]
     paths = [[truth[0], wrong[1]], [truth[0], truth[1], wrong[2]], [wrong[0]], truth[: 1 + slot], [truth[0], wrong[1]]]
     main, others = paths[:1], paths[1:]
@@ -130,12 +130,12 @@ def paths_of(truth: list[int], slot: int, rng: np.random.Generator) -> list[list
 
 
 def planned_rows(paths: list[list[list[int]]], rng: np.random.Generator) -> list[Planned]:
-    """The rows of paths by slot: the slots' own first, all others in any order."""
+    """Return the rows of paths by slot: slot rows first, all others shuffled."""
     own, others = [Planned(slot, 0, -1, 0) for slot in range(SLOTS)], list[Planned]()
     for slot, several in enumerate(paths):
-        names = [0, *(7 + rng.permutation(9)[: len(several) - 1]).tolist()]  # distinct, in no order
+        names = [0, *(7 + rng.permutation(9)[: len(several) - 1]).tolist()]  # distinct, unordered
         for name, path in zip(names, several, strict=True):
-            others += [Planned(slot, name, 0, 0)] if name else []  # what a copy is fed the sampler does not read
+            others += [Planned(slot, name, 0, 0)] if name else []  # the sampler ignores the input token of a copy
             others += [Planned(slot, name, token, 1 + depth) for depth, token in enumerate(path)]
     return own + [others[place] for place in rng.permutation(len(others))]
 
@@ -161,7 +161,7 @@ def test_of_several_paths_each_is_seen_alone_and_each_token_counts_once(asked: s
     for place, row in enumerate(rows):
         path = [other.fed for other in sorted(rows, key=lambda other: other.position) if other[:2] == row[:2]]
         path = path[1 : 1 + row.position]
-        if path == truths[row.owner][: row.position]:  # the row is one of the run without drafts
+        if path == truths[row.owner][: row.position]:  # the row occurs in the run without drafts
             longest[row.owner] = max(longest[row.owner], row.position)
             for mine, theirs in zip(jax.tree.leaves(sampled), jax.tree.leaves(alone[row.position]), strict=True):
                 np.testing.assert_array_equal(np.asarray(mine)[place], np.asarray(theirs)[row.owner])

@@ -85,7 +85,7 @@ def test_sampled_rows_report_raw_logprobs_only_if_asked(temperature: float) -> N
 
 @pytest.mark.parametrize("vocab", [3, 700, 32_001])
 def test_a_gpu_reports_the_same(vocab: int) -> None:
-    """By grouping instead of sorting; half of the tokens tie."""
+    """The GPU path groups instead of sorting; half of the tokens tie."""
     logits, tokens = make(vocab)
     logits[:, ::2] = np.round(logits[:, ::2])
     for have, want in zip(

@@ -1,4 +1,4 @@
-"""Masks of grammars in the sampler: what is drawn, and the bits of everybody else."""
+"""Grammar masks in the sampler: sampled tokens, and unchanged bits of unconstrained rows."""
 
 from typing import Any
 
@@ -30,12 +30,12 @@ def run(rows: list[Row], masks: np.ndarray | None, active: np.ndarray = ON) -> t
 
 
 def some(seed: int) -> np.ndarray:
-    """Nine of ten tokens are barred."""
+    """Return a random mask that bars nine of ten tokens."""
     return np.random.default_rng(seed).random((ROWS, VOCAB)) < 0.1
 
 
 def test_a_step_without_processors_copies_logits_once():
-    """XLA copies what a choice hands on unchanged: all processors, grammars' masks too, are behind one."""
+    """XLA copies the unchanged output of a cond: all processors, grammar masks included, share one."""
     slots, state = neutral_slots(ROWS, LIMITS), new_state(ROWS, VOCAB, LIMITS)
     now, words = np.zeros(ROWS, np.int32), packed(some(1))
     given = (np.zeros((ROWS, VOCAB), np.float32), slots, state, now, now, ON)
@@ -56,7 +56,7 @@ def test_only_allowed_tokens_are_drawn(asked):
 
 
 def test_the_others_keep_their_bits():
-    """Also where masks are there that are not theirs."""
+    """Unconstrained rows keep their bits next to rows with masks."""
     held = Row(logits(5), SamplingParams(max_tokens=100, seed=5, **CONSTRAINED))
     for free in (QUIET, LOUD, asks(temperature=0.7, logprobs=3)):
         rows = [held if i % 2 else free for i in range(ROWS)]

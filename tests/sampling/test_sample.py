@@ -1,4 +1,4 @@
-"""One step of sampling: what a row gets depends on its request, seed, sample index and position, on nothing else."""
+"""A sampling step: a row's result depends only on its request, seed, sample index and position."""
 
 import dataclasses
 import itertools
@@ -82,7 +82,7 @@ def among(row: Row, slot: int, neighbour: Row) -> list[Row]:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_row_is_the_same_in_every_slot_and_batch(name: str) -> None:
-    """Bit-identical tokens and logprobs, whatever the neighbours switch on."""
+    """Tokens and logprobs are bitwise identical, whatever features other rows enable."""
     row = REQUESTS[name]
     for position in range(9, 15):
         alone = of(run(among(row, 0, QUIET), position)[0], 0)
@@ -222,7 +222,7 @@ def test_only_active_rows_advance() -> None:
 
 
 def test_state_builds_up_to_what_the_output_says() -> None:
-    """Ten steps from admission: penalties and bad words see exactly what was generated."""
+    """Ten steps from admission: penalties and bad words see exactly the generated tokens."""
     row = asks(history=HISTORY | {"output": ()}, temperature=0, frequency_penalty=2.0, presence_penalty=1.0)
     slots, state = slots_and_state([row] * ROWS)
     for step in range(10):
@@ -261,7 +261,7 @@ def test_on_a_gpu_nothing_sorts_or_loops() -> None:
 
 
 def test_a_gpu_samples_the_same_tokens_and_logprobs() -> None:
-    """All requests together: equal bits, also of the state."""
+    """All requests together: results and state are bitwise identical."""
     rows = list(REQUESTS.values())
     for position in range(9, 15):
         here, there = (run(rows, position, np.ones(len(rows), bool), by=by) for by in (SAMPLE, SAMPLE_ON_GPU))

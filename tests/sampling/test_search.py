@@ -25,7 +25,7 @@ def rows_of(elements: st.SearchStrategy, dtype: type = np.float32) -> st.SearchS
 
 @jax.jit
 def keep_k(values: jax.Array, k: jax.Array, on: jax.Array) -> jax.Array:
-    """Compared on the device, where a threshold between 0 and the smallest normal number may count as 0."""
+    """Compare on the device, where a threshold between 0 and the smallest normal number may count as 0."""
     return values >= kth_largest(to_lanes(values, -jnp.inf), k, on)[:, None]
 
 
@@ -77,7 +77,7 @@ TOP_P = st.one_of(st.floats(2**-20, 1 - 2**-20, width=32), st.sampled_from([1e-3
 @EXAMPLES
 @given(rows_of(WEIGHT), hnp.arrays(np.float32, ROWS, elements=TOP_P))
 def test_nucleus_suffices_and_is_the_smallest(weights: np.ndarray, top_p: np.ndarray) -> None:
-    """Up to the rounding of float32 sums: what is kept reaches top_p, and would not without its smallest weight."""
+    """Up to float32 rounding, the kept mass reaches top_p, and does not without its smallest weight."""
     found = np.asarray(find_floor(weights, top_p, np.ones(ROWS, bool)))
     for row in range(ROWS):
         exact = weights[row].astype(np.float64)
@@ -97,7 +97,7 @@ def test_a_gpu_keeps_the_same_nucleus(weights: np.ndarray, top_p: np.ndarray, on
 
 @pytest.mark.parametrize("k", [1, 128, 129, VOCAB - 2])
 def test_a_gpu_tells_neighbours_apart(k: int) -> None:
-    """One float from the next, between the ends of the range."""
+    """Adjacent floats, with values at the ends of the range."""
     values = (1 + np.arange(VOCAB) * np.float64(2**-23)).astype(np.float32)[None].repeat(ROWS, axis=0)
     values[1, :2], values[2, :2] = (-np.inf, 3.4e38), (-3.4e38, np.inf)
     kept = np.asarray(keep_k_on_gpu(values, np.full(ROWS, k, np.int32), np.ones(ROWS, bool)))
@@ -106,7 +106,7 @@ def test_a_gpu_tells_neighbours_apart(k: int) -> None:
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 8.0])
 def test_a_gpu_keeps_the_same_of_a_large_vocabulary(scale: float) -> None:
-    """Sums of so many weights round; the same sums decide in both searches."""
+    """Sums over many weights round; both searches use the same sums."""
     logits = (np.random.default_rng(4).normal(size=(ROWS, 32_000)) * scale).astype(np.float32)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     on = np.ones(ROWS, bool)
@@ -121,7 +121,7 @@ def test_a_gpu_keeps_the_same_of_a_large_vocabulary(scale: float) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 4.0, 12.0]), st.floats(0.05, 0.999))
 def test_leaving_the_search_early_changes_nothing(seed: int, scale: float, p: float) -> None:
-    """Softmax weights of random logits: neighbours one float apart are told apart, as 32 halvings would."""
+    """Adjacent softmax weights of random logits are separated as by 32 halvings."""
     logits = np.random.default_rng(seed).normal(size=(ROWS, VOCAB)) * scale
     weights = np.exp(logits - logits.max(axis=1, keepdims=True)).astype(np.float32)
     found = np.asarray(find_floor(weights, np.full(ROWS, p, np.float32), np.ones(ROWS, bool)))

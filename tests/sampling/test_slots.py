@@ -1,4 +1,4 @@
-"""The host's mirror of the slots, and admission."""
+"""The host's copy of the slots, and admission."""
 
 import dataclasses
 

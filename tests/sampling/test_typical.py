@@ -1,4 +1,4 @@
-"""Typical acceptance against Medusa's equation in float64 numpy, and what it leaves alone."""
+"""Typical acceptance against Medusa's equation in float64 numpy, and state that it leaves unchanged."""
 
 import dataclasses
 import pathlib
@@ -30,7 +30,7 @@ ASKED = {
 
 
 def bound(probabilities: np.ndarray, epsilon: float, delta: float) -> float:
-    """Medusa's threshold (`evaluate_posterior`)."""
+    """Return Medusa's threshold (`evaluate_posterior`)."""
     entropy = -np.sum(probabilities * np.log(probabilities + 1e-5))
     return min(epsilon, delta * np.exp(-entropy))
 
@@ -62,7 +62,7 @@ def test_the_rule_is_medusas(asked: str, epsilon: float, delta: float, seed: int
 
 
 def with_drafts(rows: list[Row], tokens: np.ndarray) -> tuple[Sampled, SlotState]:
-    """One step: each row's own, and behind it a row that is fed ``tokens`` at the next position."""
+    """Run one step: slot rows, each followed by a row with input ``tokens`` at the next position."""
     count = len(rows)
     slots, state = slots_and_state(rows + rows)
     logits = np.stack([row.logits for row in rows + rows])
@@ -94,7 +94,7 @@ def test_a_draft_that_passes_is_what_the_row_says_and_one_that_fails_leaves_the_
         passes = p[token] > bound(p, EPSILON, DELTA)
         assert found.tokens[index] == (token if passes else drawn.tokens[index])
         changed += int(passes and token != drawn.tokens[index])
-        # What follows is as ever: the token counts, as does the next row's where the draft came true.
+        # The token is counted, as is the next row's token if the draft was accepted.
         counts = np.bincount([*row.output, found.tokens[index]], minlength=VOCAB)
         if found.tokens[index] == token:
             counts[found.tokens[TRIALS + index]] += 1
@@ -109,7 +109,7 @@ def test_a_barred_token_is_never_taken(seed: int) -> None:
     rng = np.random.default_rng([seed, 3])
     for barred, changes in {
         12: {},  # a bad word
-        13: {},  # the end of one that has begun
+        13: {},  # the end of a bad word that has begun
         6: {"min_tokens": 10},
         30: {"allowed_token_ids": list(range(30))},
     }.items():
@@ -155,7 +155,7 @@ def test_rows_that_do_not_ask_keep_their_bits(seed: int) -> None:
 
 
 def primitives(jaxpr: Any) -> set[str]:
-    """Of what is always computed: not what stands behind a condition."""
+    """Return the primitives that are always computed, not those inside a cond."""
     found = set()
     for equation in jaxpr.eqns:
         found.add(equation.primitive.name)

@@ -1,4 +1,4 @@
-"""When drafts are worth their rows, and when steps with drafts are."""
+"""Decisions whether drafts pay for their rows, and whether draft steps pay."""
 
 from jaxinfer.spec import WORTH_OF_A_PASS, Acceptance, Tempo
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 def share_of_drafting(tokens: float, seconds: float, steps: int = 4000) -> float:
-    """Of steps, where one with drafts brings ``tokens`` in ``seconds`` and one without brings 1 in 1."""
+    """Return the share of draft steps if one gives ``tokens`` in ``seconds`` and a step without drafts gives 1 in 1."""
     clock, drafted = Clock(), 0
     tempo = Tempo(clock)
     for _ in range(steps):
@@ -66,7 +66,7 @@ def test_a_change_is_noticed() -> None:
 
 
 def test_a_run_whose_drafts_become_few_ends_before_its_time() -> None:
-    """At first all sequences draft; then few are left, for whom the others wait."""
+    """Early on all sequences draft; later only a few do, and the others wait for them."""
     clock = Clock()
     tempo, kinds = Tempo(clock), list[bool]()
     for step in range(120):
@@ -107,7 +107,7 @@ def test_steps_with_prompts_are_not_compared() -> None:
 
 
 def test_each_load_has_a_verdict_of_its_own() -> None:
-    """Drafts that pay for one sequence do not for four, whose steps grow by them."""
+    """Drafts that pay for one sequence do not pay for four, whose steps they lengthen."""
     clock, kinds = Clock(), list[bool]()
     tempo = Tempo(clock)
     for step in range(4000):

@@ -1,4 +1,4 @@
-"""Drafters by name."""
+"""Lookup of drafters by name."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The n-gram drafter says exactly what a naive search says."""
+"""The n-gram drafter proposes the same tokens as a naive search."""
 
 import itertools
 from unittest import mock
@@ -13,7 +13,7 @@ from tests.spec.sequences import sequence
 
 
 def naive(history: list[int], min_n: int, max_n: int, limit: int) -> list[int]:
-    """Longest suffix first, latest occurrence first; tokens copied one by one."""
+    """Search the longest suffix first, latest occurrence first; copy tokens one by one."""
     for n in range(max_n, min_n - 1, -1):
         for start in range(len(history) - n - 1, -1, -1):
             if len(history) > n and history[start : start + n] == history[-n:]:
@@ -53,8 +53,8 @@ def test_same_as_a_naive_search(history: list[int], lengths: list[int], limit: i
     [
         ([1, 2, 3, 9, 1, 2], 4, [3, 9, 1, 2]),
         ([1, 2, 5, 1, 2, 6, 1, 2], 1, [6]),  # the latest occurrence
-        ([7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2], 1, [5]),  # a longer match goes before a later one
-        ([4, 4, 4], 5, [4, 4, 4, 4, 4]),  # a loop goes on for as long as is asked
+        ([7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2], 1, [5]),  # a longer match precedes a later one
+        ([4, 4, 4], 5, [4, 4, 4, 4, 4]),  # a loop continues up to the limit
         ([1, 2, 3, 4], 4, []),
         ([1, 9, 1], 4, []),  # one token is shorter than min_n
         ([1, 2], 4, []),

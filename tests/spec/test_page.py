@@ -1,4 +1,4 @@
-"""docs/speculation.md: the drafter of the page is one."""
+"""docs/speculation.md: the drafter of the page works."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""The suffix drafter against a search through plain lists."""
+"""The suffix drafter against a search in plain lists."""
 
 import collections
 
@@ -16,7 +16,7 @@ TEXT = st.lists(st.integers(0, 2), max_size=40) | st.lists(st.integers(0, 6), ma
 
 
 def naive(text: list[int], context: list[int], limit: int, below: int) -> tuple[list[int], float]:
-    """Every place of the last two tokens, every length, the votes counted one by one."""
+    """Search all occurrences of the last two tokens at every length, and count votes one by one."""
     places = [end for end in reversed(range(1, below)) if text[end - 1 : end + 1] == context[-2:]][:64]
     best: tuple[list[int], float] = ([], 0.0)
     if len(context) < 2 or not places:

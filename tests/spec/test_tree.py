@@ -1,4 +1,4 @@
-"""Trees of drafts against a walk through every path."""
+"""Draft trees against a walk of every path."""
 
 import random
 
@@ -17,7 +17,7 @@ SAID = Drafted(1, b"", 1, np.array([1], np.int32))
 
 @st.composite
 def trees(draw: st.DrawFn, wild: bool = False) -> Tree:
-    """Nodes behind any node before them; wild ones behind any number, with any token."""
+    """Draw trees with parents before children; wild ones with any parents and tokens."""
     count = draw(st.integers(0, 12))
     tokens = st.sampled_from([-1, 0, 1, 2, VOCAB - 1, VOCAB, 2**40]) if wild else st.integers(0, 2)
     parents = [draw(st.integers(-3, count + 2) if wild else st.integers(-1, node - 1)) for node in range(count)]
@@ -27,7 +27,7 @@ def trees(draw: st.DrawFn, wild: bool = False) -> Tree:
 
 
 def naive(tree: Tree, node: int = -1) -> list[list[int]]:
-    """The nodes of every path below a node, the first children first."""
+    """Return the nodes of every path below a node, the first children first."""
     children = [child for child, parent in enumerate(tree.parents.tolist()) if parent == node]
     if not children:
         return [[]]
@@ -35,7 +35,7 @@ def naive(tree: Tree, node: int = -1) -> list[list[int]]:
 
 
 def words(tree: Tree) -> list[list[int]]:
-    """All paths as tokens: the main one, then in the order of the nodes that begin them."""
+    """Return all paths as tokens: the main one, then in the order of the nodes that begin them."""
     first, *others = naive(tree)
     eldest = {parent: node for node, parent in reversed(list(enumerate(tree.parents.tolist())))}
     begins = [(max(node for node in path if eldest[tree.parents[node]] != node), path) for path in others]
@@ -96,11 +96,11 @@ def test_random_trees_say_the_truth_and_more(seed: int) -> None:
     assert all(len(path) <= 3 for path in tree.paths(99))
 
 
-# ---- who proposes them
+# ---- drafters
 
 
 def test_ngrams_go_on_as_other_places_do() -> None:
-    """Longer matches first, then later ones, and no continuation twice."""
+    """Longer matches come first, then later ones; no continuation is repeated."""
     history = [7, 1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 5, 7, 1, 2, 3, 8, 1, 2, 3, 0, 9, 1, 2]
     for most, wanted in ((1, [[3, 0]]), (2, [[3, 0], [5, 7]]), (9, [[3, 0], [5, 7], [4, 0]])):
         tree = NgramDrafter(2, 4, most).propose(sequence(history), 2)

@@ -1,4 +1,4 @@
-"""Trees of drafts for tests: some are right somewhere, the others anything."""
+"""Draft trees for tests: some paths are right up to a depth, the others arbitrary."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jaxinfer.spec import Drafted, Tree
 
 
 def random_tree(rng: random.Random, truth: list[int], depth: int, vocab: int) -> Tree:
-    """Paths that follow ``truth`` for a while or not at all, one after the other: some begin alike and share nodes,
-    some have nodes of their own for the same tokens; some are too deep, some hold what is no token."""
+    """Return a tree of paths that follow ``truth`` up to a random depth: some share prefix nodes, some duplicate them;
+    some are too deep, some have invalid tokens."""
     tokens, parents = list[int](), list[int]()
     for _ in range(rng.randint(0, 5)):
         right, length = rng.choice((0, 0, 1, 2, depth)), rng.randint(1, depth + 2)
@@ -32,10 +32,10 @@ def random_tree(rng: random.Random, truth: list[int], depth: int, vocab: int) ->
 
 
 class TreesOfTruth:
-    """Proposes random trees around what will be said.
+    """A drafter of random trees around the true continuation.
 
     Args:
-        truth: all tokens of a sequence, its prompt first.
+        truth: returns all tokens of a sequence, its prompt first.
     """
 
     def __init__(self, truth: Callable[[Drafted], list[int]], vocab: int) -> None:

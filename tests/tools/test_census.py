@@ -1,4 +1,4 @@
-"""docs/models.md says of published models what the code says of their config.json."""
+"""The table of published models in docs/models.md matches the code's verdict on each config.json."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ MODELS = dict(census.configs())
 
 
 def test_the_page_is_current() -> None:
-    """Each config.json is read: what is raised besides a `ConfigError`, with its sentence, fails this test."""
+    """Each config.json is parsed; any error other than a `ConfigError` fails this test."""
     assert census.main(["--check"]) == 0
 
 
@@ -63,7 +63,7 @@ def test_the_file_is_small_and_has_each_model_once() -> None:
 
 
 def test_most_of_what_is_known_is_there() -> None:
-    """An architecture that nobody can see in the page is one that nobody finds."""
+    """At most 16 known architectures have no model on the page."""
     seen = {name for config in MODELS.values() for name in text_model(config)["architectures"]}
     unseen = sorted(set(FAMILIES) - seen)
     assert len(unseen) <= 16, unseen

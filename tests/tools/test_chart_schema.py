@@ -1,4 +1,4 @@
-"""The Helm chart's schema of settings; tests/fleet has helm itself refuse by it."""
+"""The Helm chart's schema of settings; tests/fleet checks that helm itself rejects by it."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ def names(kind: type) -> set[str]:
 
 
 def test_what_is_checked_in_is_current() -> None:
-    """`python -m tools.settings_tables` writes it."""
+    """`python -m tools.settings_tables` regenerates it."""
     text = chart_schema.FILE.read_text(encoding="utf-8")
     assert text == chart_schema.with_settings(text)
 

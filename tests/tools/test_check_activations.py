@@ -1,4 +1,4 @@
-"""What the check takes for an activation, though a weight has as many numbers."""
+"""The check's distinction of activations from weights of the same size."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ TABLE = """\
 
 
 def test_what_is_made_of_a_tables_rows_is_an_activation():
-    """Even where a weight has as many numbers; a weight of as many rows as a call has tokens is not taken for one."""
+    """This holds even if a weight has the same size; a weight with one row per token is not taken for one."""
     line = "%embedded = f32[4,8]{1,0} fusion(%w1), kind=kLoop, calls=%rows"
     step = make_step(tokens=4, module=with_line(line, TABLE))
     assert moved_arrays(step) == []

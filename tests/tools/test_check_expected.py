@@ -1,4 +1,4 @@
-"""What a stage's programs should consist of, derived from the declarations of its parameters."""
+"""Expected operations of a stage's programs, derived from the declarations of its parameters."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def test_what_a_device_has_follows_from_the_declarations():
 
 
 def expected_of(first, last, vocab=96, sizes=SIZES, norms=False, dense=DENSE):
-    """Of a stage of two layers."""
+    """Return the expectations for a stage of two layers."""
     specs = {"layers_9": dense, "layers_10": SPARSE}
     config, cache = SimpleNamespace(vocab_size=vocab), SimpleNamespace(layers=(LayerSpec(), LayerSpec()))
     model = SimpleNamespace(specs=specs, config=config, cache_spec=cache, dtype=np.dtype(np.float16), module=None)
@@ -75,7 +75,7 @@ def test_norms_of_queries_and_keys_are_known_from_the_declarations():
 
 
 def test_norms_over_all_heads_are_a_sum_more_of_each_layer():
-    """Also of the last one where a chunk is computed for its keys and values alone."""
+    """The sum also occurs in the last layer of a chunk that is computed only for its keys and values."""
     norm = {"scale": ParamSpec((32, 8), ("all_heads", "norm"), init="ones")}
     normed = {**DENSE, "attention": {**DENSE["attention"], "q_norm": norm}}
     plain, whole = (expected_of(first=True, last=True, dense=dense) for dense in (DENSE, normed))

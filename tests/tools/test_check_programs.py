@@ -1,4 +1,4 @@
-"""The check of compiled programs: its reading of HLO and of what is launched, its rules, and the engine's own steps."""
+"""The check of compiled programs: parsing of HLO and launches, its rules, and the engine's own steps."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def make_step(**changes):
 
 
 def with_line(line, calls=""):
-    """The program with one more instruction in its entry, and one more computation."""
+    """Return the program with one more instruction in its entry, and one more computation."""
     return read_module(calls + HLO.replace("  ROOT %out", f"  {line}\n  ROOT %out"))
 
 
@@ -115,7 +115,7 @@ PADDED = """\
 
 
 def test_a_weight_that_is_filled_up_with_zeros_is_read_all_the_same():
-    """What XLA does to split a sum into equal parts; a copy of a large weight is told by another rule."""
+    """XLA pads to split a sum into equal parts; another rule reports a copy of a large weight."""
     lines = "%filled = bf16[6,8]{1,0} fusion(%w1), kind=kLoop, calls=%padding\n"
     lines += f"  %gemm_c = f32[2,8]{{1,0}} fusion(%filled, %x), kind=kCustom, calls=%gemm_body, {GEMM}"
     step = make_step(module=with_line(lines, PADDED))
@@ -154,7 +154,7 @@ def test_plain_numbers_of_codes_are_found(line, found):
     assert stored_sizes(step) == {32}
     assert plain_bytes(step, {32}) == found
     assert rule(step, "plain numbers").broken == (found > 0)
-    assert not rule(dataclasses.replace(step, dequantized=True), "plain numbers").broken  # in pieces
+    assert not rule(dataclasses.replace(step, dequantized=True), "plain numbers").broken  # in slices
 
 
 def test_in_a_loop_plain_numbers_are_found_too():
@@ -249,7 +249,7 @@ thunk_metadata {
 
 
 def test_products_of_our_own_kernels_are_gemms_among_launches():
-    """Calls have no name in the list of what is launched; what they come from has."""
+    """Custom calls are unnamed in the launch list; their metadata has the name."""
     call = '%mpmd_map.7 = f32[2,8]{1,0} custom-call(%x, %w1), custom_call_target="mosaic_gpu_v2", '
     call += 'metadata={op_name="jit(decode)/mosaic_gpu/quant_matmul/call"}'
     thunks = THUNKS.replace(
@@ -268,7 +268,7 @@ def rule(step, name):
 
 def test_rules_hold_or_are_broken():
     step = make_step()
-    assert rule(step, "GEMMs").broken  # this program has one a layer
+    assert rule(step, "GEMMs").broken  # this program has one per layer
     assert not rule(step, "donated").broken
     assert rule(dataclasses.replace(step, aliased=128), "donated").broken
     assert not rule(step, "temporaries").broken
@@ -289,7 +289,7 @@ def test_adapters_may_have_kernels_and_rows_of_their_own():
     adapted = make_step(launches=launches, adapters=5)
     assert not rule(adapted, "kernels").broken
     assert adapted.largest == (2 + 5 * 32) * 8
-    assert make_step(logits=1000, adapters=5).largest == 2 * 1024  # the sampler's, in lanes
+    assert make_step(logits=1000, adapters=5).largest == 2 * 1024  # buffers of the sampler, in lanes
 
 
 ONE_BUFFER = THUNKS[: THUNKS.index("152:")]
@@ -322,7 +322,7 @@ def test_all_launches_are_in_one_command_buffer():
     assert rule(make_step(launches=read_launches(beside)), "command buffers").broken
     none = "000: kGemm [source | sink] kGemm\n001: kGemm [source | sink] kGemm\n"
     assert rule(make_step(launches=read_launches(none)), "command buffers").broken
-    assert not rule(make_step(devices=2), "command buffers").broken  # collectives cut it
+    assert not rule(make_step(devices=2), "command buffers").broken  # collectives split the command buffer
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def body_of_loop(*lines):
 
 
 def test_of_several_steps_the_body_is_asked():
-    """Their loop is one that a command buffer must hold; a loop within it is attention's."""
+    """The multi-step loop must be inside a command buffer; a loop within it is attention's."""
     step = make_step(module=with_line(LOOP, body_of_loop()), repeats=True)
     assert rule(step, "waits").asked
     assert rule(dataclasses.replace(step, waits=("kWhile 152",)), "waits").broken
@@ -368,7 +368,7 @@ def test_of_several_steps_the_body_is_asked():
 def test_exchanges_among_devices_are_counted():
     layer = "%sum = f32[2,8]{1,0} all-reduce-start(%gemm_a)\n  %end = f32[2,8]{1,0} all-reduce-done(%sum)"
     step = make_step(module=with_line(layer), arguments=1021)
-    assert rule(step, "all-reduces").broken  # one device has nobody to ask
+    assert rule(step, "all-reduces").broken  # a single device needs none
     assert not rule(make_step(), "all-reduces").broken
     of_two = dataclasses.replace(step, devices=2, sums=1, gathers=1)
     assert not rule(of_two, "all-reduces").broken
@@ -412,7 +412,7 @@ OUT = """\
 
 
 def moves_broken(text: str = OUT, name: str = "export_1", **changes: int) -> set[str]:
-    """The rules that a program breaks which moves a page of 8 bytes."""
+    """Return the broken rules of a program that moves a page of 8 bytes."""
     found = {"output": 0, "argument": 100, "alias": 0, "temp": 10, "host_output": 8, "host_argument": 0, **changes}
     memory = SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in found.items()})
     program = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
@@ -462,7 +462,7 @@ def test_some_layers_may_be_asked_for(name):
 
 
 def part_of(*broken):
-    """A stage whose rules of these names are broken."""
+    """Return a stage in which the named rules are broken."""
     rules = [Finding(name, "1", "2", name not in broken) for name in ("first", "second")]
     program = Program(1, 2, 3, 1, 14.2, (rules[1],))
     return Part(1, 10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9, 5.4, {"decode": program, "prefill": program}, (rules[0],))
@@ -510,14 +510,14 @@ compiles = pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plug
 
 
 def _kinds(part):
-    """Names of programs without the rows of smaller decode programs."""
+    """Return the names of programs without the row counts of smaller decode programs."""
     return {re.sub(r"_\d+", "", name) for name in part.programs}
 
 
 @pytest.mark.slow
 @compiles
 def test_the_engines_steps_keep_the_rules():
-    """At the shape of Llama-3.1-8B, four of its layers, compiled for an H100."""
+    """Four layers of Llama-3.1-8B's shape, compiled for an H100."""
     (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, steps=8), default_folder())
     assert _kinds(part) == {"decode", "decode_many", "prefill", "prefill_logprobs"}
     assert {"decode_2", "decode_8", "decode_16", "decode_32", "decode"} < set(part.programs)
@@ -533,7 +533,7 @@ STORED = [("Llama-3.1-8B", kind) for kind in ("int4", "nf4", "fp8-activations")]
 @compiles
 @pytest.mark.parametrize(("model", "kind"), STORED)
 def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
-    """The kernel's, of experts, too, and those made plain piece by piece: in one command buffer all the same."""
+    """Kernel matmuls, those of experts, and weights dequantised in slices are all in one command buffer."""
     (part,) = door.run(Work(model, door.PAGES, layers=2, weights=kind), default_folder())
     assert part.broken == []
     asked = {one.rule for one in part.programs["prefill"].findings if one.asked}
@@ -543,7 +543,7 @@ def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
 @pytest.mark.slow
 @compiles
 def test_the_steps_of_sums_that_do_not_divide_keep_the_rules():
-    """XLA would fill up the first layer's down projection, of 10944 inputs, in each decode step."""
+    """XLA would pad the first layer's down projection, of 10944 inputs, in each decode step."""
     (part,) = door.run(Work("DeepSeek-V2-Lite", door.PAGES, layers=2, gemm="xla"), default_folder())
     assert part.broken == []
 
@@ -567,7 +567,7 @@ def test_the_steps_of_a_draft_model_keep_the_rules():
 @pytest.mark.slow
 @compiles
 def test_the_steps_of_a_draft_head_keep_the_rules():
-    """The step keeps what the head reads, and the head drafts, without the host."""
+    """The step keeps the features that the head reads, and the head drafts, without the host."""
     work = Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, drafts=True, head="eagle3")
     _keeps_the_rules_of_drafts(work)
 
@@ -575,7 +575,7 @@ def test_the_steps_of_a_draft_head_keep_the_rules():
 @pytest.mark.slow
 @compiles
 def test_the_steps_of_adapters_keep_the_rules():
-    """Every adapted weight by the kernels, in one command buffer, and no bank moved."""
+    """Kernels multiply every adapted weight, in one command buffer, and no bank is moved."""
     (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, adapters=5), default_folder())
     plain = {"decode", "prefill", "prefill_logprobs"}
     assert _kinds(part) == plain | {f"{name}_adapted" for name in plain}
@@ -587,7 +587,7 @@ def test_the_steps_of_adapters_keep_the_rules():
 @pytest.mark.slow
 @compiles
 def test_steps_of_a_model_with_states(tmp_path):
-    """A layer of each kind of Qwen3-Next: states are donated and planned for, and nothing waits."""
+    """A layer of each kind of Qwen3-Next: states are donated and planned for, and the host does not wait."""
     two = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     config = Work("Qwen3-Next-80B-A3B", door.PAGES).config() | two
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""tools/make_venv.sh on a machine made of fakes: no network, no real environment."""
+"""tools/make_venv.sh on a fake machine: no network, no real environment."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ import pytest
 
 TOOLS = ("sh", "mkdir", "rmdir", "rm", "cp", "touch", "dirname", "cat")
 
-# Answers what the script asks of a Python: version and modules (-c), its name, `-m venv --clear DIR`, `-m pip`.
+# Answers the script's calls of Python: version and modules (-c), its name, `-m venv --clear DIR`, `-m pip`.
 FAKE = """\
     #!/bin/sh
     echo "$(basename "$0") $*" >>"$LOG"
@@ -25,7 +25,7 @@ FAKE = """\
 
 
 class Machine:
-    """A PATH with a handful of commands, fake Pythons, and a log of what they were asked."""
+    """A PATH with a few commands and fake Pythons, and a log of their calls."""
 
     def __init__(self, root: pathlib.Path, script: pathlib.Path) -> None:
         self.bin, self.log, self.work, self.script = root / "bin", root / "log", root / "work", script

@@ -1,4 +1,4 @@
-"""The tables of settings in docs/ are those of the dataclasses."""
+"""The tables of settings in docs/ match the dataclasses."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""The shipped configurations as the check of compiled programs takes them: few layers, and what each keeps."""
+"""The shipped configurations in the check of compiled programs: shortened layers, and cached arrays of each."""
 
 import dataclasses
 
@@ -20,8 +20,8 @@ from tools.check_programs.work import MODELS, Finding, Work, shortened
         ("Llama-3.1-8B", 3),
         ("DeepSeek-V3", 5),  # dense ones, then experts
         ("Gemma-4-E2B", 11),  # two kinds, of which the last read the first ones' keys
-        ("Gemma-4-31B", 7),  # whose last layer attends to all, however many there are
-        ("granite-4.0-h-tiny", 7),  # refused with layers of one kind
+        ("Gemma-4-31B", 7),  # the last layer has full attention at any depth
+        ("granite-4.0-h-tiny", 7),  # rejected with layers of one kind
         ("Nemotron-3-Nano-30B-A3B", 7),
     ],
 )
@@ -43,11 +43,11 @@ def test_half_of_the_layers_read_the_others_keys():
 @pytest.mark.parametrize(
     ("name", "layers", "whole", "tail"),
     [
-        ("Llama-3.1-8B", 2, 1, 1),  # keys and values of the last layer alone
-        ("Gemma-4-E2B", 10, 4, 2),  # nothing of the five that read others'; a projection before all of them
+        ("Llama-3.1-8B", 2, 1, 1),  # only keys and values of the last layer
+        ("Gemma-4-E2B", 10, 4, 2),  # nothing of the five that read other layers'; a projection before all of them
         ("GLM-5", 2, 1, 2),  # a latent and an index key
-        ("Falcon-H1-0.5B", 2, 1, 4),  # attention's, and the three of a recurrence
-        ("Nemotron-3-Nano-30B-A3B", 9, 7, 3),  # experts behind the last that keeps any
+        ("Falcon-H1-0.5B", 2, 1, 4),  # one of attention, three of a recurrence
+        ("Nemotron-3-Nano-30B-A3B", 9, 7, 3),  # the experts after the last layer with a cache are left out
     ],
 )
 def test_a_chunk_needs_what_the_cache_keeps(name: str, layers: int, whole: int, tail: int):
@@ -58,7 +58,7 @@ def test_a_chunk_needs_what_the_cache_keeps(name: str, layers: int, whole: int, 
 
 def test_experts_without_a_gate_are_a_matrix_all_the_same():
     should = plan(Work("Nemotron-3-Nano-30B-A3B", 64, layers=6), 0, jax.devices()[:1]).should
-    assert should.layers[:2] == (4, 5)  # a recurrence; router, two of the experts, two that all tokens share
+    assert should.layers[:2] == (4, 5)  # a recurrence; router, two of the experts, two of the shared experts
 
 
 def test_convolutions_are_no_gemms():
@@ -67,9 +67,9 @@ def test_convolutions_are_no_gemms():
 
 def test_a_router_that_is_asked_twice_is_two_products():
     should = plan(Work("Gemma-3n-E2B", 64, layers=10), 0, jax.devices()[:1]).should
-    # Two of attention, two of the network, two low-rank, two of embeddings; of streams the router, twice, and two.
+    # Two of attention, two of the MLP, two low-rank, two of embeddings; of streams the router, twice, and two.
     assert should.layers == (12,) * 10
-    assert should.gemms("prefill") == ((12,) * 4, 1 + 3 + 3)  # streams: made, and what the fifth predicts of them
+    assert should.gemms("prefill") == ((12,) * 4, 1 + 3 + 3)  # streams: made, and predicted by the fifth layer
 
 
 def test_queries_of_latent_attention_are_the_widest():

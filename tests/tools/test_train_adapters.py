@@ -1,4 +1,4 @@
-"""The tool that trains the demo's adapters, on texts made here."""
+"""The tool that trains the demo's adapters, on generated texts."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""The tool that trains the demo models, on a text made here."""
+"""The tool that trains the demo models, on a generated text."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def data(text: str) -> corpus.Corpus:
 
 
 def run(data: corpus.Corpus, file: pathlib.Path, stop: int | None = None):
-    """Train TINY; ``stop`` interrupts the run after so many evaluations."""
+    """Train TINY; ``stop`` interrupts the run after that many evaluations."""
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -71,7 +71,7 @@ def test_quick_run_writes_a_folder_that_loads(tmp_path, capsys):
     logits = model.apply(model.params, jnp.asarray([ids]))
     assert model.dtype == jnp.bfloat16
     assert logits.shape == (1, len(ids), 512)
-    assert 4.0 < measures["test"]["nats_per_token"] < math.log(512)  # six steps: better than knowing nothing
+    assert 4.0 < measures["test"]["nats_per_token"] < math.log(512)  # six steps: better than the uniform distribution
 
 
 def test_missing_data_is_one_sentence(tmp_path, capsys):

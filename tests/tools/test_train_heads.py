@@ -1,4 +1,4 @@
-"""The tool that trains draft heads, for a tiny target on a text made here."""
+"""The tool that trains draft heads, for a tiny target on a generated text."""
 
 import dataclasses
 import json
@@ -42,14 +42,14 @@ def learnt() -> corpus.Corpus:
 
 @pytest.fixture(scope="module")
 def target() -> Model:
-    """Of random weights, and of opinions: its logits are far apart."""
+    """Return a target with random weights, scaled so that its logits are far apart."""
     model = build_model(TARGET, 7).replace(name="tiny")
     return model.replace(params={**model.params, "embed": {"table": 12 * model.params["embed"]["table"]}})
 
 
 @pytest.fixture(scope="module")
 def texts(learnt: corpus.Corpus) -> Texts:
-    """Texts that the target might have written."""
+    """Return texts that the target might have written."""
     rows = {heat: corpus.batch(learnt, 1, step, 40, LENGTH - 1) for step, heat in enumerate((0.0, 1.0))}
     return Texts.of(rows, 4, learnt)
 
@@ -66,7 +66,7 @@ def own(head: Model) -> Any:
 
 @pytest.mark.parametrize("count", [3, 9])
 def test_turns_are_what_drafting_computes(target: Model, texts: Texts, count: int) -> None:
-    """Behind the first ``count`` tokens, by the plain equations, where the tokens that follow are those of the text."""
+    """Training turns match drafting after the first ``count`` tokens, with the text's tokens as draft tokens."""
     _, head, tokens = head_for("eagle3", target, texts)
     rows = jnp.asarray(texts.written[:2])
     features, _ = states(target, head, rows)
@@ -86,7 +86,7 @@ def test_turns_are_what_drafting_computes(target: Model, texts: Texts, count: in
 
 
 def test_guesses_are_compared_with_the_target_one_place_further_each(target: Model, texts: Texts) -> None:
-    """Untrained Medusa heads say what the target says of the next token: of guess i that is i + 1 places too early."""
+    """Untrained Medusa heads give the target's next-token logits: for guess i that is i + 1 positions too early."""
     _, head, _ = head_for("medusa", target, texts)
     rows = jnp.asarray(texts.written[:2])
     logprobs = jax.nn.log_softmax(target(rows))

@@ -1,4 +1,4 @@
-"""Checkpoint files for the tests, right and wrong ones."""
+"""Valid and invalid checkpoint files for the tests."""
 
 import json
 import pathlib
@@ -18,7 +18,7 @@ EVERYTHING = slice(None)
 
 
 def write_raw(path: pathlib.Path, header: Any, data: bytes = b"", length: int | None = None) -> pathlib.Path:
-    """A file with exactly this header (JSON bytes, or something to encode) and, if asked, a lying length."""
+    """Write a file with exactly this header (bytes, or a value to encode) and, if given, a false header length."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
     return path
@@ -29,7 +29,7 @@ def entry(begin: int, end: int, shape: list[Any] | None = None, dtype: str = "F3
 
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Written by the safetensors library."""
+    """Write tensors with the safetensors library."""
     safetensors.numpy.save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, path)
 
 
@@ -46,7 +46,7 @@ def write_index(folder: pathlib.Path, weight_map: Any) -> None:
 
 @contextmanager
 def refused(pattern: str) -> Iterator[None]:
-    """The block raises a CheckpointError that matches and is one sentence on one line."""
+    """Check that the block raises a matching CheckpointError of one sentence on one line."""
     with pytest.raises(CheckpointError, match=pattern) as caught:
         yield
     message = str(caught.value)
@@ -56,7 +56,7 @@ def refused(pattern: str) -> Iterator[None]:
 
 
 def tiny_specs() -> dict[str, Any]:
-    """Fused QKV (2 KV heads of 3, groups of 2), fused gate/up, a fused bias, an untransposed embedding: d=4, f=5."""
+    """Specs of fused QKV (2 KV heads of 3, groups of 2), gate/up and bias, an untransposed embedding: d=4, f=5."""
     kv, group, dim, d, f = 2, 2, 3, 4, 5
     attention = "layers.0.attn"
     qkv = (
@@ -85,7 +85,7 @@ def tiny_specs() -> dict[str, Any]:
 
 
 def tiny_tensors(dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tensors for ``tiny_specs``."""
+    """Return random tensors for ``tiny_specs``."""
     rng = np.random.default_rng(seed)
     shapes = {
         "embed.weight": (7, 4),

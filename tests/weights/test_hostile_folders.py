@@ -1,4 +1,4 @@
-"""Model folders that lie anywhere: each is loaded or refused with one sentence, in little memory and time."""
+"""Malformed model folders: each is loaded or rejected with one sentence, in little memory and time."""
 
 import copy
 import json
@@ -91,7 +91,7 @@ ODD = [math.nan, True, False, None, "", "a", "x" * 5000, [], {}, [1], {"a": 1}, 
 
 
 def module(kind: str, name: str, out: int, inputs: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The tensors of a linear layer."""
+    """Return the tensors of a linear layer."""
     words, groups = rng.integers(-(2**31), 2**31, (out * inputs // 8,), np.int32), inputs // 32
     scales = rng.random((groups, out), np.float32).astype(np.float16)
     match kind:
@@ -147,7 +147,7 @@ def write_model(folder: pathlib.Path, kind: str) -> None:
 
 
 def load(folder: pathlib.Path) -> Mapping[str, Any]:
-    """As `jaxinfer.load_model`, but values stay on the host."""
+    """Load as `jaxinfer.load_model` does, but keep values on the host."""
     files = open_model_files(folder)
     dtype = auto_dtype(files.config_json, files.tensors)
     family = family_for(files.config_json)
@@ -169,7 +169,7 @@ def test_the_folders_are_good_ones(folder: pathlib.Path):
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where anything stands in a JSON value."""
+    """Return the paths of all values in a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, each in inner for place in places(each, (*path, key)))]
 
@@ -211,7 +211,7 @@ def mutated_bytes(raw: bytes, rng: random.Random) -> bytes:
 
 
 def mutated_tensors(raw: bytes, rng: random.Random) -> bytes:
-    """The header as JSON, or any bytes of it."""
+    """Mutate the header as JSON, or its raw bytes."""
     length = int.from_bytes(raw[:8], "little")
     header, data = raw[8 : 8 + length], raw[8 + length :]
     if rng.random() < 0.7:
@@ -221,7 +221,7 @@ def mutated_tensors(raw: bytes, rng: random.Random) -> bytes:
 
 
 def mutate(folder: pathlib.Path, rng: random.Random) -> tuple[pathlib.Path, bytes]:
-    """A file, and what it is to hold."""
+    """Return a file and its mutated content."""
     file = rng.choice(sorted(folder.iterdir()))
     raw = file.read_bytes()
     if file.suffix == ".safetensors":
@@ -230,7 +230,7 @@ def mutate(folder: pathlib.Path, rng: random.Random) -> tuple[pathlib.Path, byte
 
 
 def attempt(folder: pathlib.Path) -> bool:
-    """Whether it was loaded; else it was refused with one sentence."""
+    """Return whether it was loaded; else it was rejected with one sentence."""
     begin = time.monotonic()
     try:
         load(folder)
@@ -275,6 +275,6 @@ def test_files_cut_short_at_every_power_of_two(folder: pathlib.Path, tmp_path: p
 
 
 def test_what_config_json_says_costs_nothing_before_it_is_checked():
-    """A number of layers that no checkpoint has would be a tree of as many parameters."""
+    """A layer count beyond any checkpoint would build a tree with that many parameters."""
     with pytest.raises(ConfigError, match="num_hidden_layers = 2147483647 must be at most 1024"):
         abstract({**LLAMA, "num_hidden_layers": 2**31 - 1}, "float32")

@@ -1,4 +1,4 @@
-"""Random weights: their distribution, and what they depend on."""
+"""Random initial weights: their distribution and dependencies."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Filling parameters: every value in its place, every disagreement a sentence, memory within one tensor."""
+"""Weight loading: every value in its position, an error for every mismatch, memory within one tensor."""
 
 import json
 import pathlib
@@ -31,8 +31,8 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def assert_in_place(params: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """The equations of the fused layout, written out with loops."""
-    params = jax.tree.map(np.float32, params)  # exact, and numpy compares NaN in its own dtypes only
+    """Check the fused layout by its equations, written as loops."""
+    params = jax.tree.map(np.float32, params)  # exact; numpy compares NaN in its own dtypes only
     tensors = {name: np.float32(value) for name, value in tensors.items()}
     block, attention = params["block"], "layers.0.attn"
     np.testing.assert_array_equal(params["embed"], tensors["embed.weight"])
@@ -269,7 +269,7 @@ def test_python_holds_one_buffer_at_a_time(tmp_path: pathlib.Path, dtype: str) -
     )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert one < peak < 1.6 * one  # the finite check's booleans are part of it
+    assert one < peak < 1.6 * one  # includes the booleans of the finite check
 
 
 PEAK = """
@@ -324,7 +324,7 @@ def test_where_a_part_meets_a_source(index: tuple[slice, ...], where: tuple[slic
 
 
 def test_parts_of_parameters_are_those_of_the_whole(folder: pathlib.Path) -> None:
-    """And no more is read: a part of a buffer's size is all that is held, and what was read is counted."""
+    """No more is read: only a shard-sized buffer is held, and bytes read are counted."""
     calls: list[tuple[int, int, str]] = []
 
     def halves(path: Path, spec: ParamSpec, fill: Fill) -> np.ndarray:

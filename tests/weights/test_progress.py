@@ -1,4 +1,4 @@
-"""The bar appears on a terminal's stderr and nowhere else."""
+"""The progress bar is drawn only on a terminal's stderr."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""Parameters made of stored weights: whatever the family and the storage, the model of the same plain numbers."""
+"""Parameters of stored weights, for every family and storage, equal the model of the dequantised weights."""
 
 import pathlib
 from typing import Any
@@ -24,7 +24,7 @@ from tests.weights.files import write_tensors
 
 
 def assert_same(stored: Model, plain: Model):
-    """The same numbers in every parameter, and the same function."""
+    """Check that every parameter has the same values, and the function the same results."""
     for path, spec in walk_specs(plain.specs):
         own, wanted = stored.params, plain.params
         for key in path:
@@ -39,7 +39,7 @@ def assert_same(stored: Model, plain: Model):
 
 
 def groups_of(size: int, **options: Any) -> Chooses:
-    """Integers in groups, where groups fit; else a scale a channel."""
+    """Choose integer groups where groups divide the inputs, else one scale per channel."""
     return lambda name, inputs: Grouped("int4", size if inputs % size == 0 else inputs, **options)
 
 
@@ -90,7 +90,7 @@ def test_unlike_storages_of_one_parameter_stay_separate(tmp_path: pathlib.Path):
 
 
 def test_columns_of_different_orders_stay_separate(tmp_path: pathlib.Path):
-    """One layout, but inputs in another order for each of the three projections."""
+    """The layout is one, but each of the three projections has a different input order."""
     stored, plain = stored_and_plain(
         random_model(hidden_size=64, intermediate_size=96), tmp_path, groups_of(16, ordered=True)
     )
@@ -109,7 +109,7 @@ def test_experts_of_different_storages_are_refused(tmp_path: pathlib.Path):
 
 
 def test_biases_of_zeros_that_nobody_asks_for(tmp_path: pathlib.Path):
-    """AutoGPTQ writes one for every linear layer. One that is not of zeros is not passed over."""
+    """AutoGPTQ writes a bias for every linear layer. A nonzero one is not ignored."""
     name = "model.layers.0.mlp.down_proj"
     weight = StoredWeight((8, 8), Grouped("int8", 8), dict[str, Any]().__getitem__, 1)
     tensors = {f"{name}.bias": np.zeros(8, np.float32), "model.layers.0.mlp.up_proj.bias": np.zeros(8, np.float32)}

@@ -1,4 +1,4 @@
-"""What ``--model`` may be: a folder, a hub id, or a sentence that says what to do."""
+"""Values of ``--model``: a folder, a hub id, or an error that names the remedy."""
 
 import pathlib
 import socket
@@ -86,7 +86,7 @@ def test_a_hub_id_fetches_no_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_of_a_converted_folder_the_arrays_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Those of the commit that the manifest is of, and nothing else of its subfolders."""
+    """Only arrays of the manifest's commit are fetched, no other files of subfolders."""
     calls: list[dict[str, Any]] = []
     snapshot = tmp_path / "snapshots" / ("0123456789" * 4)
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Experts one by one or in one tensor, and which way around: the same parameters, whatever a checkpoint has."""
+"""Experts as separate tensors or one, in both orientations: the same parameters for every checkpoint."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ AT = "model.layers.0.mlp"
 
 
 def weights(d: int, hidden: int) -> dict[str, np.ndarray]:
-    """Gates, ups and downs of all experts, as [experts, out, in]."""
+    """Return gate, up and down weights of all experts, as [experts, out, in]."""
     rng = np.random.default_rng(0)
     forms = {"gate_proj": (hidden, d), "up_proj": (hidden, d), "down_proj": (d, hidden)}
     return {kind: rng.standard_normal((EXPERTS, *form)).astype(np.float32) for kind, form in forms.items()}
@@ -88,14 +88,14 @@ def test_names_of_mixtral(form: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("form", ["one by one", "turned"])
 def test_a_family_that_names_one_tensor(form: str, tmp_path: pathlib.Path) -> None:
-    """Llama 4, whose experts other tools write one by one."""
+    """Llama 4, whose experts third-party tools write as separate tensors."""
     all_of, at = weights(6, 4), f"{AT}.experts"
     specs = fused_experts(f"{at}.gate_up_proj", f"{at}.down_proj", EXPERTS, 6, 4)
     assert_all(loaded(tmp_path, FORMS[form](all_of), specs), all_of)
 
 
 def test_one_source_for_all_experts() -> None:
-    """So that a stored weight, which is read as a whole, is not read once for each of them."""
+    """A stored weight is read as a whole: one source avoids a read per expert."""
     specs = gated_experts(f"{AT}.experts", EXPERTS, 6, 4)
     shapes = {name: value.shape for name, value in of_mlx(weights(6, 4)).items()}
     assert [len(spec.sources) for _, spec in walk_specs(with_experts(specs, shapes))] == [2, 1]
@@ -123,7 +123,7 @@ def test_one_of_two_tensors_is_missing(tmp_path: pathlib.Path) -> None:
 
 
 def test_qwen3_vl_moe_as_it_is_published(tmp_path: pathlib.Path) -> None:
-    """The hub's experts lie as [in, out]; those that transformers saves, of which the goldens are, as [out, in]."""
+    """Experts on the hub are [in, out]; those saved by transformers, including the goldens, are [out, in]."""
     case = golden("qwen3_vl_moe-hub")
     saved = case.tensors()
     hub = {name: value.swapaxes(1, 2) if value.ndim == 3 else value for name, value in saved.items()}
@@ -138,7 +138,7 @@ def test_qwen3_vl_moe_as_it_is_published(tmp_path: pathlib.Path) -> None:
 
 
 def test_llama4_in_fp8_expert_by_expert(tmp_path: pathlib.Path) -> None:
-    """As its published FP8 has them: linear layers of compressed-tensors, where the model in 16 bits has one tensor."""
+    """The published FP8 has linear layers of compressed-tensors where the 16-bit model has one tensor."""
     case = golden("llama4_text-plain-heads-tied")
     tensors, plain = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name, value in case.tensors().items():

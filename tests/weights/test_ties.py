@@ -1,4 +1,4 @@
-"""Heads beside tables of embeddings that config.json ties to them; against transformers in tests/models/test_parity."""
+"""LM heads stored next to embeddings that config.json ties; comparison with transformers: tests/models/test_parity."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ LLAMA = "qwen3-tied-hub"
 
 
 def tied_cases() -> list[str]:
-    """A case of each architecture that ties its embeddings, and stores them as most do."""
+    """Return a case of each architecture with tied embeddings, stored in the common form."""
     found: dict[str, str] = {}
     for name in names(GOLDENS):
         config = json.loads((GOLDENS / name / "config.json").read_text())
@@ -130,7 +130,7 @@ def test_what_is_saved_of_a_head_alone_is_a_table(tmp_path: pathlib.Path) -> Non
 
 @pytest.mark.parametrize("method", ["int8", "fp8"])
 def test_a_quantised_table_and_head_that_differ_are_read_apart(method: str, tmp_path: pathlib.Path) -> None:
-    """Layers alone are quantised here; the tables beside them are plain."""
+    """Only layers are quantised here; the tables are unquantised."""
     case = load(GOLDENS / LLAMA)
     written(tmp_path / "tied", case.config, with_head(case, 1.0))
     assert main([str(tmp_path / "tied"), str(tmp_path / "made"), "--quantize", method]) == 0
