@@ -1,6 +1,6 @@
 """Import rules between packages, checked on the syntax trees: nothing is imported, so no import is missed.
 
-``violations(root)`` checks the packages under ``root``; the table ``STOREY`` gives the layer of each package.
+``violations(root)`` checks the packages under ``root``; the table ``LAYER`` gives the layer of each package.
 """
 
 import ast
@@ -16,7 +16,7 @@ SCRIPTS = ("tools", "benchmarks")
 """Packages of the source tree that are not installed. They may import late and import undeclared dependencies."""
 
 # A package may import packages of lower layers only: never of its own layer (sideways), never of a higher one.
-STOREY = {
+LAYER = {
     "brief": -1,
     "sampling_params": -1,
     "helper_process": -1,
@@ -65,7 +65,7 @@ STOREY = {
     "benchmarks": 14,
 }
 # Layers within a package: a module belongs to the longest matching name and may import names of lower layers only.
-STOREY_WITHIN = {
+LAYER_WITHIN = {
     "jaxinfer.engine.scheduling": 0,
     "jaxinfer.engine.execution": 1,
     "jaxinfer.engine": 2,
@@ -75,8 +75,8 @@ STOREY_WITHIN = {
     "pallas_kernels.tune": 2,
 }
 TEXT_NEEDS = {"formats", "sampling_params", "types"}
-ENGINE = STOREY["engine"]
-DOORS = STOREY["loading"]
+ENGINE = LAYER["engine"]
+ENTRY_POINTS = LAYER["loading"]
 
 # Modules that may import by a computed name: the package for its lazy names; the command line, which reads a command's
 # flags before it imports what the command needs; the registry of families, which imports a family on lookup; the kernel
@@ -96,7 +96,7 @@ COMPUTES_NAMES = {
 IMPORTS_LATE = {"jaxinfer.gpu_check.greedy", "jaxinfer.structured.helper"}
 
 # The only module that imports tests: it draws the package diagram from the table above.
-IMPORTS_TESTS = "tools.draw_rooms"
+IMPORTS_TESTS = "tools.draw_packages"
 
 # Modules of a package that are entry points themselves: no other module imports them.
 SERVERS = {"jaxinfer.serve.__main__", "jaxinfer.serve.core.__main__", "jaxinfer.serve.keys"}
@@ -197,7 +197,7 @@ class Module:
     tree: ast.Module
 
     @property
-    def room(self) -> str:
+    def component(self) -> str:
         parts = self.name.split(".")
         if parts[0] != "jaxinfer" or len(parts) == 1:
             return parts[0]
@@ -245,11 +245,11 @@ def violations(root: pathlib.Path, declared: set[str]) -> list[str]:
     modules = read_modules(root)
     found = []
     for module in modules.values():
-        if module.room != "text" and module.room not in STOREY:
-            found.append(f"{module.name}: {module.room} is not a room of the design (tests/import_rules.py)")
+        if module.component != "text" and module.component not in LAYER:
+            found.append(f"{module.name}: {module.component} is not a component of the design (tests/import_rules.py)")
             continue
         found += _direction(module, modules)
-        if module.room not in SCRIPTS:
+        if module.component not in SCRIPTS:
             found += _hidden(module)
             found += _third_party(module, declared)
     return [*found, *_jax_where_there_is_none(modules), *_cycles(modules)]
@@ -261,29 +261,33 @@ def _direction(module: Module, modules: dict[str, Module]) -> Iterator[str]:
             yield f"{module.name}:{line} imports {target}: only tests import tests"
         if (to := resolve(target, modules)) is None:
             continue
-        room = modules[to].room
-        if reason := _refusal(module.room, room) if room != module.room else _refusal_within(module.name, to):
+        component = modules[to].component
+        if (
+            reason := _refusal(module.component, component)
+            if component != module.component
+            else _refusal_within(module.name, to)
+        ):
             yield f"{module.name}:{line} imports {to}: {reason}"
 
 
-def _refusal(room: str, imported: str) -> str | None:
-    if room == "text":
+def _refusal(component: str, imported: str) -> str | None:
+    if component == "text":
         return None if imported in TEXT_NEEDS else f"text imports {', '.join(sorted(TEXT_NEEDS))} only"
     if imported == "text":
-        return None if STOREY[room] > ENGINE else "engine and below speak token ids, text is the front end's"
-    if imported not in STOREY or STOREY[imported] < STOREY[room]:
+        return None if LAYER[component] > ENGINE else "engine and below speak token ids, text is the front end's"
+    if imported not in LAYER or LAYER[imported] < LAYER[component]:
         return None
-    return "sideways" if STOREY[imported] == STOREY[room] else "upwards"
+    return "sideways" if LAYER[imported] == LAYER[component] else "upwards"
 
 
 def _refusal_within(name: str, imported: str) -> str | None:
     """Return why an import within one package breaks the order of its internal layers, or None."""
-    here, there = _storey_within(name), _storey_within(imported)
+    here, there = _layer_within(name), _layer_within(imported)
     return None if here is None or there is None or there <= here else "upwards"
 
 
-def _storey_within(name: str) -> int | None:
-    return next((STOREY_WITHIN[package] for package in (name, *_parents(name)[::-1]) if package in STOREY_WITHIN), None)
+def _layer_within(name: str) -> int | None:
+    return next((LAYER_WITHIN[package] for package in (name, *_parents(name)[::-1]) if package in LAYER_WITHIN), None)
 
 
 def _hidden(module: Module) -> Iterator[str]:
@@ -302,12 +306,12 @@ def _names_importlib(node: ast.Name | ast.Attribute) -> bool:
 
 
 def _third_party(module: Module, declared: set[str]) -> Iterator[str]:
-    below = module.room in STOREY and STOREY[module.room] <= ENGINE
-    allowed = THIRD_PARTY.get(module.room, NUMERIC if below else declared) & declared
+    below = module.component in LAYER and LAYER[module.component] <= ENGINE
+    allowed = THIRD_PARTY.get(module.component, NUMERIC if below else declared) & declared
     for line, target in module.imports:
         top = target.split(".")[0]
         if top not in allowed and top not in PACKAGES and top not in sys.stdlib_module_names:
-            yield f"{module.name}:{line} imports {top}, which {module.room} may not use"
+            yield f"{module.name}:{line} imports {top}, which {module.component} may not use"
 
 
 def _jax_where_there_is_none(modules: dict[str, Module]) -> Iterator[str]:
@@ -319,7 +323,7 @@ def _jax_where_there_is_none(modules: dict[str, Module]) -> Iterator[str]:
         if target.split(".")[0] in JAX
     }
     for start in modules:
-        if start == "jaxinfer" or any(start == room or start.startswith(f"{room}.") for room in NO_JAX):
+        if start == "jaxinfer" or any(start == component or start.startswith(f"{component}.") for component in NO_JAX):
             reached = _reached_from(start, graph)
             yield from (f"{start} reaches jax: {use}" for name, use in uses.items() if name in reached)
 

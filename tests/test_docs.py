@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tools import draw_rooms
+from tools import draw_packages
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 
@@ -51,8 +51,8 @@ def test_the_tour_names_functions(repo: pathlib.Path) -> None:
 
 
 def test_the_picture_is_that_of_the_import_rules() -> None:
-    """The package diagram is current; `python -m tools.draw_rooms` regenerates it."""
-    assert draw_rooms.PICTURE.read_text(encoding="utf-8") == draw_rooms.draw()
+    """The package diagram is current; `python -m tools.draw_packages` regenerates it."""
+    assert draw_packages.PICTURE.read_text(encoding="utf-8") == draw_packages.draw()
 
 
 def test_the_step_is_that_of_the_engine(repo: pathlib.Path) -> None:
@@ -79,5 +79,9 @@ def test_readme_is_one_screen_with_a_table_of_what_there_is(repo: pathlib.Path) 
     assert len(text.splitlines()) <= 80
     rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| \[[^|]+ \|$", text, re.MULTILINE)
     assert len(rows) >= 10
-    rooms = [room for row in rows for room in re.findall(r"`([^`]+)`", row)]
-    assert [room for room in rooms if not ((repo / "jaxinfer" / room).exists() or (repo / room).exists())] == []
+    components = [component for row in rows for component in re.findall(r"`([^`]+)`", row)]
+    assert [
+        component
+        for component in components
+        if not ((repo / "jaxinfer" / component).exists() or (repo / component).exists())
+    ] == []

@@ -74,7 +74,7 @@ REFUSED = {
     "upwards": ({"jaxinfer/layers/a.py": "import jaxinfer.models", "jaxinfer/models/b.py": ""}, "upwards"),
     "sideways": ({"jaxinfer/models/a.py": "from jaxinfer import weights", "jaxinfer/weights/b.py": ""}, "sideways"),
     "sideways below": ({"jaxinfer/types.py": "import pallas_kernels", "pallas_kernels/a.py": ""}, "sideways"),
-    "upwards within a room": (
+    "upwards within a component": (
         {"jaxinfer/engine/scheduling/a.py": "import jaxinfer.engine.execution.b", "jaxinfer/engine/execution/b.py": ""},
         "upwards",
     ),
@@ -82,7 +82,7 @@ REFUSED = {
         {"pallas_kernels/kv_write/a.py": "import pallas_kernels.check.b", "pallas_kernels/check/b.py": ""},
         "upwards",
     ),
-    "upwards to the top of a room": (
+    "upwards to the top of a component": (
         {
             "jaxinfer/engine/execution/a.py": "from jaxinfer.engine.engine import Engine",
             "jaxinfer/engine/engine.py": "",
@@ -134,7 +134,7 @@ REFUSED = {
         "import cycle",
     ),
     "tests": ({"benchmarks/a.py": "from tests import fakes"}, "only tests import tests"),
-    "unknown room": ({"jaxinfer/misc/a.py": ""}, "misc is not a room"),
+    "unknown component": ({"jaxinfer/misc/a.py": ""}, "misc is not a component"),
 }
 
 

@@ -24,7 +24,7 @@ _INIT = '"""Generated from protos/ by make protos."""\n'
 _SHARED_POOL, _OWN_POOL = "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
 # The generator writes modules next to the .proto files. Their paths and the message packages are visible to peers: only
 # the Python modules move to a package of their own.
-_ROOM = "jaxinfer/protos"
+_PACKAGE = "jaxinfer/protos"
 _MOVED = {
     "from jaxinfer.": "from jaxinfer.protos.",
     "(DESCRIPTOR, 'jaxinfer.": "(DESCRIPTOR, 'jaxinfer.protos.",
@@ -62,8 +62,8 @@ def generate() -> dict[str, str]:
         if protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *outputs, *sources]):
             raise SystemExit("protoc failed")
         files = sorted(pathlib.Path(folder).rglob("*.py*"))
-        made = {f"{_ROOM}/{path.parent.name}/{path.name}": _adapted(path) for path in files}
-        packages = {_ROOM, *(name.rpartition("/")[0] for name in made)}
+        made = {f"{_PACKAGE}/{path.parent.name}/{path.name}": _adapted(path) for path in files}
+        packages = {_PACKAGE, *(name.rpartition("/")[0] for name in made)}
         return made | {f"{package}/__init__.py": _INIT for package in packages}
 
 

@@ -1,4 +1,4 @@
-"""python -m jaxinfer.bench serve: the whole command on servers of known times."""
+"""Tests of the command `python -m jaxinfer.bench serve` on servers with known latencies."""
 
 import asyncio
 import contextlib
@@ -28,12 +28,12 @@ from jaxinfer.bench.target import Served
 from tests.bench.virtual import Scripted, run
 
 SCRIPT = Script(ttft=0.02, itl=0.002)
-MEASURED = (0, 3)  # 3: the generator was the bottleneck, as on a busy machine it may be
+MEASURED = (0, 3)  # 3: the generator was the bottleneck, which may happen on a busy machine
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, str]]:
-    """A null server of each kind, in a thread."""
+    """Yield the URLs of an HTTP and a gRPC null server in a thread."""
     ready, urls = threading.Event(), dict[str, str]()
     loop = asyncio.new_event_loop()
 
@@ -115,7 +115,7 @@ def test_equal_seeds_make_equal_runs(servers: dict[str, str], tmp_path: pathlib.
 
 
 def test_runs_differ_in_prompts_and_pauses() -> None:
-    """No run finds the prompts of another one cached."""
+    """Runs use different prompts, so that they do not hit the prefix cache of earlier runs."""
 
     def drawn(seed: int) -> tuple[list[object], list[list[float]]]:
         options = parse(["serve", "--target", "grpc://a", "--seed", str(seed)])
@@ -159,7 +159,7 @@ def test_ctrl_c_reports_what_there_is(
     request: pytest.FixtureRequest,
 ) -> None:
     ended = 0
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores SIGINT
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def on_end(self: Progress, record: Record) -> None:
@@ -194,7 +194,7 @@ def test_a_run_that_tells_of_the_generator_says_so_once_and_ends_with_3(
 def test_a_sweep_by_an_overloaded_generator_claims_no_knee(
     servers: dict[str, str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is not cut at 80 columns either: nobody said how wide a pipe is."""
+    """The report names no knee, and is not truncated at 80 columns, because a pipe has no width."""
     out = tmp_path / "raw.jsonl"
     words = "--sweep --request-rate 20 --duration 0.5 --output-len 2 --goodput ttft:0.001 --max-lateness 1e-6"
     files = ["--out", str(out), "--plot", str(tmp_path / "a.png")]
@@ -249,7 +249,7 @@ def session(target: Scripted, *words: str) -> Session:
 
 @pytest.mark.parametrize(("goal", "why"), [([], "keeps up"), (["--goodput", "ttft:700"], "goodput")])
 def test_a_sweep_finds_the_capacity(goal: list[str], why: str) -> None:
-    """Eight slots of 0.8 seconds: ten requests a second."""
+    """The capacity is ten requests per second: eight slots of 0.8 seconds."""
 
     async def measured() -> tuple[Knee, list[dict]]:
         made = session(Scripted(slots=8), "--num-requests", "400", "--burstiness", "100", *goal)
@@ -266,7 +266,7 @@ def test_a_sweep_finds_the_capacity(goal: list[str], why: str) -> None:
 
 
 def test_a_sweep_of_a_server_that_meets_no_goal_ends() -> None:
-    """It stops at the rate below which a run would have next to no request."""
+    """The sweep stops at the rate below which a run would have almost no requests."""
 
     async def measured() -> tuple[Knee, list[dict]]:
         made = session(Scripted(slots=8), "--duration", "1", "--request-rate", "20", "--goodput", "ttft:0.001")
@@ -284,7 +284,7 @@ def point(rate: float | None, breaks: str | None = None) -> dict:
 
 
 def drawn(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, points: list[dict], knee: Knee | None) -> Any:
-    """The figure that is saved."""
+    """Return the saved figure."""
     found = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *args, **more: found.append(self))
     draw(tmp_path / "a.png", points, knee, {"server": "demo at home", "date": "today"})
@@ -293,7 +293,7 @@ def drawn(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, points: list[
 
 
 def test_a_plot_is_over_the_offered_rate(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates in any order make no zigzag, ticks are plain numbers, and what was run stands above."""
+    """Lines are sorted by rate, ticks are plain numbers, and the title describes the run."""
     figure = drawn(tmp_path, monkeypatch, [point(4, "too slow"), point(1), point(2)], Knee(2, 4))
     assert figure.get_suptitle() == "demo at home\ntoday"
     for axis in figure.axes:

@@ -1,4 +1,4 @@
-"""jaxinfer/bench: what is asked of a server."""
+"""Tests of jaxinfer/bench: datasets and prompts."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ def test_sharegpt(tmp_path: pathlib.Path) -> None:
     asked = Asked(Words(2.0), 2.0, max_len=20, path=path)
     items = some("sharegpt", asked, 4)
     assert {(item.prompt, item.prompt_len, item.output_len) for item in items} == {("a b", 4, 6), ("f", 2, 2)}
-    assert items[0] != items[1]  # all before any a second time
+    assert items[0] != items[1]  # all items are used before any repeats
     with pytest.raises(DatasetError, match="no conversation that fits"):
         some("sharegpt", Asked(Words(2.0), 2.0, max_len=1, path=path))
 
@@ -98,7 +98,7 @@ def test_mooncake_prompts_are_those_of_the_replay(tmp_path: pathlib.Path) -> Non
     assert [item.prompt for item in items] == expected
     assert [item.due for item in items] == [0.0, 1.0, 2.0]
     words = some("mooncake", Asked(Words(2.0), 2.0, path=path, block_tokens=16))
-    assert [len(item.prompt.split()) for item in words] == [10, 10, 10]  # 16 tokens and 5 of the cut block, halved
+    assert [len(item.prompt.split()) for item in words] == [10, 10, 10]  # 16 + 5 tokens of the cut block, halved
     assert words[0].prompt.split()[:8] == words[1].prompt.split()[:8]
 
 

@@ -1,4 +1,4 @@
-"""jaxinfer/bench: what happens when, in virtual time: every figure is exact."""
+"""Tests of jaxinfer/bench: the load generator in virtual time, with exact figures."""
 
 import asyncio
 import itertools
@@ -54,7 +54,7 @@ def test_a_late_sender_does_not_make_the_server_look_fast() -> None:
         def stream(self, message: bytes, note: Any) -> Coroutine[Any, Any, Any]:
             loop = asyncio.get_running_loop()
             assert isinstance(loop, VirtualLoop)
-            loop.work(2.0)  # the generator is busy: whatever is due meanwhile leaves late
+            loop.work(2.0)  # the generator is busy: requests due meanwhile are sent late
             return super().stream(message, note)
 
     first, second = drive(Slow(), due(0.0, 0.5))
@@ -138,7 +138,7 @@ def test_lateness_and_cpu_are_doubts() -> None:
     async def main() -> Watch:
         watch = Watch(lambda: next(clock), lambda: next(cpu))
         watch.start()
-        await watch.stop()  # before it has looked once
+        await watch.stop()  # before its first check
         return watch
 
     watch = run(main())

@@ -1,4 +1,4 @@
-"""jaxinfer/bench: percentiles, goodput, arrivals, the sweep: arithmetic that can be done by hand."""
+"""Tests of jaxinfer/bench: percentiles, goodput, arrivals and the sweep, against hand-computed values."""
 
 import math
 from array import array
@@ -41,7 +41,7 @@ def test_a_summary_by_hand() -> None:
     assert (latency["ttft"]["mean"], latency["ttft_sent"]["mean"]) == pytest.approx((1.5, 1.25))
     assert (latency["tpot"]["max"], latency["itl"]["p50"], latency["e2e"]["max"]) == pytest.approx((1.0, 0.75, 4.0))
     assert latency["user_tokens_per_second"]["min"] == pytest.approx(1.0)
-    assert figures["goodput"]["requests"] == 1  # the second's first token is late
+    assert figures["goodput"]["requests"] == 1  # the first token of the second request is late
     assert (figures["goodput"]["share"], figures["goodput"]["requests_per_second"]) == pytest.approx((1 / 3, 0.1))
     assert figures["peak_in_flight"] == 2
 
@@ -97,7 +97,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
     gaps = np.diff([next(source) for _ in range(40_000)])
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.03)
     assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / burstiness, rel=0.08)
-    if burstiness == 1.0:  # Poisson: of a second, as many arrivals on average as in variance; P(gap > mean) = 1/e
+    if burstiness == 1.0:  # Poisson: the number of arrivals per second has equal mean and variance; P(gap > mean) = 1/e
         assert (gaps > 1 / 20).mean() == pytest.approx(math.exp(-1), abs=0.01)
 
 
@@ -112,7 +112,7 @@ def test_arrivals_even_and_at_once_and_reproducible() -> None:
 
 
 def sweep(search: Search, capacity: float) -> tuple[Knee, list[float]]:
-    """A server that holds up to ``capacity``."""
+    """Simulate a server that sustains rates up to ``capacity``."""
     rates, tried = search.rates(), []
     try:
         rate = next(rates)

@@ -1,4 +1,4 @@
-"""Drafts in a report: the counters of others' pages and of ours, their difference, its bars."""
+"""Tests of draft token metrics in a report: counters of other servers' pages and of jaxinfer's, deltas and bars."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from jaxinfer.bench.options import parse
 from jaxinfer.bench.speculation import Counters, Watched, between, lines, read
 from jaxinfer.bench.target import Access, TargetError
 
-# As vLLM 0.11 writes it.
+# Format of vLLM 0.11.
 PAGE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -83,7 +83,7 @@ def test_a_bar_for_each_place_up_to_the_last_that_came_true() -> None:
 
 @contextlib.contextmanager
 def page(body: str, status: int = 200) -> Iterator[tuple[str, list[str | None]]]:
-    """A server of one page; the keys that it was shown."""
+    """Yield the URL of a server with one page, and the keys that it received."""
     keys: list[str | None] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):

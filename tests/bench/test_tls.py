@@ -1,4 +1,4 @@
-"""Load on servers under TLS whose certificate an authority of one's own has signed."""
+"""Tests of load on TLS servers with a certificate of a private CA."""
 
 import pathlib
 import shutil
@@ -38,7 +38,7 @@ def test_requests_are_answered_by_whom_the_file_trusts(
     assert run(targets[scheme], "--ca-file", str(folder / "server.pem")) in (
         0,
         3,
-    )  # 3: of so few, the generator was the bottleneck
+    )  # 3: with so few requests, the generator may be the bottleneck
     assert "4 of 4" in capsys.readouterr().out
 
 
@@ -47,7 +47,7 @@ def test_requests_are_answered_by_whom_the_file_trusts(
 def test_nobody_else_is_trusted(
     scheme: str, trusted: str, targets: dict[str, str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence, and exit status 2."""
+    """An untrusted certificate gives a one-line error and exit status 2."""
     file = tmp_path / "ca.pem"
     match trusted:
         case "another's":

@@ -1,4 +1,4 @@
-"""jaxinfer/bench: bytes in any pieces, and servers that do what servers do."""
+"""Tests of jaxinfer/bench: the HTTP and gRPC clients on arbitrarily split bytes, and on real server behaviour."""
 
 import asyncio
 import itertools
@@ -103,7 +103,7 @@ def http(port: int, endpoint: str = "completions", **access: Any) -> HttpTarget:
 
 
 def answered(answer: bytes, use: Callable[[int], Awaitable[Any]]) -> tuple[Any, list[bytes]]:
-    """Use a server that gives ``answer`` to whatever comes and ends the connection; also what it was asked."""
+    """Use a server that sends ``answer`` to any request and disconnects; return the result and the requests."""
     asked: list[bytes] = []
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -263,7 +263,7 @@ def test_a_key_goes_with_a_call_and_every_token_of_a_delivery_counts() -> None:
 
     async def main(port: str) -> tuple[Ending, list[int]]:
         target = GrpcTarget(Access(f"grpc://{port}", api_key="k1"), Sampling())
-        with pytest.raises(TargetError, match="UNIMPLEMENTED"):  # it has no models, but the channels are open
+        with pytest.raises(TargetError, match="UNIMPLEMENTED"):  # the server lists no models, but the channels are open
             await target.open()
         notes: list[int] = []
         ending = await target.stream(pb.GenerateRequest().SerializeToString(), notes.append)
@@ -292,7 +292,7 @@ def test_the_seed_is_sent_where_it_counts(temperature: float) -> None:
     assert (sampling.seed, sampling.temperature) == (3, temperature)
     over_http = HttpTarget(Access("http://127.0.0.1:1"), Sampling(temperature, seed=3), "completions", 100)
     body = json.loads(over_http.prepare(ITEM).partition(b"\r\n\r\n")[2])
-    assert body.get("seed") == (3 if temperature else None)  # some servers refuse what greedy sampling has no use for
+    assert body.get("seed") == (3 if temperature else None)  # some servers reject a seed with greedy sampling
 
 
 def opened(target: HttpTarget | GrpcTarget) -> Served:

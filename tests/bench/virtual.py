@@ -1,4 +1,4 @@
-"""An event loop whose time is made: it jumps to the next timer when nothing else is to be done."""
+"""An event loop with virtual time, which jumps to the next timer when no task is ready."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Selector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Begins at 1000 s; exact."""
+    """An event loop with an exact virtual clock that starts at 1000 s."""
 
     def __init__(self) -> None:
         self._now = 1000.0
@@ -35,18 +35,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now += max(0.0, seconds)
 
     def work(self, seconds: float) -> None:
-        """What a computation does to the clock: everything else waits."""
+        """Advance the clock as a blocking computation would."""
         self._now += seconds
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time."""
+    """Run a coroutine like `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
 class Scripted:
-    """A `Target` whose times are known; at most ``slots`` requests are served together, the others queue."""
+    """A `Target` with known latencies; at most ``slots`` requests are served concurrently, the others queue."""
 
     def __init__(self, ttft: float = 0.5, itl: float = 0.1, slots: int = 1000, per_delivery: int = 1) -> None:
         self.ttft, self.itl, self.per_delivery = ttft, itl, per_delivery

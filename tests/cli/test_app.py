@@ -1,4 +1,4 @@
-"""The command `jaxinfer`: what it lists, what it refuses, and that nobody waits for jax to be told so."""
+"""Tests of the command `jaxinfer`: its help, its errors, and that neither imports jax."""
 
 import json
 import pathlib
@@ -21,7 +21,7 @@ LIGHT = [
     ["serve", "demo", "--page-size", "3"],
     ["generate", "--page-size", "3"],
 ]
-# One process for all: an import that is heavy stays.
+# One process for all commands: a heavy import would stay loaded.
 PROBE = """
 import contextlib, io, json, sys
 from jaxinfer.cli.app import main
@@ -96,7 +96,7 @@ def test_the_version_stands_in_one_place(repo: pathlib.Path, answers):
 
 
 def test_a_module_is_the_same_command(repo: pathlib.Path):
-    """`python -m jaxinfer`, and with it the console script, which calls the same function."""
+    """`python -m jaxinfer` is the same command as the console script, which calls the same function."""
     done = subprocess.run([sys.executable, "-m", "jaxinfer", "version"], cwd=repo, capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("jaxinfer ")

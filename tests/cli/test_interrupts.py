@@ -1,4 +1,4 @@
-"""Ctrl-C at a terminal: nobody can swallow it while modules are imported, and the cursor comes back."""
+"""Tests of Ctrl-C at a terminal: it works while modules are imported, and the cursor is restored."""
 
 import errno
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.cli.interrupts import until_cut_off
 from tests.terminal.pseudo import CTRL_C, terminal
 
-# Imports are where exceptions get lost: in a callback, in a C extension, in somebody's broad except.
+# Imports may swallow exceptions: in a callback, in a C extension, in a broad except.
 IMPORTING = """
 import dataclasses, sys, time, types
 from jaxinfer.cli import app

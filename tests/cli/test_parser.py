@@ -1,4 +1,4 @@
-"""Flags as people mistype them, and as other engines call them."""
+"""Tests of mistyped flags and of flag names of other engines."""
 
 import pytest
 
@@ -74,7 +74,7 @@ SAMPLES = {int: "3", float: "0.5", str: "x"}
 
 @pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours, names in ALIASES.items() for theirs in names])
 def test_the_fields_names_work(ours, theirs):
-    """Wherever a command has ours."""
+    """Flag names of other engines are aliases of jaxinfer's flags."""
     makers = (serve.make_parser, generate.make_parser)
     parser, action = next(
         (p, action) for p in (make() for make in makers) for action in p._actions if action.dest == ours

@@ -1,4 +1,4 @@
-"""Servers for tests of clients that block: they run in a thread with an event loop of its own."""
+"""Servers for tests of blocking clients, in a thread with its own event loop."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ SEED = 5
 
 
 class Served:
-    """A real server over the fake engine. ``target`` is where it listens."""
+    """A real server over the fake engine. ``target``: its address."""
 
     def __init__(self, run: Running, loop: asyncio.AbstractEventLoop) -> None:
         self.run, self._loop = run, loop
         self.target = f"127.0.0.1:{run.servers.port}"
 
     def call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run something where the server runs."""
+        """Run a coroutine on the server's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
 
     def baseline(self) -> None:
-        """Return when nothing runs and no page is held."""
+        """Wait until nothing runs and no page is held."""
         self.call(self.run.baseline())
 
 
 @contextlib.contextmanager
 def served(mischief: Mischief | None = None, **how: Any) -> Iterator[Served]:
-    """See `tests.serve.grpc.running.running`."""
+    """Yield a server, see `tests.serve.grpc.running.running`."""
     started: concurrent.futures.Future[Served] = concurrent.futures.Future()
     ending: list[asyncio.Event] = []
 
@@ -67,7 +67,7 @@ def served(mischief: Mischief | None = None, **how: Any) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def scripted(**methods: Callable[[Any, grpc.ServicerContext], Any]) -> Iterator[str]:
-    """A server that answers as told: the methods of Inference (generators, as all that is used here stream)."""
+    """Yield the address of a server with scripted methods of Inference (generators, because all of them stream)."""
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
     handlers = {
         name: (
@@ -85,5 +85,5 @@ def scripted(**methods: Callable[[Any, grpc.ServicerContext], Any]) -> Iterator[
 
 
 def expected(prompt: str, count: int, index: int = 0) -> str:
-    """The text that the fake engine makes of a prompt under `SEED`."""
+    """Return the fake engine's text for a prompt under `SEED`."""
     return expected_text([FIRST_BYTE + byte for byte in prompt.encode()], SEED, index, count)

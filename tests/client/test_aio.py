@@ -1,4 +1,4 @@
-"""The asyncio client against the real server over the fake engine: the same calls, and what cancels what."""
+"""Tests of the asyncio client against the real server over the fake engine: the same calls, and cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clients of the control port, against a real server over the fake engine."""
+"""Tests of the clients of the control port, against a real server over the fake engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about the client keeps its word: its programs run."""
+"""Tests that the programs in the docs of the client run."""
 
 from __future__ import annotations
 

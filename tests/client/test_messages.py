@@ -1,4 +1,4 @@
-"""What the client's arguments become, and what it makes of a status: without a server."""
+"""Tests of the client's conversion of arguments to messages and of statuses to errors, without a server."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def test_structured_outputs_are_sent_by_their_fields() -> None:
 
 
 def test_a_limit_is_no_full_queue() -> None:
-    """Both are RESOURCE_EXHAUSTED; only after the one is another try worth it."""
+    """A size limit and a full queue are both RESOURCE_EXHAUSTED; only a full queue is worth a retry."""
     error = from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the body is too large", ())
     assert type(error) is c.ResourceExhausted

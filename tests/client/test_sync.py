@@ -1,4 +1,4 @@
-"""The blocking client against the real server over the fake engine, and against servers that misbehave."""
+"""Tests of the blocking client against the real server over the fake engine, and against misbehaving servers."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_keys() -> None:
 
 
 def failing(error: ServeError, times: int = 1000) -> Any:
-    """For `served`: generations fail so many times. ``calls`` says when there was one."""
+    """Return a front end for `served` that fails the first ``times`` generations, and the list of their times."""
     calls: list[float] = []
 
     def frontend(made: Any) -> Any:
@@ -225,7 +225,7 @@ def test_retries_until_it_works_and_never_without_a_policy() -> None:
         with c.Client(run.target) as client:
             assert client.generate("Hi", max_tokens=4, seed=SEED).text == expected("Hi", 4)
         assert len(calls) == 3
-        assert calls[2] - calls[1] >= 0.045  # the server's pause
+        assert calls[2] - calls[1] >= 0.045  # the server's retry time
 
 
 def test_a_full_queue() -> None:
@@ -268,7 +268,7 @@ def test_a_started_stream_is_not_tried_again() -> None:
 
 
 def cancelling(calls: list[int], times: int) -> Any:
-    """A server that cancels the first calls itself, as one does that stops: for the argument of `scripted`."""
+    """Return a method for `scripted` that cancels the first calls itself, as a stopping server does."""
 
     def generate(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         calls.append(1)
@@ -312,7 +312,7 @@ def test_what_the_caller_cancels_is_not_tried_again() -> None:
         with pytest.raises(c.Cancelled):
             next(stream)
         assert waits.wait(20)
-        time.sleep(0.5)  # longer than the first pause
+        time.sleep(0.5)  # longer than the first retry pause
         assert len(calls) == 1
 
 
@@ -320,7 +320,7 @@ def test_truncated_streams_are_errors() -> None:
     def generate(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield started(request)
         yield pb.GenerateResponse(delta=pb.Delta(text="half"))
-        if request.sampling.n == 2:  # the end is told, but not of the output
+        if request.sampling.n == 2:  # the stream has an end, the output has none
             yield pb.GenerateResponse(finished=pb.Finished())
 
     def batch(requests: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -356,7 +356,7 @@ def test_nobody_listens() -> None:
 def test_wait_ready_waits_for_readiness() -> None:
     with served() as run, c.Client(run.target) as client:
         run.run.supervisor.state = "starting"
-        while client.health() is c.Health.SERVING:  # the server looks every now and then
+        while client.health() is c.Health.SERVING:  # the server checks at intervals
             time.sleep(0.01)
         assert client.health("") is c.Health.SERVING
         with pytest.raises(c.NotFound):
@@ -424,6 +424,6 @@ def test_import_needs_only_grpcio_and_protobuf() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"jaxinfer", "grpc", "google"} <= set(loaded)
-    assert not {"jax", "numpy", "prometheus_client", "pydantic", "fastapi"} & set(loaded)  # grpc loads more by itself
+    assert not {"jax", "numpy", "prometheus_client", "pydantic", "fastapi"} & set(loaded)  # grpc loads more itself
     code = "import sys, jaxinfer.client; print('google.rpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,4 +1,4 @@
-"""Encrypted connections, with certificates on both sides."""
+"""Tests of encrypted connections, with certificates on both sides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 
 
 def certify(folder: pathlib.Path, name: str) -> tuple[str, str]:
-    """A certificate that signs itself, and its key."""
+    """Return a self-signed certificate and its key."""
     cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}", "-days", "2"]
@@ -45,7 +45,7 @@ def test_tls_on_both_sides(tmp_path: pathlib.Path) -> None:
 
 
 def sentences(target: str, tls: bool | c.TLS) -> str:
-    """What every way to ask says; there is one."""
+    """Return the error message of all kinds of calls, which must be the same."""
     said = set()
     with c.Client(target, tls=tls, timeout=20, retry=None) as client:
         for ask in (lambda: client.generate("Hi"), lambda: client.tokenize("Hi"), client.wait_ready):
@@ -66,7 +66,7 @@ def sentences(target: str, tls: bool | c.TLS) -> str:
 
 
 def test_certificates_that_do_not_fit_are_told_in_a_sentence(tmp_path: pathlib.Path) -> None:
-    """Nobody waits for what cannot come: `wait_ready` does not, either."""
+    """Certificate errors fail at once, also in `wait_ready`."""
     cert, key = certify(tmp_path, "server.test")
     other, other_key = certify(tmp_path, "other.test")
     with served(tls_cert=cert, tls_key=key) as run:

@@ -1,4 +1,4 @@
-"""An agent that calls tools through the clients, and what their messages become."""
+"""Tests of an agent loop with tool calls in the clients, and of the conversion of its messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole(client: c.Client, messages: list[Any]) -> c.Completion:
 
 
 def streamed(client: c.Client, messages: list[Any]) -> c.Completion:
-    """The answer, which is what its deltas add up to."""
+    """Return the completion; check that the deltas add up to it."""
     with client.stream(messages=messages, tools=TOOLS, parse=True) as stream:
         deltas = list(stream)
         found = stream.completion()
@@ -38,7 +38,7 @@ def streamed(client: c.Client, messages: list[Any]) -> c.Completion:
 
 
 def agent(server: Speaking, ask: Any) -> tuple[str, list[Any], list[Any]]:
-    """Ask until the model calls nothing: what it says then, what it has called, and all messages."""
+    """Send requests until the model calls no tool; return its text, its calls, and all messages."""
     messages, seen = list(MESSAGES), list[Any]()
     with server.client() as client:
         while True:

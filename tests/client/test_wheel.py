@@ -1,4 +1,4 @@
-"""Wheels in environments of their own with grpcio and protobuf alone: their client talks to a server."""
+"""Tests of wheels in virtual environments with only grpcio and protobuf: the client works with a server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PACKAGES = ("bench", "client", *_PROTOS, "serve", "serve/chat", "serve/grpc", "s
 
 @pytest.fixture(scope="module")
 def wheels(repo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    """Both, by their distributions. Built from a copy: setuptools leaves its build folder where the sources are."""
+    """Return both wheels by distribution. They are built from a copy, as setuptools writes next to the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("jaxinfer", "pallas_kernels", "packaging"):
         shutil.copytree(repo / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -76,7 +76,7 @@ def test_the_wheel_holds_what_is_served_and_its_types(wheels: dict[str, pathlib.
 
 @pytest.mark.slow
 def test_the_clients_files_are_those_of_the_whole(wheels: dict[str, pathlib.Path]) -> None:
-    """So that whichever is installed last changes nothing; and they are of one version."""
+    """The client wheel's files and version equal the full wheel's; the order of installation does not matter."""
     whole, client = (zipfile.ZipFile(wheels[name]) for name in ("jaxinfer", "jaxinfer_client"))
     names = [name for name in client.namelist() if ".dist-info/" not in name and not name.endswith("LICENSE")]
     assert {"jaxinfer/__init__.py", "jaxinfer/client/sync.py", "jaxinfer/py.typed"} <= set(names)
@@ -106,7 +106,7 @@ def test_the_client_runs_with_grpcio_and_protobuf_alone(
 
 
 def _interpreter(version: str) -> str:
-    """A Python of this version, with which environments can be made."""
+    """Return a Python interpreter of this version that can create virtual environments."""
     if not version:
         return sys.executable
     root = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))

@@ -1,4 +1,4 @@
-"""Other people's routers, proxies and orchestrators in front of replicas: run by `make test-fleet`."""
+"""Tests with third-party routers, proxies and orchestrators in front of replicas, run by `make test-fleet`."""
 
 import pytest
 

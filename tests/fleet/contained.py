@@ -1,7 +1,7 @@
-"""Run jaxinfer as a container of the chart runs it: another user, no capabilities, a file system that is read-only but
-for one folder. `python -m tests.fleet.contained FOLDER ARGUMENTS`; it needs the right to make namespaces.
+"""Run jaxinfer like a container of the chart: another user, no capabilities, a file system that is read-only except for
+one folder. `python -m tests.fleet.contained FOLDER ARGUMENTS`; it needs permission to create namespaces.
 
-The user has another number inside alone: to the kernel its files are those of whoever started it.
+The user id is mapped only inside the namespace: for the kernel, files belong to the caller.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ mount --bind "$1" "$1" && mount -o remount,bind,ro / && shift &&
 
 
 def command(folder: str, *arguments: str) -> list[str]:
-    """That runs ``arguments`` in there; it becomes them, with the number of its process."""
+    """Return the command that runs ``arguments`` in the container, in the same process."""
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", _INSIDE, "sh", folder, *arguments]
 
 
 @functools.cache
 def is_allowed(folder: str) -> bool:
-    """Whether this process may do that."""
+    """Return whether this process may create namespaces."""
     try:
         return subprocess.run(command(folder, "true"), capture_output=True, timeout=60).returncode == 0
     except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""The fake core with a journal of its steps: `python -m tests.fleet.fake_core OPTIONS`, its settings on stdin as ever.
+"""The fake core with a journal of its steps: `python -m tests.fleet.fake_core OPTIONS`, settings on stdin as usual.
 
-A line of ``--journal`` for each step: the time at which it was launched (`time.monotonic`, one clock for all
-processes), and the ids of the requests in it. A step with a request of seed `SLOW` takes ``--slow`` seconds, others
-``--seconds``.
+``--journal`` gets a line per step: its launch time (`time.monotonic`, one clock for all processes), and the ids of the
+requests in it. A step with a request of seed `SLOW` takes ``--slow`` seconds, other steps ``--seconds``.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from jaxinfer.serve.core.settings import CoreSettings
 from tests.serve import fake_engine as fake
 
 SLOW = 987_654
-"""The seed of requests whose steps are slow enough to be counted."""
+"""Seed of requests whose steps are slow enough to be counted."""
 
 
 class JournalRunner(fake.FakeRunner):
-    """A `FakeRunner` that writes down what it launches."""
+    """A `FakeRunner` that records the steps it launches."""
 
     def __init__(self, journal: pathlib.Path, seconds: float, slow: float) -> None:
         super().__init__(fake.Mischief())

@@ -1,4 +1,4 @@
-"""Values of the Helm chart: every form of it that has templates of its own, and those combined."""
+"""Values of the Helm chart: each variant with its own templates, and combinations."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ OTHERS: dict[str, Values] = {
 
 @functools.cache
 def form(name: str) -> Rendered:
-    """One of `FORMS`; not to be changed."""
+    """Return a rendered variant of `FORMS`; read-only."""
     return Rendered(FORMS[name])
 
 

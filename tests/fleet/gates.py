@@ -1,6 +1,6 @@
-"""What holds behind each balancer: `Gates` over two replicas, `Doors` over upstreams that answer as they are told.
+"""Tests for all balancers: `Gates` over two replicas, `Doors` over scripted upstreams.
 
-A file of tests has a class of each, which says which balancer it is.
+A test file derives from each class and selects the balancer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tests.fleet.upstreams import Upstream, cut, hang_up, late, say
 from tests.serve.processes import wait_until
 
 LIMIT = 16 << 20
-"""Bytes of a body, as the server bounds them."""
+"""Maximum bytes of a body, as in the server."""
 RUNNING = 400
-"""Tokens of an answer that is to run while something happens: four seconds, more where the machine is busy."""
+"""Tokens of an answer that is in progress during a fault: four seconds, more on a busy machine."""
 OUT_SECONDS = 60.0
-"""In which a hung replica is out; on an idle machine it takes seven."""
+"""Seconds until a hung replica is taken out; an idle machine takes seven."""
 
 
 class Gates:
-    """Of a balancer in front of two replicas.
+    """Tests of a balancer in front of two replicas.
 
     Attributes:
-        balancer: which one.
+        balancer: class of the balancer.
     """
 
     balancer: type[Balancer]
@@ -94,7 +94,7 @@ class Gates:
             balancer.close()
 
     def test_a_rolling_restart_loses_no_request(self, fleet: Fleet) -> None:
-        """A replica that is out gets none that is new: `Fleet.restart` looks."""
+        """A replica that was taken out gets no new request, which `Fleet.restart` checks."""
         assert set(roll(fleet, 100, clients=20).ended) == {WHOLE}
 
     @pytest.mark.slow
@@ -105,14 +105,14 @@ class Gates:
 
 @contextlib.contextmanager
 def running(fleet: Fleet, tokens: int) -> Iterator[list[Ask]]:
-    """Requests of each kind that run at both replicas; leaving waits for their ends."""
+    """Yield running requests of each kind on both replicas; wait for their ends on exit."""
     with asked(kinds(fleet.balancer.http, fleet.balancer.grpc), fleet.replicas, tokens) as begun:
         yield begun
 
 
 @contextlib.contextmanager
 def asked(makers: Sequence[Callable[[], Asker]], replicas: Sequence[Replica], tokens: int) -> Iterator[list[Ask]]:
-    """Four requests by each of these clients that run; leaving waits for their ends."""
+    """Yield four running requests for each kind of client; wait for their ends on exit."""
     clients = [make() for make in makers for _ in range(4)]
     asks = [Ask(tokens=tokens) for _ in clients]
     for client, ask in zip(clients, asks, strict=True):
@@ -126,7 +126,7 @@ def asked(makers: Sequence[Callable[[], Asker]], replicas: Sequence[Replica], to
 
 
 def answered_by(fleet: Fleet, replica: Replica) -> None:
-    """Assert that all new requests are answered whole, and by this replica."""
+    """Assert that all new requests complete on this replica."""
     asks = [Ask() for _ in range(4)]
     for make in kinds(fleet.balancer.http, fleet.balancer.grpc):
         client = make()
@@ -140,9 +140,9 @@ def answered_by(fleet: Fleet, replica: Replica) -> None:
 
 
 def most_steps_after_leaving(fleet: Fleet, each: int) -> int:
-    """The most steps that an engine began with a request whose client had gone already, whole, streamed and over gRPC.
+    """Return the most steps started for a request after its client left: unary, streamed and over gRPC.
 
-    The moment is the client's, so the way through the balancer counts as well.
+    The time is taken at the client, so it includes the latency of the balancer.
     """
     clients = [make() for make in kinds(fleet.balancer.http, fleet.balancer.grpc) for _ in range(each)]
     asks = [Ask(tokens=1000, seed=SLOW) for _ in clients]
@@ -154,19 +154,19 @@ def most_steps_after_leaving(fleet: Fleet, each: int) -> int:
         left.append(time.monotonic())
         client.leave()
     wait_until(lambda: {ask.request_id for ask in asks} <= {name for r in fleet.replicas for name in r.ended()})
-    last = Ask(tokens=4, seed=SLOW)  # an engine that went on would show it in these steps
+    last = Ask(tokens=4, seed=SLOW)  # an engine that continued would show the requests in these steps
     clients[0].ask(last)
     assert last.ended == WHOLE
     return max(sum(at > gone for at in launches(fleet, ask)) for ask, gone in zip(asks, left, strict=True))
 
 
 def launches(fleet: Fleet, ask: Ask) -> list[float]:
-    """When steps with a request began."""
+    """Return the launch times of the steps with a request."""
     return [step.launched for replica in fleet.replicas for step in replica.steps() if ask.request_id in step.requests]
 
 
 def refuses(port: int) -> bool:
-    """Whether nobody takes connections there."""
+    """Return whether the port refuses connections."""
     try:
         httpx.get(f"http://127.0.0.1:{port}/health", timeout=60)
     except httpx.TransportError:
@@ -175,10 +175,10 @@ def refuses(port: int) -> bool:
 
 
 class Doors:
-    """Of a balancer in front of two upstreams without an engine.
+    """Tests of a balancer in front of two upstreams without an engine.
 
     Attributes:
-        balancer: which one.
+        balancer: class of the balancer.
     """
 
     balancer: type[Balancer]
@@ -199,8 +199,8 @@ class Doors:
 
     @pytest.fixture
     def door(self, running: Balancer, upstreams: list[Upstream]) -> Iterator[httpx.Client]:
-        """One behind which no upstream has failed: an answer of each ends the failures in a row that tests before this
-        one have left, of which five would take it out."""
+        """Yield a client after each upstream has answered once, which resets the count of consecutive failures from
+        earlier tests; five would take it out."""
         for upstream in upstreams:
             upstream.answer = say(200)
             upstream.asked.clear()
@@ -285,7 +285,7 @@ class Doors:
     def test_an_answer_may_take_longer_than_balancers_usually_wait(
         self, door: httpx.Client, upstreams: list[Upstream]
     ) -> None:
-        """Envoy's time-out of a route is 15 s, unless there is none."""
+        """Slow answers pass: the default route timeout of Envoy, 15 s, is off."""
         for upstream in upstreams:
             upstream.answer = late(20.0)
         assert door.post("/v1/completions", json={}).status_code == 200

@@ -1,4 +1,4 @@
-"""Clients that never try again, and what became of their requests."""
+"""Clients without retries, and the results of their requests."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tests.serve.fake_engine import expected_text, fake_tokenizer
 
 PROMPT = "once"
 WHOLE = "whole"
-"""How a request ended that got all of the replica's text, once."""
-_SECONDS = 300.0  # what takes a few on an idle machine
+"""Result of a request that got the complete text exactly once."""
+_SECONDS = 300.0  # limit for operations that take a few seconds on an idle machine
 _IDS = itertools.count()
 _TOKENS = fake_tokenizer().encode(PROMPT)
 
 
 @dataclasses.dataclass
 class Ask:
-    """One request through a balancer.
+    """A request through a balancer.
 
     Attributes:
-        tokens: that it asks for.
-        seed: which decides the text.
-        request_id: its name at the replica.
-        text: what has come.
-        ended: `WHOLE`, or what was wrong; "": it goes on.
+        tokens: number of tokens requested.
+        seed: determines the text.
+        request_id: its id at the replica.
+        text: text received.
+        ended: `WHOLE`, or the error; "": in progress.
     """
 
     tokens: int = 8
@@ -44,7 +44,7 @@ class Ask:
 
     @property
     def number(self) -> int:
-        """Requests are numbered as they are made."""
+        """Number of the request, in order of creation."""
         return number_of(self.request_id)
 
     @property
@@ -52,7 +52,7 @@ class Ask:
         return expected_text(_TOKENS, self.seed, 0, self.tokens)
 
     def finish(self, reason: str | None) -> None:
-        """Judge what has come. ``reason``: with which it says that it has ended; None: it does not."""
+        """Check the text received. ``reason``: finish reason; None: there is none."""
         if reason != "length":
             self.ended = f"ended with {reason!r}"
         elif self.text != self.expected:
@@ -62,20 +62,20 @@ class Ask:
 
     @property
     def body(self) -> dict[str, object]:
-        """For /v1/completions."""
+        """Body for /v1/completions."""
         return {"model": "fake", "prompt": PROMPT, "max_tokens": self.tokens, "seed": self.seed}
 
 
 def number_of(request_id: str) -> int:
-    """Of the request that has this id."""
+    """Return the number of the request with this id."""
     return int(request_id.removeprefix("ask-"))
 
 
 class Http:
-    """A client of /v1/completions, over one connection at a time.
+    """A client of /v1/completions with one connection at a time.
 
     Args:
-        port: of the balancer.
+        port: port of the balancer.
         stream: whether answers are streamed.
     """
 
@@ -84,7 +84,7 @@ class Http:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_SECONDS)
 
     def ask(self, ask: Ask) -> None:
-        """Make the request, and read its answer to the end."""
+        """Send the request, and read its answer to the end."""
         try:
             answer = self.begin(ask)
             if answer.status != 200:
@@ -96,14 +96,14 @@ class Http:
             ask.ended = f"http: {type(error).__name__}: {error}"
 
     def begin(self, ask: Ask) -> http.client.HTTPResponse:
-        """Make the request; its answer has begun."""
+        """Send the request; return the response with its head read."""
         body = json.dumps({**ask.body, "stream": self._stream})
         headers = {"content-type": "application/json", "x-request-id": ask.request_id}
         self._connection.request("POST", "/v1/completions", body, headers)
         return self._connection.getresponse()
 
     def read(self, ask: Ask, answer: http.client.HTTPResponse) -> None:
-        """Read an answer that has begun."""
+        """Read the body of a response."""
         if not self._stream:
             (choice,) = json.loads(answer.read())["choices"]
             ask.text = choice["text"]
@@ -119,11 +119,11 @@ class Http:
         ask.finish(reason if done else "no [DONE]")
 
     def send(self, ask: Ask) -> None:
-        """Make the request, and do not wait."""
+        """Send the request without waiting for the answer."""
         threading.Thread(target=self.ask, args=(ask,), daemon=True).start()
 
     def leave(self) -> None:
-        """Go away, whatever runs."""
+        """Disconnect, also during a request."""
         if self._connection.sock is not None:
             self._connection.sock.shutdown(2)
 
@@ -132,10 +132,10 @@ class Http:
 
 
 def events(answer: http.client.HTTPResponse) -> Iterator[str]:
-    """The data of server-sent events.
+    """Yield the data of server-sent events.
 
     Raises:
-        ValueError: one that says an error.
+        ValueError: an event is an error.
     """
     for line in answer:
         if line.startswith(b"event: error"):
@@ -145,17 +145,17 @@ def events(answer: http.client.HTTPResponse) -> Iterator[str]:
 
 
 class Grpc:
-    """A client of Generate, streamed.
+    """A client of streamed Generate.
 
     Args:
-        port: of the balancer.
+        port: port of the balancer.
     """
 
     def __init__(self, port: int) -> None:
         self._client = Client(f"127.0.0.1:{port}", retry=None, timeout=_SECONDS)
 
     def ask(self, ask: Ask) -> None:
-        """Make the request, and read its answer to the end."""
+        """Send the request, and read its answer to the end."""
         try:
             self._call = self._client.stream(PROMPT, max_tokens=ask.tokens, seed=ask.seed, request_id=ask.request_id)
             reason = None
@@ -167,11 +167,11 @@ class Grpc:
             ask.ended = f"grpc: {type(error).__name__}: {error}"
 
     def send(self, ask: Ask) -> None:
-        """Make the request, and do not wait."""
+        """Send the request without waiting for the answer."""
         threading.Thread(target=self.ask, args=(ask,), daemon=True).start()
 
     def leave(self) -> None:
-        """Cancel what runs."""
+        """Cancel the request."""
         self._call.cancel()
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ type Asker = Http | Grpc
 
 
 def kinds(http_port: int, grpc_port: int) -> list[Callable[[], Asker]]:
-    """What makes a client, for each way in which requests are made: whole, streamed, over gRPC."""
+    """Return a factory of clients for each kind of request: unary, streamed, over gRPC."""
     return [
         lambda: Http(http_port, stream=False),
         lambda: Http(http_port, stream=True),
@@ -191,11 +191,11 @@ def kinds(http_port: int, grpc_port: int) -> list[Callable[[], Asker]]:
 
 
 class Load:
-    """Clients that ask one thing after the other, until they are told to stop.
+    """Clients that send requests one after the other until they are stopped.
 
     Args:
-        clients: how many, of all kinds alike.
-        tokens: of each answer.
+        clients: number of clients, evenly divided among the kinds.
+        tokens: tokens of each answer.
     """
 
     def __init__(self, http_port: int, grpc_port: int, clients: int = 30, tokens: int = 100) -> None:
@@ -218,7 +218,7 @@ class Load:
 
     @property
     def lost(self) -> int:
-        """Requests that did not get their whole answer."""
+        """Number of requests without a complete answer."""
         with self._lock:
             return self.ended.total() - self.ended[WHOLE]
 

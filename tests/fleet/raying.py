@@ -1,4 +1,4 @@
-"""A cluster of Ray on loopback, and applications of fake engines in it."""
+"""A Ray cluster on loopback, with applications of fake engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxinfer.integrations.ray import build_app
 from tests.serve.core.fake_core import REPO, command
 from tests.serve.fake_engine import write_fake_folder
 
-BOUND = 420.0  # seconds for what takes a few on an idle machine, or a minute with real programs to compile
+BOUND = 420.0  # seconds for operations that take a few on an idle machine, or a minute to compile real programs
 _TRIES = 6
 SERVICES = ["jaxinfer.protos.v1.inference_pb2_grpc.add_InferenceServicer_to_server"]
 ENVIRONMENT = {
@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass
 class Cluster:
-    """Serve, and its two ports."""
+    """Ray Serve and its two ports."""
 
     http_port: int
     grpc_port: int
@@ -45,17 +45,17 @@ class Cluster:
         return f"http://127.0.0.1:{self.http_port}"
 
     def model(self, name: str) -> pathlib.Path:
-        """The folder of an application's fake model."""
+        """Return the folder of an application's fake model."""
         return self.folder / "models" / name
 
     def run(
         self, name: str, core: list[str] | None, closed: pathlib.Path | None = None, **settings: Any
     ) -> Application:
-        """Deploy replicas, or other settings of those that there are.
+        """Deploy replicas, or update the settings of existing ones.
 
         Args:
             core: options of the fake core; None: the real one.
-            closed: while there is such a file, no core gets on that is started.
+            closed: file whose existence blocks starting cores.
         """
         folder = write_fake_folder(self.model(name))
         given = {"num_cpus": 0.1, **({} if core is None else {"model": str(folder)}), **settings}
@@ -67,7 +67,7 @@ class Cluster:
 
 @dataclasses.dataclass
 class Application:
-    """Replicas behind the ports of a cluster."""
+    """Replicas of an application on the ports of a cluster."""
 
     cluster: Cluster
     name: str
@@ -87,17 +87,17 @@ class Application:
         return httpx.post(f"{self.url}{path}", json=body, timeout=BOUND, **options)
 
     def figure(self, name: str) -> float:
-        """Of the metrics of the only replica."""
+        """Return a metric of the only replica."""
         lines = self.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"jaxinfer:{name}{{"))
 
     def replicas(self) -> list[str]:
-        """The ids of those that serve."""
+        """Return the ids of running replicas."""
         found = _get_global_client().get_serve_details()["applications"][self.name]["deployments"]["jaxinfer"]
         return sorted(each["replica_id"] for each in found["replicas"] if each["state"] == "RUNNING")
 
     def cores(self) -> list[int]:
-        """The processes of the fake cores."""
+        """Return the PIDs of the fake cores."""
         return [pid for pid in _processes() if self._is_core(pid)]
 
     def delete(self) -> None:
@@ -110,7 +110,7 @@ class Application:
 
 @contextlib.contextmanager
 def cluster(environment: Mapping[str, str] = {}, cpus: int = 8) -> Iterator[Cluster]:
-    """Serve with two proxies. Nothing of it is left after this."""
+    """Yield Ray Serve with two proxies; stop everything afterwards."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in {**ENVIRONMENT, **environment}.items():
@@ -128,7 +128,7 @@ def cluster(environment: Mapping[str, str] = {}, cpus: int = 8) -> Iterator[Clus
 
 
 def _init(place: str, cpus: int) -> None:
-    """Start Ray, which gives itself half a minute; a machine that is busy may need more."""
+    """Start Ray with retries; Ray's limit of half a minute is too short on a busy machine."""
     for left in reversed(range(_TRIES)):
         try:
             ray.init(
@@ -136,17 +136,17 @@ def _init(place: str, cpus: int) -> None:
                 include_dashboard=False,
                 object_store_memory=80 << 20,
                 log_to_driver=False,
-                _temp_dir=place,  # short: there are sockets in it
+                _temp_dir=place,  # short, because of socket paths
             )
             return
-        except Exception:  # Ray's own has no name
+        except Exception:  # Ray's exception is not public
             ray.shutdown()
             if not left:
                 raise
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; they are all open at once, so that no two are the same."""
+    """Return unused ports; all are open at once, so that no two are equal."""
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in found]
@@ -164,7 +164,7 @@ def _unless(closed: pathlib.Path | None) -> list[str]:
 
 
 def members() -> list[int]:
-    """The processes of actors that follow process 0 of a group."""
+    """Return the PIDs of actors that follow process 0 of a group."""
     return [pid for pid in _processes() if _command(pid)[0].startswith("ray::Member")]
 
 

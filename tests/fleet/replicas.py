@@ -1,4 +1,4 @@
-"""Replicas: servers over the fake core in processes of their own, on ports that stay theirs when they start again.
+"""Replicas: servers over the fake core in their own processes, on ports that they keep when they are restarted.
 
 `python -m tests.fleet.replicas SETTINGS OPTIONS` is `python -m jaxinfer.serve` over that core: settings of
 `ServeConfig` as JSON, then the core's options.
@@ -29,26 +29,26 @@ NAMES = ("a", "b")
 
 
 class Ports(NamedTuple):
-    """Of one replica."""
+    """Ports of one replica."""
 
     http: int
     grpc: int
 
 
 class Step(NamedTuple):
-    """One that the engine launched: when (`time.monotonic`), and for which requests."""
+    """A step of the engine: its launch time (`time.monotonic`) and its requests."""
 
     launched: float
     requests: frozenset[str]
 
 
 class Replica:
-    """One that runs, and can be started again.
+    """A running replica that can be restarted.
 
     Args:
-        folder: for its model, its logs and its journal.
-        settings: of `ServeConfig`.
-        options: of the core, as its command line has them.
+        folder: folder for its model, logs and journal.
+        settings: fields of `ServeConfig`.
+        options: command line options of the core.
     """
 
     def __init__(
@@ -66,34 +66,34 @@ class Replica:
         return ServerProcess(["-m", "tests.fleet.replicas", json.dumps(self._settings), *core], log)
 
     def start(self) -> None:
-        """Start it again, if it has ended."""
+        """Restart the replica if it has ended."""
         if self.process.process.poll() is not None:
             self.process = self._started()
 
     def until_ready(self) -> None:
         self.process.until_logged("ready: ")
 
-    # ---- what is done to it
+    # ---- actions
 
     def stop(self) -> None:
-        """Tell it to stop, as an orchestrator does."""
+        """Send SIGTERM, as an orchestrator does."""
         self.process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill it, and return when it is dead."""
+        """Kill the replica, and return when it is dead."""
         self.process.end()
 
     def suspend(self) -> None:
-        """Let it hang: its connections are there, and nobody answers."""
+        """Suspend the replica: connections stay open without answers."""
         self.process.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.process.signal(signal.SIGCONT)
 
-    # ---- what it did
+    # ---- observations
 
     def steps(self) -> list[Step]:
-        """All that its engines launched."""
+        """Return all steps that its engines launched."""
         if not self._journal.exists():
             return []
         lines = self._journal.read_text().splitlines(keepends=True)
@@ -101,16 +101,16 @@ class Replica:
         return [Step(float(time), frozenset(ids)) for time, *ids in words]
 
     def requests(self) -> set[str]:
-        """The ids of the requests that came to its engines."""
+        """Return the ids of the requests that reached its engines."""
         return {name for step in self.steps() for name in step.requests}
 
     def ended(self) -> list[str]:
-        """The ids of those that ended, in the log of the process that runs."""
+        """Return the ids of ended requests, from the log of the running process."""
         return re.findall(r"ended request_id='([^']*)'", self.process.log())
 
 
 def start_replicas(folder: pathlib.Path, *options: str, **settings: object) -> list[Replica]:
-    """Both, ready."""
+    """Start both replicas; return them when they are ready."""
     free = free_ports(2 * len(NAMES))
     ports = [Ports(*pair) for pair in itertools.batched(free, 2)]
     replicas = [Replica(folder, name, own, settings, options) for name, own in zip(NAMES, ports, strict=True)]
@@ -120,7 +120,7 @@ def start_replicas(folder: pathlib.Path, *options: str, **settings: object) -> l
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; they are all open at once, so that no two are the same."""
+    """Return unused ports; all are open at once, so that no two are equal."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]

@@ -1,8 +1,8 @@
 """A rolling restart behind a balancer: `python -m tests.fleet.rolling envoy --rounds 10 --requests 5000`.
 
-Two replicas over the fake core stand behind Envoy or haproxy as `configs/` ships them. Clients ask over HTTP, whole and
-streamed, and over gRPC, without retries of their own, while one replica after the other is stopped by SIGTERM and
-started again. Every request that does not get its whole answer counts as lost.
+Two replicas over the fake core run behind Envoy or haproxy with the configuration of `configs/`. Clients send unary and
+streamed HTTP requests and gRPC requests, without retries, while each replica in turn is stopped by SIGTERM and
+restarted. Every request without a complete answer counts as lost.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tests.fleet.replicas import Replica, start_replicas
 from tests.serve.processes import wait_until
 
 DELAY = 4.0
-"""Seconds of ``drain_delay``: the shipped checks notice within two."""
-_SETTLED = 1.0  # between what the operators' port says and what all threads do
-_PATIENT = {"drain_seconds": 120.0, "step_timeout": 120.0}  # a busy machine, or a replica that is made to hang
+"""Seconds of ``drain_delay``: the shipped health checks detect a drain within two."""
+_SETTLED = 1.0  # seconds between a report of the admin port and its effect in all threads
+_PATIENT = {"drain_seconds": 120.0, "step_timeout": 120.0}  # for a busy machine, and for suspended replicas
 _BALANCERS: dict[str, type[Balancer]] = {"envoy": Envoy, "haproxy": HAProxy}
 
 
@@ -31,7 +31,7 @@ class Fleet:
     """Two replicas behind a balancer.
 
     Args:
-        folder: for models, logs and configurations.
+        folder: folder for models, logs and configurations.
         delay: ``drain_delay`` of the replicas.
         slow: seconds of a slow step (`tests.fleet.fake_core`).
     """
@@ -47,20 +47,20 @@ class Fleet:
             raise
 
     def until_up(self) -> None:
-        """Start what has ended, and wait until both replicas get requests."""
+        """Restart ended replicas, and wait until both get requests."""
         for replica in self.replicas:
             replica.start()
         wait_until(lambda: self.balancer.up() == {"a", "b"})
 
     def until_out(self, replica: Replica) -> float:
-        """Wait until a replica gets no requests; how long it took."""
+        """Wait until a replica gets no requests; return the seconds that it took."""
         return wait_until(lambda: replica.name in self.balancer.out())
 
     def restart(self, replica: Replica) -> None:
-        """Stop a replica as an orchestrator does, start it again, and wait until it gets requests.
+        """Stop a replica as an orchestrator does, restart it, and wait until it gets requests.
 
         Raises:
-            AssertionError: it got one that was made when the balancer had taken it out a second ago.
+            AssertionError: it got a request made a second or more after the balancer took it out.
         """
         replica.stop()
         self.until_out(replica)
@@ -72,7 +72,7 @@ class Fleet:
         self.until_up()
 
     def end(self) -> None:
-        """Leave nothing behind."""
+        """Stop the balancer and the replicas."""
         self.balancer.close()
         self._end_replicas()
 
@@ -83,7 +83,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(balancer: type[Balancer], folder: pathlib.Path, delay: float = DELAY) -> Iterator[Fleet]:
-    """Two replicas that are ready behind a balancer."""
+    """Yield two replicas that are ready behind a balancer."""
     made = Fleet(balancer, folder, delay)
     try:
         yield made
@@ -95,8 +95,8 @@ def roll(fleet: Fleet, requests: int, clients: int = 30) -> Load:
     """Restart both replicas under load.
 
     Args:
-        requests: that are made at least.
-        clients: that make them.
+        requests: minimum number of requests.
+        clients: number of clients.
     """
     with Load(fleet.balancer.http, fleet.balancer.grpc, clients) as load:
         for replica in fleet.replicas:

@@ -1,4 +1,4 @@
-"""SMG, a router that others have written, in front of replicas; and clients of it that notice what they miss."""
+"""SMG, a third-party router, in front of replicas, with clients that detect missing output."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import httpx
 from tests.serve.processes import BOUND, wait_until
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_FAST = [  # what it does to notice workers that die, and that come back
+_FAST = [  # for fast detection of workers that die or return
     *("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"),
     *("--policy", "round_robin"),
 ]
 
 
 class Router:
-    """One that runs.
+    """A running router.
 
     Args:
-        workers: targets of gRPC, as host:port.
+        workers: gRPC targets, as host:port.
     """
 
     def __init__(self, program: pathlib.Path, workers: Sequence[str], log: pathlib.Path, *options: str) -> None:
@@ -52,20 +52,20 @@ class Router:
         return _COLOURS.sub("", self._log.read_text(errors="replace"))
 
     def workers(self) -> dict[str, bool]:
-        """Workers that it knows the model of, by URL, and whether it thinks that they are well."""
+        """Return the health of the workers with a known model, by URL."""
         with contextlib.suppress(httpx.HTTPError, KeyError):
             found = httpx.get(f"{self.url}/workers", timeout=BOUND).json()["workers"]
             return {each["url"]: each["is_healthy"] for each in found if each["model_id"] != "unknown"}
         return {}
 
     def until_routing(self, count: int) -> None:
-        """Return when it has so many workers, and a tokenizer."""
+        """Wait until the router has ``count`` workers and a tokenizer."""
         wait_until(lambda: self.process.poll() is not None or sum(self.workers().values()) >= count)
         wait_until(lambda: self.process.poll() is not None or "Successfully loaded tokenizer" in self.log())
         assert self.process.poll() is None, self.log()
 
     def kill(self) -> None:
-        """At once, with all that it has started."""
+        """Kill the router and its child processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -75,7 +75,7 @@ class Router:
 def routing(
     program: pathlib.Path, workers: Sequence[str], log: pathlib.Path, *options: str, ready: bool = True
 ) -> Iterator[Router]:
-    """A router that serves all ``workers``, unless it is not to be waited for until it is ``ready``."""
+    """Yield a router; if ``ready``, wait until it serves all ``workers``."""
     router = Router(program, workers, log, *options)
     try:
         if ready:
@@ -86,7 +86,7 @@ def routing(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
+    """Return unused ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -96,13 +96,13 @@ def free_ports(count: int) -> list[int]:
 
 @dataclasses.dataclass
 class Stream:
-    """What a client has heard of one request.
+    """Output of one request, as received by a client.
 
     Attributes:
-        status: None: there was none.
-        reason: why it was finished.
-        done: its last event came.
-        error: what it was told, be it by the transport.
+        status: HTTP status; None: no response.
+        reason: finish reason.
+        done: the last event was received.
+        error: error of the server or of the transport.
     """
 
     body: Mapping[str, Any]
@@ -118,7 +118,7 @@ class Stream:
 
     @property
     def fate(self) -> str:
-        """ "complete", "error" (the client knows that something is missing) or "cut" (it cannot know)."""
+        """Return "complete", "error" (the client knows that output is missing) or "cut" (it cannot know)."""
         if self.is_complete:
             return "complete"
         told = self.error is not None or self.reason in ("abort", "error") or (self.status or 0) >= 400
@@ -151,10 +151,10 @@ class Stream:
 
 
 class Crowd:
-    """Streams at once, by one client.
+    """Concurrent streams of one client.
 
     Attributes:
-        streams: of what they have heard so far.
+        streams: output of each stream so far.
     """
 
     def __init__(self, url: str, path: str, bodies: Sequence[Mapping[str, Any]]) -> None:
@@ -169,7 +169,7 @@ class Crowd:
             return list(await asyncio.gather(*runs))
 
     async def until(self, condition: Callable[[Stream], bool], share: float = 1.0) -> None:
-        """Return when it is true of such a share of the streams."""
+        """Wait until the condition holds for this share of the streams."""
         async with asyncio.timeout(BOUND):
             while sum(condition(stream) for stream in self.streams) < share * len(self.streams):
                 self._changed.clear()

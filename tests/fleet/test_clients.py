@@ -1,7 +1,7 @@
-"""Clients and frameworks for agents as they are published, against the demo model: each runs a loop with two tools,
-asks for a schema, and reads a stream.
+"""Tests of published clients and agent frameworks against the demo model: each runs a loop with two tools, requests a
+schema, and reads a stream.
 
-The model does not know what it says, so its calls are forced (`tool_choice`): the engine's masks hold them to tools.
+The model is not trained on tools, so calls are forced (`tool_choice`): the engine's masks constrain it to tool calls.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SECONDS, MOST = 240, 200
 
 
 class Answer(pydantic.BaseModel):
-    """The schema that is asked for."""
+    """The requested schema."""
 
-    model_config = pydantic.ConfigDict(extra="forbid")  # else the model adds what it likes
+    model_config = pydantic.ConfigDict(extra="forbid")  # else the model adds other fields
 
     city: Literal["Rome", "Oslo"]
     degrees: Literal[10, 20, 30]
 
 
 class Done:
-    """The client's side of the loop."""
+    """Client side of the loop, which records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -217,7 +217,7 @@ def test_openai_agents(url: str, api: str) -> None:
         client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=SECONDS)
         model = (agents.OpenAIChatCompletionsModel if api == "chat" else agents.OpenAIResponsesModel)("demo", client)
         forced = agents.ModelSettings(tool_choice="required", max_tokens=MOST, parallel_tool_calls=False)
-        for one in (weather, clock):  # the tool must be called; what it has returned is answered as the model likes
+        for one in (weather, clock):  # the tool must be called; the answer to its result is free
             agent = agents.Agent("helper", instructions="ROMEO", model=model, tools=[one], model_settings=forced)
             assert isinstance((await agents.Runner.run(agent, QUESTION)).final_output, str)
         both = agents.Agent("helper", model=model, tools=[weather, clock], model_settings=forced, output_type=Answer)
@@ -251,7 +251,7 @@ def test_pydantic_ai(url: str, kind: Any) -> None:
         """What time it is."""
         return done.clock(city)
 
-    for seed in range(9):  # among the tools and the one that ends the loop the model chooses as it likes
+    for seed in range(9):  # the model freely chooses between the tools and the one that ends the loop
         settings = pydantic_ai.ModelSettings(
             max_tokens=MOST, parallel_tool_calls=False, timeout=SECONDS, temperature=1.5, seed=seed
         )
@@ -274,7 +274,7 @@ def test_instructor(url: str) -> None:
         for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
             client = instructor.from_openai(plain, mode=mode)
             messages: Any = [{"role": "user", "content": QUESTION}]
-            for kind in (weather_call, clock_call):  # each is a tool of its own, and its result goes back
+            for kind in (weather_call, clock_call):  # each is a separate tool, and its result is sent back
                 call = client.create(model="demo", messages=messages, max_tokens=MOST, response_model=kind)
                 found = done.run(kind.__name__.removesuffix("_call"), call.model_dump())
                 messages.append({"role": "assistant", "content": call.model_dump_json()})

@@ -1,4 +1,4 @@
-"""Two replicas behind Envoy, as configs/envoy/envoy.yaml configures it."""
+"""Tests of two replicas behind Envoy, configured by configs/envoy/envoy.yaml."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestDoors(Doors):
 
 
 def ejected(envoy: Balancer) -> list[str]:
-    """The hosts that outlier detection has taken out."""
+    """Return the hosts that outlier detection has ejected."""
     known = json.loads(envoy.figures("/clusters?format=json"))["cluster_statuses"]
     hosts = [host for cluster in known for host in cluster["host_statuses"]]
     return [str(host["address"]) for host in hosts if host["health_status"].get("failed_outlier_check")]

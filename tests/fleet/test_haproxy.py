@@ -1,4 +1,4 @@
-"""Two replicas behind haproxy, as configs/haproxy/haproxy.cfg configures it."""
+"""Tests of two replicas behind haproxy, configured by configs/haproxy/haproxy.cfg."""
 
 from __future__ import annotations
 

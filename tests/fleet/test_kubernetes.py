@@ -1,5 +1,5 @@
-"""The Helm chart (docs/kubernetes.md): every form of it is what Kubernetes and the operators know, what it is not
-made for is refused by name, and all that it refers to is there."""
+"""Tests of the Helm chart (docs/kubernetes.md): all variants are valid for Kubernetes and the operators, unsupported
+values are rejected by name, and all references exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rendered(request: pytest.FixtureRequest) -> Rendered:
     return form(request.param)
 
 
-# ---- what Kubernetes and the operators know
+# ---- schemas of Kubernetes and the operators
 
 
 def test_every_object_is_one_of_its_kind(rendered: Rendered) -> None:
@@ -90,7 +90,7 @@ def test_helm_finds_nothing_to_complain_of() -> None:
         assert [each for each in report["messages"] if each["severity"] > 1] == []
 
 
-# ---- what helm refuses
+# ---- values that helm rejects
 
 REFUSED: list[tuple[Values, str]] = [
     ({"mode": "StatefulSet"}, "mode"),
@@ -154,7 +154,7 @@ def test_a_wrong_value_is_refused_by_its_name(values: Values, name: str) -> None
 
 
 def test_every_value_has_its_default_its_meaning_and_its_type() -> None:
-    """Beside each line of values.yaml stands what it is; values.schema.json has the same names, but for global."""
+    """Each line of values.yaml has a comment; values.schema.json has the same names, except global."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     bare = [line for line in text.splitlines() if line.strip() and "#" not in line]
     assert bare == []
@@ -173,7 +173,7 @@ def _check_names(values: Object, properties: Object, path: tuple[str, ...]) -> N
             _check_names(value, inner["properties"], (*path, name))
 
 
-# ---- all that is referred to is there
+# ---- references
 
 
 def test_every_reference_leads_somewhere(rendered: Rendered) -> None:
@@ -258,7 +258,7 @@ def test_the_proxy_leads_to_the_pods_and_is_found_itself(rendered: Rendered) -> 
 
 
 def test_the_bounds_of_the_proxy_grow_with_the_engines(repo: pathlib.Path) -> None:
-    """What configs/envoy/envoy.yaml has is for two."""
+    """The limits of the proxy scale with the replicas; those in configs/envoy/envoy.yaml are for two."""
     shipped = _bounds((repo / "configs/envoy/envoy.yaml").read_text())
     for values, engines in (({}, 2), ({"replicas": 5}, 5), ({"autoscaling": {"kind": "hpa", "maxReplicas": 16}}, 16)):
         text = Rendered(merged(ENVOY, values)).one("ConfigMap", proxy=True)["data"]["envoy.yaml"]

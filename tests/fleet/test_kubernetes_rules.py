@@ -1,5 +1,5 @@
-"""The Helm chart (docs/kubernetes.md): who reaches whom, what a pod may do, how it ends; what it says to jaxinfer is
-jaxinfer's."""
+"""Tests of the Helm chart (docs/kubernetes.md): network access, pod security, termination, and valid jaxinfer settings
+and commands."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def group() -> Rendered:
     return Rendered(GROUP)
 
 
-# ---- who reaches whom
+# ---- network access
 
 
 def test_only_those_who_are_named_reach_a_door(rendered: Rendered) -> None:
-    """Each port has one rule, and each rule peers: one without them would let everybody in."""
+    """Each port has one rule, and each rule lists peers, because a rule without peers admits all."""
     settings, doors = settings_of(rendered), _policy(rendered, "doors")
     if doors is None:
         assert rendered.of_kind("NetworkPolicy") == []
@@ -101,7 +101,7 @@ def _policy(rendered: Rendered, name: str) -> Object | None:
 
 
 def test_a_pod_may_do_nothing_that_it_need_not(rendered: Rendered) -> None:
-    """The rules of Pod Security "restricted", and a read-only root."""
+    """Pods follow Pod Security "restricted" and have a read-only root."""
     proxies = [each["spec"]["template"] for each in rendered.of_kind("Deployment", proxy=True)]
     for pod in (*rendered.pods.values(), *proxies):
         spec, inner = pod["spec"], container(pod)
@@ -141,11 +141,11 @@ def test_keys_that_are_values_can_be_read_by_the_server(tmp_path: pathlib.Path) 
     assert (key.caller.name, key.caller.scopes) == ("alice", {"infer", "observe"})
 
 
-# ---- what it says to jaxinfer is jaxinfer's
+# ---- commands and settings of jaxinfer
 
 
 def test_the_command_is_one_of_jaxinfer(rendered: Rendered, tmp_path: pathlib.Path) -> None:
-    """Parsed by the program's own parser, with the file of settings: all names are its own, and can be served."""
+    """jaxinfer's own parser accepts the command and the settings file, and they are servable."""
     file = tmp_path / "production.yaml"
     file.write_text(rendered.settings)
     for name, pod in rendered.pods.items():
@@ -182,7 +182,7 @@ def test_every_file_that_is_named_is_mounted(rendered: Rendered) -> None:
 
 
 def test_the_settings_are_those_of_production(plain: Rendered, repo: pathlib.Path) -> None:
-    """What configs/deployments/production.yaml has, but for TLS, which a Secret brings."""
+    """The settings equal configs/deployments/production.yaml, except for TLS, which a Secret provides."""
     wanted = yaml.safe_load((repo / "configs/deployments/production.yaml").read_text())
     found = yaml.safe_load(plain.settings)
     tls = {"tls_cert", "tls_key"}
@@ -198,7 +198,7 @@ def test_large_numbers_stay_numbers() -> None:
     assert (config.max_receive_bytes, config.engine.kv_cache_bytes) == (268435456, 10**12)
 
 
-# ---- drains
+# ---- draining
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_readiness_is_gone_before_the_delay_is_over(plain: Rendered) -> None:
 
 
 def test_a_group_does_not_wait_for_itself(group: Rendered) -> None:
-    """Its first pod is ready when the others are there, so these must not wait for that."""
+    """The leader is ready only when the followers run, so they must not wait for it."""
     spec = group.one("LeaderWorkerSet")["spec"]
     assert spec["startupPolicy"] == "LeaderCreated"
     assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None"
@@ -281,7 +281,7 @@ def test_the_image_is_that_of_the_dockerfile(plain: Rendered) -> None:
 
 
 def test_the_commands_of_the_pages_install_what_they_say(repo: pathlib.Path) -> None:
-    """But for helm itself: their values are read as it reads them, and rendered."""
+    """Commands in the docs, except helm itself: their values are parsed as by helm, and rendered."""
     text = "".join((repo / "docs" / page).read_text() for page in ("kubernetes.md", "deploying.md"))
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("helm ")]
     assert len(lines) >= 4

@@ -1,5 +1,5 @@
-"""What the chart starts is started here: the commands, settings and files of its pods, with paths of this machine for
-those of a container, and the same rights. Nothing of Kubernetes runs."""
+"""Tests that run the pods of the chart on this machine: their commands, settings and files, with local paths instead of
+those of a container, and the same permissions. Kubernetes itself does not run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def small(model: str, **more: Any) -> Values:
-    """Values for a model of this machine on free ports."""
+    """Return values for a small model on free ports of this machine."""
     ports = dict(zip(("grpc_port", "http_port", "metrics_port", "control_port"), free_ports(4), strict=True))
     engine = {"max_num_seqs": 4, "max_model_len": 256, "prefill_sizes": [64], "max_prefill_rows": 1}
     config = {"model": model, "served_model_name": model, "drain_delay": 10, "drain_seconds": 30, **ports}
@@ -57,7 +57,7 @@ def small(model: str, **more: Any) -> Values:
 
 
 class Pod:
-    """A container of the chart as a process of this machine: each volume is a folder below ``folder``."""
+    """A container of the chart as a local process: each volume is a folder below ``folder``."""
 
     def __init__(self, rendered: Rendered, name: str, folder: pathlib.Path, secrets: dict[str, dict[str, str]]) -> None:
         self.pod, self.folder = rendered.pods[name], folder
@@ -74,11 +74,11 @@ class Pod:
                 (folder / volume / file).write_text(self.here(text).replace("0.0.0.0", "127.0.0.1"))
 
     def here(self, text: str) -> str:
-        """With the paths of this machine."""
+        """Return the text with local paths."""
         return self._path.sub(lambda found: str(self._places[found[0]]), text)
 
     def start(self, **environment: str) -> ServerProcess:
-        """``environment``: what Kubernetes and LeaderWorkerSet set."""
+        """Start the process; ``environment``: variables that Kubernetes and LeaderWorkerSet set."""
         given = {each["name"]: each["value"] for each in self.container.get("env", []) if "value" in each}
         given |= environment | {"HOME": self.here("/home/jaxinfer"), "TMPDIR": self.here("/tmp")}
         arguments = [self.here(each) for each in expanded(self.container["args"], environment)]
@@ -88,7 +88,7 @@ class Pod:
         return ServerProcess(run if allowed else run[3:], log, environment=given)
 
     def probe(self, kind: str) -> str:
-        """The URL that the kubelet asks."""
+        """Return the URL of the kubelet's probe."""
         asked = self.container[f"{kind}Probe"]["httpGet"]
         (port,) = (each["containerPort"] for each in self.container["ports"] if each["name"] == asked["port"])
         return f"{asked['scheme'].lower()}://127.0.0.1:{port}{asked['path']}"
@@ -100,7 +100,7 @@ class Pod:
 
 
 def status(url: str) -> int | None:
-    """As the kubelet asks: it does not look at the certificate. None: nobody answers."""
+    """Return the HTTP status, without certificate checks like the kubelet; None: no response."""
     try:
         return httpx.get(url, verify=False, timeout=60).status_code
     except httpx.TransportError:
@@ -118,7 +118,7 @@ def ended(*servers: ServerProcess) -> Iterator[None]:
 
 @pytest.fixture
 def folder() -> Iterator[pathlib.Path]:
-    """With a short path: sockets lie below it, as they do in /tmp of a container."""
+    """Yield a folder with a short path, because sockets are below it as in /tmp of a container."""
     with tempfile.TemporaryDirectory(prefix="pods-") as place:
         yield pathlib.Path(place)
 
@@ -145,7 +145,7 @@ def test_a_pod_serves_answers_its_probes_and_drains(tmp_path: pathlib.Path, fold
 
 
 def _check_doors(config: Values, trust: Any) -> None:
-    """Who has a key may, and who has none may not."""
+    """Check that requests with a key succeed, and that others are rejected."""
 
     def figures(key: str) -> int:
         bearer = {"authorization": f"Bearer {key}"}
@@ -163,7 +163,7 @@ def _check_doors(config: Values, trust: Any) -> None:
 
 
 def _check_drain(pod: Pod, server: ServerProcess) -> None:
-    """The server's own patience ends before the kubelet's."""
+    """Check that the server's drain ends before the kubelet's grace period."""
     start = time.monotonic()
     server.signal(signal.SIGTERM)
     wait_until(lambda: status(pod.probe("readiness")) != 200)
@@ -173,7 +173,7 @@ def _check_drain(pod: Pod, server: ServerProcess) -> None:
 
 
 def test_it_can_write_where_it_must_alone(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """What the others rely on."""
+    """The container is read-only except for the folder, on which the other tests rely."""
     if not contained.is_allowed(str(folder)):
         pytest.skip("namespaces cannot be made here")
     outside = tmp_path / "outside"
@@ -188,7 +188,7 @@ def test_it_can_write_where_it_must_alone(folder: pathlib.Path, tmp_path: pathli
 
 
 def test_envoy_of_the_chart_leads_to_a_pod(tmp_path: pathlib.Path, programs: pathlib.Path) -> None:
-    """Its configuration as it is rendered, but for names and addresses of this machine."""
+    """Envoy with the rendered configuration, except for local names and addresses, routes requests to a pod."""
     with fake_server(tmp_path) as server:
         ports = {"http_port": server.http_port, "grpc_port": server.grpc_port}
         rendered = Rendered({"envoy": {"enabled": True}, "config": ports})
@@ -215,8 +215,8 @@ def test_envoy_of_the_chart_leads_to_a_pod(tmp_path: pathlib.Path, programs: pat
 
 @pytest.mark.slow
 def test_a_group_finds_itself_serves_and_drains(folder: pathlib.Path) -> None:
-    """Two pods of a LeaderWorkerSet, with the variables that its controller sets. SIGTERM comes as the kubelet sends
-    it: to the first at once, to the other when its hook has slept."""
+    """Two pods of a LeaderWorkerSet run with the variables of its controller. SIGTERM is sent as by the kubelet: to the
+    leader at once, to the follower after the sleep of its hook."""
     coordinator = free_ports(1)[0]
     values = small(
         "demo-draft",

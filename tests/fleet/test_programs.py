@@ -1,4 +1,4 @@
-"""The programs that the other tests here run."""
+"""Tests that the programs of the other fleet tests are installed."""
 
 import pathlib
 import subprocess

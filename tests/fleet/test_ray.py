@@ -1,4 +1,4 @@
-"""Replicas under Ray Serve, live: its proxies on loopback, engines without a device in its workers."""
+"""Live tests of replicas under Ray Serve: its proxies on loopback, engines without a device in its workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.serve.grpc.running import request
 PROMPT = "Hi"
 IDS = fake_tokenizer().encode(PROMPT)
 MODEL = "fake"
-SLOW_STEP = 0.5  # seconds: what the network and Python take besides counts little
+SLOW_STEP = 0.5  # seconds; network and Python overhead are small in comparison
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3"}
 BEHIND_HAPROXY = HAPROXY.items() <= os.environ.items()
 
@@ -66,7 +66,7 @@ def channel(running: Cluster) -> Iterator[grpc.Channel]:
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Those of a stream; it has ended as it should."""
+    """Return the events of a stream; check its end."""
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -140,7 +140,7 @@ def test_a_wrong_setting_is_refused_before_anything_runs(running: Cluster) -> No
 
 
 def test_an_engine_is_in_a_group_of_its_own_processes(app: Application) -> None:
-    """Ray's event loop cannot start one so."""
+    """The engine core leads its own process group, which Ray's event loop cannot set up when it starts a process."""
     (core,) = app.cores()
     assert os.getpgid(core) == core
 
@@ -152,7 +152,7 @@ def test_nobody_else_imports_ray() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=BOUND).returncode == 0
 
 
-# ---- clients that go away
+# ---- client disconnects
 
 
 @pytest.fixture(scope="module")
@@ -167,18 +167,18 @@ def test_a_stream_whose_client_goes_away_stops_within_two_steps(
     before = slow.figure("generation_tokens_total")
     seen = _read_over_http(slow, 3) if door == "http" else _read_over_grpc(slow, channel, 3)
     wait_until(lambda: slow.figure("num_requests_running") == 0)
-    late = door == "http" and BEHIND_HAPROXY  # which learns of it when it writes
+    late = door == "http" and BEHIND_HAPROXY  # haproxy notices the disconnect at its next write
     assert seen <= slow.figure("generation_tokens_total") - before <= seen + 2 + late
 
 
 def _read_over_http(app: Application, tokens: int) -> int:
-    """Read so many, and leave."""
+    """Read ``tokens`` tokens, and disconnect."""
     with streamed(app) as answer:
         return len(list(_first(answer.iter_lines(), "data: ", tokens)))
 
 
 def streamed(app: Application) -> contextlib.AbstractContextManager[httpx.Response]:
-    """A stream that is long."""
+    """Return a long stream."""
     return httpx.stream("POST", f"{app.url}/v1/completions", json=body(stream=True, max_tokens=1000), timeout=BOUND)
 
 
@@ -217,7 +217,7 @@ def test_keys_are_asked_for_over_both(running: Cluster, channel: grpc.Channel, t
     assert list(call(asked(), metadata=[*app.metadata, ("authorization", bearer)]))[-1].HasField("finished")
 
 
-# ---- engines that end
+# ---- engine failures
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_an_engine_that_dies_is_started_again_by_its_replica(running: Cluster) -
 
 @pytest.mark.slow
 def test_a_replica_whose_engine_does_not_come_back_is_replaced(running: Cluster, tmp_path: pathlib.Path) -> None:
-    """No core starts any more, until there is another replica."""
+    """New cores cannot start until there is another replica."""
     closed = tmp_path / "closed"
     timing = {"startup_timeout": 2, "health_check_period_s": 0.5}
     app = running.run("lost", [], closed, served_model_name=MODEL, **timing)
@@ -354,7 +354,7 @@ def _in_a_program(params: SamplingParams, settings: dict[str, Any]) -> tuple[str
 
 @pytest.mark.slow
 def test_a_replica_of_two_processes_says_what_one_says(running: Cluster, channel: grpc.Channel) -> None:
-    """Each in a bundle of its placement group, with one of two devices; and when one ends, the replica is replaced."""
+    """Each process has a bundle and one of two devices; if one ends, the replica is replaced."""
     shape = {"model": "demo", "max_num_seqs": 4, "max_model_len": 256, "prefill_sizes": [64], "tensor_parallel_size": 2}
     want = _asked_of_one_process(shape)
     app = running.run("pair", None, num_processes=2, group_timeout=60, health_check_period_s=0.5, **shape)
@@ -372,7 +372,7 @@ def test_a_replica_of_two_processes_says_what_one_says(running: Cluster, channel
 
 
 def _asked_of_one_process(shape: dict[str, Any]) -> list[int]:
-    """The tokens of a program with two devices."""
+    """Return the tokens of one process with two devices."""
     code = f"""
 from jaxinfer import LLM, SamplingParams
 llm = LLM(**{ {**shape, "prefill_sizes": (64,)} })

@@ -1,4 +1,4 @@
-"""Replicas behind SMG: it says what they say, and nobody is left without an answer when one of them is killed."""
+"""Tests of replicas behind SMG: identical responses, and a defined end of every stream when a replica is killed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.serve.processes import BOUND, ServerProcess, fake_server, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STEP = 0.02
-PROMISED = 2.0  # seconds in which the streams of a router that has died are over
-PATIENCE = 10.0  # of a test on a machine that others use
+PROMISED = 2.0  # seconds until the streams of a dead router have ended
+PATIENCE = 10.0  # seconds allowed on a busy machine
 
 TALK = [{"role": "user", "content": "Who goes there?"}]
 SAID: list[tuple[str, Mapping[str, Any]]] = [
@@ -38,12 +38,12 @@ SAID: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
-# ---- what is said
+# ---- responses
 
 
 @pytest.fixture(scope="module")
 def demos(programs: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Router, list[str]]]:
-    """A router that was there before its replicas had loaded their model, and the URLs of these."""
+    """Yield a router started before its replicas had loaded their model, and the replicas' URLs."""
     folder = tmp_path_factory.mktemp("demos")
     flags = [
         "--model",
@@ -79,30 +79,30 @@ def test_a_whole_answer_is_the_replicas_own(
     demos: tuple[Router, list[str]], path: str, fields: Mapping[str, Any]
 ) -> None:
     router, (own, _) = demos
-    # SMG gives prompts of completions no begin-of-sequence token
+    # SMG adds no BOS token to prompts of completions
     body = {"model": "demo", **fields}
     expected = httpx.post(own + path, json={**body, "add_special_tokens": False} if path == COMPLETIONS else body)
-    for _ in range(2):  # of each replica
+    for _ in range(2):  # one request per replica
         found = httpx.post(router.url + path, json=body, timeout=BOUND)
         assert found.status_code == expected.status_code == 200, (found.text, expected.text)
         for choice, wanted in zip(found.json()["choices"], expected.json()["choices"], strict=True):
             assert gist(choice) == gist(wanted)
             logprobs, own_logprobs = logprobs_of(choice), logprobs_of(wanted)
             assert logprobs == pytest.approx(own_logprobs[: len(logprobs)], abs=1e-4)
-            # SMG leaves out that of the token which ends an answer
+            # SMG omits the logprobs of the stop token
             assert 0 <= len(own_logprobs) - len(logprobs) <= 4 * (choice["finish_reason"] == "stop")
         usage, own_usage = found.json()["usage"], expected.json()["usage"]
         assert usage["completion_tokens"] == own_usage["completion_tokens"]
 
 
 def gist(choice: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Index, text and reason."""
+    """Return index, text and finish reason."""
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     return choice["index"], text, choice["finish_reason"]
 
 
 def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
-    """Of each token, and of the three that are most likely in its place."""
+    """Return the logprobs of each token and of the top three tokens at its position."""
     content = (choice.get("logprobs") or {}).get("content") or ()
     return [each["logprob"] for position in content for each in (position, *position["top_logprobs"])]
 
@@ -148,24 +148,24 @@ def test_what_is_wrong_is_the_clients_fault(
     assert word in found.text
 
 
-# ---- what becomes of streams
+# ---- ends of streams
 
 
 def body_of(rank: int, tokens: int) -> dict[str, Any]:
-    """A conversation with the fake engine, the same whenever ``rank`` is."""
+    """Return a chat for the fake engine, determined by ``rank``."""
     messages = [{"role": "user", "content": f"Hello {rank}"}]
     return {"model": "fake", "messages": messages, "max_tokens": tokens, "seed": rank, "temperature": 0}
 
 
 def whole_text(body: Mapping[str, Any]) -> str:
-    """What the fake engine says to it; SMG leaves out a character whose bytes do not all come."""
+    """Return the fake engine's answer; SMG omits an incomplete character."""
     prompt = f"[user] {body['messages'][0]['content']}\n[a] ".encode()
     ids = [FIRST_BYTE + byte for byte in prompt]
     return expected_text(ids, body["seed"], 0, body["max_tokens"]).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def judged(streams: list[Stream]) -> collections.Counter[str]:
-    """How many ended how. No stream is cut without a word, and what was heard is what a replica says, once."""
+    """Count the streams by end; none may be cut silently, and each text must be a prefix of the replica's."""
     for stream in streams:
         expected = whole_text(stream.body)
         assert stream.status is not None or stream.error is not None
@@ -194,7 +194,7 @@ def stats_of(replica: ServerProcess) -> Any:
 
 
 def is_idle(replica: ServerProcess) -> bool:
-    """Nothing runs or waits, and no page is held."""
+    """Return whether nothing runs or waits, and no page is held."""
     stats = stats_of(replica)
     return not (stats.running or sum(stats.waiting.values()) or stats.kv_pages["held"])
 
@@ -212,7 +212,7 @@ def test_no_stream_is_cut_or_doubled_when_a_replica_is_killed(
         os.killpg(victim.process.pid, signal.SIGKILL)
         fates = judged(await task)
         assert fates["complete"] > 0
-        assert fates["error"] > 0  # else it was killed too late
+        assert fates["error"] > 0  # else the kill was too late
         judged(await in_the_moment)
         again = judged(await Crowd(router.url, CHAT, [body_of(rank, 16) for rank in range(count)]).run())
         assert again == {"complete": count}

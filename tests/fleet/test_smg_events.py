@@ -1,4 +1,4 @@
-"""SMG, told by events what each replica has cached: also what it did not send there itself."""
+"""Tests of SMG with KV events from each replica: it routes by cached prefixes, including those of other clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVENTS = ["--policy", "cache_aware", "--worker-warmup-secs", "0"]
 
 
 class Replica:
-    """A server over the fake engine, on a port that it keeps when it is started again."""
+    """A server over the fake engine, on a port that it keeps when it is restarted."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         folder.mkdir(parents=True)
@@ -41,13 +41,13 @@ class Replica:
         return f"127.0.0.1:{self._port}"
 
     def warm(self, prompt: str) -> None:
-        """Serve a prompt that no router has seen."""
+        """Serve a prompt that the router has not seen."""
         url = f"http://127.0.0.1:{self.server.http_port}/v1/completions"
         answer = httpx.post(url, json={"prompt": prompt, "max_tokens": 1}, timeout=BOUND)
         assert answer.is_success, answer.text
 
     def looked_up(self) -> tuple[float, float]:
-        """Prompt tokens that were looked up in the cache, and those that were found."""
+        """Return the prompt tokens looked up in the prefix cache, and the hits."""
         lines = httpx.get(f"http://127.0.0.1:{self.server.http_port}/metrics", timeout=BOUND).text.splitlines()
         found = dict(line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
         names = ("jaxinfer:prefix_cache_queries_total", "jaxinfer:prefix_cache_hits_total")
@@ -56,25 +56,25 @@ class Replica:
 
 
 class Fleet:
-    """Two replicas, and a router that they tell of their caches."""
+    """Two replicas, and a router that receives their KV events."""
 
     def __init__(self, router: Router, replicas: list[Replica], metrics: int) -> None:
         self.router, self.replicas, self._metrics = router, replicas, metrics
 
     def applied(self, rank: int) -> float:
-        """Events of a replica that the router has taken."""
+        """Return the number of events of a replica that the router has applied."""
         text = httpx.get(f"http://127.0.0.1:{self._metrics}/metrics", timeout=BOUND).text
         name = f'smg_kv_event_apply_seconds_count{{worker="grpc://{self.replicas[rank].target}"}}'
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
     def warm(self, rank: int, prompt: str) -> None:
-        """Let a replica serve a prompt that the router has not seen, and wait until that has heard of it."""
+        """Serve a prompt directly on a replica, and wait until the router has its events."""
         before = self.applied(rank)
         self.replicas[rank].warm(prompt)
         wait_until(lambda: self.applied(rank) > before)
 
     def served_by(self, prompt: str) -> tuple[int, float]:
-        """The replica that was given a prompt, and how many of its tokens that had."""
+        """Return the replica that served a prompt, and the number of cached tokens."""
         before = [replica.looked_up() for replica in self.replicas]
         body = {"model": "fake", "prompt": prompt, "max_tokens": 1}
         answer = httpx.post(f"{self.router.url}/v1/completions", json=body, timeout=BOUND)
@@ -121,7 +121,7 @@ def test_what_is_forgotten_draws_nobody(fleet: Fleet) -> None:
 
 
 def test_a_replica_that_is_killed_and_started_again_is_recognised(fleet: Fleet) -> None:
-    """The router comes back with a number of the first one's, and is told of what the second one has."""
+    """The router reconnects with the old process's sequence number, and gets a snapshot of the new process."""
     prefix, router = "kl" * (4 * PAGE), fleet.router
     fleet.warm(1, prefix + "!")
     connected, snapshots = (router.log().count(text) for text in ("KV event stream connected", "snapshot applied"))

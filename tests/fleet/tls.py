@@ -1,4 +1,4 @@
-"""The balancers' variant with TLS on both sides: the lines of `#tls`, with certificates of a test."""
+"""The balancers' TLS variant, with TLS on both sides: the lines of `#tls`, with test certificates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.fleet.replicas import free_ports, start_replicas
 from tests.serve.test_certificates import Authority
 
 _OWN = (8443, 50443)
-"""Ports beside those in clear text, where a configuration has some."""
+"""TLS ports of a configuration that also has cleartext ports."""
 
 
 class Encrypted:
-    """Of a balancer in front of two replicas that speak TLS.
+    """Tests of a balancer in front of two replicas with TLS.
 
     Attributes:
-        balancer: which one.
+        balancer: class of the balancer.
     """
 
     balancer: type[Balancer]
@@ -56,7 +56,7 @@ class Encrypted:
 
 
 def ask_over_tls(http: int, grpc: int, ca: pathlib.Path) -> None:
-    """Assert that both doors answer."""
+    """Assert that HTTP and gRPC requests succeed."""
     trusted = ssl.create_default_context(cafile=str(ca))
     body = {"model": "fake", "prompt": "once", "max_tokens": 4}
     answer = httpx.post(f"https://127.0.0.1:{http}/v1/completions", json=body, verify=trusted, timeout=120)

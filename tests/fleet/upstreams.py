@@ -1,4 +1,4 @@
-"""A replica's HTTP door that answers as it is told, and remembers what it was asked."""
+"""A scripted HTTP upstream, which records the requests received."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ type Answer = Callable[[BaseHTTPRequestHandler], None]
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request that has come, with the names of its headers in small letters."""
+    """A received request, with lower-case header names."""
 
     path: str
     headers: dict[str, str]
@@ -25,10 +25,10 @@ class Asked:
 
 
 class Upstream:
-    """It is ready, and ``answer`` is what it does with requests but those of health.
+    """An upstream that is always ready; ``answer`` handles all requests except health checks.
 
     Attributes:
-        asked: the requests that have come.
+        asked: requests received.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -45,7 +45,7 @@ class Upstream:
                 upstream._take(self)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Say nothing."""
+                """Suppress log messages."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -62,7 +62,7 @@ class Upstream:
 
     @property
     def ports(self) -> Ports:
-        """It has no door for gRPC: that port takes no connections."""
+        """Return the ports; the gRPC port refuses connections."""
         return Ports(self._server.server_address[1], _closed_port())
 
     def __enter__(self) -> Upstream:
@@ -81,7 +81,7 @@ def _closed_port() -> int:
 
 
 def say(status: int, body: bytes = b"{}") -> Answer:
-    """Answer so."""
+    """Return a handler that sends this response."""
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         request.send_response(status)
@@ -93,7 +93,7 @@ def say(status: int, body: bytes = b"{}") -> Answer:
 
 
 def late(seconds: float) -> Answer:
-    """Answer after so long."""
+    """Return a handler that responds after a delay."""
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         time.sleep(seconds)
@@ -103,13 +103,13 @@ def late(seconds: float) -> Answer:
 
 
 def hang_up(request: BaseHTTPRequestHandler) -> None:
-    """End the connection without an answer."""
+    """Close the connection without a response."""
     request.close_connection = True
     request.connection.shutdown(socket.SHUT_RDWR)
 
 
 def cut(request: BaseHTTPRequestHandler) -> None:
-    """Begin a stream, and end the connection in it."""
+    """Begin a stream, and close the connection within it."""
     request.send_response(200)
     request.send_header("content-type", "text/event-stream")
     request.send_header("transfer-encoding", "chunked")

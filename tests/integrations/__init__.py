@@ -1,1 +1,1 @@
-"""Tests of `jaxinfer.integrations`, without the programs that it serves."""
+"""Tests of `jaxinfer.integrations`, without the integrated programs."""

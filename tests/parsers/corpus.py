@@ -1,4 +1,4 @@
-"""Answers in each family's form, as its template and its model card write them, and what they say."""
+"""Answers in each family's format, as in its chat template and model card, with the expected parse."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOOLS: list[dict[str, Any]] = [
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An answer, and the content, the reasoning and the calls in it. Arguments are compared as JSON where they are."""
+    """An answer, and its content, reasoning and tool calls. Valid JSON arguments are compared as JSON."""
 
     parsers: Parsers
     text: str

@@ -1,4 +1,4 @@
-"""Real calls in each family's form, with one thing wrong: a grammar of calls, and of what models do to them."""
+"""Tool calls in each family's format with one perturbation: a generator of calls and of typical model errors."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ PARAMETERS = {each["function"]["name"]: each["function"]["parameters"]["properti
 
 type Calls = list[tuple[str, dict[str, Any]]]
 type Pieces = list[str]
-"""An answer, cut at its tags, heads and values."""
+"""Pieces of an answer, split at tags, heads and values."""
 type Write = Callable[[random.Random, Any], str]
 """Writes the arguments of a call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How a family writes calls.
+    """Format of calls in a model family.
 
     Attributes:
-        tags: that stand in its answers, and that values may mention.
-        write: pieces of an answer.
-        thinks: a reasoning parser that goes with it.
+        tags: markers of the format, which values may mention.
+        write: returns the pieces of an answer.
+        thinks: reasoning parser used with the family.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Family:
         return Parsers(self.name, "openai_gptoss" if self.name == "openai" else self.thinks if thinks else None)
 
 
-# ---- what is called
+# ---- calls
 
 _WORDS = (
     "Rome",
@@ -85,7 +85,7 @@ _JSON_TEXTS = ('{"a": [1, "b"]}', "[1, 2]", "null", "true", "3.5", '"quoted"')
 
 
 def text(rng: random.Random, tags: Sequence[str], *, surrogates: bool) -> str:
-    """A string, whose tags have other text of their line on both sides."""
+    """Return a string; tags in it have other text on both sides in the same line."""
     if rng.random() < 0.15:
         return rng.choice(_JSON_TEXTS)
     words = rng.choices(_WORDS, k=rng.randint(1, 4))
@@ -121,7 +121,7 @@ def calls_of(rng: random.Random, family: Family, *, surrogates: bool = True) -> 
     return found
 
 
-# ---- how families write it
+# ---- formats of the families
 
 
 def dumps(rng: random.Random, arguments: Any) -> str:
@@ -252,10 +252,10 @@ FAMILIES = [
     Family("pythonic", _PYTHON, pythonic),
 ]
 IN_TEXT = frozenset({"hermes", "qwen3_coder", "glm45"})
-"""Families whose values may mention their tags: those of the others are tokens of their own."""
+"""Families whose tags may occur in values; tags of the other families are special tokens."""
 
 
-# ---- what models do to it
+# ---- errors of models
 
 
 def _place(rng: random.Random, pieces: Pieces, wanted: Callable[[str], bool]) -> int:
@@ -293,7 +293,7 @@ def comma(rng: random.Random, pieces: Pieces) -> Pieces:
 
 
 def letters(rng: random.Random, pieces: Pieces) -> Pieces:
-    """One character lost, or one too many."""
+    """Remove, replace or insert one character."""
     whole = "".join(pieces)
     at = rng.randrange(len(whole))
     return [whole[:at] + rng.choice(("", '"', "'", "<", "}", "\\", " ", "\n")) + whole[at + 1 :]]
@@ -306,7 +306,7 @@ def within_marker(rng: random.Random, pieces: Pieces) -> Pieces:
 
 
 DAMAGES = [drop, double, move, cut, comma, letters, within_marker]
-"""Of which the call, or text, must come."""
+"""Perturbations after which a call or text must still be returned."""
 
 
 def again(rng: random.Random, pieces: Pieces) -> Pieces:
@@ -314,12 +314,12 @@ def again(rng: random.Random, pieces: Pieces) -> Pieces:
 
 
 def space(rng: random.Random, pieces: Pieces) -> Pieces:
-    """White space around the calls."""
+    """Add white space around the calls."""
     return [rng.choice(("\n", " ", "\n\n")), *pieces, rng.choice(("\n", "  "))]
 
 
 def respelt(rng: random.Random, pieces: Pieces) -> Pieces:
-    """Names as models spell them beside the request's tools."""
+    """Change function names as models do, in addition to the names of the request's tools."""
     forms = ("functions.{}", "{}", "functions_{}", "{}:0", "tools.{}")
     found = []
     for piece, following in zip(pieces, [*pieces[1:], ""], strict=True):
@@ -333,7 +333,7 @@ def respelt(rng: random.Random, pieces: Pieces) -> Pieces:
 
 
 def more_members(rng: random.Random, pieces: Pieces) -> Pieces:
-    """Members of a call's object that no form has."""
+    """Add members to a call's object that the format does not have."""
     more = ('"id": "x1", ', '"type": "function", ', '"why": {"a": ["}", 1]}, ', '"thought": "so \\"be\\" it", ')
     found: Pieces = []
     for piece in pieces:
@@ -344,7 +344,7 @@ def more_members(rng: random.Random, pieces: Pieces) -> Pieces:
 
 
 def natural_end(rng: random.Random, pieces: Pieces) -> Pieces:
-    """The model ends by itself behind a whole argument."""
+    """End the answer after a complete argument, as models do."""
     last = ("</parameter>", "</arg_value>", ")", ">")
     left = list(pieces)
     while rng.random() < 0.7 and left[-1] not in last and (_is_tag(left[-1]) or left[-1].isspace() or not left[-1]):
@@ -353,10 +353,10 @@ def natural_end(rng: random.Random, pieces: Pieces) -> Pieces:
 
 
 HARMLESS = [again, space, respelt, more_members, natural_end]
-"""From which the very calls must come."""
+"""Perturbations after which the same calls must be returned."""
 
 
-# ---- how models write arguments
+# ---- spellings of arguments
 
 
 def python(rng: random.Random, arguments: Any) -> str:
@@ -377,11 +377,11 @@ def twice(rng: random.Random, arguments: Any) -> str:
 
 
 WRITES = [dumps, python, with_commas, as_text, twice]
-"""Of which the same arguments must come."""
+"""Spellings that must be parsed to the same arguments."""
 
 
 def chunkings(rng: random.Random, answer: str) -> list[list[str]]:
-    """The answer by character, in two parts and in some."""
+    """Return chunkings of the answer: by character, in two chunks, and in several."""
     found = [list(answer)]
     for most in (1, 8):
         cuts = sorted(rng.sample(range(1, len(answer)), min(len(answer) - 1, most))) if len(answer) > 1 else []

@@ -1,4 +1,4 @@
-"""Cases of other engines' tests, as they lie in data/ (its README says from where)."""
+"""Cases of other engines' tests, stored in data/ (its README lists the sources)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATA = pathlib.Path(__file__).parent / "data"
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A case. ``calls``: names and arguments, as JSON where they are. ``differs``: why they demand another thing."""
+    """A case. ``calls``: names and arguments, parsed if valid JSON. ``differs``: why the engine's result differs."""
 
     name: str
     parsers: Parsers
@@ -29,7 +29,7 @@ class Recorded:
 
 
 def read_cases(path: pathlib.Path) -> list[Recorded]:
-    """The cases of a file."""
+    """Return the cases of a file."""
     file = json.loads(path.read_text(encoding="utf-8"))
     return [_case(f"{path.stem}/{case['name']}", case, file["tools"]) for case in file["cases"]]
 

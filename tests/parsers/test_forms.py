@@ -1,4 +1,4 @@
-"""Forms of calls: which functions cannot be called in them, told by name. What they allow: tests/structured."""
+"""Tests of call formats: functions that a format cannot call are named. Accepted texts: see tests/structured."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Calls with one thing wrong: calls or text, the same in every chunking, and with arguments that are JSON."""
+"""Tests of perturbed calls: they give calls or text, identical for every chunking, and JSON arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fam
 
 
 def names_of(family: Family) -> list[dict[str, Any]]:
-    """The tools; Python has no hyphens in names."""
+    """Return the tools; Python has no hyphens in names."""
     if family.name != "pythonic":
         return TOOLS
     return [{"function": {**each["function"], "name": each["function"]["name"].replace("-", "_")}} for each in TOOLS]
@@ -48,7 +48,7 @@ def read(parsers: Parsers, parts: Sequence[str], tools: Sequence[dict[str, Any]]
 
 
 def strict(arguments: str) -> Any:
-    """The value of JSON in UTF-8 without a key twice."""
+    """Parse JSON that is valid UTF-8 and has no duplicate keys."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len(dict(pairs)) == len(pairs), f"a key twice: {arguments}"
@@ -58,7 +58,7 @@ def strict(arguments: str) -> Any:
 
 
 def check(family: Family, answer: str, rng: random.Random, *, thinks: bool = False) -> Message:
-    """What holds of every answer."""
+    """Check the invariants of every answer."""
     parsers, tools = family.parsers(thinks=thinks), names_of(family)
     whole = read(parsers, [answer], tools)
     for parts in chunkings(rng, answer):
@@ -71,7 +71,7 @@ def check(family: Family, answer: str, rng: random.Random, *, thinks: bool = Fal
 
 
 def whole_text(found: Any) -> Any:
-    """Halves of surrogate pairs are replaced."""
+    """Return the value with lone surrogates replaced."""
     return json.loads(
         json.dumps(found, ensure_ascii=False).encode("utf-8", "replace").decode().replace("?!", "\ufffd!")
     )

@@ -1,4 +1,4 @@
-"""Cases of vLLM's and SGLang's parser tests, whole and in all partitions."""
+"""Cases of vLLM's and SGLang's parser tests, unsplit and for all partitions."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ each_case = pytest.mark.parametrize("case", RECORDED, ids=lambda case: case.name
 
 
 def parse(case: Recorded, cuts: Sequence[int]) -> list[list[Event]]:
-    """What each part gives, and the end."""
+    """Return the events of each chunk, and of the end."""
     tools = Tools(case.tools) if case.parsers.tool_calls is not None else None
     parser = case.parsers.make(tools, prompt=case.prompt, new_id=lambda index: f"id{index}")
     assert parser is not None
@@ -56,7 +56,7 @@ def test_any_parts_add_up(data: st.DataObject, case: Recorded) -> None:
 
 @each_case
 def test_what_has_come_out_begins_the_whole(case: Recorded) -> None:
-    """Content, reasoning and the arguments of each call, after each character."""
+    """After each character, content, reasoning and arguments are prefixes of the final ones."""
     parts, whole = parse(case, characters(case)), total(parse(case, []))
     for count in range(len(parts)):
         assert_begins(total(parts[:count]), whole)
@@ -67,7 +67,7 @@ CALLING = [case for case in RECORDED if case.parsers.tool_calls is not None]
 
 @pytest.mark.parametrize("case", CALLING, ids=lambda case: case.name)
 def test_no_marker_is_shown(case: Recorded) -> None:
-    """Also of calls that the model got wrong."""
+    """Content and names have no marker, also for malformed calls."""
     message = total(parse(case, characters(case)))
     shown = [message.content, *(call.name for call in message.calls)]
     assert not any(marker in text for marker in Parsers(case.parsers.tool_calls).markers for text in shown)

@@ -1,4 +1,4 @@
-"""Every parser: the same for all splits of an answer, arguments that only grow, no marker in what is shown."""
+"""Tests of every parser: the result does not depend on splits, arguments only grow, and no marker is shown."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def test_whole_answers(case: Case) -> None:
 
 
 def partitions(length: int) -> st.SearchStrategy[list[int]]:
-    """Where to split, all ways alike: few cuts, many, and one behind every character."""
+    """Return split positions from several distributions: few cuts, many cuts, and one after every character."""
     if length < 2:
         return st.just([])
     few = st.sets(st.integers(1, length - 1), max_size=4).map(sorted)
@@ -100,7 +100,7 @@ def test_calls_come_in_order_and_arguments_belong_to_the_open_one(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parsers.tool_calls}-{case.text[:24]!r}")
 def test_what_has_come_out_is_a_beginning_of_the_whole(case: Case) -> None:
-    """Also of an answer that is cut there: nothing is ever taken back."""
+    """Events are never revised, also for an answer that is cut there."""
     events, whole = parse(case, list(range(1, len(case.text)))), message_of(parse(case, []))
     for count in range(len(events)):
         assert_begins(message_of(events[:count]), whole)
@@ -119,7 +119,7 @@ WELL_FORMED = [case for case in CASES if case.calls and case.content.find("[") <
 
 @given(st.data(), st.sampled_from(WELL_FORMED))
 def test_no_part_of_a_marker_is_shown(data: st.DataObject, case: Case) -> None:
-    """Of calls that are whole, at no moment and in no part."""
+    """No part of a marker of a well-formed call is shown at any time."""
     events = parse(case, data.draw(partitions(len(case.text))))
     shown = "".join(event.text for event in events if isinstance(event, Content))
     assert case.content.startswith(shown)
@@ -128,7 +128,7 @@ def test_no_part_of_a_marker_is_shown(data: st.DataObject, case: Case) -> None:
 
 @pytest.mark.parametrize("parsers", ALL)
 def test_text_comes_at_once(parsers: Parsers) -> None:
-    """What can be no marker is not held back."""
+    """Text that cannot be part of a marker is not held back."""
     parser = parsers.make(Tools(TOOLS), prompt="</think>")
     assert parser is not None
     assert message_of(parser.feed("Hello")) == Message("Hello")
@@ -145,7 +145,7 @@ def test_arguments_come_while_they_are_written(name: str) -> None:
 @pytest.mark.parametrize("parsers", ALL)
 @pytest.mark.parametrize("unit", ["a", "<", "{", "[", '"', "\\", '{"a":', "<think>", "<tool_call>", "<|channel|>"])
 def test_what_is_looked_at_again_is_bounded(parsers: Parsers, unit: str) -> None:
-    """However much there is: a parser keeps no more of its text than a marker is long."""
+    """A parser keeps at most the length of a marker of its text, however long the input."""
     parser = parsers.make(Tools(TOOLS), prompt="</think>")
     assert parser is not None
     for _ in range(3000 // len(unit)):

@@ -1,4 +1,4 @@
-"""Readers over text in parts: markers, and what is held back for them."""
+"""Tests of readers over chunked text: markers, and text held back for them."""
 
 import itertools
 import re
@@ -13,7 +13,7 @@ MARKERS = ("<ab>", "<a", "aab", "b>a")
 
 
 def run[T](parts: list[str], read: Wait[T], source: Source) -> T:
-    """What a reader returns when it is given these parts."""
+    """Return the result of a reader for these chunks."""
     for part in [None, *parts]:
         if part is None:
             source.end() if not parts else None

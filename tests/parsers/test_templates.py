@@ -1,4 +1,4 @@
-"""Which parsers a chat template asks for, for the templates that models have."""
+"""Tests of parser detection from chat templates of published models."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ def test_a_template_tells_its_parsers(name: str) -> None:
 
 
 def test_all_forms_but_aliases_are_met() -> None:
-    """The names of a format's other versions are asked for by name alone."""
+    """Other versions of a format are selected only by name."""
     calls, thoughts = ({case["parsers"][i] for case in DETECTED.values()} for i in range(2))
     assert set(TOOL_PARSERS) - calls == {"glm47", "llama4_pythonic"}
     assert set(REASONING_PARSERS) <= thoughts
@@ -27,7 +27,7 @@ def test_all_forms_but_aliases_are_met() -> None:
 @pytest.mark.parametrize(
     ("markers", "parsers"),
     [
-        ("<tool_call><invoke name=", Parsers()),  # MiniMax's tags within
+        ("<tool_call><invoke name=", Parsers()),  # MiniMax's tags inside
         ("<seed:tool_call><function=f><parameter=p>", Parsers()),
         ('<|header_start|>"parameters"', Parsers("llama3_json")),
         ("[func_name1(param=1)]", Parsers("pythonic")),

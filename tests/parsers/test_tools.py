@@ -1,4 +1,4 @@
-"""Values without quotes become JSON by the types that a function's schema tells."""
+"""Tests of the conversion of unquoted values to JSON by the types in a function's schema."""
 
 import json
 import warnings
@@ -90,7 +90,7 @@ def test_a_string_comes_out_part_by_part(parts: list[str]) -> None:
 
 
 def test_schemas_that_refer_to_one_another_are_asked_once() -> None:
-    """Each names the next one many times."""
+    """References are resolved once, although each schema refers to the next one many times."""
     definitions: dict[str, Any] = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 50} for i in range(7)}
     definitions["1"]["anyOf"].append({"const": 1})
     parameters = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**definitions, "7": {"type": "null"}}}

@@ -1,4 +1,4 @@
-"""JSON values: their end, and calls in them, beside Python's own parser."""
+"""Tests of JSON values: their end, and calls in them, against Python's own parser."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reads tests/serve/bad_inputs.yaml: what its tags mean is said at its top."""
+"""Reader of tests/serve/bad_inputs.yaml, which documents its tags at the top."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = pathlib.Path(__file__).with_name("bad_inputs.yaml")
 
 
 def load() -> dict[str, Any]:
-    return yaml.load(FILE.read_bytes(), _Loader)  # noqa: S506 - a safe loader with tags of its own
+    return yaml.load(FILE.read_bytes(), _Loader)  # noqa: S506 - a safe loader with its own tags
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,14 +45,14 @@ def _latin(loader: yaml.SafeLoader, node: yaml.Node) -> bytes:
 
 
 def _nested(loader: yaml.SafeLoader, node: yaml.Node) -> bytes:
-    """A GenerateRequest with a template variable of so many lists within one another."""
+    """Return a GenerateRequest with a template variable of that many nested lists."""
     parts, size = [b""], 0
     for _ in range(int(loader.construct_scalar(node))):
         for tag in (b"\x0a", b"\x32"):  # ListValue.values, Value.list_value
             head = tag + _VarintBytes(size)
             parts.append(head)
             size += len(head)
-    for tag in (b"\x12", b"\x0a", b"\x22", b"\x2a"):  # the entry's value, Struct.fields, Chat's variables, chat
+    for tag in (b"\x12", b"\x0a", b"\x22", b"\x2a"):  # the entry's value, Struct.fields, variables of Chat, chat
         head = tag + _VarintBytes(size)
         parts.append(head)
         size += len(head)

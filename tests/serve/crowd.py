@@ -1,4 +1,4 @@
-"""A crowd of clients at both doors, some of which misbehave, and what each of them got."""
+"""Clients of both APIs, some of which misbehave, and the result of each."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from tests.serve import fake_engine as fake
 
 GRPC, HTTP = "grpc", "http"
 OK, LEFT, CUT = "OK", "LEFT", "CUT"
-"""Whole; the client went; the connection broke, as everybody can see."""
+"""Complete; the client left; the connection broke visibly."""
 
 WRONG, DOUBLED, SILENT = "wrong", "doubled", "silent"
-"""Tokens that are others'; what came twice, or after the end; an end like a good one of what is not whole."""
+"""Tokens of another request; duplicate tokens or tokens after the end; an incomplete stream that ends normally."""
 
-HANGS = 90.0  # seconds after which a client has waited for nothing
+HANGS = 90.0  # seconds after which a client counts as hung
 RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: close by RST
 _NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-_HTTP_STATUS = {kind.http: kind.code.name for kind in reversed(Kind)}  # of two with one status the first
-_CHANNELS, _NARROW_CHANNELS = 6, 20  # those of a connection that do not read use up what all of them may be sent
+_HTTP_STATUS = {kind.http: kind.code.name for kind in reversed(Kind)}  # the first of two kinds with the same status
+_CHANNELS, _NARROW_CHANNELS = 6, 20  # calls of a connection that do not read exhaust its shared flow-control window
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 20),
-    ("grpc.min_reconnect_backoff_ms", 10_000),  # what an attempt may take, on a busy machine
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # time for a connection attempt on a busy machine
     ("grpc.max_reconnect_backoff_ms", 100),
 )
 
 
 class WrongAnswerError(AssertionError):
-    """What came is not what was asked for. ``kind``: `WRONG`, `DOUBLED` or `SILENT`."""
+    """The output is not the expected one. ``kind``: `WRONG`, `DOUBLED` or `SILENT`."""
 
     def __init__(self, kind: str, outcome: Outcome) -> None:
         super().__init__(f"{kind}: {outcome}")
@@ -50,15 +50,15 @@ class WrongAnswerError(AssertionError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One request.
+    """A request of a client, and its behaviour.
 
     Attributes:
         deadline: seconds.
-        leave_after: the client goes after so many events; 0: as soon as it has asked.
-        reset: it goes by a TCP reset, and with 0 in the middle of asking (HTTP).
-        lingers: it reads nothing after so many events until ``released`` of the crowd.
-        pause: seconds that it takes for each event.
-        logprobs: asked for, to make it large.
+        leave_after: number of events after which the client leaves; 0: right after sending the request.
+        reset: the client leaves by a TCP reset; with leave_after 0 while it sends the request (HTTP).
+        lingers: after the first event the client reads nothing until ``released`` of the crowd is set.
+        pause: seconds that the client pauses after each event.
+        logprobs: number of logprobs requested, to make the response large.
     """
 
     door: str
@@ -76,7 +76,7 @@ class Job:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a job. ``status``: of gRPC, by name, at both doors; `LEFT` or `CUT`. ``details``: gRPC's words."""
+    """Result of a job. ``status``: gRPC status name for both APIs; `LEFT` or `CUT`. ``details``: gRPC's details."""
 
     job: Job
     status: str = ""
@@ -99,7 +99,7 @@ class Outcome:
         self.reasons[index] = reason
 
     def check(self, oracle: Oracle) -> None:
-        """Whatever came is right, and what is called whole is.
+        """Check that the output received is correct, and that a stream with a normal end is complete.
 
         Raises:
             WrongAnswerError: it is not.
@@ -117,17 +117,17 @@ class Outcome:
 
 
 def _is_doubled(tokens: list[int], want: list[int]) -> bool:
-    """Whether it goes on with something that it has said already."""
+    """Return whether the tokens, where they go wrong, repeat an earlier part of the output."""
     right = next(at for at, token in enumerate(tokens) if token != want[at])
     return any(tokens[right:] == want[at:][: len(tokens) - right] for at in range(right))
 
 
 Oracle = Callable[[Job, int], tuple[list[int], str]]
-"""Tokens and text of an output, by its index."""
+"""Return the tokens and the text of an output, given its index."""
 
 
 def by_rule(job: Job, index: int) -> tuple[list[int], str]:
-    """What the fake engine says."""
+    """Return the output of the fake engine."""
     asked = job.prompt, job.seed, index, job.tokens
     return fake.expected_tokens(*asked), fake.expected_text(*asked)
 
@@ -136,12 +136,12 @@ class Crowd:
     """Clients of one server.
 
     Args:
-        narrow: gRPC's buffers are as small as can be.
-        oracle: what must come; None: nobody knows.
+        narrow: use the smallest gRPC buffers.
+        oracle: returns the expected output; None: unknown.
 
     Attributes:
-        released: set it, and those that linger read on.
-        begun: those that linger.
+        released: event that lets lingering clients read on.
+        begun: jobs that linger.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Crowd:
             await channel.close()
 
     async def run(self, jobs: Sequence[Job], at_once: int = 200, ask: Callable[[Job], Any] | None = None) -> None:
-        """All of them, so many at a time."""
+        """Run all jobs, ``at_once`` at a time."""
         waiting = iter(jobs)
 
         async def client() -> None:
@@ -179,7 +179,7 @@ class Crowd:
                 clients.create_task(client())
 
     async def ask(self, job: Job) -> Outcome:
-        """Raises TimeoutError: it ends by nothing."""
+        """Run a job and check its output. Raises TimeoutError: the stream does not end."""
         outcome = Outcome(job)
         start = asyncio.get_running_loop().time()
         try:
@@ -217,7 +217,7 @@ class Crowd:
                 finished = response.WhichOneof("event") == "finished"
                 if response.WhichOneof("event") == "delta":
                     _take_delta(response.delta, outcome)
-            if job.leave_after == 0:  # what is asked gets on its way, or not
+            if job.leave_after == 0:  # the request may or may not have been sent
                 await asyncio.sleep(random.Random(job.seed).random() * 0.02)
         except aio.AioRpcError as error:
             outcome.details = error.details() or ""
@@ -330,7 +330,7 @@ def _request(job: Job) -> bytes:
 
 
 async def _events(reader: asyncio.StreamReader) -> Any:
-    """Server-sent events of a chunked body. Raises `asyncio.IncompleteReadError`: it is cut before its last chunk."""
+    """Yield the events of a chunked body. Raises `asyncio.IncompleteReadError`: it ends before the last chunk."""
     text = b""
     while size := int(await reader.readuntil(b"\r\n"), 16):
         text += (await reader.readexactly(size + 2))[:-2]
@@ -342,7 +342,7 @@ async def _events(reader: asyncio.StreamReader) -> Any:
 
 
 class BreakingProxy:
-    """Carries TCP connections to a port, until it breaks them by resets, on both sides."""
+    """A proxy that forwards TCP connections to a port and breaks them by resets on both sides."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -360,7 +360,7 @@ class BreakingProxy:
             self._break(self._pairs.pop())
 
     def break_one(self, chance: random.Random) -> None:
-        """Of those that are open, if any is."""
+        """Break a random open connection, if there is one."""
         if self._pairs:
             self._break(self._pairs.pop(chance.randrange(len(self._pairs))))
             self.broken += 1

@@ -1,4 +1,4 @@
-"""A client that can say anything: raw messages and raw bytes to all ports of a `tests.serve.processes.fake_server`."""
+"""A client that sends raw messages and raw bytes to all ports of a `tests.serve.processes.fake_server`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ VLLM_METHODS = {VLLM + method.name: method for method in pb.DESCRIPTOR.services_
 CONTROL = "jaxinfer.v1.Control/"
 GENERATE = "jaxinfer.v1.Inference/Generate"
 COMPLETIONS = "/v1/completions"
-BOUND = 60.0  # seconds for an answer; what takes longer hangs
+BOUND = 60.0  # seconds until a request counts as hung
 
 
 @dataclasses.dataclass(frozen=True)
 class Rpc:
-    """How an RPC ended: the name of its status, the fields that its details name, and what came before."""
+    """Result of an RPC: its status name, message, the fields named in its details, and the responses received."""
 
     code: str
     message: str = ""
@@ -50,7 +50,7 @@ class Rpc:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """An HTTP answer; status 0: the connection was closed without one, or in the midst of one."""
+    """An HTTP response; status 0: the connection was closed without a complete response."""
 
     status: int
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -63,7 +63,7 @@ class Page:
 
 @dataclasses.dataclass
 class Doors:
-    """Channels and connections, with a key on everything but raw bytes."""
+    """Channels and connections to all ports; the key is sent with everything except raw bytes."""
 
     server: ServerProcess
     key: str | None
@@ -79,10 +79,10 @@ class Doors:
         timeout: float = BOUND,
         most: int | None = None,
     ) -> Rpc:
-        """Of a method of any kind. ``metadata`` in place of the key; after ``most`` answers the call is cancelled."""
+        """Call a method of any kind. ``metadata`` replaces the key; after ``most`` responses the call is cancelled."""
         channel = self.control if path.startswith(CONTROL) else self.inference
         given = [("authorization", f"Bearer {self.key}")] if metadata is None and self.key else metadata
-        if len(requests) == 1:  # on the wire a stream of one is the same
+        if len(requests) == 1:  # a stream of one request is the same on the wire
             call = channel.unary_stream(f"/{path}")(requests[0], metadata=given, timeout=timeout)
         else:
             call = channel.stream_stream(f"/{path}")(iter(requests), metadata=given, timeout=timeout)
@@ -98,7 +98,7 @@ class Doors:
         return Rpc((await call.code()).name, messages=found)
 
     async def http(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Page:
-        """``headers`` in place of, or besides, those that any client sends."""
+        """Send a request. ``headers`` replace or extend the default ones."""
         given = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body))}
         given |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         given |= headers or {}
@@ -114,7 +114,7 @@ class Doors:
         return Page(answer.status or 0, answer.headers, bytes(found))
 
     async def raw(self, data: bytes, port: int | None = None) -> Page:
-        """The first answer to bytes on a connection of their own, or, with a ``port``, its end."""
+        """Send bytes on a new connection; return the first response; with ``port``, wait for the connection's end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port or self.server.http_port)
         parser, body = ResponseParser(), bytearray()
         with contextlib.suppress(ConnectionError):
@@ -131,7 +131,7 @@ class Doors:
         return control_pb2.Stats.FromString(answer.messages[0])
 
     async def baseline(self) -> None:
-        """Return when nothing runs or waits and no page is held."""
+        """Wait until nothing runs or waits and no page is held."""
         async with asyncio.timeout(BOUND):
             while True:
                 stats = await self.stats()
@@ -142,7 +142,7 @@ class Doors:
 
 @contextlib.asynccontextmanager
 async def doors(server: ServerProcess, key: str | None = None) -> AsyncIterator[Doors]:
-    """Clients of all ports, on connections of their own."""
+    """Yield clients of all ports on separate connections."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     targets = [f"127.0.0.1:{port}" for port in (server.grpc_port, server.control_port)]
     pool = Pool("127.0.0.1", server.http_port, None, BOUND)
@@ -157,7 +157,7 @@ async def doors(server: ServerProcess, key: str | None = None) -> AsyncIterator[
 
 
 def request_class(path: str) -> type[Message]:
-    """Of an RPC, by its full name."""
+    """Return the request class of an RPC, by its full name."""
     return GetMessageClass(METHODS[path].input_type)
 
 

@@ -1,4 +1,4 @@
-"""Bodies within all limits that cost more than they seem: one for each door and each way that we know."""
+"""Request bodies within all limits that cost more than their size suggests: one per API and known attack."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DETOKENIZE, INFER = "jaxinfer.v1.Inference/Detokenize", "inference.GRPCInference
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """A body of about so many bytes for a door: a route of HTTP, or an RPC.
+    """A body of about the given size for an HTTP route or an RPC.
 
     Attributes:
-        is_work: it is not refused, but is much to do, for which the loop gets several turns.
+        is_work: the request is valid but expensive, and is processed over several turns of the event loop.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Attack:
 
 
 def _filled(head: str, item: str, tail: str) -> Callable[[int], bytes]:
-    """``item`` as often as the size allows; commas between."""
+    """Return a function that repeats ``item``, separated by commas, as often as the size allows."""
 
     def make(size: int) -> bytes:
         count = max(1, (size - len(head) - len(tail)) // (len(item.encode()) + 1))
@@ -51,7 +51,7 @@ def _keys(head: str, tail: str) -> Callable[[int], bytes]:
 
 
 def _text(character: str, **more: object) -> Callable[[int], bytes]:
-    """A prompt of at most 4 Mi characters."""
+    """Return a function that makes a prompt of at most 4 Mi characters."""
 
     def make(size: int) -> bytes:
         count = min(size // len(json.dumps(character)[1:-1]), 4 << 20)
@@ -131,11 +131,11 @@ HTTP = (
 )  # fmt: skip
 
 
-# ---- protobuf, by hand: what its own classes would need for it is what is attacked
+# ---- protobuf, encoded by hand: protobuf's own classes would need the memory that is attacked
 
 
 def field(number: int, data: bytes) -> bytes:
-    """One of wire type 2."""
+    """Return a field of wire type 2 (length-delimited)."""
     return varint(number << 3 | 2) + varint(len(data)) + data
 
 
@@ -152,7 +152,7 @@ def number_of(message: object, name: str) -> int:
 
 
 def _within(message: object, path: str, item: bytes) -> Callable[[int], bytes]:
-    """``item`` as often as the size allows, in the field that ``path`` names."""
+    """Return a function that repeats ``item`` as often as the size allows, in the field named by ``path``."""
 
     def make(size: int) -> bytes:
         numbers, descriptor = [], message.DESCRIPTOR  # type: ignore[attr-defined]
@@ -170,12 +170,12 @@ def _within(message: object, path: str, item: bytes) -> Callable[[int], bytes]:
 
 
 def _packed(message: object, path: str, *more: bytes) -> Callable[[int], bytes]:
-    """As many ones as the size allows."""
+    """Return a function that packs as many ones as the size allows."""
     return lambda size: _within(message, path, b"\1" * size)(size + 20) + b"".join(more)
 
 
 def _value(size: int) -> bytes:
-    """A Struct of a message: one list of nulls."""
+    """Return a message with a Struct: one list of nulls."""
     null = field(1, b"\x08\x00")  # ListValue.values
     struct_ = field(1, field(1, b"x") + field(2, field(6, null * (size // len(null)))))
     return field(number_of(pb.GenerateRequest, "chat"), field(1, field(number_of(pb.ChatMessage, "fields"), struct_)))

@@ -1,8 +1,8 @@
-"""An engine without a device: the real scheduler and the real pages, tokens by a rule that can be computed by hand.
+"""An engine without a device: the real scheduler and page allocator, with tokens by a deterministic rule.
 
-Output ``index`` of a request walks along `TEXT`, byte by byte and round and round, from a place that depends on prompt,
-seed and index (`start`). A token is a byte (`FIRST_BYTE` + its value), so characters are split over tokens.
-`expected_tokens`, `expected_text` and `expected_logprobs` say what must come out. No jax.
+Output ``index`` of a request cycles through the bytes of `TEXT` from an offset that depends on prompt, seed and index
+(`start`). A token is a byte (`FIRST_BYTE` + its value), so characters may span several tokens. `expected_tokens`,
+`expected_text` and `expected_logprobs` give the expected output. No jax.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
 )
 
-# Room for 256 sequences and more; a test that wants a crowd says so.
+# Capacity for 256 sequences and more; tests with many clients set larger values.
 DEFAULTS: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_seqs": 64,
@@ -48,12 +48,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 def start(prompt: Sequence[int], seed: int, index: int) -> int:
-    """Where in `BYTES` an output begins."""
+    """Return the offset in `BYTES` at which an output begins."""
     return (sum(prompt) + len(prompt) + 7 * seed + 11 * index) % len(BYTES)
 
 
 def expected_token(prompt: Sequence[int], seed: int, index: int, i: int, eos_after: int | None = None) -> int:
-    """Token ``i`` of output ``index``: a byte of the text, or EOS in place ``eos_after``."""
+    """Return token ``i`` of output ``index``: a byte of the text, or EOS at index ``eos_after``."""
     if i == eos_after:
         return EOS
     return FIRST_BYTE + BYTES[(start(prompt, seed, index) + i) % len(BYTES)]
@@ -62,17 +62,17 @@ def expected_token(prompt: Sequence[int], seed: int, index: int, i: int, eos_aft
 def expected_tokens(
     prompt: Sequence[int], seed: int, index: int, count: int, eos_after: int | None = None
 ) -> list[int]:
-    """The first ``count`` tokens of an output that nothing ends before."""
+    """Return the first ``count`` tokens of an output that does not end earlier."""
     return [expected_token(prompt, seed, index, i, eos_after) for i in range(count)]
 
 
 def expected_text(prompt: Sequence[int], seed: int, index: int, count: int) -> str:
-    """The text of these tokens: a byte that is no character by itself becomes U+FFFD."""
+    """Return the text of these tokens; incomplete characters become U+FFFD."""
     return bytes(t - FIRST_BYTE for t in expected_tokens(prompt, seed, index, count)).decode(errors="replace")
 
 
 def expected_logprobs(token: int, position: int, top: int) -> PositionLogprobs:
-    """Of a token at a position of the whole sequence: it is the best one, and those that follow it are next."""
+    """Return the logprobs of a token at a position of the sequence: it ranks first, and its successors follow."""
     best = -(1 + position % 8) / 4
     ranked = tuple(TokenLogprob((token + k) % VOCAB, best - k / 4, 1 + k) for k in range(top))
     return PositionLogprobs(TokenLogprob(token, best, 1), ranked)
@@ -80,14 +80,14 @@ def expected_logprobs(token: int, position: int, top: int) -> PositionLogprobs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mischief:
-    """What goes wrong, and how slow it is. Steps count from 1, those of plans that hold nothing are not counted.
+    """Faults and delays of the fake engine. Steps count from 1; empty plans are not counted.
 
     Attributes:
-        seconds: that every step takes.
-        fault_at: this step raises `ZeroDivisionError`.
-        hang_at: this step does not return until `FakeEngine.release` is called.
-        eos_after: every output's token in this place is EOS.
-        overflow_after: in this place the logits of an output are not finite, if `OVERFLOWS` is in its prompt.
+        seconds: duration of every step.
+        fault_at: step that raises `ZeroDivisionError`.
+        hang_at: step that does not return until `FakeEngine.release` is called.
+        eos_after: index at which every output has EOS.
+        overflow_after: index at which an output has non-finite logits, if `OVERFLOWS` is in its prompt.
     """
 
     seconds: float = 0.0
@@ -98,11 +98,11 @@ class Mischief:
 
 
 class FakeRunner:
-    """Runs plans on nothing, with the results that `expected_tokens` and `expected_logprobs` say.
+    """Runs plans without a device, with the results of `expected_tokens` and `expected_logprobs`.
 
     Attributes:
-        steps: how many plans were run.
-        released: set, it lets a step that hangs go on.
+        steps: number of plans run.
+        released: event that lets a hung step continue.
     """
 
     def __init__(self, mischief: Mischief) -> None:
@@ -144,11 +144,11 @@ class FakeRunner:
 
 
 class FakeEngine(EngineLoop):
-    """The engine's own loop around a `FakeRunner`. Seeds of requests without one count from 1000, or ``seed``.
+    """The real engine loop around a `FakeRunner`. Seeds of requests without one count from 1000, or ``seed``.
 
     Args:
-        loras: the adapters that requests may name; what they say does not depend on them.
-        runner: what runs the plans.
+        loras: adapters that requests may name; outputs do not depend on them.
+        runner: runs the plans.
         settings: fields of `EngineConfig`, on top of `DEFAULTS`.
     """
 
@@ -169,11 +169,11 @@ class FakeEngine(EngineLoop):
 
     @property
     def steps(self) -> int:
-        """How many plans were run."""
+        """Number of plans run."""
         return self._fake.steps
 
     def release(self) -> None:
-        """Let a step that hangs go on."""
+        """Let a hung step continue."""
         self._fake.released.set()
 
 
@@ -186,16 +186,16 @@ def _prompt_logprobs(prefill: PrefillPlan) -> list[PositionLogprobs]:
 
 
 def resolved(**settings: Any) -> ResolvedEngine:
-    """What `EngineConfig` settings mean for the fake engine, on top of `DEFAULTS`."""
+    """Resolve `EngineConfig` settings, on top of `DEFAULTS`, for the fake engine."""
     config = EngineConfig(**{**DEFAULTS, **settings})
     return resolve(config, CacheSpec((LayerSpec(),), kv_heads=1, head_dim=8), max_position=1 << 20, itemsize=4)
 
 
-# ---- what belongs to it
+# ---- tokenizer, template and model card
 
 
 def fake_library() -> Library:
-    """Three special tokens and the 256 bytes, no merges."""
+    """Return a tokenizer of three special tokens and the 256 bytes, without merges."""
     alphabet = _byte_characters()
     vocab = {"<s>": BOS, "</s>": EOS, "<pad>": PAD}
     vocab |= {alphabet[byte]: FIRST_BYTE + byte for byte in range(256)}
@@ -207,17 +207,17 @@ def fake_library() -> Library:
 
 
 def fake_tokenizer() -> Tokenizer:
-    """A token is a byte; texts get no BOS."""
+    """Return a tokenizer with one token per byte and without BOS."""
     return Tokenizer(LibraryBackend(fake_library()), SpecialIds(bos=BOS, eos=(EOS,), pad=PAD))
 
 
 def fake_template() -> ChatTemplate:
-    """``[user] Hi`` a line, and ``[a] `` for the answer."""
+    """Return a template with one line ``[user] Hi`` per message, and ``[a] `` for the answer."""
     return ChatTemplate(TEMPLATE)
 
 
 def fake_card(engine: ResolvedEngine | None = None, name: str = "fake") -> ModelCard:
-    """Of the model that `FakeEngine` serves."""
+    """Return the card of the model that `FakeEngine` serves."""
     engine = resolved() if engine is None else engine
     return ModelCard(
         name=name,
@@ -233,7 +233,7 @@ def fake_card(engine: ResolvedEngine | None = None, name: str = "fake") -> Model
 
 
 def write_fake_folder(folder: pathlib.Path) -> pathlib.Path:
-    """What `Tokenizer.load` and `ChatTemplate.load` read, in ``folder``."""
+    """Write the files that `Tokenizer.load` and `ChatTemplate.load` read to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     fake_library().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -244,7 +244,7 @@ def write_fake_folder(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _byte_characters() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte."""
+    """Return GPT-2's printable character for each byte."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = (byte for byte in range(256) if byte not in plain)
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + k) for k, byte in enumerate(rest)}

@@ -1,8 +1,8 @@
-"""Requests that are structured but wrong, each of them from its number alone.
+"""Structured but invalid requests, each determined by its number.
 
-`requests(seed, count)` mixes three ways to go wrong: a valid request in which values are replaced, removed, added and
-nested; messages made of their descriptors with no regard to sense; and bytes that are damaged after all that.
-`mutated` makes another request of two.
+`requests(seed, count)` mixes three kinds: valid requests whose values are replaced, removed, added and nested; messages
+generated from their descriptors without regard to meaning; and bytes damaged afterwards. `mutated` combines two
+requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from tests.serve.doors import METHODS, request_class
 
-# ---- what is sent
+# ---- requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RpcRequest:
     """Messages of one RPC.
 
     Attributes:
-        whole: the messages are such by their bytes, so that only their values can be refused.
+        whole: the bytes parse as messages, so that only their values can be rejected.
     """
 
     path: str
@@ -39,7 +39,7 @@ class RpcRequest:
 
 @dataclasses.dataclass(frozen=True)
 class HttpRequest:
-    """One with a body, or, where ``raw`` is given, bytes for a connection of their own."""
+    """An HTTP request with a body, or, if ``raw`` is given, bytes for a new connection."""
 
     method: str
     path: str
@@ -57,12 +57,12 @@ def requests(seed: int, count: int) -> Iterator[Request]:
 
 
 def made(chance: random.Random) -> Request:
-    """A new one."""
+    """Return a new request."""
     return _rpc(chance) if chance.random() < 0.5 else _http(chance)
 
 
 def mutated(chance: random.Random, request: Request, other: Request) -> Request:
-    """``request`` changed a little, with a part of ``other`` where they are of a kind."""
+    """Return ``request`` with a small change, and with a part of ``other`` if it has the same kind."""
     if isinstance(request, RpcRequest):
         given = other.messages if isinstance(other, RpcRequest) and other.path == request.path else ()
         return _mutated_rpc(chance, request, given)
@@ -135,7 +135,7 @@ def _text(chance: random.Random) -> str:
 
 
 def _junk(chance: random.Random, depth: int = 0) -> Any:
-    """A value of JSON, and a little more than JSON has."""
+    """Return a value of JSON or of a small superset of it."""
     kind = chance.randrange(10 if depth < 4 else 7)
     match kind:
         case 0 | 1:
@@ -220,7 +220,7 @@ _BODIES = {
     "/v1/load_lora_adapter": {"lora_name": "pirate", "lora_path": "pirate", "load_inplace": True},
     "/v1/unload_lora_adapter": {"lora_name": "pirate", "lora_int_id": None},
 }
-# Fields whose values may stay as they are in a request that is damaged further in.
+# Fields whose values may stay in a request that is damaged at a deeper level.
 _NEEDED = ("prompt", "messages", "tokens", "input", "max_tokens", "lora_name", "lora_path")
 _PATHS = (
     "/reset_prefix_cache",
@@ -276,7 +276,7 @@ def _body(chance: random.Random, whole: dict[str, Any]) -> bytes:
 
 
 def _mutated(chance: random.Random, value: Any) -> Any:
-    """``value`` with one thing in it changed, at any depth."""
+    """Return ``value`` with one element changed, at any depth."""
     if isinstance(value, dict) and value and chance.random() < 0.85:
         name = chance.choice(list(value))
         match chance.randrange(12):
@@ -297,7 +297,7 @@ def _mutated(chance: random.Random, value: Any) -> Any:
 
 
 def _damaged(chance: random.Random, data: bytes) -> bytes:
-    """Some bytes flipped, lost, doubled or made up."""
+    """Return the bytes with some flipped, lost, doubled or invented."""
     found = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 8))):
         at = chance.randrange(len(found) + 1)
@@ -370,7 +370,7 @@ _VALID: dict[str, dict[str, Any]] = {
     "jaxinfer.v1.Control/Abort": {"requestId": "x", "outputIndex": 1, "tenant": "t"},
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"listServices": ""},
 }
-# What ends the server, or never ends.
+# RPCs that end the server or never end.
 _LEFT_OUT = {"jaxinfer.v1.Control/Drain", "grpc.health.v1.Health/Watch", "jaxinfer.v1.Control/WatchStartup"}
 _ANY = tuple(sorted(set(METHODS) - _LEFT_OUT))
 _OFTEN = (f"{_INFERENCE}Generate", f"{_INFERENCE}GenerateBatch", f"{_OPEN}ModelInfer")
@@ -469,7 +469,7 @@ def _scalar(chance: random.Random, field: FieldDescriptor) -> Any:
 
 
 def _fitted(number: int, field: FieldDescriptor) -> int:
-    """Wrapped into what the field holds."""
+    """Return the number wrapped to the range of the field."""
     bits = 32 if field.cpp_type in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_UINT32) else 64
     number %= 2**bits
     signed = field.cpp_type in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64)
@@ -481,5 +481,5 @@ def _is_message(field: FieldDescriptor) -> bool:
 
 
 def message_class(path: str) -> type[Message]:
-    """Of an RPC's answers."""
+    """Return the response class of an RPC."""
     return GetMessageClass(METHODS[path].output_type)

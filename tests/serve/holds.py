@@ -1,8 +1,7 @@
-"""How long a loop is held, measured so that a busy machine does not matter: in processor time, not in time.
+"""Measurement of event loop stalls in CPU time instead of wall time, so that a busy machine does not matter.
 
-A beat comes round in the loop every few milliseconds. What the process computed between two of them, in whichever of
-its threads, is at least what kept the loop: its own work, or that of a thread that did not let go of the interpreter.
-What other processes compute is not in it.
+The loop runs a beat every few milliseconds. The CPU time of all threads of the process between two beats bounds the
+stall from above: the loop's own work, or that of a thread that holds the GIL. Other processes do not count.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ BEAT = 0.002
 
 
 class Holds:
-    """The longest ones since `measuring` began, in seconds.
+    """Longest stalls since `measuring` began, in seconds.
 
     Attributes:
-        process: processor time of all threads between two beats.
-        loop: of the loop's own thread.
+        process: CPU time of all threads between two beats.
+        loop: CPU time of the loop's own thread.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class Holds:
 
 @contextlib.contextmanager
 def measuring(live: Live) -> Iterator[Holds]:
-    """Of a server in a thread of this process."""
+    """Measure a server in a thread of this process."""
     holds = Holds()
     _wait(live, lambda: holds.beat(live.loop))
     yield holds

@@ -1,4 +1,4 @@
-"""A whole `Server` in a thread of its own, for tests of clients that block."""
+"""A whole `Server` in its own thread, for tests of blocking clients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxinfer.serve.settings import ServeConfig
 from tests.serve.core.fake_core import command
 from tests.serve.fake_engine import write_fake_folder
 
-_SECONDS = 240.0  # what takes a few on an idle machine
+_SECONDS = 240.0  # timeout for operations that take a few seconds on an idle machine
 
 
 class Live:
-    """One that is ready."""
+    """A running server that is ready."""
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self.server, self.loop = server, loop
@@ -30,7 +30,7 @@ class Live:
 
 @contextlib.contextmanager
 def live(config: ServeConfig, core: Sequence[str] | None = None) -> Iterator[Live]:
-    """A server that is ready; ``core``: the command that starts its engine."""
+    """Yield a server that is ready; ``core``: the command that starts its engine core."""
     started: concurrent.futures.Future[Live] = concurrent.futures.Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(config, core, started), loop_factory=Loop), daemon=True)
     thread.start()
@@ -45,7 +45,7 @@ def live(config: ServeConfig, core: Sequence[str] | None = None) -> Iterator[Liv
 
 @contextlib.contextmanager
 def live_fake(folder: pathlib.Path, name: str = "fake", **settings: object) -> Iterator[Live]:
-    """The same over the fake core, whose model is called ``name``."""
+    """Yield a server over the fake core, whose model is called ``name``."""
     config = ServeConfig(**{"model": "fake", "served_model_name": name, "grpc_port": 0, "http_port": 0, **settings})
     with live(config, command("--folder", str(write_fake_folder(folder)))) as found:
         yield found

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, as they are started from a shell, and what the kernel says of them.
+"""Servers in their own processes, started as from a shell, and the kernel's view of them.
 
 `python -m tests.serve.processes SETTINGS OPTIONS` is `python -m jaxinfer.serve` over the fake core: settings of
 `ServeConfig` as JSON, then the core's options.
@@ -26,11 +26,11 @@ from tests.lora.fakes import write_number
 from tests.serve.core.fake_core import REPO, command
 from tests.serve.fake_engine import write_fake_folder
 
-BOUND = 300.0  # seconds for what takes a few on an idle machine
+BOUND = 300.0  # timeout in seconds for operations that take a few on an idle machine
 
 
 class ServerProcess:
-    """One that was started; its stderr, and the core's, goes to ``log``."""
+    """A server process; its stderr and that of the core go to ``log``."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ServerProcess:
                 preexec_fn=limit,
             )
 
-    # ---- what it says
+    # ---- log
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -79,55 +79,55 @@ class ServerProcess:
         return self.port("Control")
 
     def until_logged(self, text: str) -> None:
-        """Raises AssertionError: it ended before."""
+        """Wait until the log has the text. Raises AssertionError: the process ended before."""
         wait_until(lambda: text in self.log() or self.process.poll() is not None)
         assert text in self.log(), self.log()
 
-    # ---- what the kernel says
+    # ---- kernel
 
     @property
     def core(self) -> int | None:
-        """The process of its engine core."""
+        """PID of the engine core."""
         for task in pathlib.Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread or a child that has just ended
+            with contextlib.suppress(OSError):  # a thread or child that has just ended
                 for child in (task / "children").read_text().split():
                     if b"core" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
                         return int(child)
         return None
 
     def most_resident_mib(self) -> float:
-        """Of the process of the doors, since `resident_mib` was asked anew."""
+        """Return the peak memory of the API server process since the last ``resident_mib(anew=True)``."""
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         found = re.search(r"VmHWM:\s+(\d+) kB", status)
         assert found is not None, status
         return int(found[1]) / 1024
 
     def resident_mib(self, *, anew: bool = False) -> float:
-        """Of the process of the doors."""
+        """Return the resident memory of the API server process."""
         if anew:
-            pathlib.Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # forgets the most that there was
+            pathlib.Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # resets the peak
         pages = int(pathlib.Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def open_files(self) -> int:
-        """Of the process of the doors, sockets included."""
+        """Return the number of open files of the API server process, sockets included."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    # ---- its end
+    # ---- end
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
     def interrupt(self) -> None:
-        """As a terminal's Ctrl-C: the whole group hears it."""
+        """Send SIGINT to the whole process group, as Ctrl-C in a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def wait(self, seconds: float = BOUND) -> int:
-        """Its exit status."""
+        """Return the exit status."""
         return self.process.wait(seconds)
 
     def end(self) -> None:
-        """Nothing is left after this, whatever it did."""
+        """Kill the server and its core in any state."""
         core = self.core if self.process.poll() is None else None
         self.process.kill()
         self.process.wait()
@@ -136,7 +136,7 @@ class ServerProcess:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         status = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -145,7 +145,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = BOUND) -> float:
-    """How long it took."""
+    """Wait for the condition; return the seconds that it took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() < start + seconds, "it did not come true"
@@ -155,7 +155,7 @@ def wait_until(condition: Callable[[], object], seconds: float = BOUND) -> float
 
 @contextlib.contextmanager
 def started(arguments: list[str], folder: pathlib.Path, files: int | None = None) -> Iterator[ServerProcess]:
-    """``python ARGUMENTS``; its log goes to ``folder``. ``files``: that it may have open."""
+    """Run ``python ARGUMENTS`` with its log in ``folder``. ``files``: limit of open files."""
     server = ServerProcess(arguments, folder / "server.log", files)
     try:
         yield server
@@ -171,11 +171,11 @@ def fake_server(
     run: Sequence[str] = ("-m", "tests.serve.processes"),
     **settings: object,
 ) -> Iterator[ServerProcess]:
-    """One over the fake core with these options, all doors open, that is ready.
+    """Yield a server over the fake core with these options, which has all ports and is ready.
 
     Args:
-        files: that it may have open.
-        run: what takes the place of `main`.
+        files: limit of open files.
+        run: command line in place of that of `main`.
     """
     model = str(write_fake_folder(folder / "model"))
     given = {"model": "fake", "grpc_port": 0, "http_port": 0, "control_port": 0, **settings}
@@ -186,7 +186,7 @@ def fake_server(
 
 
 def with_adapters(folder: pathlib.Path) -> dict[str, object]:
-    """Settings of a `fake_server` that serves adapters: one is in ``folder``, below which more may be loaded."""
+    """Return settings of a `fake_server` with LoRA: one adapter in ``folder``, below which more may be loaded."""
     write_number(folder / "pirate", 1)
     return {"engine": {"enable_lora": True}, "lora_root": str(folder)}
 

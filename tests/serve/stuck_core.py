@@ -1,4 +1,4 @@
-"""`python -m tests.serve.stuck_core FILE`: the real engine core; while FILE is there, no decode step ends in it."""
+"""`python -m tests.serve.stuck_core FILE`: the real engine core; its decode steps block while FILE exists."""
 
 from __future__ import annotations
 

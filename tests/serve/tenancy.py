@@ -1,7 +1,7 @@
-"""Two tenants at both doors of one server, and everything that a tenant can ask and see.
+"""Two tenants of one server, and every request and response that a tenant can access.
 
-`PROBES` has a probe for each RPC and each route that the scope `infer` opens; a test misses those without one. What a
-probe returns is all that came: fields of messages and of JSON by name, headers, metadata, status, but for the date.
+`PROBES` has a probe for each RPC and route that the scope `infer` allows; a test checks that none is missing. A probe
+returns the whole response: fields of messages and of JSON by name, headers, metadata and status, except the date.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.serve.grpc.running import FakeSupervisor, plain
 from tests.serve.grpc.vllm.serving import State, vllm_service
 
 ALICE, BOB, OPERATOR = "jaxinfer-alice", "jaxinfer-bob", "jaxinfer-operator"
-UNTOLD = ("date",)  # headers that the clock alone decides
+UNTOLD = ("date",)  # headers that depend only on the clock
 SECONDS = 60.0
 
 
 @dataclasses.dataclass
 class Tenancy:
-    """A server that is served by a fake engine, or by any other that has its methods."""
+    """A server over the fake engine, or over another engine with the same methods."""
 
     channel: aio.Channel
     control: aio.Channel
@@ -58,7 +58,7 @@ async def tenancy(
     groups: Mapping[str, str | None] | None = None,
     **more: Any,
 ) -> AsyncIterator[Tenancy]:
-    """Keys of alice, bob and an operator. ``groups``: their cache groups by name; ``more``: for `Frontend`."""
+    """Yield a server with keys of alice, bob and an operator. ``groups``: cache groups; ``more``: for `Frontend`."""
     groups, folder = groups or {}, pathlib.Path(folder)
     named = (("alice", ALICE, ["infer"]), ("bob", BOB, ["infer"]), ("op", OPERATOR, ["observe", "admin"]))
     given = [(key, name, scopes, *([groups[name]] if name in groups else [])) for name, key, scopes in named]
@@ -85,9 +85,9 @@ async def tenancy(
         yield Tenancy(channel, control, http, frontend, engine)
 
 
-# ---- asking
+# ---- requests
 
-Asked = tuple[str, Any]  # an RPC or a route, and what is sent
+Asked = tuple[str, Any]  # an RPC or a route, and the request
 Probe = Callable[[str], Asked]
 SAMPLING = {"max_tokens": 1, "seed": 1, "n": 2, "logprobs": 2}
 
@@ -141,7 +141,7 @@ def _vllm(**more: Any) -> Probe:
 
 
 def _said(rpc: str, /, **sent: Any) -> Probe:
-    """``{text}`` in what is sent stands for the prompt."""
+    """Return a probe; ``{text}`` in the request is the prompt."""
     return lambda text: (rpc, [json.loads(json.dumps(sent).replace("{text}", text))])
 
 
@@ -210,7 +210,7 @@ PROBES: dict[str, Probe] = {
 
 
 async def ask(server: Tenancy, key: str, asked: Asked) -> Any:
-    """All that came."""
+    """Send a request; return the whole response."""
     where, sent = asked
     if where.startswith("/"):
         return await _http(server.http, key, where, sent)
@@ -251,7 +251,7 @@ async def _http(http: httpx.AsyncClient, key: str, path: str, sent: Any) -> Any:
 
 
 def _timeless(line: str) -> Any:
-    """A line of JSON, or an event's, without when it was made."""
+    """Return a line of JSON, or the data of an event, without its creation time."""
     text = line.removeprefix("data: ")
     try:
         found = json.loads(text)
@@ -264,7 +264,7 @@ def _timeless(line: str) -> Any:
 
 
 def usage(told: Any, name: str) -> list[int]:
-    """Every number of a field within ``told``, wherever it is."""
+    """Return all numbers of a field in ``told``, at any depth."""
     found: list[int] = []
     todo = [told]
     while todo:
@@ -278,7 +278,7 @@ def usage(told: Any, name: str) -> list[int]:
 
 
 def auc(first: Sequence[float], second: Sequence[float]) -> float:
-    """How often one of ``first`` is larger than one of ``second``, ties half: 0.5 tells nothing, 1 all."""
+    """Return how often a value of ``first`` exceeds one of ``second`` (ties half): 0.5 no information, 1 separable."""
     wins = sum((a > b) + (a == b) / 2 for a in first for b in second)
     return wins / (len(first) * len(second))
 

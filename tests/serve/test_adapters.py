@@ -1,4 +1,4 @@
-"""A server with adapters, in processes of its own: what clients get is what `LLM` gives, also after a core has died."""
+"""Tests of a server process with LoRA adapters: clients get the output of `LLM`, also after a core restart."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class Texts:
-    """What `LLM` says, by the adapter of each prompt; None: by the model alone."""
+    """Texts of `LLM` by the adapter of each prompt; None: the base model."""
 
     def __init__(self, model: pathlib.Path) -> None:
         self._llm = LLM(str(model), show_progress=False, **ENGINE)
@@ -53,7 +53,7 @@ class Texts:
 
 
 class World:
-    """A server that has one adapter from its start, and a root with others."""
+    """A server with one adapter loaded at startup, and a root folder with more."""
 
     def __init__(self, server: ServerProcess, root: pathlib.Path, texts: Texts) -> None:
         self.server, self.root, self.texts = server, root, texts
@@ -69,7 +69,7 @@ class World:
         return httpx.post(self.url + path, json=body, timeout=BOUND)
 
     def put(self, folder: str, adapter: str) -> None:
-        """Replace what is in a folder below the root."""
+        """Replace the contents of a folder below the root."""
         shutil.rmtree(self.root / folder, ignore_errors=True)
         copy_adapter(adapter, self.root / folder)
 
@@ -85,7 +85,7 @@ class World:
         return answer.json()["choices"][0]["text"]
 
     def kill_core(self) -> None:
-        """And wait for the next one."""
+        """Kill the core and wait for the next one."""
         core = self.server.core
         assert core is not None
         os.kill(core, signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_a_module_that_cannot_be_loaded_ends_the_start(tmp_path: pathlib.Path) -
 
 
 def test_clients_get_what_llm_gives(world: World) -> None:
-    """Two adapters and the model in one batch, whole and streamed, by the client of OpenAI."""
+    """OpenAI's client gets `LLM`'s outputs for two adapters and the base model in one batch, unary and streamed."""
 
     async def run() -> None:
         async with world.openai() as client:
@@ -168,7 +168,7 @@ def test_a_folder_that_is_no_adapter_is_refused_and_the_name_stays(world: World)
 
 
 def test_names_change_under_requests(world: World) -> None:
-    """While requests run without end, each of them has all of one content, and what comes later has the new one."""
+    """During reloads each request uses one version of the adapter throughout; later requests use the new version."""
 
     async def run() -> None:
         allowed = {world.texts[name] for name in ("llama-qv", "llama-rslora")}

@@ -1,4 +1,4 @@
-"""The validator by itself: every bound is the last value that is taken, and whose value goes before whose."""
+"""Unit tests of the request validator: every bound is inclusive, and the precedence of values."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`AsyncEngine` over an engine whose tokens are known beforehand and whose steps the test lets through."""
+"""Tests of `AsyncEngine` over an engine with known tokens and steps that the test controls."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tests.yardstick import slowness
 
 
 async def collect(served: AsyncEngine, request: Request, deltas: int | None = None) -> dict[int, list[int]]:
-    """Tokens by sample; of the first ``deltas`` only, if given."""
+    """Return the tokens of each sample; of the first ``deltas`` deltas only, if given."""
     tokens: dict[int, list[int]] = {index: [] for index in range(request.params.n)}
     stream = served.generate(request)
     async for delta in stream:
@@ -51,7 +51,7 @@ def nothing_is_left(served: AsyncEngine, fake: FakeEngine) -> bool:
     return not served._streams and not fake.has_work and served._inbox.empty()
 
 
-# ---- what clients get
+# ---- results of clients
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -113,7 +113,7 @@ def test_what_a_slow_client_has_not_fetched_is_one_delta():
     async def main():
         fake, request = FakeEngine(gated=True), make_request("a", prompt=1, tokens=40, n=2)
         async with AsyncEngine(fake) as served, await served.submit(request) as stream:
-            fake.allow(31)  # the first one only gives out the slots
+            fake.allow(31)  # the first step only assigns the slots
             await until(lambda: fake.steps == 31)
             fake.open_gate()
             await until(lambda: not fake.has_work)
@@ -136,7 +136,7 @@ def test_a_slow_client_does_not_hold_up_another():
     asyncio.run(main())
 
 
-# ---- refusals
+# ---- rejections
 
 
 def test_a_refused_request_is_an_error_at_once_and_disturbs_nobody():
@@ -169,7 +169,7 @@ def test_a_full_queue_is_told_to_the_client_while_a_step_runs():
         assert fake.steps == 0
         fake.open_gate()
         assert (await last).request.request_id == "a"
-        await (await served.submit(make_request("c"))).aclose()  # who was refused is not counted any more
+        await (await served.submit(make_request("c"))).aclose()  # the rejected request is no longer counted
         await served.stop(drain=False)
 
     asyncio.run(main())
@@ -182,7 +182,7 @@ def test_who_gives_up_before_being_added_leaves_the_place():
         fake.waiting = [Sample(make_request(f"w{i}"), 0, 2) for i in range(QUEUE - 1)]
         served = AsyncEngine(fake)
         served.start()
-        await asyncio.sleep(0.05)  # until a call comes the thread sleeps, or it is within a step
+        await asyncio.sleep(0.05)  # before a call the thread sleeps or is within a step
         first = asyncio.create_task(served.submit(make_request("a")))
         await asyncio.sleep(0)
         first.cancel()
@@ -197,7 +197,7 @@ def test_who_gives_up_before_being_added_leaves_the_place():
     asyncio.run(main())
 
 
-# ---- leaving early
+# ---- aborts
 
 
 @pytest.mark.parametrize("stage", ["queued", "prefilling", "decoding", "ended"])
@@ -228,7 +228,7 @@ def test_an_abort_at_any_stage_frees_everything_within_two_steps(stage, how):
             else:
                 ending = asyncio.create_task(stream.aclose())
             await asyncio.sleep(0.01)
-            fake.allow(2)  # it may be inside a step, which was let through before the abort came
+            fake.allow(2)  # it may be in a step that was allowed before the abort
             await until(lambda: nothing_is_left(served, fake))
             assert fake.steps <= before + 2
             await ending
@@ -277,7 +277,7 @@ def test_a_client_cancelled_before_its_request_was_taken_leaves_nothing():
         fake = FakeEngine(gated=True)
         async with AsyncEngine(fake) as served:
             first = asyncio.create_task(collect(served, make_request("first")))
-            await until(lambda: served._streams)  # and now the thread stands in a step
+            await until(lambda: served._streams)  # now the thread is blocked in a step
             late = asyncio.create_task(collect(served, make_request("late")))
             await asyncio.sleep(0.01)
             late.cancel()
@@ -295,7 +295,7 @@ def test_a_client_cancelled_after_its_request_was_taken_and_before_it_heard_so_l
         async with AsyncEngine(fake) as served:
             task = asyncio.create_task(served.submit(make_request("a", tokens=10**6)))
             await asyncio.sleep(0)
-            time.sleep(0.05)  # the loop stands, the engine's thread does not
+            time.sleep(0.05)  # blocks the event loop but not the engine's thread
             assert served._streams
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -310,7 +310,7 @@ def test_a_break_out_of_the_loop_aborts():
         fake = FakeEngine()
         async with AsyncEngine(fake) as served:
             async for _ in served.generate(make_request("a", tokens=10**6)):
-                break  # the generator is closed by the loop when nothing refers to it
+                break  # the loop closes the generator when it is unreferenced
             await until(lambda: nothing_is_left(served, fake))
 
     asyncio.run(main())
@@ -408,7 +408,7 @@ def test_a_fault_in_a_call_reaches_its_caller_too():
     asyncio.run(main())
 
 
-# ---- life
+# ---- lifecycle
 
 
 def test_before_the_start_and_after_the_stop_calls_are_refused():
@@ -501,7 +501,7 @@ clients = st.lists(
         st.integers(1, 8),  # output tokens
         st.integers(1, 3),  # samples
         st.sampled_from(["read", "leave", "cancel", "abort"]),
-        st.integers(1, 10),  # deltas before it leaves
+        st.integers(1, 10),  # deltas read before it leaves
     ),
     min_size=1,
     max_size=20,

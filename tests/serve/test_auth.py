@@ -1,4 +1,4 @@
-"""API keys: who is let in, files that change, files that are bad, the door that makes keys."""
+"""Tests of API keys: authentication, key files that change or are invalid, and the command that makes keys."""
 
 import contextlib
 import dataclasses

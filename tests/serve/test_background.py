@@ -1,4 +1,4 @@
-"""Background tasks: each of a server's is made to fail once, and goes on."""
+"""Tests of background tasks: each task of a server fails once and continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TASKS: dict[str, tuple[Any, str]] = {
     "kv_events_replay": (Publisher, "_answer"),
     "throughput": (Throughput, "run"),
 }
-"""By name what the task runs."""
+"""Method that each task runs, by the name of the task."""
 
 
 def failing(work: Callable[..., Any], times: int = 1) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture
 
 
 def test_the_process_has_its_own_task() -> None:
-    """`heap.tidy` is the process's, and not a server's of which there may be several in one."""
+    """The task of `heap.tidy` belongs to the process, which may contain several servers."""
 
     async def story() -> None:
         tasks = Background(pause=0.001)

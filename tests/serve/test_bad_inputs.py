@@ -1,4 +1,4 @@
-"""The corpus of bad input, over both doors of a whole server: each entry gets its answer, and harms nobody."""
+"""The corpus of bad input, over both APIs of a whole server: each entry gets its error without side effects."""
 
 import asyncio
 import json
@@ -41,12 +41,12 @@ INFERENCE = "jaxinfer.v1.Inference/"
 SCOPES = ("infer", "observe", "admin")
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 NORMAL = {"prompt": "Hi", "max_tokens": 9, "seed": 1}
-SPARE_SECONDS = 30.0  # for a machine that is busy with other things; what has no end has none after these either
+SPARE_SECONDS = 30.0  # allowance for a busy machine; a hang takes longer still
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """A file of keys; the key with all scopes, and those with one."""
+    """Return a key file, the key with all scopes, and a key for each scope."""
     found = {"all": new_key(), **{scope: new_key() for scope in SCOPES}}
     file = tmp_path_factory.mktemp("keys") / "keys.yaml"
     scopes = {"all": SCOPES} | {scope: (scope,) for scope in SCOPES}
@@ -63,7 +63,7 @@ def server(tmp_path_factory, keys):
 
 @pytest.fixture(scope="module")
 def lenient(tmp_path_factory):
-    """It takes templates of requests."""
+    """Yield a server that accepts request templates."""
     seconds = CORPUS["template_seconds"]
     folder = tmp_path_factory.mktemp("lenient")
     with fake_server(folder, allow_request_templates=True, template_seconds=seconds) as process:
@@ -79,7 +79,7 @@ def _nothing_went_wrong(process: ServerProcess):
 
 
 def run(server, keys, story):
-    """A story about a client, after which a normal one is served and nothing is left of either."""
+    """Run a story with a client; afterwards a normal request is served and no state is left."""
 
     async def whole():
         async with doors(server, keys) as client:
@@ -143,12 +143,12 @@ async def check_grpc(
     "path", ["jaxinfer.v1.Inference/GenerateBatch", "inference.GRPCInferenceService/ModelStreamInfer"]
 )
 def test_no_request_at_all_behind_one_that_is_being_answered(path, server, keys):
-    """The answer to the first is under way when the stream ends: its status must come nevertheless."""
+    """The server sends its error for an empty request even while the first request of the stream is being answered."""
 
     async def story(client):
         for _ in range(20):
             answer = await client.rpc(path, b"", b"\0", timeout=20)
-            if answer.message != "Internal error from Core":  # grpc.aio's client, where a stream ends before its writes
+            if answer.message != "Internal error from Core":  # grpc.aio's client, if a stream ends before its writes
                 assert answer.code == "INVALID_ARGUMENT", answer
                 assert "is no valid" in answer.message
 
@@ -157,7 +157,7 @@ def test_no_request_at_all_behind_one_that_is_being_answered(path, server, keys)
 
 def message(path, request, number) -> bytes:
     made = json_format.ParseDict(request, request_class(path)())
-    if number is not None:  # JSON has none of these
+    if number is not None:  # values that JSON does not have
         made.chat.template_variables["x"] = number
     return made.SerializeToString()
 
@@ -202,7 +202,7 @@ def encoded(value) -> bytes:
 def check_page(page: Page, status: int, field: str | None, says: str = ""):
     assert page.status == status, page
     if status not in (0, 200):
-        if "request_id" in json.loads(page.body):  # Anthropic's shape has no place for the field but the message
+        if "request_id" in json.loads(page.body):  # Anthropic's error format has only the message
             assert set(page.error) == {"message", "type"}
             assert page.error["message"].startswith(field or ""), page.body
         else:
@@ -261,7 +261,7 @@ def sampling_json(name, value):
 
 
 def expressible(value) -> bool:
-    """In JSON."""
+    """Return whether JSON can represent the value."""
     numbers = value.values() if isinstance(value, dict) else [value]
     return all(not isinstance(number, float) or math.isfinite(number) for number in numbers)
 
@@ -317,14 +317,14 @@ def test_a_template_of_a_request_where_it_may(lenient):
 
 
 def routes():
-    """Of the router: path and methods."""
+    """Return path and method of all routes."""
     found = [route for route in build_app(Door("0")).inner.routes if isinstance(route, Route | APIRoute)]
     assert found
     return [(route.path, method) for route in found for method in sorted((route.methods or set()) - {"HEAD"})]
 
 
 def wrong_headers(right: str):
-    """Of a caller who is not known."""
+    """Yield Authorization headers that are not valid."""
     yield {"Authorization": ""}
     for text in (
         "Bearer",
@@ -341,7 +341,7 @@ def wrong_headers(right: str):
 
 
 def wrong_api_keys(right: str):
-    """The same in the header of Anthropic's clients."""
+    """Yield X-Api-Key headers (of Anthropic's clients) that are not valid."""
     yield {"Authorization": "", "X-Api-Key": "wrong"}
     yield {"Authorization": "", "X-Api-Key": f"wrong\r\nX-Api-Key: {right}"}
     yield {"Authorization": "", "X-Api-Key": f"Bearer {right}"}
@@ -394,7 +394,7 @@ def test_a_wrong_key_on_every_rpc(server, keys):
 
 
 async def served(client: Doors, channel) -> set[str]:
-    """The services that reflection tells of."""
+    """Return the services listed by reflection."""
     asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
     call = channel.stream_stream(f"/{REFLECTION}")(iter([asked]), metadata=[("authorization", f"Bearer {client.key}")])
     answer = reflection_pb2.ServerReflectionResponse.FromString(await call.read())

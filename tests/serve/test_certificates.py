@@ -1,4 +1,4 @@
-"""Clients that are known by their certificates: through every door the same tenant, and nobody else."""
+"""Tests of client certificates: each identifies the same tenant in every API, and no other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="need
 
 
 class Authority:
-    """One that signs what it is told to."""
+    """A test certificate authority."""
 
     def __init__(self, folder: pathlib.Path, name: str = "ca") -> None:
         folder.mkdir(exist_ok=True)
@@ -33,7 +33,7 @@ class Authority:
         _openssl("req", "-x509", *_NEW, "-subj", f"/CN={name}", "-out", self.file, "-keyout", self._key)
 
     def sign(self, file: str, subject: str, names: str = "IP:127.0.0.1") -> tuple[pathlib.Path, pathlib.Path]:
-        """A certificate and its key. ``names``: alternative ones."""
+        """Return a certificate and its key. ``names``: subject alternative names."""
         certificate, key, wanted = (self.folder / f"{file}.{end}" for end in ("pem", "key", "csr"))
         extensions = self.folder / f"{file}.ext"
         extensions.write_text(f"subjectAltName={names}\n" if names else "basicConstraints=CA:FALSE\n")
@@ -131,4 +131,4 @@ def test_ids_and_scopes_of_tenants_are_never_those_of_others() -> None:
     assert [own_id(engine_id(*pair)) for pair in pairs] == [request_id for _, request_id in pairs]
     names = ("", "a", "b", "group:a", "tenant:a")
     scopes = [cache_scope("a", group) for group in (None, *names)] + [cache_scope(name) for name in names]
-    assert len(set(scopes)) == len(scopes) - 1  # "a" is twice there
+    assert len(set(scopes)) == len(scopes) - 1  # "a" occurs twice

@@ -1,4 +1,4 @@
-"""The Grafana dashboard and docs/metrics.md know what /metrics shows, and nothing else."""
+"""Tests that the Grafana dashboard and docs/metrics.md match the metrics of /metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.serve.live import Live, live_fake
 from tests.serve.test_metrics import busy
 
 _NAME = re.compile(r"\b(jaxinfer:\w+|process_\w+)")
-# What a histogram's or a counter's samples have behind the name of the family.
+# Suffixes of histogram and counter samples after the name of the family.
 _SUFFIX = re.compile(r"_(bucket|sum|count|total|created)$")
 
 
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def samples(server: Live) -> dict[str, set[str]]:
-    """What a scrape shows after a little of everything: sample -> its labels."""
+    """Return the labels of each sample after requests of every kind."""
     with Client(server.target) as client:
         client.generate("Hi", max_tokens=4, seed=1)
         with pytest.raises(InvalidRequest):
@@ -43,7 +43,7 @@ def samples(server: Live) -> dict[str, set[str]]:
         _post(server, "/v1/completions", {"prompt": "Hi", "max_tokens": -1})
     server.loop.call_soon_threadsafe(server.server._door.metrics.http_cut.labels("head").inc)
     found: dict[str, set[str]] = {}
-    with_adapters = render(busy, "fake").decode()  # an engine that serves some
+    with_adapters = render(busy, "fake").decode()  # an engine with LoRA adapters
     for family in text_string_to_metric_families(f"{_scrape(server)}{with_adapters}"):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
@@ -67,7 +67,7 @@ def board(repo: pathlib.Path) -> dict[str, Any]:
 
 
 def expressions(board: dict[str, Any]) -> list[str]:
-    """Every query, those of variables and annotations too."""
+    """Return every query, including those of variables and annotations."""
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     queries += [variable["definition"] for variable in board["templating"]["list"] if "definition" in variable]
     return queries + [each["expr"] for each in board["annotations"]["list"]]
@@ -127,13 +127,13 @@ def test_legends_name_labels_that_the_answer_has(board: dict[str, Any], samples:
 
 
 def parsed(expression: str) -> promql.Expr:
-    """As Prometheus does it, with functions and types; raises ValueError. Grafana fills its own interval in before."""
+    """Parse an expression like Prometheus, including types, after Grafana's substitution; raises ValueError."""
     assert re.findall(r"\[(.*?)\]", expression) in ([], ["$__rate_interval"], ["$__rate_interval"] * 2)
     return promql.parse(expression.replace("$__rate_interval", "1m"))
 
 
 def labels_of(tree: promql.Expr, samples: dict[str, set[str]]) -> set[str]:
-    """Those of the series in the answer that can differ there; the right functions for each kind of figure."""
+    """Return the labels by which the resulting series differ; check the functions for each kind of metric."""
     match tree:
         case promql.VectorSelector():
             return _labels_of_selector(tree, samples)
@@ -170,8 +170,8 @@ def labels_of(tree: promql.Expr, samples: dict[str, set[str]]) -> set[str]:
 
 
 def _labels_of_selector(selector: promql.VectorSelector, samples: dict[str, set[str]]) -> set[str]:
-    """Variables choose servers and models: what a server alone knows of has no model."""
-    known = samples[selector.name] | {"instance"}  # Prometheus adds it
+    """Return the labels of the selected series; check the selection by server, and by model if the metric has it."""
+    known = samples[selector.name] | {"instance"}  # added by Prometheus
     chosen = {each.name: each.value for each in selector.matchers.matchers}
     assert all(each.op == promql.MatchOp.Re for each in selector.matchers.matchers)
     variables = {"instance": "$instance", "model_name": "$model"}
@@ -205,7 +205,7 @@ def test_broken_queries_would_be_seen(broken: str, samples: dict[str, set[str]])
 
 def test_the_board_has_what_an_import_needs(board: dict[str, Any]) -> None:
     assert board["schemaVersion"] >= 39
-    assert "id" not in board  # a board with the number of one that is there would take its place
+    assert "id" not in board  # an id would overwrite the existing board with that id
     assert re.fullmatch(r"[\w-]{1,40}", board["uid"])
     assert board["title"]
     assert board["time"].keys() == {"from", "to"}

@@ -1,4 +1,4 @@
-"""docs/deploying.md: what others' programs read is well formed and fits the deployment that it speaks of."""
+"""Tests of docs/deploying.md: configuration files of other programs are valid and match the described deployment."""
 
 import configparser
 import pathlib
@@ -11,7 +11,7 @@ from jaxinfer.serve.settings import ServeLimits, make_config, read_settings
 
 
 class Unit(configparser.ConfigParser):
-    """A file of systemd: names keep their capitals."""
+    """Parser of systemd unit files: names keep their case."""
 
     def optionxform(self, optionstr: str) -> str:
         return optionstr
@@ -38,7 +38,7 @@ def test_orchestrators_wait_for_the_delay_and_the_drain_and_ten_seconds_more(pag
 
 
 def test_haproxy_notices_within_the_delay(repo, production):
-    """Checks that must fail, the pauses between them, and the time-out of each."""
+    """The failed checks, their intervals and the timeout of each are within the drain delay."""
     text = (repo / "configs/haproxy/haproxy.cfg").read_text()
     check = re.search(r"check inter (\d+)s fastinter (\d+)ms fall (\d+)", text)
     timeout = re.search(r"timeout check (\d+)s", text)
@@ -59,7 +59,7 @@ def test_envoy_notices_within_the_delay(repo, production):
 
 
 def test_balancers_bound_what_the_server_bounds(repo, production):
-    """Bodies, and heads; as many connections as the server takes, less some."""
+    """The balancers limit body and header sizes, and slightly fewer connections than the server."""
     envoy, haproxy = ((repo / "configs" / file).read_text() for file in ("envoy/envoy.yaml", "haproxy/haproxy.cfg"))
     limit = ServeLimits().message_bytes
     assert f"max_request_bytes: {limit}" in envoy

@@ -1,4 +1,4 @@
-"""Who gets a server's sockets and files: settings that are too large for a system, doors that strangers have filled."""
+"""Tests of a server's file descriptors: settings too large for the system, and ports flooded with idle connections."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
 
 
 def healthy(server: ServerProcess) -> bool:
-    """By a new connection."""
+    """Return whether the server answers a health check on a new connection."""
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=10)
     with contextlib.closing(connection), contextlib.suppress(OSError):
         connection.request("GET", "/health")
@@ -67,7 +67,7 @@ def healthy(server: ServerProcess) -> bool:
 
 
 def lives(port: int) -> None:
-    """What a probe asks, within gRPC's own attempts to connect."""
+    """Check gRPC health, with gRPC's own connection retries."""
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30, wait_for_ready=True)
 
@@ -80,8 +80,8 @@ def generates(server: ServerProcess) -> None:
 
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * LEAST_FLOOD, reason="few files may be open")
 def test_idle_connections_close_no_door(tmp_path: pathlib.Path) -> None:
-    """The attack: more gRPC connections that do nothing than the process may have files. Others are served all the
-    same, the engine is started again, and the log says little."""
+    """A server with more idle gRPC connections than file descriptors serves other clients and restarts its engine, and
+    the log stays short."""
 
     async def story(server: ServerProcess) -> None:
         async with contextlib.AsyncExitStack() as stack:

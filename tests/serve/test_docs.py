@@ -1,4 +1,4 @@
-"""What README and the pages about serving say: programs and commands run, tables are those of the code."""
+"""Tests of README and the serving docs: programs and commands run, and tables match the code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NESTED = ("limits", "engine")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """With the fake engine under the demo model's name."""
+    """Yield a server over the fake engine with the name of the demo model."""
     with live_fake(tmp_path_factory.mktemp("model"), "demo", control_port=0) as found:
         yield found
 
@@ -58,20 +58,20 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def here(text: str, server: Live) -> str:
-    """With the ports of ``server`` in place of those that the pages name."""
+    """Return the text with the ports of ``server``."""
     ports = {"50051": server.server.grpc_port, "50052": server.server.control_port, "8000": server.server.http_port}
     return re.sub(r"localhost:(\d+)", lambda found: f"127.0.0.1:{ports[found[1]]}", text)
 
 
 def commands(pages: dict[str, str], module: str) -> list[list[str]]:
-    """The arguments of each ``python -m module``, or the same as a command of ``jaxinfer``, in the pages."""
+    """Return the arguments of each ``python -m module`` or ``jaxinfer`` command in the pages."""
     ways = rf"python -m {re.escape(module)}|jaxinfer {module.rpartition('.')[2]}"
     pattern = re.compile(rf"(?:^|`|\.venv/bin/)(?:{ways}) ([^`\n]+)", re.MULTILINE)
     lines = [line for text in pages.values() for line in pattern.findall(text)]
     return [shlex.split(line, comments=True) for line in lines]
 
 
-# ---- what runs
+# ---- programs and commands
 
 
 @pytest.mark.parametrize(
@@ -125,11 +125,11 @@ def test_other_commands_of_the_pages_are_understood(pages: dict, capsys: pytest.
     assert "sha256: " in capsys.readouterr().out
 
 
-# ---- what is told in tables
+# ---- tables
 
 
 def cells(page: str, heading: str) -> list[list[str]]:
-    """The rows of the table whose header begins with ``heading``."""
+    """Return the rows of the table whose header begins with ``heading``."""
     found = re.search(rf"^\| {re.escape(heading)}.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     assert found is not None, heading
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in found[1].splitlines()]

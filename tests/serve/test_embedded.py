@@ -1,4 +1,4 @@
-"""A server whose doors are somebody else's, over the fake core."""
+"""Tests of a server embedded in an existing gRPC server and ASGI app, over the fake core."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What becomes of an exception: its kind, its field, and how long its message may be."""
+"""Tests of the mapping of exceptions to API errors: kind, field and maximum message length."""
 
 import pytest
 

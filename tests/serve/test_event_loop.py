@@ -1,4 +1,4 @@
-"""The loop of a process that serves."""
+"""Tests of the event loop of a server process."""
 
 import asyncio
 import functools
@@ -28,7 +28,7 @@ assert seconds < 0.001, seconds
 
 
 class PollerCompletionQueue:
-    """As grpc.aio's: a byte for each event; a wake-up takes one, and then all events."""
+    """A completion queue like grpc.aio's: a byte per event; a wake-up reads one byte and then all events."""
 
     def __init__(self) -> None:
         self.reader, self.writer = socket.socketpair()
@@ -60,7 +60,7 @@ def test_many_events_wake_it_once() -> None:
         await passes()
         assert queue.taken == list(range(100))
         assert queue.wakes == 1
-        for event in range(100, 110):  # one at a time is no worse than before
+        for event in range(100, 110):  # single events still cost one wake-up each
             queue.put(event)
             await passes()
         assert queue.taken == list(range(110))
@@ -83,7 +83,7 @@ def test_others_are_not_touched() -> None:
 
 
 def test_it_knows_how_long_it_was_held() -> None:
-    """By its own callbacks, and by a thread that does not let go of the interpreter."""
+    """The loop measures stalls by its own callbacks, and by a thread that holds the GIL."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ def test_a_hold_is_forgotten_after_two_minutes_at_most() -> None:
     holds.add(0.1, 101.0)
     assert (holds.longest(), holds.long) == (0.5, 2)
     holds.add(0.01, 170.0)
-    assert holds.longest() == 0.5  # of the minute before
+    assert holds.longest() == 0.5  # from the previous minute
     holds.add(0.02, 240.0)
     assert (holds.longest(), holds.long) == (0.02, 2)
     holds.add(0.03, 1000.0)
@@ -124,7 +124,7 @@ class Watched(Loop):
 
 
 def test_grpc_is_recognised() -> None:
-    """Calls, many at once, are answered; and the reader of this version of grpc.aio is one that the loop knows."""
+    """Concurrent calls are answered, and the loop recognises the reader of this version of grpc.aio."""
 
     async def echo(request: bytes, context: Any) -> bytes:
         return request
@@ -154,6 +154,6 @@ def test_a_process_that_serves_runs_on_it() -> None:
 
 
 async def passes() -> None:
-    """The loop looks for what has come, some times more than is needed."""
+    """Run more than enough iterations of the loop."""
     for _ in range(20):
         await asyncio.sleep(0)

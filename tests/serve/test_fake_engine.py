@@ -1,4 +1,4 @@
-"""The fake engine keeps its own promises: what it makes is what its rule says."""
+"""Tests of the fake engine: its output follows its rule."""
 
 import asyncio
 

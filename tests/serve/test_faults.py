@@ -1,7 +1,7 @@
-"""Clients and engines that fail, by the thousand, at both doors of a whole server over the fake core.
+"""Fault tests with thousands of clients and failing engines, on both APIs of a whole server over the fake core.
 
-Every stream ends with a status, what it brought is right, those that nobody touched are whole, and soon after nothing
-is left: no sequence, no page, no connection, no memory.
+Every stream ends with a status, its content is correct, streams without faults are complete, and soon afterwards no
+sequence, page, connection or memory is leaked.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from tests.serve.processes import BOUND, ServerProcess, fake_server, is_alive
 
 DEADLINE, UNAVAILABLE, TOO_LARGE = "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED"
 PACE = ("--seconds", "0.002")
-PATIENCE = 1.0  # seconds, with readers that do not read
-SOON = 20.0  # seconds until nothing is left, and until health tells: one is enough on an idle machine
-GROWTH_MIB = 48  # what the allocators may keep of a thousand requests, or of ten thousand
-GROWTH_OF_FULL_BUFFERS_MIB = 96  # the same of a thousand at once whose buffers were full
+PATIENCE = 1.0  # seconds that the server waits for readers that do not read
+SOON = 20.0  # seconds until resources are free and until health is updated: one is enough on an idle machine
+GROWTH_MIB = 48  # growth allowed for allocators after a thousand or ten thousand requests
+GROWTH_OF_FULL_BUFFERS_MIB = 96  # growth allowed after a thousand concurrent requests with full buffers
 
 many = pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory):
-    """One server for all faults that it is to survive without a new engine."""
+    """Yield one server for all faults that do not restart the engine."""
     with fake_server(tmp_path_factory.mktemp("steady"), *PACE) as server:
         asyncio.run(warm(server))
         yield server
 
 
 def prompt(chance: random.Random, length: int) -> tuple[int, ...]:
-    """ASCII: no byte of it becomes a character only together with the output's first."""
+    """Return an ASCII prompt, so that none of its bytes forms a character with the first byte of the output."""
     return tuple(fake.FIRST_BYTE + chance.randrange(32, 127) for _ in range(length))
 
 
@@ -66,7 +66,7 @@ def crowd_of(server: ServerProcess, **options) -> Crowd:
 async def warm(server: ServerProcess) -> None:
     chance = random.Random(0)
     async with crowd_of(server) as crowd:
-        await crowd.run([job(chance) for _ in range(400)], 20)  # no more than are read in time
+        await crowd.run([job(chance) for _ in range(400)], 20)  # few enough to be read in time
         assert {outcome.status for outcome in crowd.outcomes} == {OK}
 
 
@@ -86,13 +86,13 @@ def untouched_are_whole(crowd: Crowd) -> None:
 
 @contextlib.asynccontextmanager
 async def nothing_left(server: ServerProcess, growth: float = GROWTH_MIB):
-    """When the block ends, everything is as before, soon."""
+    """Check that soon after the block all resources are as before it."""
     async with aio.insecure_channel(f"127.0.0.1:{server.port('Control')}") as channel:
         stub = ControlStub(channel)
         await stub.GetStats(control.GetStatsRequest())
         files, most = server.open_files(), server.resident_mib() + growth
         yield
-        gc.collect()  # our calls that ended by an error are in cycles, and keep their connections
+        gc.collect()  # client calls that ended by an error are in reference cycles, which keep their connections open
         end = time.monotonic() + SOON
         while (left := await _left(stub, server, files, most)) is not None:
             assert time.monotonic() < end, left
@@ -154,7 +154,7 @@ def test_deadlines_in_the_queue_in_the_prompt_and_in_the_output(steady, count):
         chance = random.Random(2)
         async with nothing_left(steady), crowd_of(steady) as crowd:
             await crowd.run([hurried(chance, rank) for rank in range(count)])
-            # How many of those had begun is the machine's business: these few need not queue.
+            # The number of those that had begun depends on the machine; these few need not queue.
             for door in (GRPC, HTTP):
                 await crowd.run([job(chance, door=door, tokens=1500, n=1, deadline=2.0) for _ in range(4)])
         untouched_are_whole(crowd)
@@ -171,7 +171,7 @@ def test_deadlines_in_the_queue_in_the_prompt_and_in_the_output(steady, count):
 
 @many
 def test_connections_that_are_reset(steady, count):
-    """Over HTTP by the client, while it asks or while it is answered; at both doors by what is in between."""
+    """Clients reset HTTP connections during the request or the response; proxies reset connections of both APIs."""
 
     async def main():
         chance = random.Random(3)
@@ -188,12 +188,12 @@ def test_connections_that_are_reset(steady, count):
             load = asyncio.gather(crowd.run([*jobs, *resets], 100), broken.run(behind, 100))
             while not load.done():
                 proxy = chance.choice([grpc_proxy, http_proxy, http_proxy])
-                # Calls of gRPC share connections: on a slow machine none would ever end, were they broken at this pace.
+                # gRPC calls share connections: on a slow machine none would complete at this rate of resets.
                 if proxy is http_proxy or counted(broken, GRPC)[OK] > grpc_proxy.broken:
                     proxy.break_one(chance)
                 await asyncio.wait({load}, timeout=0.03)
             await load
-            while not counted(broken, GRPC)[UNAVAILABLE]:  # those that were broken had no call that had begun
+            while not counted(broken, GRPC)[UNAVAILABLE]:  # the broken connections had no call in progress
                 more = asyncio.gather(broken.run([job(chance, door=GRPC) for _ in range(8)], 8))
                 while not more.done():
                     grpc_proxy.break_one(chance)
@@ -203,16 +203,16 @@ def test_connections_that_are_reset(steady, count):
         assert set(counted(crowd)) == {OK, LEFT}
         assert set(counted(broken, GRPC)) == {OK, UNAVAILABLE}
         assert set(counted(broken, HTTP)) == {OK, CUT}
-        assert min(grpc_proxy.broken, http_proxy.broken) > count // 500  # a busy machine is done with them soon
+        assert min(grpc_proxy.broken, http_proxy.broken) > count // 500  # a busy machine finishes soon after few resets
 
     asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory):
-    """Cuts readers soon, and has a name that is in each event over HTTP: buffers are full after a few.
+    """Yield a server that cuts slow readers soon; its long model name in each HTTP event fills buffers after a few.
 
-    A thousand clients greet it at once: on a busy machine that takes longer than a server waits by default.
+    A thousand clients connect at once, which on a busy machine takes longer than the default header timeout.
     """
     settings = {"slow_reader_seconds": PATIENCE, "header_seconds": 60.0, "served_model_name": "long" * 12_000}
     with fake_server(tmp_path_factory.mktemp("impatient"), *PACE, **settings) as server:
@@ -223,7 +223,7 @@ def impatient(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, 10_000])
 def test_readers_that_never_read(impatient, count):
-    """They are cut after a second, a thousand at a time, and the others do not notice."""
+    """Readers that never read are cut after a second, a thousand at a time, without effects on other clients."""
 
     async def wave(chance: random.Random, lazy: list[Job]) -> None:
         async with crowd_of(impatient) as crowd, crowd_of(impatient, narrow=True) as stuck:
@@ -232,12 +232,12 @@ def test_readers_that_never_read(impatient, count):
             while len(stuck.begun) + len(stuck.outcomes) < len(lazy) or not await is_idle(impatient):
                 await crowd.run([job(chance) for _ in range(20)], 20)
                 assert not lingering.done()
-            await asyncio.sleep(2.5 * PATIENCE)  # what the engine had left for them is written, or was not taken
+            await asyncio.sleep(2.5 * PATIENCE)  # the remaining output is written, or its reader is cut
             stuck.released.set()
             await lingering
         untouched_are_whole(crowd)
         assert set(counted(stuck, GRPC)) == {TOO_LARGE}
-        # On a busy machine a few may get all in an event or two, for which the kernel has room.
+        # On a busy machine a few may get everything in one or two events, which fit into the kernel's buffers.
         assert counted(stuck, HTTP)[CUT] + counted(stuck, HTTP)[OK] == len(lazy) // 2
         assert counted(stuck, HTTP)[CUT] > 0.45 * len(lazy)
 
@@ -257,7 +257,7 @@ def test_readers_that_never_read(impatient, count):
 
 
 class Watched:
-    """Readiness, as a watcher of gRPC's health hears it: when, and what."""
+    """Records the readiness that a health watcher receives, with times."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
@@ -271,10 +271,10 @@ class Watched:
     async def __aexit__(self, *_):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        del self._task  # its exception holds the call
+        del self._task  # its exception references the call
 
     async def until(self, status: int) -> float:
-        """When it was told."""
+        """Return the time at which the status was received."""
         async with asyncio.timeout(BOUND):
             while not self.heard or self.heard[-1][1] != status:
                 await asyncio.sleep(0.005)
@@ -291,7 +291,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 def patient(crowd: Crowd):
-    """Clients that try again until they have their answer."""
+    """Return a function that retries a job until it is answered."""
 
     async def ask(each: Job) -> None:
         while (outcome := await crowd.ask(each)).status != OK:
@@ -302,11 +302,11 @@ def patient(crowd: Crowd):
 
 
 def all_got_theirs(crowd: Crowd, jobs: list[Job]) -> None:
-    """Each of them once, after streams that broke in the middle."""
+    """Check that each job completed once, after streams that broke in the middle."""
     assert collections.Counter(o.job for o in crowd.outcomes if o.status == OK) == collections.Counter(jobs)
     for door in (GRPC, HTTP):
         assert set(counted(crowd, door)) == {OK, UNAVAILABLE}
-    # Whose streams were in the middle is chance, and there may be few of them.
+    # At the kill, few streams may be in the middle, at random.
     assert any(o.status == UNAVAILABLE and any(o.tokens) for o in crowd.outcomes)
 
 
@@ -336,7 +336,7 @@ def test_an_engine_core_that_is_killed(tmp_path, count, kills):
 
 @many
 def test_an_engine_that_hangs(tmp_path, count):
-    """In a step in the middle of everything, with a watchdog that a busy machine does not alarm."""
+    """An engine that hangs in a step under load is restarted; the watchdog tolerates a busy machine."""
 
     async def main(server: ServerProcess):
         chance = random.Random(6)
@@ -346,7 +346,7 @@ def test_an_engine_that_hangs(tmp_path, count):
         all_got_theirs(crowd, jobs)
         assert [status for _, status in watched.heard] == [SERVING, NOT_SERVING, SERVING]
         assert "hangs" in server.log()
-        assert "fake_engine.py" in server.log()  # where it stood
+        assert "fake_engine.py" in server.log()  # location of the hang
 
     once = ("--hang-at", str(count // 5), "--once", str(tmp_path / "once"))
     with fake_server(tmp_path, *PACE, *once, step_timeout=4.0) as server:
@@ -363,13 +363,13 @@ async def ended(server: ServerProcess, core: int) -> None:
 
 @many
 def test_a_server_that_drains_under_load(tmp_path, count):
-    """What was accepted is finished, what comes later is refused or finds nobody, and the exit status is 0."""
+    """A draining server finishes accepted requests, rejects later ones or connections, and exits with status 0."""
 
     async def main(server: ServerProcess):
         chance, core = random.Random(7), server.core
         jobs = [job(chance) for _ in range(count)]
         signalled = asyncio.Event()
-        # CANCELLED: gRPC's own answer to calls that it has not handed over yet when it stops (grpc/grpc#41785).
+        # CANCELLED: gRPC's response to calls that it has not handed over when it stops (grpc/grpc#41785).
         refusals = (UNAVAILABLE, CUT, "CANCELLED")
 
         async def ask(each: Job) -> None:
@@ -387,7 +387,7 @@ def test_a_server_that_drains_under_load(tmp_path, count):
             server.signal(signal.SIGTERM)
             await load
             await ended(server, core)
-        assert seen[True, OK] <= 10  # on their way before the signal was heard
+        assert seen[True, OK] <= 10  # in flight when the signal arrived
         assert sum(seen.values()) == count
 
     with fake_server(tmp_path, *PACE) as server:

@@ -1,5 +1,5 @@
-"""Some of the faults of `tests.serve.test_faults` with the real engine, on the demo model: every stream ends with a
-status, what it brought is what the fault-free run brought, and soon after nothing is left."""
+"""Tests of some faults of `tests.serve.test_faults` with the real engine on the demo model: every stream ends with a
+status, its content is that of the fault-free run, and soon afterwards no resource is leaked."""
 
 import asyncio
 import collections
@@ -14,7 +14,7 @@ from jaxinfer import client as c
 from tests.serve.processes import BOUND, started
 from tests.serve.test_faults import nothing_left
 
-pytestmark = pytest.mark.slow  # half a minute, most of it the engine's two starts
+pytestmark = pytest.mark.slow  # half a minute, mostly for the engine's two starts
 
 COUNT = 60
 SERVE = ["-m", "jaxinfer.serve", "--model", "demo", "--grpc-port", "0", "--http-port", "0", "--control-port", "0"]
@@ -24,7 +24,7 @@ LEFT = "LEFT"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """``leave_after``: so many deltas; ``timeout``: seconds."""
+    """A request. ``leave_after``: number of deltas; ``timeout``: seconds."""
 
     prompt: str
     tokens: int
@@ -57,7 +57,7 @@ def jobs_of(chance: random.Random) -> list[Job]:
 
 
 async def ask(client: c.AsyncClient, job: Job) -> Outcome:
-    """Greedy."""
+    """Run a job with greedy sampling."""
     outcome, deltas = Outcome(job, "OK", "", []), 0
     options = {"max_tokens": job.tokens, "temperature": 0.0, "ignore_eos": True, "timeout": job.timeout or BOUND}
     try:
@@ -86,7 +86,7 @@ async def fault_free(server, jobs: list[Job]) -> dict[tuple[str, int], Outcome]:
 
 
 def check(outcomes: list[Outcome], want: dict[tuple[str, int], Outcome]) -> None:
-    """What came is right, and what is called whole is."""
+    """Check that all output received is correct, and that streams with status OK are complete."""
     for outcome in outcomes:
         whole = want[outcome.job.question]
         assert outcome.token_ids == whole.token_ids[: len(outcome.token_ids)], outcome

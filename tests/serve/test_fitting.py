@@ -1,4 +1,4 @@
-"""Conversations fit the templates of models: what those do not know, and how they want calls."""
+"""Tests of the adaptation of conversations to chat templates: unsupported features, and the format of tool calls."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`Frontend` over the fake engine: what comes out, what is refused, and that nothing stays behind."""
+"""Tests of `Frontend` over the fake engine: outputs, rejections, and no leaked state."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ class Served:
     frontend: Frontend
 
     async def pages_are_free(self) -> None:
-        """Soon: aborts are taken between two steps."""
+        """Wait until all pages are free; aborts are processed between two steps."""
         async with asyncio.timeout(20):
             while (stats := await self.backend.stats()).kv.held or stats.running or any(stats.waiting.values()):
                 await asyncio.sleep(0.001)
@@ -64,7 +64,7 @@ async def served(mischief: Mischief = FINE, tokenizer: bool = True, **options: A
 
 
 async def whole(frontend: Frontend, call: Call) -> tuple[Generation, dict[int, OutputDelta]]:
-    """The outputs, each put together."""
+    """Return the generation and its outputs, assembled."""
     outputs: dict[int, OutputDelta] = {}
     async with await frontend.generate(call) as generation:
         async for delta in generation:
@@ -84,7 +84,7 @@ async def refusal(frontend: Frontend, call: Call) -> ServeError:
     return caught.value
 
 
-# ---- what comes out
+# ---- outputs
 
 
 @pytest.mark.parametrize("prompt", ["Hello", PROMPT])
@@ -293,7 +293,7 @@ def test_bad_scores_are_refused(prompt, continuations, field):
     asyncio.run(run())
 
 
-# ---- what is refused
+# ---- rejections
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -555,7 +555,7 @@ def test_draining_waits_for_those_that_run_and_takes_no_more():
             await asyncio.sleep(0)
             error = await refusal(s.frontend, Call("Hello"))
             assert (error.kind, error.retry_after is None) == (Kind.UNAVAILABLE, False)
-            async with asyncio.timeout(20):  # less than draining may last: it ends when nothing runs
+            async with asyncio.timeout(20):  # shorter than the drain limit: draining ends when nothing runs
                 assert await drained == 0
             _, outputs = await running
             assert len(outputs[0].token_ids) == 50

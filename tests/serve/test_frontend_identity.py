@@ -1,4 +1,4 @@
-"""The demo model through `Frontend` and through `LLM`: the same text, tokens, log probabilities and reasons."""
+"""Tests that `Frontend` and `LLM` give identical text, tokens, logprobs and finish reasons on the demo model."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ SAMPLINGS = {
     "sampled": {"temperature": 1.3, "seed": 7, "n": 2, "max_tokens": 40, "logprobs": 0},
     "stops": {"temperature": 0.9, "seed": 3, "n": 2, "stop": [" the", "a.", "\n"], "max_tokens": 60, "logprobs": 1},
     "kept": {"temperature": 0.0, "stop": "e", "include_stop_str_in_output": True, "min_tokens": 9, "max_tokens": 60},
-    # Far from what it was trained on: bytes that are no characters.
+    # Far from the training data: bytes that form no characters.
     "wild": {"temperature": 50.0, "seed": 11, "n": 3, "max_tokens": 60, "ignore_eos": True},
     "until the end": {"temperature": 0.0},
 }
@@ -57,7 +57,7 @@ def candidates(frontend: Frontend, position: PositionLogprobs | None) -> Logprob
 
 
 async def through(frontend: Frontend, call: Call) -> RequestOutput:
-    """The deltas of a call, put together as `LLM` reports them."""
+    """Return the deltas of a call, assembled as `LLM` reports them."""
     async with await frontend.generate(call) as generation:
         outputs = [CompletionOutput(index) for index in range(generation.n)]
         whole = RequestOutput("", None, list(generation.prompt_token_ids), outputs, generation.seed)

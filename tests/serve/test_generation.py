@@ -1,4 +1,4 @@
-"""`Generation` over a backend that says what the test has written down."""
+"""Tests of `Generation` over a scripted backend."""
 
 import asyncio
 import dataclasses
@@ -22,7 +22,7 @@ from tests.serve.fake_engine import FIRST_BYTE, fake_tokenizer
 
 @dataclasses.dataclass
 class Script:
-    """A `Backend` and its stream."""
+    """A scripted `Backend` and its stream."""
 
     request: Request
     deltas: Sequence[SequenceDelta]

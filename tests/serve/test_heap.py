@@ -1,4 +1,4 @@
-"""The collector of a process that serves, in a process of its own: what it does cannot be undone."""
+"""Tests of the garbage collector settings of a server process, in a subprocess because they cannot be undone."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""One body within all limits holds no door: not the loop, and not the interpreter."""
+"""Tests that no body within the limits stalls the event loop or holds the GIL."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from tests.serve.processes import fake_server
 from tests.yardstick import slowness
 
 SIZE, WHOLE = 1 << 19, (16 << 20) - 1000
-# Of processor time on the yardstick's machine. What is held back costs some milliseconds, what is not, seconds.
+# Seconds of CPU time on the yardstick's machine. Bounded work takes milliseconds, unbounded work seconds.
 MOST, MOST_OF_WORK = 0.15, 0.5
-# On a crowded machine the loop may not be given its turn while a thread computes that would let it: not every time.
+# On a busy machine the loop may get no CPU time while another thread computes without the GIL; retries cover that.
 TRIES = 5
 SECONDS = 240
 ANSWERS = {200, 400, 413}
 CODES = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
-# One of each kind: many values of JSON, many messages of gRPC, a text.
+# One of each kind: many JSON values, many gRPC messages, a text.
 NAMED = [each for each in (*HTTP, *GRPC) if each.name in ("messages of numbers", "empty messages", "a long text")]
 FEW_MIB = 48
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a server listens."""
+    """Addresses of a server."""
 
     http_port: int
     target: str
@@ -81,10 +81,10 @@ def check_hold(server, attack, size):
 
 @pytest.mark.parametrize("attacks", [NAMED, pytest.param([*HTTP, *GRPC], marks=pytest.mark.slow)], ids=["named", "all"])
 def test_a_body_is_held_in_little_memory(tmp_path, attacks):
-    """Eight times its own bytes, and what the process needs for anything: of the process of the doors."""
+    """The API server process grows by at most eight times the size of a body, plus a constant."""
     with fake_server(tmp_path) as server:
         target = Target(server.http_port, f"127.0.0.1:{server.grpc_port}")
-        for attack in NAMED:  # what is started for the first one stays
+        for attack in NAMED:  # threads and processes started for the first body stay
             send(target, attack.door, attack.make(SIZE))
         for attack in attacks:
             body = attack.make(WHOLE)
@@ -96,7 +96,7 @@ def test_a_body_is_held_in_little_memory(tmp_path, attacks):
 
 
 def send(server: Target, door: str, body: bytes) -> str:
-    """The beginning of the answer, which must be one."""
+    """Return the beginning of the response, which must be valid."""
     return _post(server, door, body) if door.startswith("/") else _call(server, door, body)
 
 
@@ -128,7 +128,7 @@ def _call(server: Target, path: str, body: bytes) -> str:
 
 
 def test_the_measure_sees_what_holds(server):
-    """A loop that computes, and a thread that keeps the interpreter to itself."""
+    """The measurement detects a loop that computes, and a thread that holds the GIL."""
     busy = "[" + "1," * 1_000_000 + "1]"
     for hold in (_in_loop, _in_thread):
         with measuring(server) as holds:

@@ -1,7 +1,7 @@
-"""One request through every door of a real server, through `LLM` and through the command line: the same answer.
+"""Tests that a request gets the same answer from every API of a real server, from `LLM` and from the command line.
 
-The server's engine runs in a process of its own, the others in this one; all of them at the same time, so that the
-batches that a request runs in are never the same.
+The server's engine runs in its own process, the other engines in this one; all run concurrently, so that the batch
+compositions differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.3, "seed": 7, "n": 2, "max_tokens": 24, "logprobs": 1},
     "stops": {"temperature": 0.9, "seed": 3, "n": 2, "stop": [" the", "a.", "\n"], "max_tokens": 48, "logprobs": 1},
     "kept": {"temperature": 0.0, "stop": ["e"], "include_stop_str_in_output": True, "min_tokens": 9, "max_tokens": 48},
-    # Far from what it was trained on: bytes that are no characters.
+    # Far from the training data: bytes that form no characters.
     "wild": {"temperature": 50.0, "seed": 11, "n": 2, "max_tokens": 40, "ignore_eos": True},
 }
 MESSAGES = [{"role": "user", "content": "Tell me of the naïve 狐."}]
@@ -46,7 +46,7 @@ OPENAI = ("temperature", "seed", "n", "stop", "max_tokens", "logprobs")
 
 @dataclasses.dataclass
 class Output:
-    """What every door can tell of an output. ``logprobs``: of the tokens themselves."""
+    """The fields of an output that every API returns. ``logprobs``: of the output tokens."""
 
     text: str = ""
     reason: str | None = None
@@ -55,7 +55,7 @@ class Output:
     stop: int | str | None = None
 
     def add(self, more: Output) -> None:
-        """A piece that came later."""
+        """Append a later delta."""
         assert self.reason is None
         self.text += more.text
         self.tokens += more.tokens
@@ -80,7 +80,7 @@ def llm() -> LLM:
     return LLM("demo", "float32", show_progress=False, **ENGINE)
 
 
-# ---- the doors
+# ---- APIs
 
 
 def through_llm(llm: LLM) -> Ask:
@@ -140,7 +140,7 @@ def through_client_batch(client: c.Client) -> Ask:
 
 
 def through_grpc(channel: grpc.Channel) -> Ask:
-    """With the generated stub, as programs in other languages have it."""
+    """Return a client with the generated stub, as programs in other languages use it."""
 
     def ask(prompt: Prompt, sampling: dict[str, Any]) -> list[Output]:
         request = pb.GenerateRequest(sampling=pb.SamplingParams(**sampling))
@@ -174,7 +174,7 @@ def through_http(api: openai.OpenAI) -> Ask:
 
 
 def through_http_stream(api: openai.OpenAI, *, tokens: bool) -> Ask:
-    """Without ``tokens`` chunks carry what most clients ask for, which the door writes in a shorter way."""
+    """Return a streaming client; without ``tokens`` chunks have default fields, which the server writes faster."""
 
     def ask(prompt: Prompt, sampling: dict[str, Any]) -> list[Output]:
         found = [Output() for _ in range(sampling.get("n", 1))]
@@ -211,7 +211,7 @@ def of_choice(choice: Any) -> Output:
     return Output(text, choice.finish_reason, more.get("token_ids") or [], logprobs, more.get("stop_reason"))
 
 
-# ---- what must be the same
+# ---- comparison
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,7 @@ def test_conversations_are_the_same_through_every_door(name: str, doors: dict[st
 def assert_same_everywhere(
     doors: dict[str, Ask], asked: Sequence[tuple[Prompt, dict[str, Any]]], wanted: list[list[Output]]
 ) -> None:
-    """All doors are asked at the same time."""
+    """Send the requests to all APIs concurrently, and compare the answers."""
     with concurrent.futures.ThreadPoolExecutor(len(doors)) as pool:
         found = pool.map(lambda ask: [ask(prompt, sampling) for prompt, sampling in asked], doors.values())
         answers = dict(zip(doors, found, strict=True))
@@ -295,7 +295,7 @@ def test_the_command_line_prints_the_same(llm: LLM, capfd: pytest.CaptureFixture
 
 
 def test_the_command_line_streams_the_same(llm: LLM) -> None:
-    """As a process: what it writes is bytes, and characters may have been cut."""
+    """The command line process streams the same output; it writes bytes, which may split characters."""
     prompt, sampling = PROMPTS[1], {"temperature": 50.0, "seed": 11, "max_tokens": 40, "ignore_eos": True}
     command = [sys.executable, "-m", "jaxinfer.generate", "--prompt", prompt, *FLAGS, "--dtype", "float32"]
     command += ["--temperature", "50", "--seed", "11", "--max-tokens", "40", "--ignore-eos"]

@@ -1,4 +1,4 @@
-"""A log that nobody reads, and clients that want a line for each of their requests."""
+"""Tests of a log whose pipe is not read, and of clients that cause a line per request."""
 
 import contextlib
 import http.client
@@ -26,7 +26,7 @@ MANY = 3000
 
 
 class Gate:
-    """A sink that takes nothing until it is opened."""
+    """A sink that blocks until it is opened."""
 
     def __init__(self) -> None:
         self.open, self.entered, self.lines = threading.Event(), threading.Event(), []
@@ -56,7 +56,7 @@ def test_nobody_waits_for_a_sink_that_takes_nothing_and_what_is_left_out_is_told
     with handler_of(gate) as handler:
         handler.handle(record("first"))
         assert gate.entered.wait(BOUND)
-        for kind in range(100):  # 100 KiB each, of kinds of their own
+        for kind in range(100):  # 100 KiB each, all of different kinds
             handler.handle(record(f"{kind:100000}"))
         waiting = QUEUE_BYTES // 100_000
         assert handler.dropped == {"rate": 0, "queue": 100 - waiting, "write": 0}
@@ -147,7 +147,7 @@ def test_a_pipe_gets_every_byte_whether_it_blocks_or_not(blocking):
 
 
 def malformed(port: int, count: int) -> int:
-    """Send so many requests that are no HTTP; how many were answered with 400."""
+    """Send ``count`` malformed HTTP requests; return how many got status 400."""
     answered = 0
     for _ in range(count):
         with socket.create_connection(("127.0.0.1", port), timeout=BOUND) as client:
@@ -173,7 +173,7 @@ def health(port: int) -> int:
 
 
 def test_a_server_whose_log_nobody_reads_answers_all_the_same(tmp_path):
-    """It wrote a line for each malformed request in its event loop, which a full pipe stopped after 816 of them."""
+    """A server answers although its log pipe is full; logging in the loop blocked after 816 malformed requests."""
     port, folder = free_port(), str(write_fake_folder(tmp_path / "model"))
     settings = json.dumps({"model": "fake", "grpc_port": 0, "http_port": port})
     run = [sys.executable, "-m", "tests.serve.processes", settings, "--folder", folder]
@@ -209,7 +209,7 @@ def test_a_flood_of_malformed_requests_is_counted(tmp_path, form):
 
 
 def test_a_core_whose_log_nobody_reads_gets_on(tmp_path):
-    """It shares its front end's stderr. What is logged there is logged here, by the engine's own process."""
+    """A core that shares the front end's stderr continues although the pipe is full; the core process logs itself."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Lines of a server's log."""
+"""Tests of the lines of a server's log."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from jaxinfer.serve.runtime.logs import configure
 
 
 class Written:
-    """A sink that keeps what is written."""
+    """A sink that stores the written data."""
 
     def __init__(self) -> None:
         self._data = b""

@@ -1,4 +1,4 @@
-"""The adapters that a server is started with, as flags and files have them."""
+"""Tests of the adapters in a server's flags and configuration files."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the names of adapters mean at a server, over engines without a device."""
+"""Tests of adapter names of a server, over engines without a device."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ BASE = "fake"
 
 
 class World:
-    """A front end over an engine that is replaced when it has died; folders are entries of ``folders``."""
+    """A front end over an engine that is replaced after it dies; adapter folders are entries of ``folders``."""
 
     def __init__(self, root: pathlib.Path, *modules: str) -> None:
         self.root, self.folders = root, Folders()
@@ -35,7 +35,7 @@ class World:
         self._left = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """An engine, in place of the one before."""
+        """Start an engine in place of the previous one."""
         self.store, self.now = make_store(self.folders)
         self.engine = FakeEngine(loras=self.store, enable_lora=True)
         self.backend = await self._left.enter_async_context(AsyncEngine(self.engine))
@@ -45,7 +45,7 @@ class World:
         self.frontend = Frontend(self.backend, card, fake_tokenizer(), fake_template(), loras=self.loras)
 
     def folder(self, name: str, content: int) -> str:
-        """A folder below the root, as a request names it."""
+        """Add a folder below the root; return its name in requests."""
         (self.root / name).mkdir(exist_ok=True)
         self.folders.contents[str((self.root / name).resolve())] = content
         return name
@@ -61,7 +61,7 @@ class World:
 
     @property
     def contents(self) -> set[str]:
-        """Identities that the engine's store knows."""
+        """Return the adapter identities in the engine's store."""
         return set(self.store._contents)
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads: parsed by its own client."""
+"""Tests of the Prometheus metrics, parsed by Prometheus' own client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.scheduling.test_stats import Clock, Fake
 
 MODEL = {"model_name": 'a "quoted" model'}
 
-# vLLM's names, as its production metrics page lists them.
+# vLLM's names, from its page of production metrics.
 VLLM = {
     "num_requests_running": "gauge",
     "num_requests_waiting": "gauge",
@@ -65,7 +65,7 @@ OWN = {
 
 
 def busy() -> EngineStats:
-    """Different numbers everywhere, so that none can stand for another."""
+    """Return stats with distinct values, so that a mix-up is detected."""
     clock = Clock()
     recorder = StatsRecorder(clock)
     sequence = Fake()
@@ -95,7 +95,7 @@ def busy() -> EngineStats:
 
 
 def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """By name and labels; the label that all have is checked and left out."""
+    """Return the samples by name and labels; the common label is checked and left out."""
     found = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
@@ -177,7 +177,7 @@ def test_values(scraped, name: str, label: str, value: float) -> None:
 
 def test_names_of_adapters_are_bounded(scraped) -> None:
     shown = [labels for name, labels in scraped if name == "lora_requests_waiting"]
-    assert len(shown) == 3  # of four, where there are two slots
+    assert len(shown) == 3  # of four adapters, with two slots
 
 
 def test_an_adapter_may_be_called_as_the_others_are() -> None:
@@ -235,7 +235,7 @@ def test_registering_does_not_ask_the_engine() -> None:
     def unready() -> EngineStats:
         raise AssertionError("nobody scraped")
 
-    registry = CollectorRegistry(auto_describe=True)  # as the client's own one is
+    registry = CollectorRegistry(auto_describe=True)  # like the client's default registry
     registry.register(EngineCollector(unready, "m"))
     with pytest.raises(AssertionError, match="nobody scraped"):
         list(registry.collect())

@@ -1,5 +1,5 @@
-"""One engine over two processes, started as on two hosts: the tokens of one process, and what becomes of a group of
-which one process dies, is stopped, or hangs."""
+"""Tests of one engine over two processes, as on two hosts: tokens equal those of one process, and the group recovers
+after a process is killed, stopped or hangs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxinfer.serve.runtime import logs
 from jaxinfer.serve.settings import make_config
 from tests.serve.processes import BOUND, ServerProcess, is_alive, started, wait_until
 
-DETECTED = 15.0  # seconds: what is promised
+DETECTED = 15.0  # documented bound in seconds
 SMALL = ["--max-num-seqs", "4", "--max-model-len", "256", "--prefill-sizes", "64", "--max-prefill-rows", "1"]
 PROMPTS = ("ROMEO:", "JULIET: my lord", "First Citizen: " * 12, "The")
 LENGTH = 24
@@ -76,7 +76,7 @@ def pair_of(
     stuck: pathlib.Path | None = None,
     stages: int = 1,
 ) -> Iterator[Pair]:
-    """A group with half of the devices in each process; ``stuck``: see `tests.serve.stuck_core`, for the second."""
+    """Yield a group with half of the devices per process; ``stuck``: file for `stuck_core` in the second process."""
     with contextlib.ExitStack() as stack:
         found = []
         for number in (0, 1):
@@ -91,13 +91,13 @@ def pair_of(
 
 
 def stuck_settings(given: list[str]) -> dict[str, object]:
-    """The settings that flags make."""
+    """Return the settings of the flags."""
     return dataclasses.asdict(parse(given[2:]).configuration)
 
 
 @contextlib.contextmanager
 def forced(devices: int) -> Iterator[None]:
-    """Processes that are started meanwhile have so many CPU devices."""
+    """Force this number of CPU devices in processes started in the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
         yield
@@ -107,7 +107,7 @@ def forced(devices: int) -> Iterator[None]:
 
 
 async def ask(client: c.AsyncClient, number: int, length: int = LENGTH) -> tuple[list[int], str]:
-    """The tokens of one of the requests, and how it ended."""
+    """Return the tokens and the status of one of the requests."""
     tokens: list[int] = []
     options = {"temperature": 0.0} if number % 2 == 0 else {"temperature": 0.9, "seed": number, "presence_penalty": 0.3}
     prompt = PROMPTS[number % len(PROMPTS)]
@@ -126,7 +126,7 @@ async def ask_all(server: ServerProcess, count: int = 8) -> list[tuple[list[int]
 
 
 async def ask_until_failed(server: ServerProcess) -> tuple[str, float]:
-    """Ask until a request fails: with what, and when."""
+    """Send requests until one fails; return its status and time."""
     async with c.AsyncClient(f"127.0.0.1:{server.grpc_port}", retry=None) as client:
         while True:
             _, status = await ask(client, 0, 200)
@@ -140,7 +140,7 @@ async def until_serving(server: ServerProcess) -> None:
 
 
 def check_fault(pair: Pair, want: list[tuple[list[int], str]], harm: Callable[[], None]) -> None:
-    """Do harm while requests run: they fail in time, and then the group is back, with the same tokens."""
+    """Inject a fault while requests run: they fail in time, and the group recovers with the same tokens."""
 
     async def main() -> float:
         asking = asyncio.create_task(ask_until_failed(pair.first))
@@ -159,7 +159,7 @@ def check_fault(pair: Pair, want: list[tuple[list[int], str]], harm: Callable[[]
 
 
 def compiled_since_ready(server: ServerProcess) -> int:
-    """By process 0."""
+    """Return the number of compilations of process 0."""
     with grpc.insecure_channel(f"127.0.0.1:{server.control_port}") as channel:
         return ControlStub(channel).GetStats(control.GetStatsRequest()).compilations
 
@@ -169,7 +169,7 @@ def compiled_since_ready(server: ServerProcess) -> int:
 
 @pytest.mark.slow
 def test_two_processes_serve_and_come_back(tmp_path):
-    """With the tokens of one process that has all devices; and the second one is killed on the way."""
+    """Two processes return the tokens of one process that has all devices, also after the second one is killed."""
     cache, folder = tmp_path / "cache", tmp_path / "alone"
     folder.mkdir()
     with pair_of("demo-draft", 4, tmp_path, cache) as pair:
@@ -185,7 +185,7 @@ def test_two_processes_serve_and_come_back(tmp_path):
 
 
 def check_ends(pair: Pair) -> None:
-    """SIGTERM ends the first in order; the second waits for the next one, until it is told to end, too."""
+    """SIGTERM stops the first process in order; the second waits for a new one until it is stopped, too."""
     looked = pair.second.log().count("looking for process 0")
     pair.first.signal(signal.SIGTERM)
     assert pair.first.wait() == 0
@@ -205,7 +205,7 @@ def test_a_process_that_cannot_be_in_a_group_is_one_sentence(tmp_path, number):
     assert "Traceback" not in server.log()
 
 
-# ---- the slow tier: two processes of four devices, the demo model, of which each has all layers, or half of them
+# ---- the slow tier: two processes of four devices, the demo model; each has all layers, or half of them
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["no stages", "two stages"])
@@ -215,7 +215,7 @@ def stages(request):
 
 @pytest.fixture(scope="module")
 def alone(stages, tmp_path_factory):
-    """What one process with eight devices answers, and where its programs are kept."""
+    """Return the answers of one process with eight devices, and its compilation cache."""
     folder = tmp_path_factory.mktemp("alone")
     with forced(8), started(arguments("demo", 8, folder / "cache", stages=stages), folder) as server:
         server.until_logged("ready: ")
@@ -245,9 +245,9 @@ def test_a_process_that_dies_or_is_stopped(alone, pair, number, number_of_signal
 
 @pytest.mark.slow
 def test_a_process_that_is_stuck(alone, pair):
-    """It lives and beats; the others would wait in their collectives for ever."""
+    """A stuck process that sends heartbeats is detected; the other process would wait forever in a collective."""
     group, stuck = pair
-    once = threading.Timer(DETECTED, stuck.unlink)  # the next process must not be stuck, too
+    once = threading.Timer(DETECTED, stuck.unlink)  # so that the next process is not stuck
 
     def harm() -> None:
         stuck.touch()
@@ -259,7 +259,7 @@ def test_a_process_that_is_stuck(alone, pair):
 
 
 def main() -> int:
-    """A follower over `tests.serve.stuck_core`."""
+    """Run a follower over `tests.serve.stuck_core`."""
     config = make_config(json.loads(sys.argv[2]))
     logs.configure("text", "info")
     return asyncio.run(serve(Follower(config, [sys.executable, "-m", "tests.serve.stuck_core", sys.argv[1]])))

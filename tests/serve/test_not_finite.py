@@ -1,4 +1,4 @@
-"""Logits that are not finite, at every door: an internal error, streamed or not, and others go on."""
+"""Tests of non-finite logits in every API: an internal error, unary or streamed, without effects on other requests."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ def test_grpc() -> None:
 
 
 async def _until_error(stream: Any) -> AsyncIterator[Any]:
-    """What comes, and the error that ends it."""
+    """Yield the events, and the error that ends the stream."""
     try:
         async for event in stream:
             yield event

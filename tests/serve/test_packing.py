@@ -1,4 +1,4 @@
-"""What helper processes and the front end tell each other arrives as it was."""
+"""Tests of the message format between helper processes and the front end: decoding returns the original."""
 
 import json
 from array import array
@@ -37,7 +37,7 @@ def test_lists_of_whole_numbers_are_arrays_and_nothing_else_is(numbers):
 
 
 def test_texts_are_beside_the_json():
-    """Reading it costs the same whatever is in the texts."""
+    """Texts are stored outside the JSON, so that parsing cost does not depend on their content."""
     frame = pack({"prompt": "\n" * 1_000_000, "more": ["\ud800" * 100]})
     size = int.from_bytes(frame[:4])
     assert size < 200

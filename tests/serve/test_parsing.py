@@ -1,4 +1,4 @@
-"""The parsers of a model's answers, from its folder and its settings."""
+"""Tests of the selection of output parsers from the model folder and the settings."""
 
 import json
 import pathlib
@@ -40,7 +40,7 @@ def test_a_tokenizer_that_carries_one(tmp_path: pathlib.Path) -> None:
     folder(tmp_path, response_template=TEMPLATES["gpt_oss"])
     carried = parsers(tmp_path)
     assert (carried.tool_calls, carried.reasoning) == ("response_template", "response_template")
-    assert carried.markers == {"<|channel|>", "<|message|>", "<|end|>"}  # of the tokenizer's special tokens
+    assert carried.markers == {"<|channel|>", "<|message|>", "<|end|>"}  # among the tokenizer's special tokens
     assert parsers(tmp_path, QWEN) == Parsers("hermes", "qwen3")
     assert parsers(tmp_path, QWEN, tool_call_parser="response_template").tool_calls == "response_template"
     assert parsers(tmp_path, tool_call_parser="off") == Parsers()

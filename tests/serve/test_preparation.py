@@ -1,4 +1,4 @@
-"""`Frontend` until the engine has accepted a call: what reaches the engine, and what ends a call that it has not."""
+"""Tests of `Frontend` before the engine accepts a call: the request for the engine, and calls that end before it."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from tests.serve.test_frontend import MESSAGES, refusal, served, whole
 
 
 class Gate:
-    """In place of a backend's ``submit``: keeps the requests, and holds them up until it is opened."""
+    """Replacement for a backend's ``submit``: records requests and blocks until it is opened."""
 
     def __init__(self, submit: Callable[[Request], Awaitable[BackendStream]]) -> None:
         self.requests: list[Request] = []
@@ -107,7 +107,7 @@ def test_a_list_of_ids_is_no_longer_than_a_text_may_be():
 
 
 def test_a_template_writes_its_special_tokens_itself():
-    """A text gets a BOS unless the client wants none; a conversation none unless it wants one."""
+    """A text prompt gets a BOS unless disabled; a chat prompt gets none unless enabled."""
 
     async def run() -> None:
         engine = FakeEngine()

@@ -1,4 +1,4 @@
-"""What a look at config.json refuses, before anything is started."""
+"""Tests of models that are rejected from config.json before anything is started."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.serve` as its user meets it: exit statuses, signals, sentences, and nothing left behind."""
+"""Tests of the `python -m jaxinfer.serve` process: exit statuses, signals, messages and cleanup."""
 
 import contextlib
 import http.client
@@ -30,7 +30,7 @@ def last_line(server) -> str:
 
 @pytest.mark.slow
 def test_sigterm_lets_requests_end(tmp_path):
-    """The demo model from start to end: a stream in flight is finished, and the status is 0."""
+    """SIGTERM lets a stream of the demo model finish, and the exit status is 0."""
     with started([*DEMO, "--http-port", "0"], tmp_path) as server:
         server.until_logged("ready: ")
         core = server.core
@@ -79,7 +79,7 @@ def test_bodies_that_never_end_leave_no_traceback_when_a_drain_is_over(tmp_path)
                 client.sendall((first + head).encode())
                 open_.append(client)
         with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics", timeout=60) as page:
-            assert page.status == 200  # they were all accepted before this one
+            assert page.status == 200  # all were accepted before this request
         server.signal(signal.SIGTERM)
         assert {client.recv(12) for client in open_} == {b"HTTP/1.1 503"}
         assert server.wait() == 0
@@ -87,7 +87,7 @@ def test_bodies_that_never_end_leave_no_traceback_when_a_drain_is_over(tmp_path)
 
 
 def test_a_server_without_http_has_figures(tmp_path):
-    """From the first second on, and it ends with the others."""
+    """A metrics port without HTTP works from the start, and stops with the server."""
     with fake_server(tmp_path, http_port=None, metrics_port=0) as server:
         assert "HTTP listens" not in server.log()
         url = f"http://127.0.0.1:{server.port('metrics')}"
@@ -100,7 +100,7 @@ def test_a_server_without_http_has_figures(tmp_path):
 
 
 def test_a_server_that_leaves_says_so_first_and_goes_on_for_a_while(tmp_path):
-    """Balancers and clients that keep a connection go elsewhere; a second signal ends the wait."""
+    """A draining server first becomes unready, so that balancers and clients move; a second signal ends the wait."""
     with fake_server(tmp_path, drain_delay=1000.0) as server:
         with Client(f"127.0.0.1:{server.grpc_port}", retry=None) as client:
             assert client.health() is Health.SERVING
@@ -112,7 +112,7 @@ def test_a_server_that_leaves_says_so_first_and_goes_on_for_a_while(tmp_path):
             assert client.health("") is Health.SERVING
             assert client.generate("Hi", max_tokens=3).outputs[0].finish_reason == "length"
         line = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
-        with contextlib.closing(line):  # which keeps its connection, unless it is told to go
+        with contextlib.closing(line):  # the client keeps the connection, unless it gets ``Connection: close``
             body = json.dumps({"prompt": "Hi", "max_tokens": 3})
             line.request("POST", "/v1/completions", body, {"content-type": "application/json"})
             answer = line.getresponse()
@@ -141,7 +141,7 @@ def test_what_was_decided_is_in_the_log(tmp_path):
 
 
 def test_ctrl_c_during_the_start_ends_it_in_order(tmp_path):
-    """The terminal's signal goes to the whole group; the core leaves it to the front end to answer it."""
+    """The terminal signals the whole process group; the core leaves the handling to the front end."""
     with started(DEMO, tmp_path) as server:
         server.until_logged("compiling")
         core = server.core
@@ -189,7 +189,7 @@ def test_a_port_in_use_is_one_sentence(tmp_path, door):
 
 
 def asked(server, path: str) -> tuple[int, dict, str | None]:
-    """Status, body and Retry-After."""
+    """Return status, body and Retry-After."""
     try:
         answer = urllib.request.urlopen(f"http://127.0.0.1:{server.port('HTTP')}{path}", timeout=30)
     except urllib.error.HTTPError as error:

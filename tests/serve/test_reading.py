@@ -1,4 +1,4 @@
-"""What is long is read in other processes, as it would be read here."""
+"""Tests that helper processes parse long inputs with the same result as this process."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ def test_a_reader_that_is_killed_is_started_again():
 
 
 def test_texts(tmp_path):
-    """By the tokenizer of the folder, with what it says of special tokens."""
+    """Texts are tokenized by the tokenizer of the folder, including its special tokens."""
     folder, here = write_fake_folder(tmp_path / "model"), fake_tokenizer()
     names = '{"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["Grüße"]}'
     (folder / "tokenizer_config.json").write_text(names, encoding="utf-8")

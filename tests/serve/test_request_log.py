@@ -1,4 +1,4 @@
-"""A line for each request: what it says, what it never says, and that refusals have one too."""
+"""Tests of the request log: one line per request, also for rejected ones, without sensitive fields."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ SECRET = "the text of nobody's business"
 
 @pytest.fixture
 def lines(caplog):
-    """What was logged of requests, each line as its fields."""
+    """Return a function that returns the fields of each request line logged."""
     caplog.set_level(logging.INFO)
 
     def found() -> list[dict]:
@@ -110,7 +110,7 @@ def test_each_generation_has_one_line_whatever_becomes_of_it(lines):
 
 
 def test_every_door_has_a_line_for_what_it_refuses(lines, tmp_path, caplog):
-    """Also for what never comes to the engine, and one alone; a gRPC call that has ended has its line as well."""
+    """Every API logs one line per rejection, also before the engine is reached, and one per completed gRPC call."""
 
     def post(url: str, path: str, body: dict) -> None:
         headers = {"content-type": "application/json", "x-request-id": "mine"}
@@ -136,7 +136,7 @@ def test_every_door_has_a_line_for_what_it_refuses(lines, tmp_path, caplog):
     peers = [peer for each in told if (peer := each.pop("peer", None))]
     assert [(each["message"], each.get("request_id"), each.get("route"), each.get("error")) for each in told[:3]] == [
         ("refused", "mine", "/v1/completions", "invalid"),
-        ("refused", "mine", "/v1/completions", "invalid"),  # the front end's
+        ("refused", "mine", "/v1/completions", "invalid"),  # rejected by the front end
         ("refused", "mine", "other", "not_found"),
     ]
     assert told[0]["field"] == "temprature"

@@ -1,4 +1,4 @@
-"""A key that is taken away: what it began ends too, through every door, and nobody else notices."""
+"""Tests of key revocation: calls of the key end in every API, and other calls continue."""
 
 import asyncio
 import contextlib
@@ -20,12 +20,12 @@ from tests.serve.fake_engine import write_fake_folder
 from tests.serve.grpc.running import failure, request
 from tests.serve.live import live
 
-LONG = {"prompt": "Hi", "max_tokens": 2000}  # 40 s
+LONG = {"prompt": "Hi", "max_tokens": 2000}  # takes 40 s
 BOUND = 20.0
 
 
 def write(path: pathlib.Path, entries: dict[str, str], scopes: str = "infer") -> None:
-    """Keys by name, put in place at once."""
+    """Write keys by name, atomically."""
     draft = path.with_suffix(".new")
     draft.write_text("".join(key_entry(key, name, [scopes]) for name, key in entries.items()))
     draft.replace(path)
@@ -36,11 +36,11 @@ def keys() -> dict[str, str]:
     return {name: new_key() for name in ("goes", "stays")}
 
 
-# ---- who is told
+# ---- notification of calls
 
 
 def _told(authoriser: Authoriser, key: str, scope: str = "infer") -> tuple[contextlib.ExitStack, list[ServeError]]:
-    """An open call of ``key``, and the errors that it is told."""
+    """Return an open call of ``key``, and the list of errors that it receives."""
     errors: list[ServeError] = []
     open_call = contextlib.ExitStack()
     open_call.enter_context(authoriser.during(authoriser.authorise(key, scope), scope, errors.append))
@@ -56,7 +56,7 @@ def test_open_calls_of_a_key_that_is_gone_are_told(tmp_path: pathlib.Path, keys:
     going, gone = _told(authoriser, keys["goes"])
     staying, left = _told(authoriser, keys["stays"])
     authoriser.look()
-    write(path, {"goes": new_key(), "stays": keys["stays"]})  # the name has another key now
+    write(path, {"goes": new_key(), "stays": keys["stays"]})  # the name has a new key
     authoriser.look()
     authoriser.look()
     assert [error.kind for error in gone] == [Kind.UNAUTHENTICATED]
@@ -79,7 +79,7 @@ def test_open_calls_of_a_key_that_lost_the_scope_are_told(tmp_path: pathlib.Path
     going.close()
 
 
-# ---- through the doors
+# ---- APIs
 
 
 async def _event_stream(client: httpx.AsyncClient, key: str, begun: asyncio.Event) -> list[str]:

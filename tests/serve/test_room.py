@@ -1,4 +1,4 @@
-"""How much may wait, of whom, and that nothing is submitted of what does not fit."""
+"""Tests of admission control: the bounds of the waiting queue per tenant, and no submission of rejected requests."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def room(requests=None, sequences=None, tokens=None, slots=0):
 
 
 def fill(of, tenant, load=Load(1, 1, 1)):  # noqa: B008 - never changed
-    """Places of ``tenant``, one request after the other, until one is refused."""
+    """Admit requests of ``tenant`` one by one until one is rejected; return their places."""
     places = []
     with contextlib.suppress(QueueFullError):
         for _ in range(10_000):
@@ -34,7 +34,7 @@ def fill(of, tenant, load=Load(1, 1, 1)):  # noqa: B008 - never changed
     return places
 
 
-# ---- the rule
+# ---- bounds
 
 
 def test_a_server_has_bounds_and_a_program_has_none():
@@ -80,7 +80,7 @@ def test_slots_of_outputs_that_have_ended_are_free():
 
 @pytest.mark.parametrize("others", [0, 1, 2, 10])
 def test_tenants_that_take_what_they_can_leave_room_for_another(others):
-    """Each may have as much as is left: k of them end with a share of 1 / (k + 1) each."""
+    """Each tenant may use as much as is left: k greedy tenants end with a share of 1 / (k + 1) each."""
     of = room(requests=8000)
     for name in range(others):
         fill(of, f"other {name}")
@@ -137,7 +137,7 @@ def test_what_can_never_fit_is_no_matter_of_time():
     assert not isinstance(refusal.value, QueueFullError)
 
 
-# ---- through the doors
+# ---- APIs
 
 
 def _post(client, body, key=None, timeout=20.0):

@@ -1,4 +1,4 @@
-"""Scores by requests whose answers the test has written down: how many at once, and what one that fails does."""
+"""Tests of scoring with scripted answers: the number of concurrent requests, and the effect of a failed one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Settings of a server, from files and flags."""
+"""Tests of server settings from files and flags."""
 
 import math
 import pathlib
@@ -85,7 +85,7 @@ def test_what_cannot_be_served_is_refused_by_name(settings, message):
     [("", 8000), ("http_port: off", None), ("http_port: 'off'", None), ("http_port: null", None), ("http_port: 0", 0)],
 )
 def test_http_is_on_unless_it_is_off(tmp_path, text, port):
-    """YAML reads off as false, which must not become port 0."""
+    """HTTP is on unless the port is off, which YAML parses as false; it must not become port 0."""
     (tmp_path / "config.yaml").write_text(f"model: demo\n{text}\n")
     assert make_config(read_settings(tmp_path / "config.yaml")).http_port == port
 
@@ -114,13 +114,13 @@ def test_the_delay_of_a_drain_may_be_nothing_but_not_for_ever(seconds):
 def test_times_are_all_that_there_are():
     hints = typing.get_type_hints(ServeConfig)
     times = {name for name, hint in hints.items() if hint in (float, float | None)}
-    assert times == {*TIMES, "drain_delay"}  # that alone may be 0
+    assert times == {*TIMES, "drain_delay"}  # the only one that may be 0
 
 
 @pytest.mark.parametrize("name", TIMES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0, 2e6 + 1, "inf", "nan"])
 def test_no_time_is_infinite(name, value):
-    """gRPC's keepalive in milliseconds would not even be a number."""
+    """Infinite times are rejected: gRPC's keepalive in milliseconds would not be a number."""
     with pytest.raises(ServeConfigError, match=f"^{name} = .* must be a number of seconds above 0 and at most 2000000"):
         make_config({"model": "demo", name: value})
     with pytest.raises(ServeConfigError, match=f"^{name} = "):

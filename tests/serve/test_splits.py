@@ -1,5 +1,5 @@
-"""However an engine's deltas are split or merged, each door's streams put together are its unary answer, and every
-door's answer is what the tokens make one by one."""
+"""Tests that each API's assembled stream equals its unary answer for any split or merge of an engine's deltas, and
+every answer equals that of single tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelt
 from tests.serve.fake_engine import FIRST_BYTE, VOCAB, fake_card, fake_template, fake_tokenizer
 
 TOKENIZER = fake_tokenizer()
-# It ends within a character: what completes that belongs to the output.
+# The prompt ends within a character: the bytes that complete it belong to the output.
 IDS = [FIRST_BYTE + byte for byte in "Hé".encode()[:-1]]
 TEXTS = st.text("aé狐🦊b", min_size=1, max_size=10)
 TOKENS = st.one_of(
@@ -45,7 +45,7 @@ REASONS = st.sampled_from([FinishReason.LENGTH, FinishReason.STOP, FinishReason.
 
 @dataclasses.dataclass
 class Whole:
-    """An output, as far as a door tells it: what it does not tell is None."""
+    """An output; fields that an API does not return are None."""
 
     text: str = ""
     reason: str | None = None
@@ -56,12 +56,12 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """What the engine makes of every request.
+    """The engine's output for every request.
 
     Attributes:
         tokens, reasons: of each output.
-        cuts: where each output's deltas begin.
-        order: which output comes next, over and over.
+        cuts: start indices of each output's deltas.
+        order: order of the outputs, repeated.
     """
 
     tokens: Sequence[list[int]]
@@ -93,7 +93,7 @@ def position(place: int, token: int) -> PositionLogprobs:
 
 
 class Scripted:
-    """A `Backend` that does as told."""
+    """A scripted `Backend`."""
 
     def __init__(self) -> None:
         self.script = Script([], [], [], [])
@@ -137,7 +137,7 @@ class ScriptedStream:
 
 
 class Wire(Rpc):
-    """A call without a transport: what its servicer writes is kept as bytes."""
+    """A call without a transport; stores the messages that its servicer writes as bytes."""
 
     def __init__(self, *requests: Message) -> None:
         super().__init__(None, Message, 0)
@@ -158,7 +158,7 @@ class Wire(Rpc):
 
 
 class Doors:
-    """All of them over one front end, in one event loop."""
+    """All APIs over one front end, in one event loop."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -180,7 +180,7 @@ class Doors:
         self.runner.close()
 
     def expected(self) -> list[Whole]:
-        """What the tokens of the last request make, one by one."""
+        """Return the outputs of the last request, detokenized token by token."""
         request, script = self.backend.request, self.backend.script
         assert request is not None
         singly = dataclasses.replace(script, cuts=[set(range(1, 99))] * len(script.tokens), order=[])
@@ -200,7 +200,7 @@ class Doors:
     # ---- gRPC
 
     async def generate(self, sampling: dict[str, Any]) -> list[Whole]:
-        """The client puts a stream together."""
+        """Assemble the Generate stream with the client library."""
         wire = Wire()
         await self.inference.Generate(_grpc_request(sampling), wire)
         answer, texts = Answer(), [""] * sampling["n"]
@@ -221,7 +221,7 @@ class Doors:
         return [[_of_client(output) for output in answer.completion().outputs] for answer in answers.values()]
 
     async def infer(self, sampling: dict[str, Any]) -> tuple[list[Whole], list[Whole]]:
-        """ModelInfer, and ModelStreamInfer put together."""
+        """Return the outputs of ModelInfer, and those assembled from ModelStreamInfer."""
         unary = await self.oip.ModelInfer(_oip_request(sampling, stream=False), Wire())
         wire = Wire(_oip_request(sampling, stream=True))
         await self.oip.ModelStreamInfer(wire, wire)
@@ -287,7 +287,7 @@ def _of_oip(response: oip_pb.ModelInferResponse) -> list[Whole]:
 
 
 def _of_choice(choice: dict[str, Any], message: dict[str, Any] | None) -> Whole:
-    """Of a completion, or of a chat's ``message`` or delta."""
+    """Convert a completion choice, or a chat choice with its ``message`` or delta."""
     given = choice["logprobs"]
     if message is None:
         text, logprobs = choice["text"], given and given["token_logprobs"]
@@ -330,7 +330,7 @@ def samplings(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def told(whole: Sequence[Whole], *fields: str) -> list[Whole]:
-    """Without what a door does not tell."""
+    """Return the outputs without the fields that an API does not return."""
     return [dataclasses.replace(each, **dict.fromkeys(fields)) for each in whole]
 
 

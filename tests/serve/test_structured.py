@@ -1,4 +1,4 @@
-"""Structured outputs through a server's doors, with the real engine on the demo model."""
+"""Tests of structured outputs in the APIs of a server, with the real engine on the demo model."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def test_completions(server):
 
 
 class Person(pydantic.BaseModel):
-    """As `SCHEMA`."""
+    """Pydantic model with the schema `SCHEMA`."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     name: str = pydantic.Field(max_length=8)
@@ -87,7 +87,7 @@ def test_responses_are_parsed_by_their_client(server):
 
 
 class Verdict(pydantic.BaseModel):
-    """Bounds that the client keeps to itself would be missing: it has none."""
+    """Pydantic model without bounds, because the client would not send them."""
 
     who: Literal["Romeo", "Juliet"]
     lives: bool

@@ -1,4 +1,4 @@
-"""Chat templates in helper processes: the same text as in this one, and bad templates that end in time."""
+"""Tests of chat templates in helper processes: the same text as in this process, and bad templates end in time."""
 
 import asyncio
 import errno
@@ -67,7 +67,7 @@ def test_bad_templates_end_in_time_and_keep_nobody_waiting(kind):
         good = await renderer.render(Conversation(HELLO))
         assert good == fake_template().render(HELLO)
         with pytest.raises(RequestError, match="messages: the chat template"):
-            await asyncio.wait_for(bad, 30)  # a helper that starts on a busy machine; the next one is exact
+            await asyncio.wait_for(bad, 30)  # includes a helper's start on a busy machine; the next test is exact
         begun = time.monotonic()
         assert await rendered(renderer, Conversation(HELLO, template="next")) == ["next"]
         assert time.monotonic() - begun < 30
@@ -145,7 +145,7 @@ def test_a_helper_that_answers_in_time_lives_on():
         renderer = Renderer(None, 0.2)
         for text in ("one", "two"):
             assert await renderer.render(Conversation(HELLO, template=text)) == text
-            await asyncio.sleep(0.3)  # beyond the time of that one
+            await asyncio.sleep(0.3)  # longer than the limit of that conversation
             helper = renderer._requests._helpers[-1]
             assert helper._process is not None
             assert helper._process.poll() is None
@@ -160,7 +160,7 @@ def test_a_helper_that_the_system_ends_is_no_fault_of_the_request(number: signal
         renderer = Renderer(None, 1000.0)
         task = asyncio.ensure_future(renderer.render(Conversation(HELLO, template=LOOP)))
         helper = renderer._requests._helpers[-1]
-        while helper._process is None or cpu_seconds(helper._process.pid) < 1.0:  # it is in the loop
+        while helper._process is None or cpu_seconds(helper._process.pid) < 1.0:  # until it is in the loop
             await asyncio.sleep(0.01)
         os.kill(helper._process.pid, number)
         with pytest.raises(ServeError, match="killed by the system") as refused:
@@ -249,7 +249,7 @@ def test_helpers_that_were_killed_leave_no_zombies():
 
     before = children()
     asyncio.run(run())
-    assert len(children() - before) <= 1  # the last one may still be on its way
+    assert len(children() - before) <= 1  # the last child may not have been reaped yet
 
 
 def children() -> set[str]:
@@ -260,12 +260,12 @@ def children() -> set[str]:
 
 
 SLOW = "{% if messages[0].role == 'slow' %}" + LOOP + "{% endif %}ok"
-"""A checkpoint's template that a client can make loop."""
+"""Template of a checkpoint that a client can make loop."""
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_tenants_slow_templates_keep_no_other_waiting(own):
-    """With one helper for all, the other waited for every template that came before its own."""
+    """Slow templates of one tenant do not delay another tenant; with one shared helper they did."""
 
     async def run() -> None:
         renderer = Renderer(ChatTemplate(SLOW), 2.0)
@@ -301,7 +301,7 @@ def test_one_tenants_queue_does_not_fill_that_of_others(monkeypatch):
     asyncio.run(run())
 
 
-# ---- what a helper may have
+# ---- limits of a helper
 
 
 PARENT = """
@@ -326,7 +326,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the limit of the processor's time that ends it")
 def test_a_helper_that_loops_dies_with_a_parent_that_is_killed():
-    """Its input ends then, but it reads none."""
+    """A looping helper does not read its input, so the end of the input cannot stop it."""
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     run = [sys.executable, "-c", PARENT, LOOP]
     with subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, text=True) as parent:
@@ -348,7 +348,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
-    """Whoever should kill it may be stopped itself."""
+    """The limit does not depend on the parent, which may be stopped itself."""
     setup = pack({"sources": {}, "tokens": {}, "seconds": 1.0})
     run = [sys.executable, "-m", templates._MODULE, str(os.getpid())]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -360,7 +360,7 @@ def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
         write_frame(helper.stdin, setup)
         assert read_frame(helper.stdout) == GOOD
         spin = "{% for i in range(10**4) %}{% for j in range(60) %}{% endfor %}{% endfor %}ok"
-        while cpu_seconds(helper.pid) < 2.5:  # what others have used is not counted
+        while cpu_seconds(helper.pid) < 2.5:  # time of earlier conversations does not count
             write_frame(helper.stdin, pack({**asked, "template": spin}))
             assert read_frame(helper.stdout) == GOOD + b"ok"
         write_frame(helper.stdin, pack({**asked, "template": LOOP}))

@@ -1,4 +1,4 @@
-"""Tenants learn nothing of each other: the attack, with every question that a tenant can ask."""
+"""Tests of tenant isolation: a tenant sends every possible request and learns nothing about another tenant."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from tests.serve.fake_engine import FakeEngine, Mischief
 from tests.serve.live import live_fake
 from tests.serve.tenancy import ALICE, BOB, OPERATOR, PROBES, SECONDS, Tenancy, ask, auc, run, tenancy, usage
 
-LENGTH = 120  # characters, and tokens: seven pages and a part of one
+LENGTH = 120  # characters and tokens: seven pages and a partial one
 
 
 def secret(number: int) -> str:
-    """One of 92 texts, no two of which begin alike."""
+    """Return one of 92 texts, which all differ in their first character."""
     first = (string.ascii_letters + string.digits + "+-!#$%&()*,./:;<=>?@_[]{}^~|'`")[number]
     return first + "".join(random.Random(number).choices(string.ascii_letters, k=LENGTH - 1))
 
 
 class Watched(FakeEngine):
-    """Writes down what the device would have to do: for each step its chunks and rows, by position."""
+    """Records the work of the device: chunks and rows of each step, by position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ def test_there_is_a_probe_for_everything_that_a_tenant_may_ask() -> None:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What bob is told, and what the engine does for him, in two worlds: alice has asked the same before him, or
-    something else as long. No two probes have prompts that begin alike."""
+    """Return bob's responses and the engine's work for them in two worlds: alice has sent the same requests before, or
+    others of the same length. No two probes share a prompt prefix."""
     found = []
     for shift in (0, len(PROBES)):
         told: dict[str, Any] = {}
@@ -87,14 +87,14 @@ async def _world(folder: pathlib.Path, shift: int, told: dict[str, Any]) -> None
 
 
 async def _figures(server: Tenancy) -> dict[str, float]:
-    """Counts of the engine's, which do not depend on the clock."""
+    """Return engine counters that do not depend on the clock."""
     page = await server.http.get("/metrics", headers={"authorization": f"Bearer {OPERATOR}"})
     found = re.findall(r"^jaxinfer:((?:prefix_cache|prompt_tokens|generation_tokens)\w*)\{.*\} (\S+)$", page.text, re.M)
     return {name: float(value) for name, value in found if not name.endswith("_created")}
 
 
 def test_the_figures_of_all_do_not_say_it_either(worlds: list[dict[str, Any]]) -> None:
-    """To those who may observe: a tenant whose certificate opens everything, or whose key has that scope, too."""
+    """Metrics do not reveal prompts of another tenant either, to certificates or keys with the scope `observe`."""
     assert worlds[0]["figures"] == worlds[1]["figures"]
     assert worlds[0]["figures"]["prefix_cache_hits_total"] > 0, "of his own"
 
@@ -131,7 +131,7 @@ async def _told_apart(server: Tenancy, name: str, numbers: range) -> None:
     for number, primed in order:
         if primed:
             await ask(server, ALICE, probe(secret(number)))
-    await ask(server, BOB, probe(secret(91)))  # prompts may have a beginning in common: a template's, or a list's
+    await ask(server, BOB, probe(secret(91)))  # prompts may share a prefix: of a template or a list
     cached: dict[bool, list[float]] = {True: [], False: []}
     work: dict[bool, list[float]] = {True: [], False: []}
     for number, primed in order:
@@ -161,7 +161,7 @@ def test_figures_are_not_for_those_who_may_only_infer(tmp_path: pathlib.Path) ->
 
 
 class _Control:
-    """Control as the holder of a key calls it."""
+    """A Control client with a key."""
 
     def __init__(self, server: Tenancy, key: str) -> None:
         self._stub, self._metadata = ControlStub(server.control), (("authorization", f"Bearer {key}"),)
@@ -170,7 +170,7 @@ class _Control:
         return lambda request: getattr(self._stub, name)(request, metadata=self._metadata)
 
 
-# ---- groups, and sharing with all
+# ---- groups, and sharing between all tenants
 
 
 async def _found(server: Tenancy, key: str, number: int) -> int:
@@ -210,7 +210,7 @@ def test_all_share_where_the_operator_says_so(tmp_path: pathlib.Path) -> None:
 def test_a_whole_server_does_as_its_settings_say(
     sharing: str, groups: list[str | None], shared: bool, tmp_path: pathlib.Path
 ) -> None:
-    """Through the engine's own process."""
+    """The settings apply in a whole server, with the engine in its own process."""
     tenants = zip((ALICE, BOB), ("alice", "bob"), groups, strict=True)
     keys = tmp_path / "keys.yaml"
     keys.write_text("".join(key_entry(key, name, ["infer"], group) for key, name, group in tenants))
@@ -257,7 +257,7 @@ SLOW = Mischief(seconds=0.005)
 
 
 async def _begun(frontend: Frontend, tenant: str, request_id: str) -> Any:
-    """A generation that has a token and goes on for long."""
+    """Return a long-running generation that has a token."""
     call = Call(f"{tenant} asks", {"max_tokens": 1900, "seed": 1}, request_id=request_id, tenant=tenant)
     generation = await frontend.generate(call)
     await anext(generation)

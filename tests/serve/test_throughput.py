@@ -1,4 +1,4 @@
-"""A line for each ten seconds of work."""
+"""Tests of the throughput log: one line per ten seconds of work."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ def stats(**changes: Any):
 
 
 class Engine:
-    """Tells one of these after the other; None: it does not run."""
+    """An engine that returns these stats in turn; None: it does not run."""
 
     def __init__(self, *found) -> None:
         self._found = iter(found)

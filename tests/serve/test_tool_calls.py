@@ -1,4 +1,4 @@
-"""Tool choices on the real engine, with the official client: the demo model knows of no tools, and calls them."""
+"""Tests of tool choices on the real engine with the official client: the demo model, untrained on tools, calls them."""
 
 import json
 import pathlib
@@ -62,7 +62,7 @@ def test_the_readme_shows_a_call(repo: pathlib.Path, client: openai.OpenAI) -> N
 
 
 def calls_of(choice: Any) -> list[tuple[str, Any]]:
-    """The calls, which are valid."""
+    """Return the calls; check that they are valid."""
     calls = [(each.function.name, json.loads(each.function.arguments)) for each in choice.message.tool_calls or []]
     for name, arguments in calls:
         jsonschema.validate(arguments, SCHEMAS[name])

@@ -1,4 +1,4 @@
-"""Spans of generations, as a collector gets them."""
+"""Tests of the spans of generations, as exported to a collector."""
 
 import asyncio
 

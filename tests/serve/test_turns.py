@@ -1,4 +1,4 @@
-"""Turns of tenants: nobody waits for all that others want, nothing is lost, nothing is handed out twice."""
+"""Tests of round-robin turns of tenants: no tenant starves, and no item is lost or handed out twice."""
 
 import asyncio
 import random
@@ -78,7 +78,7 @@ def test_where_it_is_full_the_longest_queue_gives_way():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_nothing_is_lost(seed):
-    """Takers come, wait, leave and give back in any order; in the end all is there, and nobody waits."""
+    """Under random takes, waits, cancellations and returns, all items are free in the end and no taker waits."""
 
     async def main():
         chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Thirty grammars of all kinds, in Lark's notation: what the `lark` package parses, too. Those of GBNF have a twin."""
+"""Thirty grammars in Lark's notation, which the `lark` package also parses; GBNF grammars have an equivalent for it."""
 
 from __future__ import annotations
 
@@ -191,6 +191,6 @@ TWINS = {
         """,
     ),
 }
-"""What is asked for in GBNF, and the same language for the `lark` package."""
+"""GBNF grammars, and equivalents for the `lark` package."""
 
 ALL = [(name, text, text) for name, text in LARK.items()] + [(name, *pair) for name, pair in TWINS.items()]

@@ -1,4 +1,4 @@
-"""What an attacker might ask an output to be: each is refused or served, within a bound of the processor's time."""
+"""Hostile output constraints: each must be rejected or served within a limit of CPU time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _one_of(depth: int, width: int) -> dict[str, Any]:
 
 
 def _chain(length: int) -> dict[str, Any]:
-    """Definitions, each of which refers to the next one."""
+    """Return definitions, each of which refers to the next one."""
     links = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)}
     return {"$defs": {**links, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
@@ -44,7 +44,7 @@ def _lists(depth: int) -> dict[str, Any]:
 
 
 def _rules(length: int) -> str:
-    """Rules of Lark, each of which is the next one twice."""
+    """Return Lark rules, each of which is the next one twice."""
     return "\n".join(["start: r0", *(f"r{i}: r{i + 1} r{i + 1}" for i in range(length)), f'r{length}: "x"'])
 
 
@@ -95,10 +95,10 @@ HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {
     "a rule that is itself twice": lambda: {"grammar": 'start: a\na: a a | "x" |'},
     "brackets within brackets": lambda: {"grammar": "root ::= " + "(" * 2_000 + '"x"' + ")" * 2_000},
 }
-"""``structured_outputs`` by what is bad about it."""
+"""``structured_outputs`` by the kind of attack."""
 
 
 def distinct(number: int) -> dict[str, Any]:
-    """A schema that nobody has asked for before."""
+    """Return a schema that was not requested before."""
     properties = {f"a{number}": {"type": "string", "maxLength": number % 50}, "b": {"enum": [number, number + 1]}}
     return {"json": {"type": "object", "properties": properties, "required": ["b"]}}

@@ -1,4 +1,4 @@
-"""`jaxinfer.structured.helper`, which loops for ever on one grammar."""
+"""`jaxinfer.structured.helper` with an endless loop for one grammar."""
 
 from typing import Any
 

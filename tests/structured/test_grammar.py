@@ -1,4 +1,4 @@
-"""What is asked for becomes a grammar, and what cannot be held exactly is refused by name."""
+"""Tests that constraints become grammars, and that unsupported parts are rejected by name."""
 
 import json
 
@@ -21,7 +21,7 @@ def allows(matcher: Matcher, token: int) -> bool:
 
 
 def takes(matchers: Matchers, kind: str, text: str, output: str) -> bool:
-    """Whether an output is of the grammar: each byte is allowed, and the end behind them."""
+    """Return whether the grammar accepts an output: each byte is allowed, and the end after them."""
     matcher = matchers.new(kind, text)
     for byte in output.encode():
         if not allows(matcher, byte):
@@ -46,7 +46,7 @@ TREE = {"$ref": "#/$defs/t", "$defs": {"t": {"type": "array", "items": {"$ref": 
         ("json", json.dumps(POINT), '{"x":7,"y":null}', True),
         ("json", json.dumps(POINT), '{"x":700}', False),
         ("json", json.dumps(POINT), '{"y":"a"}', False),
-        ("json", json.dumps(POINT), '{"x": 7}', False),  # compact
+        ("json", json.dumps(POINT), '{"x": 7}', False),  # no spaces are allowed
         ("json", json.dumps(TREE), "[[],[[]]]", True),
         ("json_object", "", '{"a":[1,{"b":null}]}', True),
         ("json_object", "", "[1]", False),
@@ -115,7 +115,7 @@ def test_options_in_a_grammar_are_refused(text):
 
 
 def test_any_tokens_that_spell_what_must_follow_are_allowed():
-    """The library would choose tokens for a text that alone can follow, and the model would have no say."""
+    """All tokens that spell forced text are allowed, so that the model and not the library chooses them."""
     tokens = [*BYTES.tokens[:256], b"</s>", b'{"', b'{"x']
     matcher = Matchers(Vocabulary(tokens, frozenset({256}), (256,), 300)).new("json", json.dumps(POINT))
     assert all(allows(matcher, token) for token in (ord("{"), 257, 258))

@@ -1,5 +1,5 @@
-"""Grammars of attackers in real helpers: each is refused or held within a bound of the processor's time, memory stays
-flat, and those who are held beside it go on."""
+"""Tests of hostile grammars in real helpers: each is rejected or served within a limit of CPU time, memory does not
+grow, and other requests continue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.structured.test_grammar import BYTES
 from tests.structured.test_masks import PATIENCE, allowed, ready
 
 TEARDOWN = 1.0
-"""Seconds of the processor, beyond the bound, that the end of a process takes: its memory is given back."""
+"""Seconds of CPU time beyond the limit for the end of a process, in which its memory is freed."""
 STEPS = 24
 FEW, MANY = 600, 10_000
 
@@ -50,7 +50,7 @@ def of_children() -> float:
 
 
 def spent(helper: Helper, ask: Callable[[], object]) -> float:
-    """Seconds of the processor that a helper has used for a question, be it that it died of it."""
+    """Return the CPU seconds that a helper used for a request, even if it died."""
     process: Any = helper._process
     before, children = cpu_seconds(process.pid), of_children()
     if ask() is not None:
@@ -61,7 +61,7 @@ def spent(helper: Helper, ask: Callable[[], object]) -> float:
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[Helper]:
-    """As the doors have it."""
+    """Yield a helper with the settings of the API server."""
     helper = Helper(MODULE, setup(grammars._CPU_SECONDS))
     yield helper
     helper.kill()
@@ -94,7 +94,7 @@ def neighbour(masks: Masks) -> Held:
 
 
 def asked(masks: Masks, held: Held) -> float:
-    """Seconds of the processor that the answer to what was noted has taken; each death of the helper is one's own."""
+    """Return the CPU seconds of the pending requests of a sequence, which must be the only one of its helper."""
     worker: Any = held.owner
     assert worker._start()
     helper: Any = worker._helper
@@ -108,7 +108,7 @@ def asked(masks: Masks, held: Held) -> float:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_masks_come_in_time_or_not_at_all(masks: Masks, neighbour: Held, name: str) -> None:
-    """A walk over tokens that are allowed. The neighbour goes on."""
+    """Masks of a random walk over allowed tokens take bounded CPU time; another sequence continues."""
     held, chance = masks.open(*grammar_of(HOSTILE[name]())), random.Random(name)
     try:
         for _ in range(STEPS):
@@ -128,7 +128,7 @@ def test_masks_come_in_time_or_not_at_all(masks: Masks, neighbour: Held, name: s
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_many_grammars_leave_nothing_behind(checker: Helper, count: int) -> None:
-    """In the helpers of the doors and of the engine: what they hold after half of them is what they hold at the end."""
+    """Memory of the API server's and the engine's helpers at the end equals that after half of the grammars."""
     masks, held = Masks(lambda: BYTES, 1), list[Held]()
     sizes: list[tuple[float, float]] = []
     checker.start()

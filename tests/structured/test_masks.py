@@ -1,4 +1,4 @@
-"""Masks from helper processes: those that hang or die are replaced, and nobody but the culprit notices."""
+"""Tests of masks from helper processes: hung or dead helpers are replaced without effects on other sequences."""
 
 import errno
 import gc
@@ -92,7 +92,7 @@ def test_what_is_said_instead_of_what_is_likely_is_asked_for():
 
 
 def test_an_answer_that_is_overtaken_is_not_taken(masks):
-    """A thought may end while its grammar compiles."""
+    """A stale answer is discarded, as when reasoning ends while its grammar compiles."""
     held = masks.open("regex", "abc")
     ready(masks, held)
     held.told, held.ready = len(held.said) - 1, False
@@ -171,7 +171,7 @@ def test_a_helper_that_hangs_is_stopped_and_the_others_go_on(masks, monkeypatch)
 
 
 def stand_back(worker: Any) -> bool:
-    """Whether all threads of the helper do but the first, which starts the others."""
+    """Return whether all threads of the helper except the first, which starts them, have idle priority."""
     first = worker._helper._process.pid
     threads = [int(each) for each in os.listdir(f"/proc/{first}/task")]
     assert os.sched_getscheduler(first) == os.SCHED_OTHER
@@ -185,7 +185,7 @@ def test_who_takes_long_for_a_mask_stands_back_and_comes_forward_for_the_next(ma
     masks.advance(held, b"a")
     ready(masks, held)
     worker = held.owner
-    wait_until(lambda: not stand_back(worker))  # another thread than that which has started
+    wait_until(lambda: not stand_back(worker))  # the serving thread differs from the one that started
     worker._since, worker._hurried = time.monotonic() - masking._QUICK_SECONDS - 0.001, False
     masks.send()
     assert stand_back(worker)
@@ -235,7 +235,7 @@ def test_who_is_slow_is_said_to_be(monkeypatch):
     assert not found._tried(1, None, [97])[0].slow
     monkeypatch.setattr(matching, "_SLOW_SECONDS", 0.0)
     assert found._tried(1, None, [97])[0].slow
-    assert not found._tried(2, ("regex", "a*", ""), [])[0].slow  # to learn it may take a while
+    assert not found._tried(2, ("regex", "a*", ""), [])[0].slow  # compilation may be slow
     held = Held(0, ("regex", "a*", ""))
     for slow in (True, False):
         held.hear(held.owner, Answer(None, [], [[97]], slow), iter([]), 9)
@@ -285,13 +285,13 @@ def test_a_quick_grammar_leaves_those_that_are_learnt_and_a_slow_one_stays_apart
     assert allowed(other) == [ord("b"), 256]
     again = [masks.open("regex", text, "x") for text in ("a*", "b*")]
     assert [held.owner for held in again] == [quick, slow]
-    assert masks.open("regex", "a*", "y").owner is learns  # another tenant's says nothing
+    assert masks.open("regex", "a*", "y").owner is learns  # usage by another tenant does not count
     masks.advance(other, b"b")
-    assert other.owner is slow  # what was slow once
+    assert other.owner is slow  # once slow, always slow
 
 
 def test_a_sequence_that_has_moved_is_not_asked_about_where_it_still_queues(masks):
-    """Tokens that were said while the worker took the question queue it there once more."""
+    """A sequence that changed its worker is skipped in the old queue, to which a later token had added it again."""
     quick, learns, _ = masks._workers
     held = masks.open("regex", "ab", "x")
     ready(masks, held)
@@ -317,7 +317,7 @@ def test_scopes_take_turns_where_grammars_are_learnt(masks):
 
 
 def failing(times: int) -> Any:
-    """`Helper.start`, which fails so many times for want of descriptors."""
+    """Return a `Helper.start` that first fails that many times for lack of descriptors."""
     left, start = [times], masking.Helper.start
 
     def tried(helper: masking.Helper) -> bool:

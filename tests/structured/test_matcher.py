@@ -1,4 +1,4 @@
-"""Matchers: masks against the library's own word for each token, going back, what is remembered."""
+"""Tests of matchers: masks against the library's own check of each token, rollback, and caching."""
 
 import numpy as np
 import pytest

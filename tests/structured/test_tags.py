@@ -1,4 +1,4 @@
-"""Structural tags: what is of one, over texts and special tokens, and what is refused, naming the part."""
+"""Tests of structural tags: accepted texts and special tokens, and errors that name the invalid field."""
 
 import json
 import re
@@ -142,7 +142,7 @@ def test_a_trigger_may_begin_a_special_token() -> None:
     st.text("abc", max_size=6),
 )
 def test_regular_tags_take_what_their_regular_expression_does(node: Any, text: str) -> None:
-    """However the parts overlap, against Python's own."""
+    """Regular tags with overlapping parts accept the same texts as Python's regular expressions."""
 
     def spelt(found: Any) -> str:
         match found:

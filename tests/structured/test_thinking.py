@@ -1,4 +1,4 @@
-"""Thoughts: where they begin and end, what a grammar hears, what a budget leaves."""
+"""Tests of reasoning: its start and end, tokens passed to the grammar, and thinking token budgets."""
 
 import itertools
 

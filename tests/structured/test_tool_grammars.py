@@ -1,4 +1,4 @@
-"""Grammars of calls against the parsers of the same families: what one allows the other reads, and as it was meant."""
+"""Tests of tool call grammars against the parsers of the same families, which must read each allowed text."""
 
 import json
 import keyword
@@ -59,7 +59,7 @@ NESTED = st.recursive(
 
 @st.composite
 def functions(draw: st.DrawFn, parameters: st.SearchStrategy[Any] = NESTED) -> list[Function]:
-    """Some with parameters, some that take any."""
+    """Return functions, some with parameters and some that take any arguments."""
     found = []
     for place, name in enumerate(draw(st.lists(IDENTIFIERS, min_size=1, max_size=3, unique=True))):
         properties = draw(st.dictionaries(IDENTIFIERS, parameters, max_size=4))
@@ -77,8 +77,8 @@ def functions(draw: st.DrawFn, parameters: st.SearchStrategy[Any] = NESTED) -> l
 
 
 def drawn(name: str, *, special: bool) -> st.SearchStrategy[list[Function]]:
-    """Functions of one family. Where markers are texts, JSON in tags may spell them, and the form has no other way to
-    write that: there parameters are texts and numbers."""
+    """Return functions for one family. If markers are text, JSON in tags may spell them and cannot escape them;
+    parameters are then texts and numbers."""
     return functions(LEAVES) if name in TAGGED and not special else functions()
 
 
@@ -102,7 +102,7 @@ def parsed(name: str, those: list[Function], text: str) -> Message:
 
 
 def words_of(name: str, *, special: bool) -> Any:
-    """A vocabulary in which the family's markers are special tokens, or texts. Harmony's are never texts."""
+    """Return a vocabulary with the family's markers as special tokens or as text; Harmony's are always tokens."""
     closers = [each.strip() for each in CLOSERS if name in TAGGED]
     return vocabulary(*(sorted({*parsers_of(name).markers, *closers}) if special or name == "openai" else ()))
 
@@ -160,7 +160,7 @@ def test_an_answer_is_calls_or_of_the_schema(name: str, those: list[Function], s
         jsonschema.validate(json.loads(message.content.splitlines()[-1]), ANSWER)
 
 
-# ---- what the families write
+# ---- calls in the families' formats
 
 WEATHER = Function(
     "tools[0].function",
@@ -205,7 +205,7 @@ def _harmony(name: str, arguments: str) -> str:
 
 
 def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Calls as the family's template or model card has them."""
+    """Return calls in the format of the family's chat template or model card."""
     texts = [(function, json.dumps(arguments, ensure_ascii=False)) for function, arguments in calls]
     match name:
         case "hermes":
@@ -309,4 +309,4 @@ def test_a_marker_that_is_a_token_is_no_text() -> None:
     spelt = [*text.encode()]
     assert encoded(words, text) != spelt
     plain = words._replace(special=frozenset({256}), tokens=[*words.tokens[:257], b"", b""])
-    assert takes(plain, "structural_tag", tag, text)  # where there is no such token
+    assert takes(plain, "structural_tag", tag, text)  # without a token for the marker

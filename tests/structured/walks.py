@@ -1,4 +1,4 @@
-"""Random walks under the masks of a grammar, and whether a grammar takes a text, over small vocabularies."""
+"""Random walks under the masks of a grammar, and checks whether a grammar accepts a text, over small vocabularies."""
 
 import random
 import re
@@ -12,13 +12,13 @@ END = "</s>"
 
 
 def vocabulary(*special: str) -> Vocabulary:
-    """Bytes, the end, and special tokens of these names."""
+    """Return a vocabulary of bytes, the end token, and special tokens of these names."""
     tokens = [*(bytes([byte]) for byte in range(256)), *(each.encode() for each in (END, *special))]
     return Vocabulary(tokens, frozenset(range(256, len(tokens))), (256,), len(tokens))
 
 
 def encoded(words: Vocabulary, text: str) -> list[int]:
-    """The tokens of a text: special ones where it spells them."""
+    """Return the tokens of a text, with special tokens by name."""
     names = words.names
     pattern = "|".join(map(re.escape, names)) or "(?!)"
     parts = [part for part in re.split(f"({pattern})", text) if part]
@@ -31,7 +31,7 @@ def allowed(matcher: Matcher) -> list[int]:
 
 
 def takes(words: Vocabulary, kind: str, grammar: str, text: str) -> bool:
-    """Whether a text is of a grammar: each of its tokens is allowed, and the end behind them."""
+    """Return whether the grammar accepts a text: each of its tokens is allowed, and the end after them."""
     matcher = Matchers(words).new(kind, grammar)
     for token in encoded(words, text):
         if token not in allowed(matcher):
@@ -41,8 +41,8 @@ def takes(words: Vocabulary, kind: str, grammar: str, text: str) -> bool:
 
 
 def walk(words: Vocabulary, grammar: str, seed: int, closers: Sequence[str] = (), steps: int = 300) -> str:
-    """A text of a structural tag: each token is one of those that are allowed, now and then a closer's in a row, since
-    free text would seldom find its end. Behind so many steps what ends something comes first."""
+    """Return a text of a structural tag from random allowed tokens. At random, and always after ``steps`` tokens, it
+    tries a whole closer, because free text would seldom end."""
     matcher, draw, said = Matchers(words).new("structural_tag", grammar), random.Random(seed), list[int]()
     spelt = [encoded(words, closer) for closer in (*closers, *_ENDING)]
     while (may := allowed(matcher)) and not matcher.stopped:
@@ -61,7 +61,7 @@ def walk(words: Vocabulary, grammar: str, seed: int, closers: Sequence[str] = ()
 
 
 def _consumed(matcher: Matcher, tokens: Sequence[int]) -> Sequence[int]:
-    """These tokens, if they are allowed one behind the other; else none."""
+    """Consume and return these tokens if they are allowed in sequence, else none."""
     for count, token in enumerate(tokens):
         if token not in allowed(matcher):
             matcher.rollback(count)

@@ -1,4 +1,4 @@
-"""A command at a terminal of its own, as a person would type at it."""
+"""A command in its own pseudo-terminal, with simulated typing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
-# Whoever runs the tests in the background ignores SIGINT, and so would all that is started here.
+# A test run in the background ignores SIGINT, and its child processes would inherit that.
 _SPAWN = """
 import os, pty, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -21,7 +21,7 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class Terminal:
-    """What is typed goes through the terminal, so Ctrl-C is the signal that it makes of it."""
+    """A pseudo-terminal; the terminal turns a typed Ctrl-C into a signal."""
 
     def __init__(self, *command: str) -> None:
         words = [sys.executable, "-c", _SPAWN, sys.executable, *command]
@@ -49,15 +49,15 @@ class Terminal:
         self.process.stdin.flush()
 
     def until(self, words: str, after: int = 0) -> int:
-        """Wait until ``words`` stand behind the first ``after`` characters; the place behind them."""
+        """Wait until ``words`` follow the first ``after`` characters; return the position after them."""
         with self._changed:
             self._changed.wait_for(lambda: words in self.text[after:] or self._ended, 300)
             assert words in self.text[after:], self.text
             return self.text.index(words, after) + len(words)
 
     def type_until_it_ends(self, key: str) -> int:
-        """The exit code. The key is typed again as long as it lives: a signal that comes after readline's prompt is
-        shown and before it waits for keys is seen at the next key only."""
+        """Return the exit code. The key is typed again while the process lives: readline notices a signal between its
+        prompt and its wait for keys only at the next key."""
         while True:
             self.type(key)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -65,7 +65,7 @@ class Terminal:
                 return self.wait()
 
     def wait(self) -> int:
-        """The exit code."""
+        """Return the exit code."""
         code = self.process.wait(300)
         self._reader.join(60)
         return code
@@ -73,7 +73,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal(*command: str) -> Iterator[Terminal]:
-    """Ends the command, whatever becomes of the test."""
+    """Yield a terminal; always end its command."""
     made = Terminal(*command)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""`jaxinfer chat` at a terminal, with a model."""
+"""Tests of `jaxinfer chat` at a terminal, with a model."""
 
 import io
 
@@ -16,7 +16,7 @@ CHAT = ["chat", "demo", "--max-model-len", "1024", "--temperature", "0"]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> str:
-    """All that one conversation shows: an answer is stopped, another one is not, and the keyboard ends it."""
+    """Return the output of a conversation: one answer is stopped, another completes, and the keyboard ends it."""
     with terminal("-m", "jaxinfer", *CHAT, "--max-tokens", "900", "--ignore-eos", "--stats") as at:
         here = at.until("> ")
         at.type("Who art thou?\n")

@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind, built by the tokenizers library itself, so that the tests run without test data."""
+"""Small tokenizers of each kind, built with the tokenizers library, so that the tests run without test data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def byte_level() -> Library:
-    """As GPT-2: few merges, so that characters of several bytes are split over tokens."""
+    """Return a tokenizer like GPT-2's, with few merges, so that characters of several bytes span several tokens."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -28,13 +28,13 @@ def byte_level() -> Library:
         vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(CORPUS, trainer)
-    # Outside the byte table, so it stands for its own UTF-8.
+    # Outside the byte table, so it is encoded as its own UTF-8.
     library.add_tokens([AddedToken("<｜tool▁call｜>", special=False)])
     return library
 
 
 def byte_fallback() -> Library:
-    """As Llama 2: a space mark in front, bytes for what the vocabulary lacks, <s> added."""
+    """Return a tokenizer like Llama 2's: a leading space mark, byte fallback, and <s> added."""
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehlorstw", "he", "▁t", "▁the", "▁▁"]
     vocab = {piece: rank for rank, piece in enumerate(pieces)}
     merges = [("h", "e"), ("▁", "t"), ("▁t", "he"), ("▁", "▁")]
@@ -89,7 +89,7 @@ MAKERS: dict[str, Callable[[], Library]] = {
 
 
 def write_folder(folder: pathlib.Path, library: Library | None = None, **files: object) -> pathlib.Path:
-    """A checkpoint folder with ``library`` as tokenizer.json and each of ``files`` (without suffix) as JSON."""
+    """Write a checkpoint folder with ``library`` as tokenizer.json and each of ``files`` (without suffix) as JSON."""
     folder.mkdir(exist_ok=True)
     if library is not None:
         library.save(str(folder / "tokenizer.json"))

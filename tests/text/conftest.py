@@ -1,4 +1,4 @@
-"""A fixture that runs a test on each tokenizer: the built ones, and the real ones where the test data is present."""
+"""A fixture that runs a test on each tokenizer: the built ones, and the real ones if the test data is present."""
 
 import json
 import pathlib
@@ -19,11 +19,11 @@ REAL = {
 
 @pytest.fixture(scope="session", params=[*MAKERS, *REAL])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Library]:
-    """Our tokenizer and the library's own of the same file."""
+    """Return jaxinfer's tokenizer and the library's for the same file."""
     folder = _folder(request, tmp_path_factory)
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     for token in content["added_tokens"]:
-        # A normalised special token is not found within a text: see `LibraryBackend`.
+        # A normalised special token is not found within a text, see `LibraryBackend`.
         token["normalized"] = token["normalized"] and not token["special"]
     library = Library.from_str(json.dumps(content))
     library.no_truncation()

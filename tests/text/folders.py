@@ -1,4 +1,4 @@
-"""Small tokenizer folders of the classes of transformers, with the fields of their configuration varied one by one."""
+"""Small tokenizer folders for the tokenizer classes of transformers, with each configuration field varied."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = (
 
 
 BEGINS_WITH_SPACE = re.compile(r"^ |> ")
-"""A text, or a stretch of it behind a special token, that begins with a space."""
+"""Pattern of a text, or of a segment after a special token, that begins with a space."""
 Answers = dict[str, Any]
 
 
@@ -88,7 +88,7 @@ CLASSES = (
         ("bytes", "phi3", "LlamaTokenizer"),
     ),
 )
-"""Library, ``model_type`` and ``tokenizer_class``."""
+"""Tuples of library, ``model_type`` and ``tokenizer_class``."""
 
 
 def _token(content: str, **flags: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _token(content: str, **flags: Any) -> dict[str, Any]:
 
 
 def fields(library: Library) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Files by name (without suffix) for each variation."""
+    """Yield the name of each variation and its files by name (without suffix)."""
     size = library.get_vocab_size()
     own = {str(index): token.__getstate__() for index, token in library.get_added_tokens_decoder().items()}
     config: list[tuple[str, dict[str, Any]]] = [("nothing", {})]
@@ -134,7 +134,7 @@ def fields(library: Library) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def write(folder: pathlib.Path, library: str, model_type: str, kind: str | None, files: Mapping[str, Any]) -> None:
-    """A folder with a tokenizer.json, a config.json and ``files``."""
+    """Write a folder with a tokenizer.json, a config.json and ``files``."""
     folder.mkdir(parents=True)
     LIBRARIES[library]().save(str(folder / "tokenizer.json"))
     named = {} if kind is None else {"tokenizer_class": kind}
@@ -148,7 +148,7 @@ def write(folder: pathlib.Path, library: str, model_type: str, kind: str | None,
 
 
 def write_all(root: pathlib.Path) -> list[pathlib.Path]:
-    """A folder for each class and each variation, named by both."""
+    """Write a folder for each class and variation, named by both."""
     folders: list[pathlib.Path] = []
     for library, model_type, kind in CLASSES:
         for name, files in fields(LIBRARIES[library]()):
@@ -158,7 +158,7 @@ def write_all(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def answer(folder: pathlib.Path) -> Answers:
-    """What jaxinfer makes of the texts: the fields of `tools.oracle.tokenizers`."""
+    """Return jaxinfer's results for the texts, with the fields of `tools.oracle.tokenizers`."""
     tokenizer = Tokenizer.load(folder)
     encoded = [tokenizer.encode(text) for text in TEXTS]
     return {
@@ -172,19 +172,19 @@ def answer(folder: pathlib.Path) -> Answers:
 
 
 def comparable(folder: pathlib.Path, answers: Answers) -> Answers:
-    """The part in which jaxinfer and transformers agree: docs/text.md says where they do not."""
+    """Return the fields in which jaxinfer and transformers agree; docs/text.md lists the differences."""
     parts = dict(answers)
     if folder.parent.name.startswith("prepend-") and "LlamaTokenizer" in folder.parent.name:
         keep = [rank for rank, text in enumerate(TEXTS) if not BEGINS_WITH_SPACE.search(text)]
         for part in ("encoded", "plain", "decoded", "visible"):
             parts[part] = [parts[part][rank] for rank in keep]
     if folder.parent.name.startswith("prepend-") and folder.name.startswith("added"):
-        del parts["decoded"], parts["visible"]  # a token that is looked for in normalised text
+        del parts["decoded"], parts["visible"]  # a token that is matched in normalised text
     if (folder.parent.name, folder.name) == ("prepend-llama-CodeLlamaTokenizer", "table"):
         del parts["size"]
     return parts
 
 
 def digest(answers: Answers) -> str:
-    """A short name of the answers."""
+    """Return a short hash of the results."""
     return hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()[:12]

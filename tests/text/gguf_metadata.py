@@ -1,4 +1,4 @@
-"""The metadata that llama.cpp's converter would write for a tokenizer.json."""
+"""GGUF metadata that llama.cpp's converter would write for a tokenizer.json."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ UNUSED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 5, 1, 2, 3, 4, 6
 
 
 def metadata_of(path: pathlib.Path, pre: str | None) -> dict[str, Any]:
-    """Without a begin-of-sequence token. ``pre``: of byte pairs; None: pieces with scores, those of Llama 2."""
+    """Return the metadata without BOS token. ``pre``: pre-tokenizer of byte pairs; None: Llama 2's scored pieces."""
     content = json.loads(path.read_text(encoding="utf-8"))
     tokens, types = tokens_of(content)
     made: dict[str, Any] = {
@@ -46,7 +46,7 @@ def tokens_of(content: dict[str, Any]) -> tuple[list[str], list[int]]:
 
 
 def score(token_id: int, token: str) -> float:
-    """As its model file has them: by rank, and runs of spaces last."""
+    """Return the score as in the model file: by rank, with runs of spaces last."""
     if token_id < 259:
         return 0.0
     return -1e9 if token.strip("▁") == "" and len(token) > 1 else 259.0 - token_id

@@ -1,4 +1,4 @@
-"""Chat templates: published cases, the environment that templates are written for, and what is refused."""
+"""Tests of chat templates: published cases, the environment that templates expect, and rejections."""
 
 import datetime
 import json
@@ -26,7 +26,7 @@ def test_published_cases(test_data: pathlib.Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The environment
+# Environment
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_bad_files(tmp_path: pathlib.Path, name: str, content: object, said: str
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What a template must not do
+# Forbidden operations in a template
 
 
 def test_a_refusal_is_told_from_a_failure() -> None:

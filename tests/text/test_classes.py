@@ -1,4 +1,4 @@
-"""The tokenizers of transformers' classes: committed answers here, live under the marker ``parity``."""
+"""Tests of transformers' tokenizer classes: against committed results, and live under the marker ``parity``."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ def ask(
     repo: pathlib.Path,
     chats: list[dict[str, Any]] = CHATS,
 ) -> list[dict]:
-    """transformers' answers for these folders."""
+    """Return transformers' results for these folders."""
     asked = root / "asked.json"
     content = {"folders": list(map(str, folders)), "texts": TEXTS, "chats": chats}
     asked.write_text(json.dumps(content), encoding="utf-8")
@@ -69,7 +69,7 @@ def test_ids_and_texts_are_those_of_transformers_live(
 
 @pytest.mark.parity
 def test_chats_live(tmp_path: pathlib.Path, oracle_python: pathlib.Path, repo: pathlib.Path) -> None:
-    """Where templates and their variables may stand."""
+    """Templates and variables are found in all locations that transformers reads."""
     plain, tools = (TEMPLATE.replace("KIND", kind) for kind in ("plain", "tools"))
     listed = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "image_token": "<image>"}
@@ -111,7 +111,7 @@ OFFERS: tuple[dict[str, Any], ...] = ({}, {"tools": TOOLS}, {"add_generation_pro
 def test_published_templates_live(
     test_data: pathlib.Path, tmp_path: pathlib.Path, oracle_python: pathlib.Path, repo: pathlib.Path
 ) -> None:
-    """The same texts, and failures in the same chats."""
+    """Published templates give the same texts as in transformers, and fail for the same chats."""
     content = json.loads((test_data / "templates" / "chat_template_cases.json").read_text(encoding="utf-8"))
     folders = [tmp_path / str(rank) for rank, _ in enumerate(content["cases"])]
     for folder, case in zip(folders, content["cases"], strict=True):
@@ -130,7 +130,7 @@ def test_published_templates_live(
 
 
 def rendered(template: ChatTemplate, chat: dict[str, Any]) -> str | None:
-    """As `tools.oracle.tokenizers` answers it."""
+    """Return the result in the form of `tools.oracle.tokenizers`."""
     try:
         return template.render(chat["conversation"], chat["add_generation_prompt"], chat.get("tools"))
     except TemplateError:
@@ -153,7 +153,7 @@ def test_published_tokenizers_live(
     ("model_type", "named", "known"),
     [
         ("llama", "GPT2TokenizerFast", True),
-        ("llama", "LlamaTokenizerFast", False),  # its file is of bytes
+        ("llama", "LlamaTokenizerFast", False),  # its file is byte-level
         ("llama", "PreTrainedTokenizerFast", False),
         ("gpt2", None, True),
         ("gpt2", "Unheard", False),

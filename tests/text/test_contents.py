@@ -1,4 +1,4 @@
-"""Contents of messages: text, parts, null, and what is none of these."""
+"""Tests of message contents: text, parts, null, and invalid ones."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_null_is_an_empty_text_unless_calls_stand_beside_it() -> None:
 
 
 def test_other_fields_that_are_null_are_left_out() -> None:
-    """As clients send what they were answered: templates would write "None", or fail on it."""
+    """Null fields, as in responses that clients send back, are removed: templates would print "None", or fail."""
     message = {"role": "assistant", "content": "a", "tool_calls": None, "refusal": None, "name": "b"}
     assert message_of("m", message) == {"role": "assistant", "content": "a", "name": "b"}
     assert message_of("m", {"role": "user"}) == {"role": "user"}

@@ -1,4 +1,4 @@
-"""Incremental detokenising: the pieces make up the text of the whole, for any tokens and any split."""
+"""Tests of incremental detokenisation: for any tokens and any split, the deltas add up to the whole text."""
 
 import codecs
 import functools
@@ -25,9 +25,9 @@ BYTE_LEVEL = (Tokenizer(LibraryBackend(byte_level())), byte_level())
 
 
 def whole(ours: Tokenizer, library: Library, ids: Sequence[int], skip: bool) -> str:
-    """The text of ``ids``, by a route of its own: the library, or (byte fallback) the bytes of the spelt-out tokens.
+    """Return the text of ``ids`` independently of jaxinfer: by the library, or (byte fallback) from the token bytes.
 
-    The library gives up all characters of a run of byte tokens that has one bad byte, so it cannot be asked there.
+    The library drops all characters of a run of byte tokens with one bad byte, so it is no reference there.
     """
     if ours.rule.errors == "replace":
         return library.decode(list(ids), skip_special_tokens=skip)
@@ -40,14 +40,14 @@ def whole(ours: Tokenizer, library: Library, ids: Sequence[int], skip: bool) -> 
 
 
 def continuation(full: str, prompt: str) -> str:
-    """``full`` without ``prompt``; a character that only ``full`` has in one piece belongs to the rest."""
+    """Return ``full`` without ``prompt``; a character that only ``full`` completes belongs to the rest."""
     while not full.startswith(prompt):
         prompt = prompt[:-1]
     return full[len(prompt) :]
 
 
 def split(ids: Sequence[int], cuts: random.Random) -> list[Sequence[int]]:
-    """``ids`` in runs of random lengths, some of them empty."""
+    """Return ``ids`` in runs of random lengths, some of them empty."""
     runs, rest = [], list(ids)
     while rest:
         size = cuts.choice([0, 1, 1, 1, 2, 5])
@@ -64,7 +64,7 @@ def test_random_tokens(pair: tuple[Tokenizer, Library], skip: bool) -> None:
     @settings(max_examples=150, deadline=None)
     @given(ids, ids, st.randoms(use_true_random=False))
     def check(prompt: list[int], output: list[int], cuts: random.Random) -> None:
-        # A U+FFFD that is spelt out over the border cannot be told from an incomplete character in the text.
+        # A literal U+FFFD across the border cannot be distinguished from an incomplete character in the text.
         assume(b"\xef\xbf\xbd" not in ours.to_bytes([*prompt, *output]))
         detokenizer = Detokenizer(ours, prompt, skip)
         deltas = [detokenizer.push(run) for run in split(output, cuts)]
@@ -76,7 +76,7 @@ def test_random_tokens(pair: tuple[Tokenizer, Library], skip: bool) -> None:
 
 
 def test_text_streams_whole_characters_at_once(pair: tuple[Tokenizer, Library]) -> None:
-    """What is shown after each token is the longest part of the text that the tokens so far determine."""
+    """The text shown after each token is the longest prefix that the tokens so far determine."""
     ours, library = pair
 
     @settings(max_examples=100, deadline=None)
@@ -107,7 +107,7 @@ def test_split_characters_come_out_when_they_are_complete(tmp_path: pathlib.Path
 
 
 def byte_ids(ours: Tokenizer, data: bytes) -> list[int]:
-    """One token for each byte, of a byte-level vocabulary or of byte-fallback tokens."""
+    """Return one token per byte, from a byte-level vocabulary or from byte-fallback tokens."""
     every = {ours.token_bytes(token_id): token_id for token_id in reversed(range(3, 3 + 256))}
     return [every[bytes([byte])] for byte in data]
 
@@ -126,7 +126,7 @@ def test_a_prompt_may_end_within_a_character(tmp_path: pathlib.Path, maker: obje
 
 
 def test_no_output_is_no_text_after_half_a_surrogate() -> None:
-    """Python's decoder keeps ED A1 back as if a byte could complete it, and then it is two U+FFFD, not one."""
+    """Python's decoder holds back ED A1 as if a byte could complete it; it then becomes two U+FFFD, not one."""
     ours, _ = BYTE_LEVEL
     assert ours.to_bytes([172, 97]) == b"\xed\xa1"
     assert Detokenizer(ours, [172, 97]).finish() == ""
@@ -134,7 +134,7 @@ def test_no_output_is_no_text_after_half_a_surrogate() -> None:
 
 @pytest.mark.parametrize("maker", [byte_level, byte_fallback])
 def test_every_end_of_a_prompt(tmp_path: pathlib.Path, maker: object) -> None:
-    """All prompts of up to three bytes at the borders of UTF-8's ranges, each with outputs of up to two."""
+    """Tests all prompts of up to three bytes at the limits of UTF-8's ranges, each with outputs of up to two."""
     ours = Tokenizer.load(write_folder(tmp_path, maker()))  # type: ignore[operator]
     borders = bytes([0x41, 0xC2, 0xE0, 0xED, 0xF0, 0x80, 0x90, 0xA0, 0xBF])
     id_of = dict(zip(borders, byte_ids(ours, borders), strict=True))
@@ -198,7 +198,7 @@ def test_an_added_token_outside_the_byte_table(tmp_path: pathlib.Path) -> None:
 
 
 class CountedIds(Sequence[int]):
-    """Ids that count how many of them are looked at."""
+    """A sequence of ids that counts accesses."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids, self.seen = ids, 0

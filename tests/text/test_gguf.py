@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of GGUF files: the same ids as the tokenizer.json that they were made of."""
+"""Tests of tokenizers and chat templates in GGUF files: the ids equal those of the original tokenizer.json."""
 
 import json
 import pathlib
@@ -33,7 +33,7 @@ def texts(data: pathlib.Path) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The same ids
+# Identical ids
 
 
 def test_the_file_of_a_published_model(test_data: pathlib.Path) -> None:
@@ -120,7 +120,7 @@ def test_tokens_within_a_text() -> None:
 
 
 def test_marks_in_tokens_within_a_text() -> None:
-    """Older files have the mark where a text has a space."""
+    """Tokens in older files contain the space mark where the text has a space."""
     spaces = pieces(tokens=[*PIECES[:-1], "▁▁"], add_space_prefix=False, add_bos_token=False)
     tokenizer = gguf_tokenizer(PATH, spaces)
     assert tokenizer.encode("a  b") == [5, 10, 6]
@@ -137,7 +137,7 @@ def test_blanks_behind_the_special_tokens_of_phi3() -> None:
 
 
 def test_pieces_that_merges_put_together() -> None:
-    """As files of Gemma 4 have them: spaces are marks, and what is no piece is its bytes."""
+    """Gemma 4's files have merges: spaces are marks, and unknown text is encoded as bytes."""
     made: dict[str, Any] = {"model": "gemma4", "scores": None, "merges": ["a b", "▁ a"]}
     assert tokens("ab a", **made) == ["<s>", "ab", "▁a"]
     assert tokens(" ab", **made) == ["<s>", "▁", "ab"]
@@ -167,7 +167,7 @@ def test_messages_of_harmony_do_not_end_a_turn() -> None:
 
 
 def ends(*texts: str, **changes: Any) -> list[str]:
-    """The ends of a file that has these tokens, of the type of usual pieces, and names none itself."""
+    """Return the EOS tokens of a file without explicit ones that has these tokens, of the normal type."""
     metadata = pieces(**{"tokens": [*PIECES, *texts], "eos_token_id": None} | changes)
     metadata["tokenizer.ggml.token_type"] += [NORMAL] * len(texts)
     metadata["tokenizer.ggml.scores"] += [-9.0] * len(texts)
@@ -177,7 +177,7 @@ def ends(*texts: str, **changes: Any) -> list[str]:
 
 
 def test_ends_that_llama_cpp_knows_by_name() -> None:
-    """As `llama_vocab::impl::load` of llama.cpp lists them, whatever their type is."""
+    """EOS tokens are recognised by name, of any type, as in `llama_vocab::impl::load` of llama.cpp."""
     known = ["<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]"]
     known += ["[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|end|>", "<|flush|>"]
     for text in known:
@@ -199,7 +199,7 @@ def test_ends_that_fill_the_middle_names() -> None:
 
 
 def proto(number: int, content: bytes | int | float) -> bytes:
-    """A field of a protobuf message."""
+    """Return a field of a protobuf message."""
     if isinstance(content, float):
         return bytes([number << 3 | 5]) + struct.pack("<f", content)
     kind, head = (2, len(content)) if isinstance(content, bytes) else (0, content)
@@ -212,13 +212,13 @@ def proto(number: int, content: bytes | int | float) -> bytes:
 
 
 def sentencepiece_of(metadata: dict[str, Any]) -> sentencepiece.SentencePieceProcessor:
-    """The sentencepiece library's own model of the same pieces."""
+    """Return the sentencepiece library's model of the same pieces."""
     columns = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
     made = b"".join(
         proto(1, proto(1, text.encode()) + proto(2, score) + proto(3, kind))
         for text, score, kind in zip(*columns, strict=True)
     )
-    trainer = proto(3, 2) + proto(35, 1)  # BPE with bytes for what no piece spells
+    trainer = proto(3, 2) + proto(35, 1)  # BPE with byte fallback
     normalizer = proto(1, b"identity") + proto(3, 1) + proto(4, 0) + proto(5, 1)
     return sentencepiece.SentencePieceProcessor(model_proto=made + proto(2, trainer) + proto(3, normalizer))
 
@@ -250,11 +250,11 @@ def test_equal_scores_are_no_tokenizer_json() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Rules that cut a text
+# Pre-tokenizer rules
 
 
 def test_marks_belong_to_the_letters_before_them() -> None:
-    """Of Qwen3.5, and not of Qwen2."""
+    """Combining marks belong to the preceding letters in Qwen3.5, and not in Qwen2."""
     found = {rule: len(PRE_TOKENIZERS[rule].rule().pre_tokenize_str("e\u0301a \u0301")) for rule in ("qwen2", "qwen35")}
     assert found == {"qwen2": 3, "qwen35": 2}
 
@@ -308,7 +308,7 @@ def test_every_rule_loses_nothing(rule: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What is refused
+# Rejections
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_files_that_are_none(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("key", ["tokenizer.ggml.tokens", "tokenizer.ggml.scores"])
 def test_texts_that_are_none(tmp_path: pathlib.Path, key: str) -> None:
-    """They are read when they are asked for."""
+    """Invalid UTF-8 is reported when the text is read."""
     path = write_gguf(tmp_path / "model.gguf", {**TINY, key: [b"\xff"], "tokenizer.chat_template": "x"}, tiny_tensors())
     with pytest.raises(TokenizerError, match="is not UTF-8 text"):
         load_tokenizer(path)

@@ -1,4 +1,4 @@
-"""Tokenizer folders that lie anywhere: each is loaded and works, or is refused with a sentence that names a file."""
+"""Tests of damaged tokenizer folders: each loads and works, or is rejected with an error that names a file."""
 
 import json
 import pathlib
@@ -37,7 +37,7 @@ LIBRARY = {**MAKERS, **LIBRARIES}
 
 
 def folder(root: pathlib.Path, rng: random.Random) -> pathlib.Path:
-    """One of the folders that are good."""
+    """Write a valid folder with random contents."""
     shutil.rmtree(root, ignore_errors=True)
     files = {name: dict(content) for name, content in FILES.items() if rng.random() < 0.7}
     if "tokenizer_config" in files:
@@ -48,12 +48,12 @@ def folder(root: pathlib.Path, rng: random.Random) -> pathlib.Path:
 
 
 def use(root: pathlib.Path) -> None:
-    """Everything that is made of a folder, which is refused with a sentence where it cannot be."""
+    """Use the tokenizer and the template of a folder; raise an error if it cannot be loaded."""
     tokenizer = Tokenizer.load(root)
     for text in TEXTS:
         try:
             ids = tokenizer.encode(text)
-        except TokenizerError:  # some vocabularies spell no such text
+        except TokenizerError:  # some vocabularies cannot encode this text
             continue
         tokenizer.decode(ids)
         tokenizer.decode(ids, skip_special_tokens=False)
@@ -61,7 +61,7 @@ def use(root: pathlib.Path) -> None:
     if template is not None:
         try:
             template.render([{"role": "user", "content": "Hi"}], tools=[{}])
-        except TemplateError:  # of a template that is valid, and fails
+        except TemplateError:  # a valid template that fails
             return
 
 
@@ -89,7 +89,7 @@ def test_mutated_folders_load_or_are_refused(tmp_path: pathlib.Path, count: int)
         file.write_bytes(changed)
         try:
             used += is_used(root)
-        except BaseException as error:  # the tokenizers library's panics are no Exceptions
+        except BaseException as error:  # panics of the tokenizers library are no Exceptions
             error.add_note(f"seed {seed}, {file.name}: {changed[-4000:]!r}")
             raise
     assert 0 < used < count

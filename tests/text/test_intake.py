@@ -1,4 +1,4 @@
-"""Requests of token ids: whether a thought is in front of the answer; sampling that a checkpoint recommends."""
+"""Tests of request preparation: whether reasoning precedes the answer, and sampling recommended by a checkpoint."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The bound on how few tokens a text can have refuses nothing that would fit."""
+"""Tests that the lower bound on a text's token count never rejects a text that would fit."""
 
 import sys
 import unicodedata
@@ -89,7 +89,7 @@ def test_where_it_is_not_certain_there_is_no_bound(name):
 
 
 def test_composing_makes_nothing_shorter_than_we_think():
-    """The longest spelling of each character: of its decomposed form each part by the longest character that is it."""
+    """NFC shrinks no character by more than the assumed factor from its longest form (longest form of each part)."""
     spelt: dict[str, int] = {}
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
     for character in characters:

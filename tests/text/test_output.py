@@ -1,4 +1,4 @@
-"""`Output`: any way to split or merge an output's deltas gives the same text, tokens and reasons."""
+"""Tests of `Output`: any split or merge of an output's deltas gives the same text, tokens and reasons."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ TOKENS = st.one_of(
 
 @dataclasses.dataclass
 class Whole:
-    """What came out of an output."""
+    """The assembled result of an output."""
 
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -32,7 +32,7 @@ class Whole:
 
 
 def assembled(tokens: list[int], cuts: list[int], reason: FinishReason, **params: object) -> Whole:
-    """The output whose ``tokens`` come in pieces that begin at ``cuts``, the last of them with the ``reason``."""
+    """Return the output for ``tokens`` in deltas that begin at ``cuts``; the last delta has the ``reason``."""
     output, whole = Output(TOKENIZER, Request("a", PROMPT, SamplingParams(**params))), Whole()
     for begin, end in itertools.pairwise([0, *sorted(cuts), len(tokens)]):
         new = tokens[begin:end]
@@ -71,7 +71,7 @@ def test_any_split_makes_the_same_output(tokens, cuts, stops, include, least, re
     if not stops:
         shown = tokens if include or reason is not FinishReason.STOP else tokens[:-1]
         before = TOKENIZER.decode(PROMPT)
-        # The prompt ends within a character: what completes it belongs to the output.
+        # The prompt ends within a character: the bytes that complete it belong to the output.
         assert split.text in (
             TOKENIZER.decode([*PROMPT, *shown]).removeprefix(before),
             TOKENIZER.decode([*PROMPT, *shown]),
@@ -107,7 +107,7 @@ def test_without_a_tokenizer_tokens_alone_count():
 @example("abab", ["abab"], 3, False)
 @example("aaaa", ["aa"], 2, True)
 def test_a_stop_string_may_begin_within_the_least_tokens(text, stops, least, include):
-    """It ends the output if it is completed behind them: as vLLM has it."""
+    """A stop string that begins within ``min_tokens`` and is completed after them ends the output, as in vLLM."""
     ends = [(end, -len(stop)) for end in range(least + 1, len(text) + 1) for stop in stops if text[:end].endswith(stop)]
     end, negative = min(ends, default=(len(text), 0))
     expected = text[:end] if include else text[: end + negative]

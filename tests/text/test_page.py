@@ -1,4 +1,4 @@
-"""The example of docs/text.md runs."""
+"""Test that the example of docs/text.md runs."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""Stop strings: the same answer for every split, nothing of a stop string shown, nothing held back without need."""
+"""Tests of stop strings: the same result for every split, no stop string in the text, and minimal hold-back."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ PIECES = st.lists(st.text(ALPHABET, max_size=5) | st.text("ab", max_size=5), max
 
 
 def reference(text: str, stops: list[str], include: bool) -> Emitted:
-    """By definition: the shortest beginning of ``text`` that ends with a stop string, and the longest such string."""
+    """Return the shortest prefix of ``text`` that ends with a stop string, and the longest such string."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -23,7 +23,7 @@ def reference(text: str, stops: list[str], include: bool) -> Emitted:
 
 
 def may_begin_a_stop(text: str, stops: list[str]) -> int:
-    """The length of the longest end of ``text`` that is a beginning of a stop string."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of a stop string."""
     return max((n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
 
 
@@ -57,8 +57,8 @@ def test_exactly_what_could_begin_a_stop_is_held_back(pieces: list[str], stops: 
         (["aab"], ["aaaaa", "b"], "aaa", "aab"),
         (["aabaaab"], ["aabaa", "aabaaab"], "aabaa", "aabaaab"),
         (["aabaaac"], ["aabaaab", "aaac"], "aaba", "aabaaac"),
-        (["abcd", "bc"], ["abcd"], "a", "bc"),  # complete first
-        (["b", "ab"], ["xab"], "x", "ab"),  # complete at once: the longest
+        (["abcd", "bc"], ["abcd"], "a", "bc"),  # completed first
+        (["b", "ab"], ["xab"], "x", "ab"),  # both completed at once: the longest
         (["한국"], ["안녕 한", "국어"], "안녕 ", "한국"),
     ],
 )

@@ -1,4 +1,4 @@
-"""tiktoken.model: ids are those of the tiktoken library with the expression that Kimi's own code has."""
+"""Tests of tiktoken.model: ids equal those of the tiktoken library with the pattern of Kimi's own code."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ from jaxinfer.text import Tokenizer, TokenizerError, find_tokenizer
 from jaxinfer.text.tiktoken import read_ranks
 from tests.text.build import CORPUS, byte_level
 
-# As tokenization_kimi.py has it.
+# Pattern of tokenization_kimi.py.
 PATTERN = "|".join(
     [
         r"[\p{Han}]+",
@@ -75,7 +75,7 @@ PARTS += [
 
 
 def trained() -> list[bytes]:
-    """Tokens by rank: all bytes, then what a byte-level trainer merges."""
+    """Return tokens by rank: all bytes, then the merges of a byte-level trainer."""
     library = byte_level()
     trainer = trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -86,7 +86,7 @@ def trained() -> list[bytes]:
 
 
 def spelt(token: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary, by the library's own table."""
+    """Return the bytes of a token of a byte-level vocabulary, by the library's own table."""
     return b"".join(BYTES[character] for character in token)
 
 
@@ -100,7 +100,7 @@ def _bytes() -> dict[str, bytes]:
     return found
 
 
-_UNUSED = [0xC0, 0xC1, *range(0xF5, 0x100)]  # of no text in UTF-8; in the order of the table
+_UNUSED = [0xC0, 0xC1, *range(0xF5, 0x100)]  # bytes of no UTF-8 text, in the order of the table
 BYTES = _bytes()
 
 
@@ -166,7 +166,7 @@ def test_repetitions_where_several_merges_have_one_rank(pair: tuple[Tokenizer, t
 
 
 def test_a_published_vocabulary(test_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """GPT-2's tokens, by their numbers."""
+    """GPT-2's vocabulary, ordered by token id, gives the same ids."""
     vocabulary = json.loads((test_data / "tokenizers/gpt2/vocab.json").read_text())
     tokens = [spelt(token) for token in sorted(vocabulary, key=vocabulary.__getitem__) if token != "<|endoftext|>"]
     ours = Tokenizer.load(write(tmp_path / "gpt2", tokens))
@@ -187,7 +187,7 @@ def test_special_tokens(pair: tuple[Tokenizer, tiktoken.Encoding]) -> None:
 
 
 def test_a_word_that_is_a_token_is_that_token(tmp_path: pathlib.Path) -> None:
-    """Though no merge makes it."""
+    """A word that is a token is encoded as that token, even if no merge makes it."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"xyz"]
     ours = Tokenizer.load(write(tmp_path, tokens))
     for text in ("xyz", "xyz xyz", "axyz"):

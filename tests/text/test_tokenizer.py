@@ -1,4 +1,4 @@
-"""Loading, encoding and decoding, against the libraries and against published pairs of text and ids."""
+"""Tests of loading, encoding and decoding, against the libraries and against published pairs of text and ids."""
 
 import json
 import pathlib
@@ -48,7 +48,7 @@ def test_published_encodings(test_data: pathlib.Path, name: str) -> None:
 
 
 def test_long_text_is_not_truncated(test_data: pathlib.Path) -> None:
-    ours = Tokenizer.load(test_data / "tokenizers" / "gpt2")  # its file stores a truncation of 50
+    ours = Tokenizer.load(test_data / "tokenizers" / "gpt2")  # its file has truncation to 50 tokens
     assert len(ours.encode(" the" * 200)) == 200
 
 
@@ -75,7 +75,7 @@ def test_decode_is_the_librarys(pair: tuple[Tokenizer, Library], skip: bool) -> 
 
 
 def _mixes_valid_and_bad_bytes(ours: Tokenizer, ids: list[int], skip: bool) -> bool:
-    """The library replaces a whole run of byte tokens if any byte of it is bad; we keep its valid characters."""
+    """Return whether a run of byte tokens has good and bad bytes; the library replaces all, jaxinfer the bad ones."""
     if ours.rule.errors == "replace":
         return False
     runs, run = [], b""
@@ -296,7 +296,7 @@ def test_sentencepiece_and_json_of_one_model_agree(test_data: pathlib.Path, tmp_
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What is refused
+# Rejections
 
 
 @pytest.mark.parametrize(
@@ -369,11 +369,11 @@ def test_decoders_that_are_no_concatenation_are_refused(decoder: object) -> None
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What time tells of texts that came before
+# Timing side channel of earlier texts
 
 
 def merging() -> LibraryBackend:
-    """All pairs of letters are tokens, and a text is one word."""
+    """Return a tokenizer in which all pairs of letters are tokens, and a text is one word."""
     letters = [chr(ord("a") + k) for k in range(26)]
     merges = [(a, b) for a in letters for b in letters]
     vocab = {token: k for k, token in enumerate([*letters, *(a + b for a, b in merges)])}
@@ -391,7 +391,7 @@ def seconds(ours: Tokenizer, texts: list[str]) -> float:
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_text_that_came_before_takes_as_long_as_a_new_one(forgets: bool) -> None:
-    """The library's table of words halves the time of words that are in it: without `forget` that shows."""
+    """The library's word cache halves the encoding time of earlier texts, which shows unless `forget` is called."""
     chance, ours = random.Random(0), Tokenizer(merging())
     if forgets:
         ours.forget()

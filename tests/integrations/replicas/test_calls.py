@@ -1,4 +1,4 @@
-"""Calls that somebody else's gRPC server took: answered as on a port of ours, over the fake engine."""
+"""Tests of calls received by another gRPC server: answered as on jaxinfer's own port, over the fake engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BYTES = 1 << 20
 
 @dataclasses.dataclass
 class Context:
-    """The part of Ray's context that is used."""
+    """The used subset of Ray's gRPC context."""
 
     sender: str = "ipv4:127.0.0.1:5000"
     metadata: tuple[tuple[str, str | bytes], ...] = ()

@@ -1,4 +1,4 @@
-"""configs/ray/serve.yaml, which Ray Serve takes: what of it is ours."""
+"""Test of jaxinfer's settings in configs/ray/serve.yaml, the configuration of Ray Serve."""
 
 import importlib
 import pathlib

@@ -1,4 +1,4 @@
-"""When a replica is given up."""
+"""Tests of the conditions under which a replica is declared unhealthy."""
 
 import pytest
 

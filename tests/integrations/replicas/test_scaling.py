@@ -1,4 +1,4 @@
-"""How many replicas a load wants."""
+"""Tests of the number of replicas for a load."""
 
 import dataclasses
 import importlib
@@ -32,7 +32,7 @@ def test_what_runs_and_waits_counts_for_all_replicas_together() -> None:
 
 
 def test_what_waits_counts_where_little_runs() -> None:
-    """The cache of an engine is full."""
+    """Waiting requests add replicas even if few run, because the engine's KV cache is full."""
     assert QueueLength(100.0, 4.0)(Load({"running": {"a": 2.0}, "waiting": {"a": 12.0}}))[0] == 3.0
 
 
@@ -52,6 +52,6 @@ def test_with_so_many_each_has_no_more_than_it_should(
     replicas = max(1, math.ceil(wanted(running, waiting, both, queue)))
     assert (running + waiting) / replicas <= both * (1 + 1e-9)
     assert waiting / replicas <= queue * (1 + 1e-9)
-    if replicas > 1:  # and with one fewer, some would
+    if replicas > 1:  # one replica fewer would exceed a target
         fewer = replicas - 1
         assert max((running + waiting) / fewer / both, waiting / fewer / queue) >= 1 - 1e-9

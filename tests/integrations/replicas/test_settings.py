@@ -1,4 +1,4 @@
-"""Arguments of an application: settings of `jaxinfer serve`, and of replicas."""
+"""Tests of application arguments: settings of `jaxinfer serve`, and of replicas."""
 
 import pathlib
 
@@ -97,7 +97,7 @@ def test_a_replica_is_an_actor_and_may_drain() -> None:
 
 
 def test_a_group_has_a_bundle_for_each_process(tmp_path: pathlib.Path) -> None:
-    """Its key and its addresses need no setting: Ray brings them."""
+    """A group has a bundle per process; its key and addresses need no settings, because Ray provides them."""
     made = options(num_processes=2, num_gpus=8, placement_group_strategy="STRICT_SPREAD")
     assert made["placement_group_bundles"] == [{"CPU": 1.0, "GPU": 8.0}] * 2
     assert made["placement_group_strategy"] == "STRICT_SPREAD"

@@ -1,4 +1,4 @@
-"""Cases of transformers.json: what transformers makes of a text, and what a message of it has."""
+"""Cases of transformers.json: the regions that transformers finds in a text, and the expected message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ = {name: read_template(raw) for name, raw in TEMPLATES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A text, and the content, the reasoning and the calls in it."""
+    """A text, and its content, reasoning and tool calls."""
 
     name: str
     template: str
@@ -54,7 +54,7 @@ def _case(raw: dict[str, Any]) -> Case:
 
 
 def _joined(template: dict[str, Any], regions: Sequence[Sequence[Any]], kind: Kind) -> str:
-    """The texts of a kind. They keep the last alone, unless the template joins them; nothing is dropped here."""
+    """Return the texts of a kind, joined. transformers keeps only the last unless the template joins them."""
     (name,) = {name for name in template["fields"] if FIELDS[name] == kind} or {""}
     join = template["fields"].get(name, {}).get("join")
     return ("\n" if join is None else join).join(value for field, value in regions if field == name and value)

@@ -1,4 +1,4 @@
-"""Readers of regions beside what transformers documents of them."""
+"""Tests of region readers against the documented behaviour of transformers."""
 
 from typing import Any
 

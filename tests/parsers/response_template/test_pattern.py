@@ -1,4 +1,4 @@
-"""Patterns: what is read, what is refused, and what of them is known."""
+"""Tests of patterns: parsing, rejections, and derived properties."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The parser of a response template beside transformers' own, and in all partitions."""
+"""Tests of the response template parser against transformers' own, and for all partitions of the text."""
 
 import json
 from typing import Any

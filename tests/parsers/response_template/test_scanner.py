@@ -1,4 +1,4 @@
-"""Which delimiter comes next, of several, and what of a text is certain to be none."""
+"""Tests of the scanner: the next of several delimiters, and the text that is certainly not part of a delimiter."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def found(one: Scanner, text: str, *, ended: bool = True) -> Found | None:
     [
         ({}, {"close": "b"}, "x<ab", "tool_calls", (1, 3)),
         ({}, {"close": "b"}, "xb<a", "content", (1, 2)),
-        ({}, {"close": "<ab"}, "x<ab", "content", (1, 4)),  # the longer one
-        ({}, {"close": "<a"}, "x<a", "tool_calls", (1, 3)),  # a beginning goes before an end
+        ({}, {"close": "<ab"}, "x<ab", "content", (1, 4)),  # the longer delimiter
+        ({}, {"close": "<a"}, "x<a", "tool_calls", (1, 3)),  # a start has precedence over an end
         ({"open_pattern": r"\s*<a", "open": None}, {"close": "\n"}, " \n<a", "tool_calls", (0, 4)),
         ({"open_pattern": r"\s*<a", "open": None}, {"close": "\n"}, " \n<b", "content", (1, 2)),
     ],
@@ -54,7 +54,7 @@ def test_the_first_and_of_those_at_one_place_the_longest(
 
 def test_what_may_be_a_delimiter_waits() -> None:
     one = scanner({}, {"close": "<ab"})
-    assert found(one, "xy<a", ended=False) is None  # it may become the longer one
+    assert found(one, "xy<a", ended=False) is None  # it may become the longer delimiter
     assert one.take() == (0, "xy")
     assert found(one, "c", ended=False) is not None
     assert one.take() == (2, "")

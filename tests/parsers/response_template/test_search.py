@@ -1,4 +1,4 @@
-"""Searches beside Python's own, over patterns and texts at random, and in all partitions."""
+"""Tests of searches against Python's own, over random patterns and texts, and for all partitions."""
 
 import itertools
 import re
@@ -88,7 +88,7 @@ def test_a_match_is_known_with_its_last_character() -> None:
     assert search.is_final
     search = Search(compiled("a|ab+"))
     search.run("a", 0, 1)
-    assert search.is_final  # the first alternative goes before the longer one
+    assert search.is_final  # the first alternative has precedence over the longer one
 
 
 def test_what_may_still_fit_is_pending() -> None:
@@ -108,7 +108,7 @@ def test_a_search_reaches_so_far() -> None:
 
 @pytest.mark.parametrize("pattern", ["(?:a+)+b", "(?:a|a)+b", ".?" * 60 + "Q", r"(?:\w+\s?)+;"])
 def test_no_text_costs_more_than_its_length(pattern: str) -> None:
-    """On these Python's own goes back for ever."""
+    """Search is linear on patterns that make Python's own backtrack exponentially."""
     program = compiled(pattern)
     search, text = Search(program), "a" * 1500
     for edge in range(1, len(text)):

@@ -1,4 +1,4 @@
-"""Response templates: what is refused, by key and value, and what is known of those that are not."""
+"""Tests of response templates: errors by key and value, and derived properties of valid ones."""
 
 import copy
 from typing import Any

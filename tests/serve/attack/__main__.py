@@ -1,4 +1,4 @@
-"""The attacks that take a given time: `python -m tests.serve.attack chaos --seconds 600`."""
+"""Command line of the attacks that run for a given time: `python -m tests.serve.attack chaos --seconds 600`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> int:
     one.add_argument("--replay", type=pathlib.Path, help="requests of this file alone")
     one.set_defaults(run=_fuzz)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # disks are to be taken down
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that mounted disks are removed
     return int(options.run(options))
 
 

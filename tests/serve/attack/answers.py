@@ -1,4 +1,4 @@
-"""Which answers a request that may be wrong may get."""
+"""Checks of the responses that a server may give to a possibly invalid request."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUST
 STATUSES = {200, 400, 404, 405, 408, 409, 413, 417, 429, 431, 504, 505}
 OPAQUE = re.compile(rb"internal error [0-9a-f]{32}")
 WHOLE = re.compile(rb'data: (\[DONE\]|\{"type":"(message_stop|response\.(completed|incomplete|failed))"[^\n]*)\n\n\Z')
-"""How the streams of the doors end."""
+"""Pattern of the end of a complete HTTP event stream."""
 _VARIABLE = re.compile(r"""'[^']*'|"[^"]*"|[\d.e+-]*\d|\b(?:nan|inf|None|True|False)\b""")
 _NESTED = re.compile(r"[\[{][^\[\]{}]*[\]}]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """``kind``: door and status; ``said``: what a refusal says, less what it quotes."""
+    """A response class. ``kind``: API and status; ``said``: the text of an error, without the values that it quotes."""
 
     kind: str
     said: str = ""
 
 
 async def check(client: Doors, request: fuzz.Request) -> Answer:
-    """What came.
+    """Send a request and return the class of its response.
 
     Raises:
-        AssertionError: it may not.
+        AssertionError: the response is not allowed.
     """
     if isinstance(request, fuzz.RpcRequest):
         return await _check_rpc(client, request)
@@ -47,9 +47,9 @@ def _said(message: str) -> str:
 
 async def _check_rpc(client: Doors, request: fuzz.RpcRequest) -> Answer:
     answer = await client.rpc(request.path, *request.messages)
-    # grpc.aio's client says so by itself where the server ends a call before all of its requests are written.
+    # grpc.aio's client reports this itself if the server ends a call before all of its requests are written.
     cut_short = len(request.messages) > 1 and answer.message == "Internal error from Core"
-    # The Open Inference Protocol has a deadline of its own; the client's is for what hangs.
+    # The Open Inference Protocol has its own deadline; a deadline of the client means that the server hangs.
     too_late = answer.code == "DEADLINE_EXCEEDED" and answer.message.startswith("the deadline ha")
     assert answer.code in REFUSALS | {"OK"} or too_late or cut_short, answer
     said = _said(answer.message)
@@ -58,7 +58,7 @@ async def _check_rpc(client: Doors, request: fuzz.RpcRequest) -> Answer:
         assert not OPAQUE.search(raw), message
         if isinstance(message, pb.GenerateResponse) and message.WhichOneof("event") == "error":
             assert message.error.code != 13, message
-            said = said or _said(message.error.message)  # one is enough: there are many mixtures of many
+            said = said or _said(message.error.message)  # the first message only: combinations of many are too numerous
     if answer.code == "OK" and request.path.endswith("/Generate"):
         assert pb.GenerateResponse.FromString(answer.messages[-1]).WhichOneof("event") == "finished"
     return Answer("rpc cut short" if cut_short else f"rpc {answer.code}", said)
@@ -73,8 +73,8 @@ async def _check_raw(client: Doors, data: bytes) -> Answer:
 async def _check_http(client: Doors, request: fuzz.HttpRequest) -> Answer:
     page = await client.http(request.method, request.path, request.body, request.headers)
     if page.status == 0:
-        # The connection of a body that was too large is closed when enough of it was thrown away: what came next on it
-        # is sent again, as every client does.
+        # The server closes the connection of a body over the size limit after it has discarded enough of it. Like any
+        # client, resend the request that followed on this connection.
         page = await client.http(request.method, request.path, request.body, request.headers)
     assert page.status in STATUSES, page
     assert not OPAQUE.search(page.body), page

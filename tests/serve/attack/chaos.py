@@ -1,7 +1,7 @@
-"""Load on a server to which everything happens at once, for a time, and the books of it.
+"""Load on a server with concurrent faults for a given time, and the accounting of all streams.
 
-`run(victim, seconds, seed)` asks at both doors without pause while one fault after another befalls the server
-(`tests.serve.attack.faults`), and says what became of each stream, and what the server has kept.
+`run(victim, seconds, seed)` sends requests to both APIs continuously while one fault after another is injected
+(`tests.serve.attack.faults`). The report gives the result of each stream and the resources that the server still holds.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tests.serve.attack.victim import Victim
 from tests.serve.crowd import GRPC, HTTP, BreakingProxy, Crowd, Job, WrongAnswerError
 from tests.serve.doors import Doors, doors
 
-CLIENTS = 24  # half of them behind what breaks
+CLIENTS = 24  # half of them connect through the breaking proxies
 _FAULTS_AT_ONCE = 2
-_MOST_PEACE = 6.0  # seconds between a fault and the next of the same hand
-_BEFORE_AGAIN = 0.2  # seconds that a client waits after a refusal
-_QUIET = 30.0  # seconds until nothing is left, of a server that has just been started again
+_MOST_PEACE = 6.0  # most seconds between a fault and the next of the same task
+_BEFORE_AGAIN = 0.2  # seconds that a client waits after a rejection
+_QUIET = 30.0  # most seconds until a restarted server holds nothing
 _FEW, _WAVES = 40, 10
-_GROWTH_MIB, _GROWTH_FILES = 96, 8  # what allocators and pools may keep
+_GROWTH_MIB, _GROWTH_FILES = 96, 8  # growth allowed for allocators and pools
 
 TOLD = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED"}
-"""Statuses that a server in trouble may give; CANCELLED is gRPC's own, of calls that a stop has not handed over."""
+"""Statuses that a server under faults may return; gRPC itself gives CANCELLED for calls not handed over at a stop."""
 
 LOST, UNTOLD = "lost", "other status"
 
 
 @dataclasses.dataclass
 class Held:
-    """By the processes of the server."""
+    """Resources held by the server's processes."""
 
     doors_mib: float
     core_mib: float
@@ -47,15 +47,15 @@ class Held:
 
 @dataclasses.dataclass
 class Report:
-    """What became of all streams.
+    """Results of all streams.
 
     Attributes:
-        ends: streams by what became of them: whole, told (by a status), cut (a connection that broke visibly), left (by
-            the client), and what must not be: lost (no end), wrong, doubled, silent, another status.
-        faults: how many of each kind.
-        outages: the longest time without a whole stream, at each door, in seconds.
-        starts: servers, the first one included.
-        trouble: what must not be, in words.
+        ends: number of streams by result: whole, told (an error status), cut (a connection that broke visibly), left
+        (by the client), and the forbidden ones: lost (no end), wrong, doubled, silent, another status.
+        faults: number of faults of each kind.
+        outages: longest time without a complete stream on each API, in seconds.
+        starts: number of servers, including the first.
+        trouble: descriptions of forbidden results.
     """
 
     seed: int
@@ -73,7 +73,7 @@ class Report:
         return self.ends.total()
 
     def wrong(self) -> list[str]:
-        """What must not be."""
+        """Return the descriptions of all violations."""
         found = list(self.trouble)
         if self.before is None or self.after is None:
             return [*found, "it did not come to its end"]
@@ -84,7 +84,7 @@ class Report:
         return found
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the report as lines of text."""
         must_not = ("lost", "wrong", "doubled", "silent", UNTOLD)
         return [
             f"chaos: seed {self.seed}, {self.seconds:.0f} s, {self.starts} servers",
@@ -99,7 +99,7 @@ class Report:
 
 
 class Load:
-    """Clients that ask until they are told to stop."""
+    """Clients that send requests until ``over`` is set."""
 
     def __init__(self, report: Report, jobs: Jobs, chance: random.Random) -> None:
         self._report, self.jobs, self.chance = report, jobs, chance
@@ -111,7 +111,7 @@ class Load:
             await self.one(crowd, self.jobs.any(self.chance))
 
     async def one(self, crowd: Crowd, job: Job) -> str:
-        """What became of it."""
+        """Run one job and return its result."""
         start, end = time.monotonic(), "told"
         try:
             outcome = await crowd.ask(job)
@@ -140,7 +140,7 @@ class Load:
         return end
 
     def _whole(self, door: str, start: float) -> None:
-        """A stream that began in an outage shows when it was over."""
+        """Update the longest outage. A stream that began in an outage shows when the outage was over."""
         now = time.monotonic()
         outages = self._report.outages
         outages[door] = max(outages.get(door, 0.0), now - self._last_whole[door])
@@ -148,7 +148,7 @@ class Load:
 
 
 async def run(victim: Victim, jobs: Jobs, seconds: float, seed: int) -> Report:
-    """Attack for so long, then look at what is left."""
+    """Attack for ``seconds``, then check that no resources are leaked."""
     report, chance = Report(seed, seconds), random.Random(seed)
     load = Load(report, jobs, chance)
     async with contextlib.AsyncExitStack() as stack:
@@ -160,7 +160,7 @@ async def run(victim: Victim, jobs: Jobs, seconds: float, seed: int) -> Report:
             for ports in ((victim.grpc_port, victim.http_port), (proxies[0].port, proxies[1].port))
         ]
         for crowd in crowds:
-            crowd.released.set()  # those who linger do so by their pauses
+            crowd.released.set()  # lingering clients use only their pauses
         client = await stack.enter_async_context(doors(victim))
         await _warm(load, crowds)
         report.before = await _held(victim, client)
@@ -178,7 +178,7 @@ async def run(victim: Victim, jobs: Jobs, seconds: float, seed: int) -> Report:
 
 
 async def _warm(load: Load, crowds: Sequence[Crowd]) -> None:
-    """Which shows that it serves, too."""
+    """Warm the server up, which also checks that it serves."""
     for wave in range(_WAVES):
         await asyncio.gather(*(load.one(crowds[wave % 2], load.jobs.polite(load.chance)) for _ in range(CLIENTS)))
 
@@ -199,23 +199,23 @@ async def _attack(load: Load, crowds: Sequence[Crowd], faults: Faults, report: R
 
 
 async def _quiet(victim: Victim, client: Doors, report: Report) -> None:
-    """Return when it is ready and nothing is held; what stays is trouble."""
+    """Wait until the server is ready and holds nothing; report what it still holds as trouble."""
     await victim.until_ready()
-    gc.collect()  # our calls that ended by an error are in cycles, and keep their connections
+    gc.collect()  # client calls that ended by an error are in reference cycles, which keep their connections open
     try:
         async with asyncio.timeout(_QUIET):
             await client.baseline()
     except TimeoutError:
         report.trouble.append(f"held after {_QUIET:.0f} s: {await client.stats()}")
-    if len(left := victim.left_over()) > 1:  # that of the core which runs
+    if len(left := victim.left_over()) > 1:  # the one of the running core
         report.trouble.append(f"temporary files are left: {left}")
     report.trouble += [f"log: {each[:1500]}" for each in _faults_logged(victim.logs())]
 
 
 def _faults_logged(log: str) -> list[str]:
-    """Faults of the server's own, not of what was taken from it."""
+    """Return the errors in the log that injected faults do not explain."""
     found = re.findall(r"^.*(?:\n(?!\d{4}-).*)*Traceback(?:\n(?!\d{4}-).*)*|^.*internal error.*", log, re.MULTILINE)
-    taken = r"\[Errno (24|28)\]|accept\(\) out of system resource"  # asyncio's words for the first
+    taken = r"\[Errno (24|28)\]|accept\(\) out of system resource"  # asyncio's message for EMFILE
     return [each for each in found if not re.search(taken, each)]
 
 

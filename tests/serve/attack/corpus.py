@@ -1,4 +1,4 @@
-"""Requests that have shown something: what a server had not said before, or lines of it that had not run."""
+"""Corpus of fuzzing requests that produced a new response or executed new lines of the server."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from tests.serve import fuzz
 
 FILE = pathlib.Path(__file__).with_name("corpus.jsonl")
-"""The one that comes with the project. `python -m tests.serve.attack fuzz` lets it grow."""
+"""The corpus in the repository. `python -m tests.serve.attack fuzz` extends it."""
 
 MOST_BYTES = 1024
-"""Of a request that is kept: long ones are made anew."""
+"""Maximum size of a stored request; longer requests are generated anew."""
 
 
 class Corpus:
-    """A file of requests, a line each.
+    """A file of requests, one per line.
 
     Attributes:
         requests: in the order in which they were found.
@@ -42,7 +42,7 @@ class Corpus:
         return iter(self.requests)
 
     def add(self, request: fuzz.Request) -> bool:
-        """Whether it is new, and short enough."""
+        """Add a request; return whether it is new and short enough."""
         line = to_line(request)
         if line in self._known or len(line) > MOST_BYTES:
             return False
@@ -52,7 +52,7 @@ class Corpus:
         return True
 
     def save(self) -> int:
-        """Append what is new; how many those are."""
+        """Append new requests to the file; return their number."""
         new = self.requests[self._saved :]
         with self._file.open("a") as file:
             file.writelines(to_line(request) + "\n" for request in new)
@@ -60,7 +60,7 @@ class Corpus:
         return len(new)
 
     def draw(self, chance: random.Random) -> fuzz.Request:
-        """Something new, or one of these with a change: no door is tried more often because it has more of them."""
+        """Draw a new request or a mutation of a stored one. All paths are drawn equally often."""
         if not self.requests or chance.random() < 0.4:
             return fuzz.made(chance)
         known = self._by_path[chance.choice([*self._by_path])]
@@ -68,7 +68,7 @@ class Corpus:
 
 
 def to_line(request: fuzz.Request) -> str:
-    """JSON; bytes that are text stay readable."""
+    """Return a request as JSON; bytes that are text stay readable."""
     fields = {name: value for name, value in dataclasses.asdict(request).items() if value is not None}
     if isinstance(request, fuzz.RpcRequest):
         fields["messages"] = [_written(message) for message in request.messages]

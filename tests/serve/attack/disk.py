@@ -1,4 +1,4 @@
-"""A small disk of its own for a server: it can be full, and it can stand still."""
+"""A small separate disk for a server, which tests fill or freeze."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _FILLER = "filler"
 
 
 class Disk:
-    """What a server keeps its log and its sockets' folders on.
+    """The file system of a server's log and of its socket folders.
 
     Attributes:
-        folder: where it is mounted.
-        is_small: it is a file system of its own; otherwise nothing can be done to it.
+        folder: mount point.
+        is_small: it is a separate file system; otherwise it can be neither filled nor frozen.
     """
 
     def __init__(self, folder: pathlib.Path, is_small: bool) -> None:
         self.folder, self.is_small = folder, is_small
 
     def fill(self) -> None:
-        """Leave not a byte, and no inode that would need one."""
+        """Fill the disk to the last byte, so that no file with contents can be created."""
         with contextlib.suppress(OSError), (self.folder / _FILLER).open("ab", buffering=0) as file:
             for size in (1 << 20, 4096, 1):
                 with contextlib.suppress(OSError):
@@ -35,7 +35,7 @@ class Disk:
         (self.folder / _FILLER).unlink(missing_ok=True)
 
     def freeze(self) -> None:
-        """Whoever writes waits until `thaw`."""
+        """Block all writers until `thaw`."""
         _run("fsfreeze", "--freeze", str(self.folder))
 
     def thaw(self) -> None:
@@ -44,7 +44,7 @@ class Disk:
 
 @contextlib.contextmanager
 def small_disk(folder: pathlib.Path) -> Iterator[Disk]:
-    """One of `MIB` MiB where this user may mount (root, Linux), else a plain folder."""
+    """Yield a disk of `MIB` MiB if this user may mount (root, Linux), else an ordinary folder."""
     image, mounted = folder / "disk.img", folder / "disk"
     mounted.mkdir()
     is_small = os.geteuid() == 0 and _mount(image, mounted)

@@ -1,4 +1,4 @@
-"""What befalls a server. A fault is done and undone by itself, at random lengths; several may meet."""
+"""Fault injection for a server. Each fault undoes itself after a random time; several may overlap."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _MALFORMED = 60
 
 
 class Faults:
-    """All that there are.
+    """All kinds of faults.
 
     Args:
-        proxies: between some of the clients and the doors.
-        client: for requests that are wrong.
+        proxies: proxies between some of the clients and the API servers.
+        client: client for malformed requests.
 
     Attributes:
-        kinds: how often each is drawn.
+        kinds: relative frequency of each kind.
     """
 
     def __init__(
         self, victim: Victim, proxies: tuple[BreakingProxy, ...], client: Doors, chance: random.Random
     ) -> None:
         self._victim, self._proxies, self._client, self._chance = victim, proxies, client, chance
-        self._server = asyncio.Lock()  # who ends the server, or stops it, does so alone
+        self._server = asyncio.Lock()  # exclusive access for faults that end or stop the server
         self._disk = asyncio.Lock()
         self.kinds: dict[Callable[[], Awaitable[None]], float] = {
             self.core_killed: 3,
@@ -53,7 +53,7 @@ class Faults:
             self.kinds |= {self.disk_full: 3, self.disk_frozen: 3}
 
     async def one(self) -> str:
-        """Do one, and return its name when it is undone."""
+        """Inject a random fault; return its name after it is undone."""
         fault = self._chance.choices([*self.kinds], [*self.kinds.values()])[0]
         await fault()
         return fault.__name__
@@ -64,8 +64,8 @@ class Faults:
         self._signal_core(signal.SIGKILL)
 
     async def core_stopped(self) -> None:
-        """For a moment, or for longer than the watchdog bears."""
-        async with self._server:  # nobody wakes a core whose server was killed
+        """Stop the core for a moment, or for longer than the watchdog allows."""
+        async with self._server:  # the core of a server that was killed would not be resumed
             core = self._victim.process.core
             self._signal_core(signal.SIGSTOP)
             try:
@@ -84,7 +84,7 @@ class Faults:
                 self._victim.process.signal(signal.SIGCONT)
 
     async def server_killed(self) -> None:
-        async with self._server, self._disk:  # one that starts on a full disk says so and ends, as it should
+        async with self._server, self._disk:  # a server that starts on a full disk reports it and exits, as it should
             self._victim.process.end()
             await self._victim.restart()
 
@@ -102,7 +102,7 @@ class Faults:
                 hog.kill()
                 await hog.wait()
 
-    # ---- what it writes to
+    # ---- disks
 
     async def disk_full(self) -> None:
         async with self._disk:
@@ -125,7 +125,7 @@ class Faults:
     # ---- connections
 
     async def descriptors_lost(self) -> None:
-        """It may open no more than it has, and a few."""
+        """Limit the server's file descriptors to the open ones and at most 30 more."""
         async with self._server:
             pid = self._victim.process.process.pid
             limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -158,7 +158,7 @@ class Faults:
                 made.close()
 
     async def malformed_requests(self) -> None:
-        """Whatever is said of them: others look at that."""
+        """Send malformed requests and ignore the responses, which other tests check."""
         for request in fuzz.requests(self._chance.randrange(1 << 30), _MALFORMED):
             with contextlib.suppress(OSError, TimeoutError):
                 if isinstance(request, fuzz.RpcRequest):
@@ -169,7 +169,7 @@ class Faults:
     # ----
 
     async def _with_a_new_core(self) -> None:
-        """In every other case the core is to be started again in the midst of it."""
+        """Kill the core in half of the cases, so that it has to restart during the fault."""
         if self._chance.random() < 0.5:
             self._signal_core(signal.SIGKILL)
 

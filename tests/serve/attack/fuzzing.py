@@ -1,4 +1,4 @@
-"""A fuzzer over every door of a server, which keeps what has shown something and goes on from there."""
+"""A coverage-guided fuzzer for all APIs of a server: it keeps requests with new effects and mutates them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.serve.processes import ServerProcess, fake_server, with_adapters
 from tests.serve.test_bad_inputs import check_normal
 
 AT_ONCE = 16
-# One request makes at most so many tokens: what is sent is to be refused, not to be worked on.
+# Limits on the tokens of one request: most requests should be rejected rather than executed.
 _LIMITS = {"n": 8, "message_bytes": 1 << 20}
 _CONTEXT = "128"
-_ROUND = 5_000  # requests between two looks at what the server holds
-# Of the process of the doors, after the first round has warmed it up. Python and gRPC keep some for reuse.
+_ROUND = 5_000  # requests between two checks of the server's resources
+# For the API server process, after the warm-up of the first round. Python and gRPC keep some memory for reuse.
 MAX_GROWTH_MIB = 32
 
 
@@ -33,25 +33,25 @@ class Fuzzer:
     """Sends requests to one server.
 
     Args:
-        lines: that have run.
-        failed: where a request goes that got an answer which it may not.
+        lines: counter of executed lines.
+        failed: file for requests in flight when a response is not allowed.
 
     Attributes:
-        answers: by their kinds.
+        answers: number of responses by kind.
     """
 
     def __init__(self, client: Doors, corpus: Corpus, lines: Lines, failed: pathlib.Path) -> None:
         self._client, self._corpus, self._lines, self._failed = client, corpus, lines, failed
         self._said: set[tuple[str, answers.Answer]] = set()
         self._lines_before = 0
-        self._under_way: dict[int, fuzz.Request] = {}  # by worker
+        self._under_way: dict[int, fuzz.Request] = {}  # request in flight of each worker
         self.answers: collections.Counter[str] = collections.Counter()
 
     async def send(self, requests: Iterable[fuzz.Request]) -> None:
-        """All of them, some at once.
+        """Send all requests, `AT_ONCE` at a time.
 
         Raises:
-            ExceptionGroup: of AssertionError, TimeoutError: an answer that may not be, or none.
+            ExceptionGroup: of AssertionError, TimeoutError: a response is not allowed or missing.
         """
         left = iter(requests)
 
@@ -74,7 +74,7 @@ class Fuzzer:
             raise
         self.answers[answer.kind] += 1
         said, lines = (request.path, answer), self._lines.count
-        # New lines may be another's that is under way, but most are of the one that has just been answered.
+        # Another request in flight may have run the new lines, but mostly it is the one that has just been answered.
         if said not in self._said or lines > self._lines_before:
             self._said.add(said)
             self._lines_before = lines
@@ -83,7 +83,7 @@ class Fuzzer:
 
 @contextlib.contextmanager
 def fuzzed_server(folder: pathlib.Path) -> Iterator[tuple[ServerProcess, Lines]]:
-    """One that counts its lines, and that nothing may have gone wrong in."""
+    """Yield a server that counts its executed lines; check that its log has no errors."""
     lines = Lines(folder / "lines")
     run = ("-m", "tests.serve.attack.lines", str(folder / "lines"))
     settings = {"header_seconds": 1.0, "limits": _LIMITS, **with_adapters(folder / "adapters")}
@@ -104,10 +104,10 @@ async def run(
     failed: pathlib.Path,
     tell: Callable[[str], None] = print,
 ) -> collections.Counter[str]:
-    """All of the corpus, then new requests; what came.
+    """Send the whole corpus, then new requests; return the number of responses by kind.
 
     Raises:
-        AssertionError: of an answer; of what the server has kept. Also in an ExceptionGroup.
+        AssertionError: a response is not allowed, or the server leaks resources. Also in an ExceptionGroup.
     """
     async with doors(server) as client:
         fuzzer, start = Fuzzer(client, corpus, lines, failed), time.monotonic()

@@ -1,4 +1,4 @@
-"""What clients ask in an attack, and what they must get."""
+"""Jobs of clients in an attack, and the output that each must return."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.serve.crowd import GRPC, HTTP, OK, Crowd, Job, by_rule
 
 _RUDE = 0.25
 _LONG = 200
-_FEW = 20  # events, which a reader that sleeps between them leaves after
+_FEW = 20  # events after which a reader that sleeps between them disconnects
 
 
 class Jobs:
-    """Of the fake engine: anything, since its answers follow a rule."""
+    """Random jobs for the fake engine, whose output follows a rule."""
 
     oracle = staticmethod(by_rule)
 
     def polite(self, chance: random.Random) -> Job:
-        """One that is asked and heard to its end."""
+        """Return a job whose client reads the stream to its end."""
         return Job(
             door=chance.choice((GRPC, HTTP)),
             prompt=tuple(fake.FIRST_BYTE + chance.randrange(32, 127) for _ in range(chance.randrange(1, _LONG))),
@@ -30,7 +30,7 @@ class Jobs:
         )
 
     def any(self, chance: random.Random) -> Job:
-        """A polite one, or one whose client leaves, hurries, sleeps or reads slowly."""
+        """Return a polite job, or one whose client disconnects, has a deadline, pauses or reads slowly."""
         job = self.polite(chance)
         if chance.random() > _RUDE:
             return job
@@ -43,13 +43,13 @@ class Jobs:
                 return dataclasses.replace(job, deadline=chance.uniform(0.001, 1.0))
             case 3:
                 return dataclasses.replace(job, pause=chance.uniform(0.0, 0.05))
-            case _:  # at times it reads nothing for longer than the server waits
+            case _:  # some read nothing for longer than the server waits
                 pause = chance.uniform(0.1, 1.5 * PATIENCE)
                 return dataclasses.replace(job, door=HTTP, lingers=True, pause=pause, leave_after=_FEW)
 
 
 class KnownJobs(Jobs):
-    """Of a real engine: what it has answered in peace."""
+    """Jobs for a real engine with recorded answers from a run without faults."""
 
     def __init__(self, chance: random.Random, count: int = 40) -> None:
         self._known = [
@@ -65,7 +65,7 @@ class KnownJobs(Jobs):
         self._answers: dict[tuple[object, ...], tuple[list[int], str]] = {}
 
     async def learn(self, victim: Victim) -> None:
-        """Ask each of them once."""
+        """Run each job once and record its answer."""
         async with Crowd(victim.grpc_port, victim.http_port, oracle=None) as crowd:
             await crowd.run(self._known, 8)
         for outcome in crowd.outcomes:

@@ -1,6 +1,6 @@
-"""A server that counts the lines of its own that have run: `python -m tests.serve.attack.lines FILE SETTINGS OPTIONS`.
+"""A server that counts its executed source lines: `python -m tests.serve.attack.lines FILE SETTINGS OPTIONS`.
 
-The count is eight bytes of a file which a fuzzer has mapped, too. Each line costs a call once (PEP 669).
+The count is eight bytes of a file that the fuzzer also maps. Each line costs one callback in total (PEP 669).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FORMAT = struct.Struct("<Q")
 
 
 class Lines:
-    """The count, as both sides have it. The file is made where it is missing."""
+    """The line count, shared by both processes. The file is created if missing."""
 
     def __init__(self, file: pathlib.Path) -> None:
         if not file.exists():
@@ -35,7 +35,7 @@ class Lines:
 
 
 def watch(lines: Lines, package: str) -> None:
-    """Count lines of files whose path has ``package`` in it."""
+    """Count lines of files whose path contains ``package``."""
     watching = sys.monitoring
 
     def line(code: CodeType, number: int) -> object:

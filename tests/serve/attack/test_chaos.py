@@ -1,4 +1,4 @@
-"""Everything at once, for a time; and that the books would show what they must not."""
+"""Chaos test with all faults at once, and tests that its accounting detects forbidden results."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ from tests.serve.crowd import HTTP, Crowd, Job
 
 JOB = Job(door=HTTP, prompt=(fake.FIRST_BYTE + 3,) * 3, seed=1, tokens=4)
 TOKENS = fake.expected_tokens(JOB.prompt, JOB.seed, 0, JOB.tokens)
-assert max(TOKENS) < fake.FIRST_BYTE + 128  # a character each
+assert max(TOKENS) < fake.FIRST_BYTE + 128  # one character per token
 END = "data: [DONE]\n\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [12, 60])  # longer: make chaos
+@pytest.mark.parametrize("seconds", [12, 60])  # longer runs: make chaos
 def test_faults_at_random_under_load(tmp_path_factory, seconds, seed):
     with victim(tmp_path_factory.mktemp("v")) as server:
         report = asyncio.run(chaos.run(server, Jobs(), seconds, seed))
@@ -83,7 +83,7 @@ def test_the_books_show_what_became_of_a_stream(events, what, monkeypatch):
 
 @contextlib.asynccontextmanager
 async def lying(events: tuple[object, ...]):
-    """A server that says just this. None: it breaks the connection; ``...``: it says no more."""
+    """Yield the port of a server that sends these events. None: it resets the connection; ``...``: it pauses 1 s."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

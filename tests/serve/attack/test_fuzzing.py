@@ -1,4 +1,4 @@
-"""The fuzzer keeps what shows something new, and finds what may not be; the corpus that comes with the project."""
+"""Tests of the fuzzer, which keeps requests with new effects and finds forbidden responses, and of the corpus."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ def test_fuzzed_requests_are_answered_and_leave_nothing_behind(tmp_path, cases, 
     with fuzzing.fuzzed_server(tmp_path) as target:
         found = asyncio.run(fuzzing.run(*target, known, cases, seed, tmp_path / "failed"))
     assert found.total() == len(corpus.Corpus()) + cases
-    # That it is a mixture: much is refused, much is not.
+    # The requests are a mixture: many are rejected, many are not.
     for kind in ("rpc OK", "rpc INVALID_ARGUMENT", "http 200", "http 400"):
         assert found[kind] > cases / 50, found
 
@@ -48,7 +48,7 @@ def test_mutations_of_what_is_known_are_of_its_kind_and_differ(seed):
 
 
 class Liar:
-    """A client whose server says what it should not."""
+    """A client that returns responses which a server must not give."""
 
     def __init__(self, *, code: str = "OK", page: Page | None = None) -> None:
         self._code, self.page = code, page

@@ -1,4 +1,4 @@
-"""Hostile grammars at the doors of a real server: each is refused or served, and neighbours keep what they get."""
+"""Hostile grammars on a real server: each is rejected or served, and concurrent requests keep their output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.structured.hostile import HOSTILE, distinct
 from tests.structured.test_hostile import resident_mib
 
 PATIENCE = 240.0
-MANY = 5_000  # twice
+MANY = 5_000  # sent twice
 ATTACKERS = 2
 NEIGHBOUR: dict[str, Any] = {
     "prompt": "ROMEO:\n",
@@ -47,7 +47,7 @@ Ask = Callable[..., httpx.Response]
 
 @pytest.fixture(scope="module")
 def ask(server: Live) -> Iterator[Ask]:
-    """Ask for a completion; arguments: what it must be, and more fields."""
+    """Return a function that requests a completion; arguments: the constraint and more fields."""
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
 
         def asked(constraint: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
@@ -64,7 +64,7 @@ def choice_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def check_hostile(answer: httpx.Response) -> bool:
-    """Whether it was served; what is not is refused in words about its grammar."""
+    """Return whether the request was served; otherwise check that the error names its grammar."""
     if answer.status_code == 200:
         return choice_of(answer)["finish_reason"] in ("stop", "length")
     assert answer.status_code == 400, answer.text
@@ -105,10 +105,10 @@ def test_over_grpc_they_are_refused_too(server: Live) -> None:
 
 
 def helpers() -> list[int]:
-    """Processes that check grammars or make masks, of this server."""
+    """Return the PIDs of this server's helper processes, which check grammars and compute masks."""
     found = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             pid, words = int(folder.name), (folder / "cmdline").read_bytes().split(b"\0")
             if MODULE.encode() in words and os.getpid() in ancestors(pid):
                 found.append(pid)

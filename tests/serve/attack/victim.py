@@ -1,4 +1,4 @@
-"""A server that is attacked: it is started again on the same ports, and all that it writes is on a small disk."""
+"""The server under attack: it restarts on the same ports, and all its files are on a small disk."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tests.serve.fake_engine import write_fake_folder
 from tests.serve.processes import BOUND, ServerProcess, is_alive, with_adapters
 
 PATIENCE = 2.0
-"""Seconds with readers that do not read."""
+"""Seconds that the server waits for a slow reader."""
 
 STEP_TIMEOUT = 3.0
-"""Seconds after which a core that stands still is killed."""
+"""Seconds after which a hung core is killed."""
 
 _SETTINGS: dict[str, Any] = {"slow_reader_seconds": PATIENCE, "step_timeout": STEP_TIMEOUT, "header_seconds": 5.0}
 _DOORS = {"grpc_port": "gRPC", "http_port": "HTTP", "control_port": "Control"}  # settings, and names in the log
 
 
 class Victim:
-    """One server at a time.
+    """The attacked server, of which one process runs at a time.
 
     Args:
-        folder: for the model.
-        disk: for logs and temporary files.
-        model: ``fake``, or what `jaxinfer.serve` is to load.
+        folder: folder for the model.
+        disk: disk for logs and temporary files.
+        model: ``fake``, or the model that `jaxinfer.serve` loads.
 
     Attributes:
-        starts: how many servers there were.
-        grpc_port, http_port, control_port: the same for all of them.
+        starts: number of servers started.
+        grpc_port, http_port, control_port: the same for all servers.
     """
 
     grpc_port = http_port = control_port = 0
@@ -46,7 +46,7 @@ class Victim:
         self.starts = 0
 
     def start(self) -> None:
-        """Return when it is ready."""
+        """Start a server; the first start returns when the server is ready."""
         log = self.disk.folder / f"server-{self.starts}.log"
         self.process = ServerProcess(self._arguments(), log, environment={"TMPDIR": str(self.disk.folder)})
         self.starts += 1
@@ -56,14 +56,14 @@ class Victim:
                 setattr(self, setting, self.process.port(door))
 
     async def until_ready(self) -> None:
-        """Raises TimeoutError: it does not become so."""
+        """Wait until ``/ready`` returns 200. Raises TimeoutError: it does not."""
         async with asyncio.timeout(BOUND):
             while await self.asked("/ready") != 200:
                 assert self.process.process.poll() is None, self.log()[-5000:]
                 await asyncio.sleep(0.02)
 
     async def asked(self, path: str, seconds: float = 1.0) -> int:
-        """The status of an answer over HTTP; 0: there is none."""
+        """Return the HTTP status of a GET request; 0: there is no response."""
         pool = Pool("127.0.0.1", self.http_port, None, seconds)
         try:
             async with asyncio.timeout(seconds):
@@ -75,27 +75,27 @@ class Victim:
             pool.close()
 
     async def restart(self) -> None:
-        """After its end."""
+        """Start a server after the previous one has ended, and wait until it is ready."""
         self.start()
         await self.until_ready()
 
     async def drained(self) -> None:
-        """End it as an operator would. Raises AssertionError: its exit status is not 0."""
+        """Stop the server by SIGTERM. Raises AssertionError: its exit status is not 0."""
         core = self.process.core
         self.process.signal(signal.SIGTERM)
         assert await asyncio.to_thread(self.process.wait) == 0, self.log()[-5000:]
         assert core is None or not is_alive(core)
 
     def log(self) -> str:
-        """Of the server that runs."""
+        """Return the log of the running server."""
         return self.process.log()
 
     def logs(self) -> str:
-        """Of all of them."""
+        """Return the logs of all servers."""
         return "".join(path.read_text(errors="replace") for path in sorted(self.disk.folder.glob("server-*.log")))
 
     def left_over(self) -> list[str]:
-        """Names of temporary files."""
+        """Return the names of leftover temporary files."""
         return [path.name for path in self.disk.folder.iterdir() if path.name.startswith("jaxinfer-")]
 
     def core_resident_mib(self) -> float:
@@ -119,7 +119,7 @@ class Victim:
 
 @contextlib.contextmanager
 def victim(folder: pathlib.Path, model: str = "fake") -> Iterator[Victim]:
-    """One that is ready; nothing is left of it afterwards."""
+    """Yield a server that is ready; clean everything up afterwards."""
     with small_disk(folder) as disk:
         write_fake_folder(folder / "model")
         found = Victim(folder, disk, model)

@@ -1,4 +1,4 @@
-"""Answers that go on with a text: what a parser shows is what the whole text would show, without what was there."""
+"""Tests of continued answers: the parser returns the events of the whole text, less those of the existing prefix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def texts(events: list[Event]) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("parsers", "before", "answer"), ANSWERS)
 def test_an_answer_goes_on_wherever_it_was_cut(parsers: Parsers, before: str, answer: str) -> None:
-    prompt = before if parsers is not R1 else f"{before}</think>"  # as if nothing had opened a thought
+    prompt = before if parsers is not R1 else f"{before}</think>"  # as if no thought had been opened
     whole = parsers.make(TOOLS, prompt=prompt)
     assert whole is not None
     wanted = message_of(read(whole, [answer]))
@@ -64,7 +64,7 @@ def test_an_answer_goes_on_wherever_it_was_cut(parsers: Parsers, before: str, an
 
 
 def rest_of(whole: str, seen: str) -> str | None:
-    """What is missing behind what was seen; None: that ends in half a marker. Space at an end is a parser's to drop."""
+    """Return the text after ``seen``; None: ``seen`` ends in a partial marker. Parsers may drop trailing space."""
     return whole[len(seen) :].lstrip() if whole.startswith(seen) else None
 
 

@@ -1,4 +1,4 @@
-"""Messages on their way back to the model."""
+"""Tests of messages that are passed back to the model."""
 
 import json
 from typing import Any
@@ -61,7 +61,7 @@ def test_arguments_that_are_no_object_are_one_with_their_text(text: str) -> None
 def test_templates_get_an_object_whatever_a_model_has_written(text: str) -> None:
     found = told(text)
     assert isinstance(found, dict)
-    assert arguments_of(json.dumps(found)) == found  # as another door hands it back
+    assert arguments_of(json.dumps(found)) == found  # as another API returns it
 
 
 def test_a_long_text_in_arguments_is_one_value() -> None:

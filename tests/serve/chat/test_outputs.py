@@ -1,4 +1,4 @@
-"""Outputs that parsers read: however their text is split, the events of one are those of the whole."""
+"""Tests of parsed outputs: the events do not depend on how the text is split."""
 
 import itertools
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def test_parts_add_up_to_the_whole(cuts: list[int], reasoning: bool, parallel: b
 
 
 def added(split: list[list[Event]]) -> list[object]:
-    """The calls that deltas make."""
+    """Return the tool calls that streaming deltas add up to."""
     calls = Message().calls
     for delta in itertools.chain.from_iterable(map(call_deltas, split)):
         if delta.id is not None:

@@ -1,4 +1,4 @@
-"""What chat requests say of their answers."""
+"""Tests of the settings in chat requests that control the answers."""
 
 from typing import Any
 

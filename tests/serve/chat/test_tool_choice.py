@@ -1,4 +1,4 @@
-"""What a request says of its tools becomes a constraint, or is refused naming the part that is wrong."""
+"""Tests that ``tools`` and ``tool_choice`` become a constraint, or an error that names the invalid field."""
 
 import json
 from typing import Any
@@ -96,11 +96,11 @@ def test_what_cannot_be_held_is_refused(tools: Any, choice: Any, parsers: Parser
     ("tools", "choice", "parsers"),
     [
         (None, None, HERMES),
-        (TOOLS, None, HERMES),  # nothing is strict
+        (TOOLS, None, HERMES),  # no tool is strict
         (TOOLS, "auto", HERMES),
-        ([{"name": "f"}, {"type": "web_search"}], "auto", HERMES),  # the template's affair
+        ([{"name": "f"}, {"type": "web_search"}], "auto", HERMES),  # left to the chat template
         (STRICT, "none", HERMES),
-        (STRICT, "auto", Parsers()),  # nobody reads calls: answers are text
+        (STRICT, "auto", Parsers()),  # no tool parser: answers are text
     ],
 )
 def test_nothing_is_constrained_where_nothing_is_asked(tools: Any, choice: Any, parsers: Parsers) -> None:
@@ -121,7 +121,7 @@ F, G, WRONG = call("f", '{"a": null}'), call("g", "{}"), call("f", "{}")
         (TOOLS, "required", {}, [F, G, f"\n\n{F}\n{G}"], ["", "a", WRONG, call("g", '{"b": 1}')]),
         (TOOLS, tool("f"), {}, [F], ["a", G, f"{F}\n{F}"]),
         (TOOLS, allowed("required", "g"), {}, [G, f"{G}\n{G}"], [F, ""]),
-        (TOOLS, allowed("auto", "f"), {}, ["", "a", F, WRONG], [G]),  # arguments are the model's, names are not
+        (TOOLS, allowed("auto", "f"), {}, ["", "a", F, WRONG], [G]),  # only the tool names are constrained
         (STRICT, None, {}, ["", "a", f"a{F}b", call("g", '{"b": 1}')], [WRONG, call("h", "{}")]),
         (TOOLS, None, {"regex": "[ab]+"}, ["ab", F, WRONG], ["c", "abc"]),
         (STRICT, None, {"regex": "[ab]+"}, ["ab", F], ["c", WRONG]),
@@ -161,13 +161,13 @@ def test_parallel_calls() -> None:
 def test_a_schema_is_named_in_each_form(name: str) -> None:
     wrong = tool("h", parameters={"properties": {"a": NOTHING}, "required": ["a"]})
     made = held({}, [*TOOLS, wrong], "required", True, Parsers(name))["structured_outputs"]["structural_tag"]
-    with pytest.raises(ValueError) as refused:  # noqa: PT011  its place is what counts
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 the location in the error matters
         compiled("structural_tag", json.dumps(made))
     assert getattr(refused.value, "place").startswith("tools[2].function.parameters")  # noqa: B009
 
 
 def test_schemas_that_would_fill_the_memory_are_refused_at_once() -> None:
-    """Parameters of Python's calls that are objects of as many, and so on."""
+    """The server rejects nested object parameters in Python's call syntax that would exhaust memory."""
     deep: dict[str, Any] = {"type": "null"}
     for _ in range(4):
         deep = {"type": "object", "properties": {f"p{number}": deep for number in range(5)}}

@@ -1,4 +1,4 @@
-"""What a token costs on both sides of the link: `python -m tests.serve.core.cost [STREAMS] [TOKENS]`."""
+"""CPU time per token on both sides of the core link: `python -m tests.serve.core.cost [STREAMS] [TOKENS]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.types import Request
 from tests.serve import fake_engine as fake
 from tests.serve.core.fake_core import command, make_config
 
-STEP_SECONDS = 0.1  # as many tokens a second as one reader can bear, and a step is never late
+STEP_SECONDS = 0.1  # token rate that one reader can handle, and no step is late
 
 
 def make_requests(streams: int, tokens: int) -> list[Request]:
@@ -24,7 +24,7 @@ def make_requests(streams: int, tokens: int) -> list[Request]:
 
 
 def engine_alone(requests: Sequence[Request]) -> float:
-    """CPU seconds of the fake engine by itself."""
+    """Return the CPU seconds of the fake engine alone."""
     engine = fake.FakeEngine(max_num_seqs=len(requests), num_pages=16384)
     for request in requests:
         engine.add(request)
@@ -40,7 +40,7 @@ def cpu_of(pid: int) -> float:
 
 
 async def through_the_link(requests: Sequence[Request]) -> tuple[float, float, float]:
-    """CPU seconds of the core and of this process, and the wall's."""
+    """Return the CPU seconds of the core and of this process, and the wall-clock seconds."""
     slots, seconds = str(len(requests)), str(STEP_SECONDS)
     supervisor = Supervisor(make_config(), command("--slots", slots, "--seconds", seconds))
     await supervisor.start()

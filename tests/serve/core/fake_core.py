@@ -1,9 +1,9 @@
-"""A core around the fake engine: `python -m tests.serve.core.fake_core OPTIONS`, its settings on stdin as ever.
+"""A core with the fake engine: `python -m tests.serve.core.fake_core OPTIONS`, settings on stdin as for the real core.
 
-``--broken SENTENCE``: the start can only fail. ``--crash``: it ends by a fault. ``--slow SECONDS``: it takes so long,
-in ten steps. ``--mute``: it never says that it gets on. ``--once FILE``: what follows in `Mischief` holds for the first
-process only, which makes the file. ``--folder FOLDER``: where tokenizer and template are said to be. ``--context``: the
-model's. ``--pages``: of the cache. ``--follow``: it takes no requests.
+``--broken SENTENCE``: the start fails permanently. ``--crash``: it raises an exception. ``--slow SECONDS``: its
+duration, in ten steps. ``--mute``: it reports no progress. ``--once FILE``: faults, also of `Mischief`, apply to the
+first process only, which creates the file. ``--folder FOLDER``: reported folder of tokenizer and template.
+``--context``: maximum model length. ``--pages``: pages of the KV cache. ``--follow``: the core takes no requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPO = pathlib.Path(__file__).resolve().parents[3]
 
 
 class BrokenError(Exception):
-    """Nothing to be done."""
+    """A permanent failure of the start."""
 
 
 class FakeProfiler:
@@ -46,7 +46,7 @@ class FakeProfiler:
 
 
 def command(*options: str, log: pathlib.Path | None = None) -> list[str]:
-    """For `Supervisor`; ``log``: where its stderr goes."""
+    """Return the command for `Supervisor`; ``log``: file for its stderr."""
     run = ["env", f"PYTHONPATH={REPO}", sys.executable, "-m", "tests.serve.core.fake_core", *options]
     return run if log is None else ["sh", "-c", 'log=$0; exec "$@" 2>>"$log"', str(log), *run]
 

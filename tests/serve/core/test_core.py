@@ -1,4 +1,4 @@
-"""A core with the fake engine in a second process: what clients get through the link, and what faults do."""
+"""Tests of a core with the fake engine in a second process: results that clients get over the link, and faults."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tests.serve import fake_engine as fake
 from tests.serve.core.fake_core import command, make_config
 
 QUICK = Patience(first_pause=0.05, tick=0.02, dump=0.3)
-BOUND = 60.0  # seconds for what takes one on an idle machine
+BOUND = 60.0  # seconds; limit for operations that take one second on an idle machine
 
 
 def make_request(name: str, prompt=(5, 6, 7), tokens: int = 20, **changes) -> Request:
@@ -35,7 +35,7 @@ def make_request(name: str, prompt=(5, 6, 7), tokens: int = 20, **changes) -> Re
 
 
 async def collect(backend: Backend, request: Request) -> dict[int, list]:
-    """Tokens of each output, then what else its deltas said."""
+    """Return the tokens of each output, followed by the other fields of its deltas."""
     got: dict[int, list] = {index: [[], [], None, None, None] for index in range(request.params.n)}
     async with await backend.submit(request) as stream:
         async for delta in stream:
@@ -75,7 +75,7 @@ def run(coroutine) -> None:
 
 
 async def until(condition, seconds: float = BOUND) -> float:
-    """Wait for it; how long that took."""
+    """Wait until the condition holds; return the seconds that it took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() < start + seconds, "it did not come true"
@@ -84,7 +84,7 @@ async def until(condition, seconds: float = BOUND) -> float:
 
 
 async def nothing_is_left(backend: Backend) -> None:
-    """No sequence runs or waits and no page is held, soon."""
+    """Wait until no sequence runs or waits and no page is held."""
     end = time.monotonic() + BOUND
     while True:
         stats = await backend.stats()
@@ -98,7 +98,7 @@ def process_of(supervisor: Supervisor):
     return supervisor._child.process
 
 
-# ---- what clients get
+# ---- results of clients
 
 
 def test_streams_are_those_of_an_engine_in_this_process_and_other_calls_work():
@@ -180,7 +180,7 @@ def test_a_full_queue_is_told():
 @pytest.mark.parametrize("how", ["aclose", "abort", "abort one", "cancel"])
 def test_who_leaves_frees_everything(how):
     async def main():
-        # Left alone it would take longer than anybody waits here, but for the output that nobody aborts.
+        # Without an abort it takes longer than the test waits, except for the output that is not aborted.
         seconds, length = ("0.005", 100) if how == "abort one" else ("0.05", 1500)
         async with ready("--seconds", seconds) as supervisor:
             backend, request = supervisor.backend, make_request("a", tokens=length, n=2)
@@ -239,7 +239,7 @@ def test_what_a_slow_reader_has_not_fetched_is_one_delta():
 
 
 async def survives(supervisor: Supervisor) -> None:
-    """It comes back and serves as before."""
+    """Check that the core restarts and serves as before."""
     await until(lambda: supervisor.state == "ready" and supervisor.restarts == 1)
     request = make_request("again")
     assert (await collect(supervisor.backend, request))[0][0] == tokens(request)
@@ -264,7 +264,7 @@ def test_a_killed_core_ends_its_streams_at_once_and_is_started_again():
             assert await until(lambda: supervisor.state != "ready") < 1
             for result in await asyncio.gather(*readers, return_exceptions=True):
                 assert isinstance(result, EngineDeadError)
-            for request in requests:  # nothing is wrong in what came before
+            for request in requests:  # tokens received before the kill are correct
                 mine = got[request.request_id]
                 assert mine == tokens(request)[: len(mine)]
             with pytest.raises(EngineDeadError):
@@ -288,7 +288,7 @@ def test_a_hanging_engine_is_shown_killed_and_started_again(tmp_path):
 
     run(main())
     assert "fake_engine.py" in log.read_text()
-    assert "in read" in log.read_text()  # where it stood
+    assert "in read" in log.read_text()  # location of the hang
 
 
 def test_a_core_that_stands_still_altogether_hangs_too():
@@ -305,7 +305,7 @@ GROUP = {"num_processes": 2, "coordinator_address": "127.0.0.1:1", "group_key_fi
 
 
 async def died(supervisor: Supervisor, seconds: float) -> str | None:
-    """Why its core is dead, if that comes in time."""
+    """Return the reason why the core is dead, or None if it is alive after ``seconds``."""
     for _ in range(int(seconds / 0.02)):
         await asyncio.sleep(0.02)
         if supervisor.state == "dead":
@@ -314,7 +314,7 @@ async def died(supervisor: Supervisor, seconds: float) -> str | None:
 
 
 def test_one_of_a_group_that_stands_still_during_its_start_hangs():
-    """A start may take long, but one that is stopped says nothing at all."""
+    """A start may take long, but a stopped process reports no progress at all and counts as hung."""
 
     async def main():
         async with supervised("--slow", "90", **GROUP) as supervisor:
@@ -406,7 +406,7 @@ def test_a_start_that_can_only_fail_is_not_tried_again():
 @pytest.mark.parametrize("options", [["--crash"], ["--mute", "--slow", "1000"]])
 def test_a_start_that_ends_by_a_fault_or_hangs_is_tried_again(options, tmp_path):
     async def main():
-        crashes = options == ["--crash"]  # which is no matter of time, however slow the machine is
+        crashes = options == ["--crash"]  # detected without a timeout, so the speed of the machine does not matter
         config = make_config(startup_timeout=BOUND if crashes else 3.0)
         supervisor = Supervisor(config, command(*options, "--once", str(tmp_path / "once")), QUICK)
         await supervisor.start()
@@ -468,7 +468,7 @@ def test_a_core_whose_parent_dies_ends(options, tmp_path):
     while not os.path.exists(settings.socket):
         assert time.monotonic() < end
         time.sleep(0.01)
-    core.stdin.close()  # as the kernel does it for a parent that was killed
+    core.stdin.close()  # as the kernel does for a killed parent
     assert core.wait(BOUND) == 3
 
 
@@ -478,7 +478,7 @@ def test_settings_that_a_core_does_not_know_end_it():
     assert b"modle" in core.stderr
 
 
-# ---- the real one
+# ---- the real core
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Adapters in the core that runs now: loaded over the link, and into each core before it is ready."""
+"""Tests of LoRA adapters in the current core: loaded over the link, and into each new core before it is ready."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ LORAS = EngineConfig(enable_lora=True, max_loras=2)
 
 @contextlib.asynccontextmanager
 async def adapted(root: pathlib.Path, *modules: str):
-    """A supervisor that may not be ready, and the adapters of its cores."""
+    """Yield a supervisor, which may not be ready, and the adapters of its cores."""
     made: list[LoRAs] = []
 
     async def prepare(link, card, get_on) -> None:
@@ -45,7 +45,7 @@ async def serves(supervisor: Supervisor, ref: LoRARef) -> None:
 
 
 async def killed(supervisor: Supervisor) -> None:
-    """Return when the next core is ready."""
+    """Kill the core; return when the next one is ready."""
     before = supervisor.restarts
     process_of(supervisor).send_signal(signal.SIGKILL)
     await until(lambda: supervisor.restarts > before and supervisor.state == "ready")
@@ -62,13 +62,13 @@ def test_adapters_cross_to_the_core(tmp_path):
             await serves(supervisor, LoRARef("a", "a"))
             core.unload_lora("a")
             core.unload_lora("nobody")
-            await serves(supervisor, LoRARef("a", "a"))  # it is not released yet
+            await serves(supervisor, LoRARef("a", "a"))  # not released yet
             core.release_lora(LoRARef("nobody", "b"))
             write_number(tmp_path / "two", 2)
             await core.load_lora("b", str(tmp_path / "two"))
             await core.load_lora("c", str(write_number(tmp_path / "three", 3)))
             await serves(supervisor, LoRARef("b", "2"))
-            await serves(supervisor, LoRARef("c", "3"))  # now the first has left its slot
+            await serves(supervisor, LoRARef("c", "3"))  # now adapter a has left its slot
             for _ in range(2):
                 core.release_lora(LoRARef("a", "a"))
             with pytest.raises(RequestError, match="lora='a' was unloaded or replaced"):

@@ -1,4 +1,4 @@
-"""Folders with sockets: those of servers that were killed go, and nothing else does."""
+"""Tests of socket folders: only those of killed servers are removed."""
 
 import os
 import pathlib
@@ -91,7 +91,7 @@ def test_another_users_folder_stays(place, monkeypatch):
 
 @pytest.mark.slow
 def test_a_server_removes_what_one_that_was_killed_has_left(tmp_path, monkeypatch):
-    """And none of a server that lives."""
+    """A server removes the folder of a killed server and keeps that of a live one."""
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setenv("TMPDIR", str(place))

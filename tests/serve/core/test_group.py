@@ -1,4 +1,4 @@
-"""How a core becomes one of a group: its key, and what all must share."""
+"""Tests of cores in a group: the group key, and settings that all cores must share."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""`CoreLink` without a core: what it has to say."""
+"""Tests of the messages of `CoreLink` without a core."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ def test_who_leaves_before_the_core_has_accepted_is_not_served_for_nothing():
 
 
 def test_who_leaves_as_soon_as_it_is_told_does_not_end_the_link():
-    """As a reader does that finds its stop string in what has just come."""
+    """A reader may leave during delivery, as one does that finds its stop string in the latest delta."""
 
     async def run() -> None:
         link = CoreLink("nowhere", lambda message: None)

@@ -1,4 +1,4 @@
-"""A long prompt's log probabilities on their way out of the core: in parts, between which others' tokens go."""
+"""Tests of large prompt logprobs from the core, which are sent in chunks interleaved with other requests' tokens."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ from tests.serve.core.test_core import BOUND, collect, make_request, nothing_is_
 CONTEXT = 6000
 LONG = tuple(3 + i % 250 for i in range(5000))
 BYTES = 32 * wire.MOST_CANDIDATES
-"""More than a message can have: 17 bytes for a candidate, and little else."""
+"""Upper bound of a message: a candidate takes 17 bytes, everything else little."""
 
 
 @pytest.fixture
 def heard(monkeypatch):
-    """Every message with deltas that a front end gets."""
+    """Return a list that receives every message with deltas of a front end."""
     found: list[pb.Deltas] = []
     take = link.CoreLink._take_deltas
 
@@ -61,7 +61,7 @@ def test_the_answer_is_the_same_no_message_is_large_and_others_get_theirs_meanwh
 
 @contextlib.asynccontextmanager
 async def core_that_writes():
-    """A core without an engine, the messages that it has written, and leave for one more to be."""
+    """Yield a core without an engine, the list of messages written, and a function that lets one more be written."""
     core, written, gate = service._Core(asyncio.get_running_loop()), [], asyncio.Semaphore(0)
 
     async def write(message: pb.FromCore) -> None:
@@ -122,7 +122,7 @@ def test_who_leaves_gets_no_more_parts():
             for _ in range(100):
                 release()
                 await settled()
-        assert 1 <= len(written) <= 3  # what was being written, and what waited
+        assert 1 <= len(written) <= 3  # the message being written, and those queued
 
     asyncio.run(main())
 

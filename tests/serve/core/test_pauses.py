@@ -1,4 +1,4 @@
-"""How long the supervisor waits before it starts a core again, in made time."""
+"""Tests of the supervisor's pauses before it restarts a core, in virtual time."""
 
 import asyncio
 import dataclasses
@@ -14,13 +14,13 @@ from tests.bench.virtual import run
 from tests.serve.core.fake_core import make_config
 from tests.serve.fake_engine import fake_card
 
-DYING = 0.01  # seconds between a core's end and the pause, at most
+DYING = 0.01  # most seconds between a core's end and the pause
 USUAL = Patience()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Life:
-    """Seconds from the start to READY (None: it never is), and from there to its end."""
+    """Lifetime of a core: seconds from the start to READY (None: never ready), and from there to its end."""
 
     starting: float | None
     ready: float = 0.0
@@ -64,7 +64,7 @@ class Link:
 
 
 def pauses_between(monkeypatch, lives, patience=USUAL) -> list[float]:
-    """How long it was between the end of each of these lives and the start after it."""
+    """Return the seconds between the end of each of these lives and the start after it."""
     begun, ended, left = [], [], iter(lives)
     done, over = object(), asyncio.Event()
 
@@ -107,7 +107,7 @@ DOUBLING = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 @pytest.mark.parametrize("life", [DEAD_AT_ONCE, Life(0.2), Life(100.0, 10.0), Life(1.0, 59.9)])
 def test_pauses_double_up_to_the_longest(monkeypatch, life):
-    """However long a start takes: it is the time READY that counts."""
+    """Pauses double regardless of how long a start takes: only the time in READY counts."""
     assert pauses_between(monkeypatch, [life] * len(DOUBLING)) == DOUBLING
 
 

@@ -1,4 +1,4 @@
-"""Traces of the device: the real profiler, alone and behind Control on the demo model."""
+"""Tests of device traces: the real profiler, alone and through the Control API on the demo model."""
 
 import pathlib
 
@@ -67,7 +67,7 @@ def test_a_profile_of_the_demo_model(tmp_path):
         assert trace.is_relative_to(folder)
         assert b"decode" in trace.read_bytes()
         refused(lambda: control.StopProfile(pb.StopProfileRequest()), "No profile started")
-        with Client(server.target) as client:  # it has done the engine no harm
+        with Client(server.target) as client:  # the engine still works
             assert client.generate("ROMEO:", max_tokens=16, temperature=0).text == completion.text
 
 

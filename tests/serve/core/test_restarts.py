@@ -1,4 +1,4 @@
-"""Cores that cannot be started again for a reason that may pass: the server stays, says why, and serves again."""
+"""Tests of cores whose restart fails for a transient reason: the server stays up, reports it, and serves again."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ async def serves(supervisor: Supervisor) -> None:
 
 @contextlib.asynccontextmanager
 async def dead_for_a_while(supervisor: Supervisor):
-    """Its core is killed, and what the block is entered with keeps the next ones from starting."""
+    """Kill the core; the context in the block keeps the next cores from starting."""
     before = supervisor.restarts
     process_of(supervisor).send_signal(signal.SIGKILL)
     await until(lambda: supervisor.restarts >= before + 3 or supervisor.state == "stopped")
@@ -41,7 +41,7 @@ async def dead_for_a_while(supervisor: Supervisor):
 
 @contextlib.contextmanager
 def no_process(monkeypatch: pytest.MonkeyPatch, number: int):
-    """No process can be started."""
+    """Make process creation fail."""
 
     async def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -65,7 +65,7 @@ def test_a_core_that_cannot_be_started_again_for_want_of_something_is_tried_unti
 
 
 def test_the_folder_for_temporary_files_is_deleted_while_a_model_is_served(monkeypatch):
-    place = pathlib.Path(tempfile.mkdtemp(prefix="secret-"))  # short: the path of a socket has at most 107 bytes
+    place = pathlib.Path(tempfile.mkdtemp(prefix="secret-"))  # short: a socket path has at most 107 bytes
     monkeypatch.setattr(tempfile, "tempdir", str(place))
 
     async def main():
@@ -83,7 +83,7 @@ def test_the_folder_for_temporary_files_is_deleted_while_a_model_is_served(monke
 
 
 def test_no_descriptor_is_left_at_some_point_of_a_start():
-    """gRPC's runtime aborts its process where it finds none for itself."""
+    """A core restarts after the descriptors run out; gRPC's runtime aborts its process without a free descriptor."""
 
     async def main():
         async with ready(patience=dataclasses.replace(EAGER, first_pause=0.3)) as supervisor:
@@ -102,7 +102,7 @@ def test_no_descriptor_is_left_at_some_point_of_a_start():
 
 @contextlib.contextmanager
 def descriptors_left(spare: int):
-    """So many may be opened, and no more."""
+    """Allow only ``spare`` more open file descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers = [os.open(os.devnull, os.O_RDONLY)]
     highest = max(map(int, os.listdir("/proc/self/fd")))
@@ -119,7 +119,7 @@ def descriptors_left(spare: int):
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
 def test_the_first_start_is_tried_again_where_the_reason_may_pass(monkeypatch, number):
-    """An orchestrator would find the same machine as short of it, and lose the open doors besides."""
+    """The first start is retried after a transient failure, so that the server keeps its ports open."""
 
     async def main():
         supervisor = Supervisor(make_config(), command(), EAGER)

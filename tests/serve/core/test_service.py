@@ -1,4 +1,4 @@
-"""The core's side over the fake engine, without a stream: nothing is kept of a request that has ended."""
+"""Tests of the core's side of the link over the fake engine: it keeps no state of requests that have ended."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ def test_requests_that_ended_or_were_refused_are_forgotten():
         core = _Core(asyncio.get_running_loop())
         async with AsyncEngine(FakeEngine()) as engine:
             core._engine = engine
-            for number in (1, 2):  # of the same id: the second one is refused
+            for number in (1, 2):  # same request id: the second is rejected
                 request = Request("me", (3, 4), SamplingParams(n=2, seed=1, max_tokens=300))
                 core._submit(pb.Submit(number=number, request=wire.request_message(request, time.monotonic())))
             assert len(core._feeds) == 2

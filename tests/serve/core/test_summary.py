@@ -1,4 +1,4 @@
-"""What the log says of an engine that is ready."""
+"""Tests of the log line of an engine that is ready."""
 
 import dataclasses
 

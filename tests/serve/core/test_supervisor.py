@@ -1,4 +1,4 @@
-"""`Supervisor` as cores tell it of their lives: which failures are final, and how long a step may take."""
+"""Tests of `Supervisor` with simulated cores: which failures are final, and the limit of a step's duration."""
 
 import asyncio
 
@@ -22,11 +22,11 @@ def test_a_start_that_fails_is_final_unless_the_same_settings_were_ready_before(
     assert asyncio.run(failure(ready)) == (DEAD, None)
 
 
-# ---- how long a step may take
+# ---- limit of a step's duration
 
 
 def limited(*beats: tuple[int, float], **changes) -> float:
-    """The limit after a core was READY and said so: steps, and their 99th percentile."""
+    """Return the step limit after a core's READY and its heartbeats: steps, and their 99th percentile."""
     supervisor = Supervisor(ServeConfig(model="fake", **changes))
     ready = pb.FromCore(ready=pb.Ready(card=wire.card_message(fake_card()), folder="here"))
 

@@ -1,4 +1,4 @@
-"""Nothing is lost on the wire: what is sent is what arrives."""
+"""Tests of the wire format: decoding returns what was encoded."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.types import FinishReason, LoRARef, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
 
-# The run-time checks of signatures look at random elements of lists.
+# Run-time checks of signatures look at random elements of lists.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 few = settings(max_examples=40, deadline=None)
 
@@ -31,7 +31,7 @@ words = st.none() | st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tu
 
 
 def through[M](message: M) -> M:
-    """Over the wire."""
+    """Return the message after serialization and parsing."""
     return type(message).FromString(message.SerializeToString())
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_sent_is_refused(changes):
 
 
 def can_be(delta):
-    """What stopped an output is in its last delta."""
+    """Return whether a delta is valid: a stop reason requires a finish reason."""
     return delta.finish_reason is not None or delta.stop_reason is None
 
 
@@ -204,7 +204,7 @@ def test_cards(card):
 
 
 def test_every_field_is_drawn():
-    """A field that is added and not sent would be at its default on both sides otherwise."""
+    """The strategies draw every field; otherwise a new field that is not sent would have its default on both sides."""
     for strategy, kind in ((sampling, SamplingParams), (deltas, SequenceDelta), (stats, EngineStats)):
         drawn = strategy.wrapped_strategy.kwargs if hasattr(strategy, "wrapped_strategy") else strategy.kwargs
         assert set(drawn) == {field.name for field in dataclasses.fields(kind)}

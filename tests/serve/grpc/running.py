@@ -44,7 +44,7 @@ class Progress:
 
 
 class FakeSupervisor:
-    """The supervisor's face, moved by hand."""
+    """A supervisor whose state the test sets."""
 
     def __init__(self) -> None:
         self.state, self.restarts = "ready", 0
@@ -69,7 +69,7 @@ class Someone:
 
 
 class Keys:
-    """Keys by token, each with a name and scopes; None: everybody may do everything."""
+    """Authentication with a dict of tokens, each with a name and scopes; None: everything is allowed."""
 
     def __init__(self, keys: dict[str, tuple[str, str]] | None = None) -> None:
         self._keys = keys
@@ -92,7 +92,7 @@ class Keys:
 
 @dataclasses.dataclass
 class Running:
-    """What a test may touch."""
+    """A running server and its parts."""
 
     servers: GrpcServers
     frontend: Frontend
@@ -110,7 +110,7 @@ class Running:
         return ControlStub(self.control_channel)
 
     async def baseline(self) -> None:
-        """Return when nothing runs and no page is held."""
+        """Wait until nothing runs and no page is held."""
         async with asyncio.timeout(5):
             while True:
                 stats = await self.frontend.stats()
@@ -132,14 +132,14 @@ async def running(
     loras: Callable[[AsyncEngine], LoRAs] | None = None,
     **config: Any,
 ) -> AsyncIterator[Running]:
-    """A server and a client of it.
+    """Yield a server and a client.
 
     Args:
         keys: see `Keys`.
         target: makes the client's channel from the port.
-        frontend: what the server gets in place of the real one.
-        settings: of the engine.
-        loras: makes its adapters, whose folders are `tests.lora.fakes.write_number`'s; None: it serves none.
+        frontend: wraps or replaces the front end of the server.
+        settings: settings of the engine.
+        loras: makes the server's adapters, with folders written by `tests.lora.fakes.write_number`; None: LoRA is off.
         config: fields of `ServeConfig`.
     """
     store = None if loras is None else LoRAStore(read_number, parts_of, 8)
@@ -166,12 +166,12 @@ async def running(
 
 
 def plain(port: int) -> aio.Channel:
-    """A client with the defaults, on a connection of its own."""
+    """Return a channel with default options on its own connection."""
     return aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
-    """Four tokens for "Hi", greedily named, unless told otherwise."""
+    """Return a request for four tokens after "Hi", unless other fields are given."""
     sampling = pb.SamplingParams(**{"max_tokens": 4, "seed": 1, **fields.pop("sampling", {})})
     given = fields if fields.keys() & {"prompt", "token_ids", "chat"} else {"prompt": "Hi", **fields}
     return pb.GenerateRequest(sampling=sampling, **given)
@@ -179,7 +179,7 @@ def request(**fields: Any) -> pb.GenerateRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A status, with its details by type."""
+    """An error status, with its details by type."""
 
     code: grpc.StatusCode
     message: str
@@ -193,13 +193,13 @@ class Failure:
 
 
 async def failure(call: Any) -> Failure:
-    """How a call fails; streams are read to their end."""
+    """Return the failure of a call; streams are read to their end."""
     try:
         if hasattr(call, "read"):
             while await call.read() is not aio.EOF:
                 pass
         await call
-    except TypeError:  # a stream cannot be awaited
+    except TypeError:  # a stream is not awaitable
         pass
     except aio.AioRpcError as error:
         return failure_of(error)
@@ -207,8 +207,8 @@ async def failure(call: Any) -> Failure:
 
 
 async def refusal(make: Callable[[], Any]) -> Failure:
-    """The server's own refusal of a stream that it may end before the request is written: gRPC's asyncio client then
-    puts an error of its own over the status (grpc/grpc#36066), and the call is made again."""
+    """Return the server's own error for a stream that may end before the request is written: gRPC's asyncio client then
+    replaces the status by its own error (grpc/grpc#36066), and the call is repeated."""
     for _ in range(20):
         found = await failure(make())
         if found.message != "Internal error from Core":
@@ -231,7 +231,7 @@ def unpacked(details: Any) -> dict[str, Any]:
 
 
 async def collected(call: Any) -> tuple[list[str], list[list[int]], pb.Finished]:
-    """Texts and tokens of all outputs of one Generate; checks that the stream begins and ends as it must."""
+    """Return texts and tokens of all outputs of a Generate stream; check its first and last events."""
     events = [response async for response in call]
     assert events[0].WhichOneof("event") == "started"
     assert events[-1].WhichOneof("event") == "finished"

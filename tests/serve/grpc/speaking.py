@@ -1,4 +1,4 @@
-"""A gRPC server whose model says what a test has written, see `tests.serve.http.scripted`."""
+"""A gRPC server whose model returns scripted answers, see `tests.serve.http.scripted`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.serve.http.scripted import speaker
 
 @dataclasses.dataclass
 class Speaking:
-    """What a test needs of a server."""
+    """A running server with its client."""
 
     port: int
     frontend: Frontend
@@ -33,7 +33,7 @@ class Speaking:
 
 @contextlib.asynccontextmanager
 async def speaking(*answers: str, **how: Any) -> AsyncIterator[Speaking]:
-    """``how``: see `speaker`."""
+    """Yield a server with these answers. ``how``: see `speaker`."""
     async with contextlib.AsyncExitStack() as stack:
         frontend, _ = await stack.enter_async_context(speaker(*answers, **how))
         stack.push_async_callback(frontend.aclose)

@@ -1,4 +1,4 @@
-"""Keys and scopes of every RPC that exists."""
+"""Tests of API keys and scopes for every RPC."""
 
 import asyncio
 from collections.abc import Callable
@@ -88,8 +88,8 @@ def test_every_method_wants_a_key_with_its_scope() -> None:
 
 
 async def answer(server: Running, path: str, authorization: str | None) -> grpc.StatusCode:
-    """Status of an empty request; OK if something comes. grpc.aio's client replaces a status that comes while it writes
-    by one of its own: then the call is made again."""
+    """Return the status of an empty request; OK if a response comes. The call is repeated if grpc.aio's client replaces
+    a status, received while it writes, by its own."""
     for _ in range(10):
         if (found := await _answer(server, path, authorization)) is not None:
             return found

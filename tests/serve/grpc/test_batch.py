@@ -1,4 +1,4 @@
-"""`GenerateBatch` through a real server."""
+"""Tests of `GenerateBatch` on a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -84,7 +84,7 @@ def test_an_id_is_used_once_in_a_stream_even_if_its_request_has_ended() -> None:
 
 
 def test_no_more_is_read_than_there_is_room_for() -> None:
-    """A client that sends ten thousand prompts has three of them in flight, and the rest waits on its side."""
+    """The server reads three of ten thousand prompts at a time; the rest wait at the client."""
 
     async def story() -> None:
         async with running(Mischief(seconds=0.002)) as server:
@@ -143,7 +143,7 @@ def test_the_streams_deadline_is_that_of_every_request() -> None:
 
 def test_a_stream_that_the_server_sees_end_first_ends_by_its_deadline_too() -> None:
     class Ended(Rpc):
-        """A stream without requests, with so many seconds left."""
+        """A stream without requests, with the given seconds until its deadline."""
 
         def __init__(self, left: float | None) -> None:
             self.left = left

@@ -1,4 +1,4 @@
-"""What strangers and clients may hold: half messages, silence, calls without end."""
+"""Tests of limits on the resources of clients: partial messages, silent calls, calls that never end."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,11 @@ ALICE, BOB = [(("authorization", f"Bearer {name}"),) for name in "ab"]
 MIB = 1 << 20
 STREAMS = 40
 FEW = 8
-"""Messages at once that are always allowed."""
+"""Messages that are always allowed concurrently."""
 
 
 def until(condition: Any) -> Any:
-    """A wait that other tasks may go on in."""
+    """Wait for the condition without blocking other tasks."""
 
     async def wait() -> None:
         async with asyncio.timeout(30):
@@ -46,7 +46,7 @@ def until(condition: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, str]]:
-    """A server, and the only key to it."""
+    """Yield a server and its only key."""
     folder, key = tmp_path_factory.mktemp("guarded"), new_key()
     (folder / "keys.yaml").write_text(key_entry(key, "me", ["infer"]))
     with fake_server(folder, api_keys=str(folder / "keys.yaml"), header_seconds=3.0) as server:
@@ -55,7 +55,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerPr
 
 @pytest.mark.parametrize(("path", "share"), [(GENERATE, 0.1), (TOKENIZE, 0.1), (CHECK, 0.4), (WATCH, 0.4)])
 def test_half_messages_without_a_key_hold_little(guarded: tuple[ServerProcess, str], path: str, share: float) -> None:
-    """The attack: of messages of 16 MiB all but the last bytes, and then silence."""
+    """Unauthenticated calls that send all but the last bytes of 16 MiB messages and then stop hold little memory."""
     server, _ = guarded
     data = prefix(15 * MIB) + bytes(15 * MIB - 1000)
     before = server.resident_mib()
@@ -84,7 +84,7 @@ def test_half_messages_of_one_key_hold_no_more_than_they_may(tmp_path: pathlib.P
                 while not wire.ended.issuperset(streams):
                     peak = max(peak, server.resident_mib())
                     await asyncio.sleep(0.05)
-            assert sum(await asyncio.gather(*sending)) > 8 * MIB  # some of it is waited for
+            assert sum(await asyncio.gather(*sending)) > 8 * MIB  # some of the data is received
             assert peak - before < 0.4 * STREAMS * 15
 
     key = new_key()
@@ -113,13 +113,13 @@ def test_who_may_not_call_is_told_before_the_message(path: str) -> None:
 
 
 async def never() -> AsyncIterator[bytes]:
-    """A client that opens a call and says nothing."""
+    """Simulate a client that opens a call and sends nothing."""
     await asyncio.Event().wait()
     yield b""
 
 
 async def silent(server: Running, path: str, metadata: Any = ()) -> Any:
-    """How a call ends whose client says nothing."""
+    """Return the failure of a call whose client sends nothing."""
     return await failure(server.channel.stream_unary(path)(never(), metadata=metadata, timeout=60))
 
 
@@ -149,7 +149,7 @@ def test_a_call_without_a_request_is_refused() -> None:
     asyncio.run(story())
 
 
-# ---- how many
+# ---- number of calls
 
 
 def test_calls_of_strangers_are_few_and_the_oldest_give_way() -> None:
@@ -242,7 +242,7 @@ def test_too_many_who_wait_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(story())
 
 
-# ---- by themselves
+# ---- unit tests
 
 
 class FakeCall:
@@ -298,7 +298,7 @@ def test_a_turn_that_comes_too_late_is_passed_on() -> None:
         async with turns.taken(FakeCall("1.1.1.1")):
             late = asyncio.create_task(turns._turn("1.1.1.1"))
             await asyncio.sleep(0)
-        late.cancel()  # it has its turn since the line above, and does not know yet
+        late.cancel()  # granted in the line above, but its task has not run since
         with pytest.raises(asyncio.CancelledError):
             await late
         assert turns._free == 1

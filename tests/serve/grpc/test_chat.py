@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over gRPC: whole, streamed and in batches; and what a conversation's message becomes."""
+"""Tests of tool calls and reasoning over gRPC (unary, streamed, batches), and of the conversion of chat messages."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
 
 
 def asked(tools: bool = True, **chat: Any) -> pb.GenerateRequest:
-    """A question whose answer is read, unless told otherwise."""
+    """Return a chat request with parsed output, unless other fields are given."""
     message = pb.ChatMessage(role="user", content="How is the weather in Zürich?")
     sampling = pb.SamplingParams(**chat.pop("sampling", {}))
     made = pb.Chat(messages=[message], **{"parse": True, **chat})
@@ -46,7 +46,7 @@ def asked(tools: bool = True, **chat: Any) -> pb.GenerateRequest:
 
 
 def collected(deltas: list[pb.Delta]) -> dict[str, Any]:
-    """What a client makes of one output's deltas."""
+    """Return the message that a client assembles from one output's deltas."""
     found: dict[str, Any] = {"text": "", "reasoning": "", "calls": [], "reason": None}
     for delta in deltas:
         found["text"] += delta.text
@@ -96,7 +96,7 @@ def test_unless_it_is_asked_for_text_is_all_that_the_model_says(chat: dict[str, 
             request = asked(**chat)
             if not chat:
                 request.chat.ClearField("parse")
-            plain = said.replace("<think>", "").replace("</think>", "")  # special tokens are hidden as ever
+            plain = said.replace("<think>", "").replace("</think>", "")  # special tokens are hidden as usual
             found = await answer(server, request)
             assert found == {"text": plain, "reasoning": "", "calls": [], "reason": pb.FINISH_REASON_STOP}
 
@@ -160,7 +160,7 @@ def test_a_cut_answer_says_length_and_log_probabilities_are_of_all_tokens() -> N
 
 
 def test_the_prompt_is_that_of_the_typed_messages() -> None:
-    """Effort switches the thought off; calls, their results and thoughts come back."""
+    """The prompt has the typed messages with calls, results and reasoning; ``effort`` disables thinking."""
 
     async def story() -> None:
         async with speaking("Yes.") as server:

@@ -1,4 +1,4 @@
-"""Which connections give way: names, ranks, and a look at real sockets."""
+"""Tests of connection eviction: client names, ranks, and a pass over real sockets."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from jaxinfer.serve.grpc.connections import Connections, Peer, address_of, plain
         ("ipv6:[2001:db8:0:1:2::3]:4", "2001:db8:0:1:2::3 4", "2001:db8:0:1::/64"),
         ("ipv6:%5Bfe80::1%25eth0%5D:80", "fe80::1 80", "fe80::/64"),
         ("ipv6:%5B::ffff:10.0.0.1%5D:80", "10.0.0.1 80", "10.0.0.1"),
-        # Connections that were reset before gRPC asked for their address.
+        # Connections that were reset before gRPC read their address.
         ("", "", ""),
         ("unknown", "unknown", "unknown"),
         ("ipv4:", "ipv4:", ""),
@@ -34,7 +34,7 @@ def test_peers_of_a_unix_socket_are_one() -> None:
 
 
 async def look(connections: Connections, ends: list[socket.socket]) -> list[int]:
-    """Which of the clients are cut by one look."""
+    """Return the clients whose connections one pass closes."""
     await connections.look()
     for end in ends:
         end.setblocking(False)
@@ -65,7 +65,7 @@ def test_strangers_go_first_then_who_was_served_longest_ago_and_never_who_is_ser
             peers.append(f"ipv6:%5B{peer[0]}%5D:{peer[1]}" if ":" in host else f"ipv4:{peer[0]}:{peer[1]}")
 
         async def story() -> None:
-            for at in (5, 4):  # 4 was served after 5
+            for at in (5, 4):  # 4 was served last
                 connections.end(peers[at], connections.begin(peers[at], known=True), known=True)
             connections.begin(peers[2], known=False)
             for at in (3, 6, 7):
@@ -74,7 +74,7 @@ def test_strangers_go_first_then_who_was_served_longest_ago_and_never_who_is_ser
             assert len(told) == 2
             for ours in (0, 1):
                 clients[ours].close()
-            connections.most[port] = 4  # 3 are enough
+            connections.most[port] = 4  # the 3 connections are below the limit
             assert await look(connections, clients[2:]) == [0, 2, 3]
             connections.most[port] = 1
             assert await look(connections, [clients[at] for at in (3, 6, 7)]) == []

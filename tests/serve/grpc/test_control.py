@@ -1,4 +1,4 @@
-"""`jaxinfer.v1.Control` through a real server."""
+"""Tests of `jaxinfer.v1.Control` on a real server."""
 
 import asyncio
 import dataclasses
@@ -37,7 +37,7 @@ def test_abort_ends_one_output_or_all() -> None:
 
 
 async def reasons(call: grpc.aio.UnaryStreamCall, count: int) -> dict[int, int]:
-    """The next so many outputs to end, and why."""
+    """Return the finish reasons of the next ``count`` outputs that end."""
     found: dict[int, int] = {}
     while len(found) < count:
         delta = (await call.read()).delta

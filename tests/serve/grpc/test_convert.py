@@ -1,4 +1,4 @@
-"""Messages and records: nothing is lost, nothing is made up."""
+"""Tests of the conversion between messages and records: no field is lost or invented."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a large message holds is counted before it is parsed."""
+"""Tests of the limit on values in a message, which is checked before the message is parsed."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ def test_a_large_message_is_parsed_as_a_small_one():
 @patient
 @given(st.integers(0, 8))
 def test_what_is_counted(messages):
-    """A field of the request, one for each message, two within it; of the rest always as many."""
+    """The count is one for a request field, one per message and two inside each; other fields do not add to it."""
 
     def count(request: pb.GenerateRequest) -> int:
         raw = request.SerializeToString()
@@ -59,7 +59,7 @@ def test_what_is_counted(messages):
 
 
 def test_too_many_are_refused_soon():
-    """However many come after the first that is too many."""
+    """Counting stops at the limit, however many values follow."""
     attack = next(each for each in GRPC if each.door == GENERATE and each.name == "empty messages")
     few, many = attack.make(1 << 17), attack.make(1 << 23)
     took = {}
@@ -67,7 +67,7 @@ def test_too_many_are_refused_soon():
         begun = time.process_time()
         assert "more than 1000 values" in refused(raw).message
         took[len(raw)] = time.process_time() - begun
-    assert took[len(many)] < 2.0 * slowness()  # all of it would take several seconds
+    assert took[len(many)] < 2.0 * slowness()  # counting all values would take several seconds
 
 
 def test_ids_are_counted_however_they_are_written():

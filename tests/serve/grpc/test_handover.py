@@ -1,4 +1,4 @@
-"""What a client sets, or its connection tells, reaches the front end, and nothing is kept of a call that has ended."""
+"""Tests that a call's metadata (tenant, deadline, trace) reaches the front end, and that ended calls leave no state."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""grpc.health.v1 and reflection, as clients that know nothing of us use them."""
+"""Tests of grpc.health.v1 and reflection with generic clients."""
 
 import asyncio
 
@@ -66,7 +66,7 @@ def test_watchers_hear_of_every_change() -> None:
             assert await alive.read() is grpc.aio.EOF
             await ready.read()
             await unknown.read()
-            async with asyncio.timeout(4):  # watchers do not use up the grace
+            async with asyncio.timeout(4):  # watchers do not delay the stop until the grace period ends
                 await stopping
 
     asyncio.run(story())

@@ -1,4 +1,4 @@
-"""`jaxinfer.v1.Inference` through a real server, over the fake engine."""
+"""Tests of `jaxinfer.v1.Inference` on a real server, over the fake engine."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ from tests.serve.grpc.running import Failure, collected, failure, failure_of, re
 
 PROMPT = fake_tokenizer().encode("Hi")
 SLOW = Mischief(seconds=0.01)
-# The text goes round in fewer tokens than these.
+# The text of the fake engine repeats within max_tokens, so the stop string occurs.
 STOPPED = {"max_tokens": 200, "seed": 5, "stop": ["狐"], "logprobs": 2, "prompt_logprobs": 1}
 
 
@@ -66,7 +66,7 @@ def test_the_stream_begins_brings_deltas_and_finishes() -> None:
 
 
 def test_the_text_is_the_front_ends_however_it_is_asked_for() -> None:
-    """Words, ids and a conversation, with log probabilities and stop strings."""
+    """The text equals the front end's for a text, token ids and a chat, with logprobs and stop strings."""
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hé")])
 
     async def story() -> None:
@@ -323,7 +323,7 @@ def test_deadlines_hold_in_the_queue_and_while_running() -> None:
 
 
 def test_the_deadline_reaches_the_front_end() -> None:
-    """Not only the transport's: the queue must know it."""
+    """The client's deadline is passed on to the front end and the queue, besides the transport."""
 
     async def story() -> None:
         seen: list[Call] = []

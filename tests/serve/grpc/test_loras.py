@@ -1,4 +1,4 @@
-"""Adapters over gRPC: who may load them, who may name them, and what each mistake is called."""
+"""Tests of LoRA adapters over gRPC: scopes for loading, access to names, and the status of each error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BASE = "fake"
 
 @contextlib.asynccontextmanager
 async def serving(folder: pathlib.Path, root: bool = True, **how: Any) -> AsyncIterator[Running]:
-    """A server with adapters below ``folder``: pirate and poet."""
+    """Yield a server with the folders of two adapters, pirate and poet."""
     for content, name in enumerate(("pirate", "poet"), 1):
         write_number(folder / name, content)
 
@@ -46,7 +46,7 @@ def load(name: str, path: str, **fields: Any) -> control.LoadLoraRequest:
 
 
 def spied(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """Requests as the engine gets them."""
+    """Return a list that receives the engine's requests."""
     found: list[Request] = []
     add = server.engine.add
 
@@ -98,7 +98,7 @@ def test_a_name_is_loaded_again_in_place_alone(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_answer_says_what_has_answered(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``model`` may name the adapter as well; what the engine computes with is what the answer says."""
+    """A request may name the adapter in ``model``; the response names the adapter that the engine used."""
     asks: list[tuple[dict[str, str], str]] = [
         ({}, BASE),
         ({"model": BASE}, BASE),
@@ -134,7 +134,7 @@ def test_the_answer_says_what_has_answered(tmp_path: pathlib.Path, monkeypatch: 
 
 
 async def batch_failure(server: Running, ask: pb.GenerateRequest) -> Failure:
-    """The error of a batch of one."""
+    """Return the error of a batch of one."""
     (response,) = [each async for each in server.inference.GenerateBatch(iter([ask]))]
     codes = {code.value[0]: code for code in grpc.StatusCode}
     error = response.error

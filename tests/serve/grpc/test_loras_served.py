@@ -1,4 +1,4 @@
-"""Adapters of a real model over gRPC: what they say is what `LLM` says with them, and HTTP."""
+"""Tests of LoRA adapters of a real model over gRPC and HTTP: the output equals that of `LLM`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def server(folder: pathlib.Path) -> Iterator[Live]:
 
 @pytest.fixture
 def control(server: Live) -> Iterator[Control]:
-    """Those of `FOLDERS` are loaded, and gone in the end."""
+    """Load the adapters of `FOLDERS`; unload all at the end."""
     with Control(f"127.0.0.1:{server.server.control_port}", timeout=60) as made:
         for name, path in FOLDERS.items():
             made.load_lora(name, path)
@@ -74,7 +74,7 @@ def params(number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def wanted(folder: pathlib.Path) -> list[Any]:
-    """What `LLM` says to each prompt, with one adapter after another and with none."""
+    """Return the outputs of `LLM` for each prompt, with alternating adapters and without one."""
     llm = LLM(str(folder), dtype="float32", **SETTINGS, **LORAS, max_loras=2)
     paths = {name: LoRARequest(name, str(GOLDENS / path)) for name, path in FOLDERS.items()}
     loras = [paths.get(NAMES[number % len(NAMES)] or "") for number in range(len(prompts()))]
@@ -83,7 +83,7 @@ def wanted(folder: pathlib.Path) -> list[Any]:
 
 
 def values(server: Live) -> dict[str, float]:
-    """Figures of adapters by name, and by name and adapter."""
+    """Return the LoRA metrics of the server by sample name."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     samples = [sample for family in families for sample in family.samples if "lora" in sample.name]
@@ -173,7 +173,7 @@ def test_the_client_names_what_went_wrong(server: Live, control: Control) -> Non
         control.load_lora("poet", FOLDERS["poet"])
     with pytest.raises(InvalidRequest, match=r"lora_path '\.\./adapters' is not a path below"):
         control.load_lora("other", "../adapters")
-    with pytest.raises(InvalidRequest, match=r"lora_path=.*gpt2-all"):  # of another model
+    with pytest.raises(InvalidRequest, match=r"lora_path=.*gpt2-all"):  # an adapter of another model
         control.load_lora("other", "gpt2-all")
     with pytest.raises(NotFound):
         control.unload_lora("parrot")

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol with a client that we did not write: Triton's."""
+"""Tests of the Open Inference Protocol with an independent client, Triton's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXT = expected_text(IDS, 5, 0, 24)
 async def serving(
     mischief: Mischief = HARMLESS, ready: Callable[[], bool] = lambda: True, **how: Any
 ) -> AsyncIterator[tuple[Running, str]]:
-    """A server and where it listens."""
+    """Yield a server and its address."""
     async with running(mischief, more=lambda made: [(SERVICE, OpenInference(made, ready))], **how) as run:
         yield run, f"127.0.0.1:{run.servers.port}"
 
@@ -312,7 +312,7 @@ def _refusal(request: Any) -> str:
 
 
 def test_stream_infer_with_the_synchronous_client() -> None:
-    """Many requests over one stream: pieces assemble to the whole, the last says so, an error ends its request only."""
+    """Many requests share a stream: chunks add up to the whole, the last is marked, an error ends only its request."""
 
     def ask(target: str) -> dict[str, list[Any]]:
         got: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -334,7 +334,7 @@ def test_stream_infer_with_the_synchronous_client() -> None:
         return "bad" in found and all(key in found and final(found[key][-1]) for key in ("a", "b", "whole"))
 
     async def main() -> None:
-        async with serving(Mischief(seconds=0.005)) as (run, target):  # pieces that wait would be merged
+        async with serving(Mischief(seconds=0.005)) as (run, target):  # slow steps, so that chunks are not merged
             found = await asyncio.to_thread(ask, target)
             await run.baseline()
         for key in ("a", "b"):

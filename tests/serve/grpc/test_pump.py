@@ -1,4 +1,4 @@
-"""Pieces on their way from a generation to a transport that may be slow, fail, or be left."""
+"""Tests of `Pump`, which moves deltas from a generation to a transport that is slow, fails or is closed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 
 class Engine:
-    """One request with two outputs; it has what the test says."""
+    """A scripted engine with one request and two outputs."""
 
     def __init__(self) -> None:
         self.left: list[str] = []
@@ -47,7 +47,7 @@ class Engine:
 
 
 class Transport:
-    """Takes what is written; while it is shut, a write waits."""
+    """A transport that records writes; a write blocks while it is closed."""
 
     def __init__(self) -> None:
         self.tokens: list[list[int]] = [[], []]
@@ -71,7 +71,7 @@ Script = Callable[[Engine, Transport], Awaitable[None]]
 
 
 def played(script: Script) -> tuple[Engine, Transport]:
-    """The pump runs beside the script, and ends with it."""
+    """Run the pump concurrently with the script until both end."""
 
     async def scenario() -> tuple[Engine, Transport]:
         engine, transport = Engine(), Transport()
@@ -130,7 +130,7 @@ def test_what_comes_during_a_write_is_merged() -> None:
         engine.end()
         transport.open.set()
 
-    assert played(script)[1].begun == 3  # the first token, the others with the end, and the other output
+    assert played(script)[1].begun == 3  # the first token; the other tokens with the end; the other output
 
 
 def raised_by(write: Callable[[OutputDelta], Awaitable[None]], script: Callable[[Engine], None]) -> Exception:
@@ -140,7 +140,7 @@ def raised_by(write: Callable[[OutputDelta], Awaitable[None]], script: Callable[
         await asyncio.sleep(0)
         script(engine)
         await asyncio.wait([running], timeout=30)
-        engine.end()  # nobody is there any more
+        engine.end()  # the generation is no longer read
         error = running.exception()
         assert isinstance(error, Exception)
         return error
@@ -182,7 +182,7 @@ def test_nothing_is_written_for_who_has_gone(write: str) -> None:
         engine.put(0, 1)
         assert transport.begun == 1
         running.cancel()
-        if write == "ends":  # at the same time
+        if write == "ends":  # the write and the call end at the same time
             transport.open.set()
         engine.put(0, 2)
         begun = transport.begun

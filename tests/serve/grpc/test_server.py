@@ -1,4 +1,4 @@
-"""The server itself: TLS, limits, connections that are silent, readers that stop reading."""
+"""Tests of the gRPC server: TLS, limits, silent connections and readers that stop reading."""
 
 import asyncio
 import collections
@@ -29,7 +29,7 @@ CHECK = health_pb2.HealthCheckRequest()
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Two that signed themselves: one.crt, one.key, two.crt, two.key."""
+    """Return a folder with two self-signed certificates: one.crt, one.key, two.crt, two.key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("certificates")
@@ -53,7 +53,7 @@ async def reached(channel: aio.Channel) -> grpc.StatusCode:
 
 
 def install(folder: pathlib.Path, name: str, target: pathlib.Path) -> dict[str, str]:
-    """What the settings name, replaced as certificate managers do it."""
+    """Replace the files of the settings by a rename, as certificate managers do."""
     for end in ("crt", "key"):
         shutil.copy(folder / f"{name}.{end}", target / f"new.{end}")
         (target / f"new.{end}").rename(target / f"server.{end}")
@@ -73,7 +73,7 @@ def test_tls_and_certificates_that_are_replaced(certificates: pathlib.Path, tmp_
             assert await reached(secure(certificates, port, "two")) is grpc.StatusCode.OK
             assert await reached(secure(certificates, port, "one")) is grpc.StatusCode.UNAVAILABLE
             assert (await failure(server.inference.Generate(request()))).code is grpc.StatusCode.OK
-            (tmp_path / "server.crt").unlink()  # what cannot be read changes nothing
+            (tmp_path / "server.crt").unlink()  # an unreadable file changes nothing
             assert await reached(secure(certificates, port, "two")) is grpc.StatusCode.OK
 
     asyncio.run(story())
@@ -156,23 +156,23 @@ def test_a_silent_prefill_is_waited_for() -> None:
 
 SETTINGS, PING, GOAWAY = 4, 6, 7
 ACK = 1
-MAX_CONCURRENT_STREAMS = 3  # the setting's number
+MAX_CONCURRENT_STREAMS = 3  # number of the HTTP/2 setting
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
-    """Of HTTP/2, for the connection itself."""
+    """Return an HTTP/2 frame for stream 0."""
     return len(payload).to_bytes(3) + bytes([kind, flags]) + bytes(4) + payload
 
 
 async def silent_client(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection without a call."""
+    """Open a connection without a call."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
     return reader, writer
 
 
 async def until(reader: asyncio.StreamReader, kind: int, flags: int = 0) -> bytes:
-    """The payload of the next such frame."""
+    """Return the payload of the next frame of this kind."""
     async with asyncio.timeout(10):
         while True:
             head = await reader.readexactly(9)
@@ -219,7 +219,7 @@ def test_streams_of_a_connection_are_bounded() -> None:
 
 
 def test_a_burst_is_refused_in_our_words() -> None:
-    """gRPC's own limit of calls that are not yet looked at cancels them, without a word or a time to come back."""
+    """A burst of calls gets the server's errors; gRPC's limit of pending calls would give no message or retry time."""
 
     async def story() -> None:
         async with running() as server, contextlib.AsyncExitStack() as stack:
@@ -234,7 +234,7 @@ def test_a_burst_is_refused_in_our_words() -> None:
     asyncio.run(story())
 
 
-# Windows that do not grow: the server feels soon that nobody reads.
+# Fixed flow-control windows: the server soon notices that the client does not read.
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.use_local_subchannel_pool", 1)]
 MUCH = {"max_tokens": 1000, "logprobs": 20}
 
@@ -256,7 +256,7 @@ def test_a_reader_that_stops_is_cut_with_a_status_and_disturbs_nobody() -> None:
                 while server.frontend.active:
                     await asyncio.sleep(0.05)
             await server.baseline()
-            # Their statuses wait until they read; what could not be sent does not wait with them.
+            # The statuses wait for the reader; unsent data is freed.
             gc.collect()
             assert not any(isinstance(each, PositionLogprobs) for each in gc.get_objects())
             for call in (stuck, batch):

@@ -1,4 +1,4 @@
-"""Statuses of errors."""
+"""Tests of the gRPC status of each error."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A client of HTTP/2 frames, for what no library would send: half messages, silence, floods."""
+"""An HTTP/2 frame client for input that no library sends: partial messages, silence, floods."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6
 ACK = END_STREAM = 1
 END_HEADERS = 4
 INITIAL_WINDOW = 4
-"""The number of the setting."""
+"""Identifier of the HTTP/2 setting."""
 
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _MAX_FRAME = 16384
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
-    """Of HTTP/2."""
+    """Return an HTTP/2 frame."""
     return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
 
 
 def headers(path: str, *more: tuple[str, str]) -> bytes:
-    """Of a gRPC call, every field a literal that nobody need remember (RFC 7541, 6.2.2)."""
+    """Return the headers of a gRPC call, every field a literal without indexing (RFC 7541, 6.2.2)."""
     fields = [
         (":method", "POST"),
         (":scheme", "http"),
@@ -36,12 +36,12 @@ def headers(path: str, *more: tuple[str, str]) -> bytes:
 
 
 def prefix(size: int) -> bytes:
-    """What stands before a gRPC message of so many bytes."""
+    """Return the prefix of a gRPC message of ``size`` bytes."""
     return b"\0" + size.to_bytes(4)
 
 
 class Wire:
-    """A connection that sends what it is told, within the windows that the server gives it.
+    """A connection that sends raw frames within the server's flow-control windows.
 
     Attributes:
         ended: streams that the server has ended.
@@ -72,18 +72,18 @@ class Wire:
         self._writer.transport.abort()
 
     def open(self, path: str, *metadata: tuple[str, str]) -> int:
-        """Begin a call; its stream."""
+        """Begin a call; return its stream id."""
         stream, self._next = self._next, self._next + 2
         self._windows[stream] = self._initial
         self._writer.write(frame(HEADERS, headers(path, *metadata), END_HEADERS, stream))
         return stream
 
     def write(self, data: bytes) -> None:
-        """Frames as they are."""
+        """Write frames unchanged."""
         self._writer.write(data)
 
     async def send(self, stream: int, data: bytes, *, end: bool = False) -> int:
-        """Return when all is sent, or the server has ended the stream; how many bytes were sent."""
+        """Send until all is sent or the server has ended the stream; return the number of bytes sent."""
         at = 0
         while at < len(data) and stream not in self.ended and not self.closed.is_set():
             room = min(self._windows[0], self._windows[stream], _MAX_FRAME, len(data) - at)
@@ -100,13 +100,13 @@ class Wire:
         return at
 
     async def until_ended(self, *streams: int) -> None:
-        """The server has ended all of these."""
+        """Wait until the server has ended all of these streams."""
         while not self.ended.issuperset(streams):
             assert not self.closed.is_set(), "the connection is closed"
             await self.change()
 
     async def change(self) -> None:
-        """Return when the server has said something."""
+        """Wait for the next frame of the server."""
         changed = self._changed
         await changed.wait()
 
@@ -146,7 +146,7 @@ class Wire:
 
 
 def _text(text: str) -> bytes:
-    """A string of HPACK: its length with a prefix of 7 bits (RFC 7541, 5.1), and the bytes as they are."""
+    """Return an HPACK string: its length with a prefix of 7 bits (RFC 7541, 5.1), and the raw bytes."""
     data = text.encode()
     if len(data) < 127:
         return bytes([len(data)]) + data

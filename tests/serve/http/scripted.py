@@ -1,4 +1,4 @@
-"""A server whose model says what a test has written, special tokens and all, over the real scheduler."""
+"""A server whose model returns scripted answers, including special tokens, over the real scheduler."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ QWEN = """\
 {%- if add_generation_prompt %}[assistant]
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- endif %}"""
-"""As Qwen3's: tools, thoughts, calls and their results, and a switch for thinking."""
+"""Template like Qwen3's: tools, reasoning, calls and their results, and a switch for thinking."""
 
 SPECIAL = ("<think>", "</think>", "<|secret|>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 
 
 def tokenizer() -> Tokenizer:
-    """Bytes, and `SPECIAL`."""
+    """Return a tokenizer of bytes and `SPECIAL`."""
     library = fake_library()
     library.add_special_tokens(list(SPECIAL))
     return Tokenizer(LibraryBackend(library), SpecialIds(bos=BOS, eos=(EOS,), pad=PAD))
 
 
 def vocabulary() -> Vocabulary:
-    """What grammars know of it."""
+    """Return the tokenizer's vocabulary for grammars."""
     tokens = tokenizer()
     spelt = [tokens.token_bytes(number) for number in range(tokens.vocab_size)]
     return Vocabulary(spelt, frozenset(tokens.special_ids), tokens.eos_ids, tokens.vocab_size)
 
 
 class ScriptedRunner(FakeRunner):
-    """The answers to requests, in the order in which they come."""
+    """Runs requests with scripted answers, in order of arrival."""
 
     def __init__(self, answers: Sequence[str], tokens: Tokenizer) -> None:
-        super().__init__(Mischief(seconds=0.001))  # so that a stream gets more than one delta
+        super().__init__(Mischief(seconds=0.001))  # slow steps, so that a stream gets more than one delta
         self._answers = [[*tokens.encode(answer, add_special_tokens=False), EOS] for answer in answers]
         self._place: dict[str, int] = {}
 
@@ -70,7 +70,7 @@ class ScriptedRunner(FakeRunner):
 
 
 class ScriptedEngine(FakeEngine):
-    """`FakeEngine` with another runner."""
+    """`FakeEngine` with a `ScriptedRunner`."""
 
     def __init__(self, runner: ScriptedRunner) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ScriptedEngine(FakeEngine):
 async def speaker(
     *answers: str, parsers: Parsers | None = None, template: str = QWEN
 ) -> AsyncIterator[tuple[Frontend, AsyncEngine]]:
-    """What stands behind a door. ``parsers``: default: those that the template asks for."""
+    """Yield a front end and its engine. ``parsers``: default: detected from the template."""
     tokens = tokenizer()
     parsers = detect(template) if parsers is None else parsers
     async with AsyncEngine(ScriptedEngine(ScriptedRunner(answers, tokens))) as backend:
@@ -92,7 +92,7 @@ async def speaker(
 
 @contextlib.asynccontextmanager
 async def speaking(*answers: str, reasoning_fields: Sequence[str] | None = None, **how: Any) -> AsyncIterator[Running]:
-    """A server over HTTP. ``how``: see `speaker`."""
+    """Yield an HTTP server. ``how``: see `speaker`."""
     fields: dict[str, Any] = {} if reasoning_fields is None else {"reasoning_fields": reasoning_fields}
     async with speaker(*answers, **how) as (frontend, backend):
         door = Door("1.2.3", frontend=frontend, **fields)

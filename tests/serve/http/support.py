@@ -1,4 +1,4 @@
-"""A real server on a free port, over the front end and the fake engine."""
+"""A real HTTP server on a free port, over the front end and the fake engine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import Folders, make_store
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
 
-BOUND = 20.0  # seconds: a test that waits longer has failed
+BOUND = 20.0  # seconds; a test that waits longer fails
 
 
 @dataclasses.dataclass
 class Running:
-    """What a test needs of a server."""
+    """A running server and its parts."""
 
     door: Door
     server: HttpServer
@@ -59,7 +59,7 @@ class Running:
         return await asyncio.open_connection("127.0.0.1", self.server.port)
 
     async def quiet(self) -> None:
-        """Wait until no page is held and nothing runs: what was aborted leaves nothing behind."""
+        """Wait until no page is held and nothing runs."""
         assert self.engine is not None
         while True:
             stats = await self.engine.stats()
@@ -81,8 +81,8 @@ async def serving(
     operated: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Running]:
-    """``engine``: fields of `EngineConfig`; ``settings``: of `ServeConfig`; ``folders``: of adapters, and the ``root``
-    below which they are loaded."""
+    """Yield a server. ``engine``: fields of `EngineConfig`; ``settings``: fields of `ServeConfig`; ``folders``: adapter
+    folders, with the ``root`` below which they are loaded."""
     limits = ServeLimits() if limits is None else limits
     config = ServeConfig(model="fake", http_port=0, limits=limits, **settings)
     store = None if folders is None else make_store(folders)[0]
@@ -102,7 +102,7 @@ async def serving(
 async def listening(
     config: ServeConfig, door: Door, frontend: Frontend, backend: AsyncEngine
 ) -> AsyncIterator[Running]:
-    """A server of this door, until the block ends."""
+    """Yield a running server for this `Door`."""
     app = build_app(door)
     server = HttpServer(config, door, app)
     await server.start()
@@ -114,12 +114,12 @@ async def listening(
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """A test on an event loop of its own, within a bound."""
+    """Run a test on its own event loop, with a time limit."""
     asyncio.run(asyncio.wait_for(test(), BOUND + 10))
 
 
 def events(text: str) -> list[dict[str, Any] | str]:
-    """The data of server-sent events."""
+    """Return the data of server-sent events."""
     found: list[dict[str, Any] | str] = []
     for event in text.strip().split("\n\n"):
         data = event.split("data: ", 1)[1]
@@ -128,7 +128,7 @@ def events(text: str) -> list[dict[str, Any] | str]:
 
 
 async def raw(running: Running, request: bytes) -> bytes:
-    """All that a server answers until it closes the connection."""
+    """Return everything that the server sends until it closes the connection."""
     reader, writer = await running.connect()
     writer.write(request)
     await writer.drain()
@@ -138,6 +138,6 @@ async def raw(running: Running, request: bytes) -> bytes:
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
-    """A request with this body, after which the connection is closed."""
+    """Return a request with this body and ``Connection: close``."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
     return "\r\n".join([*lines, "Content-Type: application/json", *headers, "", ""]).encode() + body

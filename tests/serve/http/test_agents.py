@@ -1,4 +1,4 @@
-"""An agent calls tools until the model answers: one model, one loop for each door, each with its official client."""
+"""Tests of agent loops with tool calls: one model, and the official client of each API."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ def call(city: str) -> str:
     return f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
 
 
-# Two calls at once, one more behind what they returned, and then an answer.
+# Two parallel calls, one more call after their results, and then an answer.
 SAID = (
     f"<think>\nI need both.\n</think>\n\nLet me see.{call('Rome')}\n{call('Zürich 🦊')}",
     f"<think>\nOnce more.\n</think>\n\n{call('Rome')}",
@@ -28,7 +28,7 @@ CALLS = ["Rome", "Zürich 🦊", "Rome"]
 
 
 class Tools:
-    """The client's side of the loop: runs functions, and writes down with what."""
+    """The client's tools: runs functions and records their arguments."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -55,7 +55,7 @@ async def over_chat(running: Running, tools: Tools) -> str:
 
 
 def in_order(message: dict[str, Any]) -> dict[str, Any]:
-    """With the fields of functions in the order in which the other doors have them: the template shows the objects."""
+    """Return the message with function fields in the other APIs' order, because the template prints the objects."""
     for each in message.get("tool_calls", []):
         function = each["function"]
         each["function"] = {"name": function["name"], "arguments": function["arguments"]}
@@ -127,7 +127,7 @@ LOOPS = [over_chat, over_responses, over_streamed_responses, over_messages, over
 
 
 async def prompts(loop: Callable[[Running, Tools], Awaitable[str]]) -> list[str]:
-    """What the model was shown, turn by turn."""
+    """Return the prompt of each turn."""
     tools, seen = Tools(), []
     async with speaking(*SAID) as running:
         generate = running.frontend.generate

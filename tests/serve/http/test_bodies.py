@@ -1,4 +1,4 @@
-"""JSON that can be read in two ways, or that costs more than its size, is refused."""
+"""Tests that ambiguous or disproportionately expensive JSON is rejected."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The shape of one output, where the fake engine's log probabilities do not lead: equal texts, impossible tokens."""
+"""Tests of the fields of one output in cases that the fake engine lacks: equal token texts, impossible tokens."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from jaxinfer.types import PositionLogprobs, TokenLogprob
 
 
 class Words:
-    """Tokens 1 and 2 look alike; 9 is a special one."""
+    """A tokenizer in which tokens 1 and 2 have the same text; token 9 is special."""
 
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode(errors="replace")
@@ -19,7 +19,7 @@ class Words:
 
 
 def position(*candidates: tuple[int, float]) -> PositionLogprobs:
-    """The first is the chosen one, the others are the likeliest."""
+    """Return logprobs of a position: the first candidate is chosen, the others are the top ones."""
     chosen, *top = (TokenLogprob(token, logprob, rank) for rank, (token, logprob) in enumerate(candidates))
     return PositionLogprobs(chosen, tuple(top))
 

@@ -1,4 +1,4 @@
-"""What reaches the front end of a request over HTTP, and what several prompts in one request share."""
+"""Tests of the calls that the front end gets from HTTP requests, and of requests with several prompts."""
 
 import asyncio
 import dataclasses
@@ -42,7 +42,7 @@ def test_what_a_client_sets_reaches_the_front_end(tmp_path):
 
 
 def test_what_asks_for_nothing_is_no_mistake():
-    """Tools that the model shall not see, none at all, and calls side by side where there are none to call."""
+    """The server accepts hidden tools, empty lists of tools, and ``parallel_tool_calls`` without tools."""
 
     async def test():
         async with serving() as running, running.http() as client:

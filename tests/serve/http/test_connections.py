@@ -1,4 +1,4 @@
-"""Clients that are slow, greedy, rude or gone."""
+"""Tests of clients that are slow, flood the server, reset connections or disappear."""
 
 import asyncio
 import contextlib
@@ -23,12 +23,12 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 
 def status_of(answer):
-    """Of the first answer in what was read, which may begin with the rest of one before."""
+    """Return the status of the first response; the data may begin with the rest of an earlier one."""
     return int(answer[answer.index(b"HTTP/1.1 ") :].split()[1])
 
 
 async def closed(reader):
-    """What comes until the server closes."""
+    """Return the data received until the server closes."""
     with contextlib.suppress(ConnectionError):
         return await asyncio.wait_for(reader.read(), BOUND)
     return b""
@@ -124,7 +124,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(declared):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), BOUND)
             assert status_of(head) == 413
             with contextlib.suppress(ConnectionError):
-                while not reader.at_eof():  # what it goes on to send is thrown away, but not for ever
+                while not reader.at_eof():  # the server discards further data, up to a limit
                     writer.write(b"2710\r\n" + b"x" * 10_000 + b"\r\n")
                     await writer.drain()
                     await asyncio.sleep(0)
@@ -150,12 +150,12 @@ EARLY = [
 
 @pytest.mark.parametrize(("head", "status"), EARLY)
 def test_whoever_still_sends_can_read_the_refusal(head, status):
-    """And learns that the connection is closed: it could not be kept in step."""
+    """A client that is still sending can read the error and sees ``Connection: close``: the framing would be lost."""
 
     async def test():
         async with serving(limits=ServeLimits(message_bytes=1_000_000)) as running:
             reader, writer = await running.connect()
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # it is a kept one
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # a keep-alive connection
             assert b"close" not in await reader.readuntil(b"\r\n\r\n")
             writer.write(head)
             for _ in range(30):
@@ -262,8 +262,8 @@ def test_a_client_that_reads_nothing_is_cut_and_disturbs_no_one():
     async def test():
         async with serving(slow_reader_seconds=0.5) as running:
             (listener,) = running.server._server.servers[0].sockets
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # else the kernel takes megabytes
-            # Logprobs: a slow machine sends many tokens at once, which would be too little for all buffers.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # else the kernel buffers megabytes
+            # Logprobs enlarge the output: a slow machine merges tokens, which would then fit into the buffers.
             asked = {"prompt": "Hi", "max_tokens": 1500, "n": 4, "stream": True, "logprobs": 5}
             lazy = socket.socket()
             lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -318,7 +318,7 @@ LONG = {"prompt": "Hi", "max_tokens": 2000, "stream": True}
 
 
 async def asked(running, path):
-    """A connection on which one request was answered."""
+    """Return a connection on which one request was answered."""
     reader, writer = await running.connect()
     writer.write(GET % path)
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), BOUND)
@@ -334,7 +334,7 @@ async def accepted(running, count):
 
 
 async def streaming(running):
-    """A connection on which a request is being answered."""
+    """Return a connection with a streaming response in progress."""
     reader, writer = await running.connect()
     writer.write(post("/v1/completions", json.dumps(LONG).encode()))
     await asyncio.wait_for(reader.readuntil(b"data: "), BOUND)
@@ -361,7 +361,7 @@ def test_more_connections_than_are_allowed():
 
 
 def test_probes_that_stay_do_not_keep_others_out(tmp_path):
-    """The attack: every place is taken by keep-alive connections that ask for nothing but health."""
+    """Keep-alive connections that only request health checks and fill all slots do not keep other clients out."""
     path, key = tmp_path / "keys.yaml", new_key()
     path.write_text(key_entry(key, "me", ["infer"]))
     most, crowd = 8, 8 + SPARE
@@ -406,7 +406,7 @@ def test_who_is_idle_longest_gives_way_and_strangers_first():
 
 
 def test_a_door_where_all_are_busy_answers_the_last_who_come():
-    """Beyond those that are told so, too, the ones that wait longest give way: a probe is always answered."""
+    """If all connections are busy, new clients get an error; the oldest are cut, so that probes get an answer."""
 
     async def test():
         async with serving(Mischief(seconds=0.005), max_connections=1) as running:
@@ -427,7 +427,7 @@ def test_a_stop_ends_what_runs_and_frees_the_port():
             writer.write(post("/v1/completions", b'{"prompt": "Hi", "max_tokens": 2000, "stream": true}'))
             await reader.readuntil(b"data: ")
             await running.server.stop()
-            assert not (await closed(reader)).endswith(b"0\r\n\r\n")  # cut, and to be seen as such
+            assert not (await closed(reader)).endswith(b"0\r\n\r\n")  # visibly truncated
             with pytest.raises(OSError, match="Connect"):
                 await running.connect()
             await running.quiet()

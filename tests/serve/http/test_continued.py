@@ -1,4 +1,4 @@
-"""Messages of the assistant that the server continues: in chats by two fields, in Messages where they are the last."""
+"""Tests of continued assistant messages: by two fields in chats, and by a final assistant message in Messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def begun(content: Any, **more: Any) -> dict[str, Any]:
 
 
 async def chat(running: Running, *messages: Any, **fields: Any) -> tuple[dict[str, Any], str]:
-    """The message, and the prompt."""
+    """Return the message and the prompt."""
     asked = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True, **fields}
     async with running.http() as client:
         found = await client.post("/v1/chat/completions", json={"messages": messages, **asked})

@@ -1,4 +1,4 @@
-"""Requests on which a proxy and this server might disagree where they begin, where they end, or what they say."""
+"""Tests of requests whose start, end or content a proxy and this server might interpret differently."""
 
 import asyncio
 import contextlib
@@ -132,7 +132,7 @@ SERVED = {
 
 @contextlib.asynccontextmanager
 async def echoing(**settings):
-    """A server that answers "ok" to what it has read whole; with what it has seen: method, path, body, headers."""
+    """Yield a server that answers "ok" to each complete request, and the requests: method, path, body, headers."""
     seen = []
 
     async def app(scope, receive, send):
@@ -155,7 +155,7 @@ async def echoing(**settings):
 
 
 async def sent(server, data, *, split=False):
-    """All that is answered until the server closes, or until what was sent is answered and nothing follows."""
+    """Return the data received until the server closes or stops responding."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     for part in [data[at : at + 1] for at in range(len(data))] if split else [data]:
         writer.write(part)
@@ -320,7 +320,7 @@ def test_what_breaks_behind_good_requests_leaves_them_their_answers():
 
 
 def test_who_is_gone_when_he_is_to_be_told_what_broke_is_no_fault_of_the_server(monkeypatch, caplog):
-    """The kernel knows of a reset before the event loop does, and will not close half of such a connection."""
+    """No server error is logged if the kernel knows of a reset before the event loop and ``shutdown`` fails."""
 
     def gone(*_):
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
@@ -340,7 +340,7 @@ def test_who_is_gone_when_he_is_to_be_told_what_broke_is_no_fault_of_the_server(
 
 
 def test_requests_on_one_connection_have_a_bound():
-    """Each costs a hundred times its bytes while it waits."""
+    """Pipelined requests are limited: each takes a hundred times its bytes while it waits."""
 
     async def test():
         async with echoing() as (server, seen):
@@ -377,7 +377,7 @@ def test_who_goes_with_requests_behind_another_leaves_nothing():
             while not (await running.engine.stats()).running:
                 await asyncio.sleep(0.005)
             writer.transport.abort()
-            async with asyncio.timeout(5):  # on its own the first alone would take 15 s
+            async with asyncio.timeout(5):  # the first request alone would take 15 s
                 await running.quiet()
 
     run(test)

@@ -1,4 +1,4 @@
-"""Fields without effect, over three APIs: they are accepted, and a header names them; misspelt ones are refused."""
+"""Tests of fields without effect in three APIs: accepted and listed in a header; misspelt fields are rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REASONING = {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content"
 REDACTED = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 
-# Fields beyond the base, and what the header says.
+# Additional fields, and the expected header.
 ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {}, ""),
     (CHAT, {"store": False, "service_tier": "auto", "verbosity": "medium", "user": None}, ""),
@@ -114,7 +114,7 @@ def test_thinking_that_a_template_cannot_be_told(template: str, thinking: Any, h
     run(test)
 
 
-# Misspelt, or as others call them; and what the refusal ends with.
+# Misspelt fields, fields of other servers, and the end of the expected error.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"temprature": 1}, "temprature is not a field of this request: did you mean temperature?"),
     (
@@ -186,7 +186,7 @@ GUIDED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_the_older_names_of_constraints_hold_the_output(path: str) -> None:
-    """The scripted engine fails where the model says what its constraint forbids."""
+    """Legacy names of constraints work; the scripted engine fails if an answer violates its constraint."""
 
     async def test() -> None:
         base: dict[str, Any] = {**BASE.get(path, {"prompt": "Hi"}), "max_tokens": 50}

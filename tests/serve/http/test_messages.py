@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over HTTP, with the official client: whole, streamed, and an agent that calls tools."""
+"""Tests of tool calls and reasoning over HTTP with the official client: unary, streamed, and an agent loop."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ class Weather(pydantic.BaseModel):
 
 
 async def collected(stream: Any) -> dict[str, Any]:
-    """What a client makes of a stream."""
+    """Return the message that a client assembles from a stream."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": "", "calls": [], "reason": None}
     async for chunk in stream:
         for choice in chunk.choices:
@@ -303,7 +303,7 @@ def test_choices_hold_the_output_to_calls(choice: Any) -> None:
             (call,) = answer.choices[0].message.tool_calls or []
             assert json.loads(call.function.arguments) == {"city": "Zürich 🦊"}
             assert answer.choices[0].finish_reason == "tool_calls"
-            if choice == "required":  # the model of the test takes no notice of masks
+            if choice == "required":  # the scripted model ignores masks
                 with pytest.raises(openai.APIError, match="structured_outputs"):
                     await client.chat.completions.create(**ASKED, tool_choice=choice)
 

@@ -1,4 +1,4 @@
-"""Models by name: the one that is served, its adapters, and vLLM's routes that load and unload them."""
+"""Tests of models by name: the base model, its adapters, and vLLM's routes that load and unload adapters."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def folder(root: pathlib.Path, folders: Folders, name: str, content: int) -> str
 
 @contextlib.asynccontextmanager
 async def served(root: pathlib.Path, **settings: Any):
-    """Two adapters: their client, the server, and the folders, of which a third is not loaded."""
+    """Yield a server with two loaded adapters, its client, and the folders, one of which is not loaded."""
     folders = Folders()
     async with serving(folders=folders, root=root, **settings) as running, running.http() as client:
         for content, name in enumerate(("pirate", "poet", "third"), 1):
@@ -89,7 +89,7 @@ def test_answers_have_the_name_that_was_asked_for(tmp_path, path, body):
 
 
 def requested(running) -> set[str | None]:
-    """Identities of the adapters of requests, of all since this was asked last."""
+    """Return the identities of the adapters in requests since the last call."""
     found = {None if lora is None else lora.identity for lora in running.submitted}
     running.submitted.clear()
     return found
@@ -153,7 +153,7 @@ def test_adapters_come_and_go(tmp_path):
 
 
 def test_a_reload_changes_none_of_the_prompts_of_a_request(tmp_path):
-    """Nor one that waits: all prompts that came together have the adapter that its name meant then."""
+    """A reload does not affect waiting prompts: all prompts of a request use the adapter loaded at its arrival."""
 
     async def test():
         async with served(tmp_path, engine={"max_num_seqs": 1}) as (running, client, folders):

@@ -1,4 +1,4 @@
-"""The official client against a real server."""
+"""Tests with the official OpenAI client on a real server."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ def ids(text):
 
 
 def clean(text):
-    """Without a character that is cut off at the end."""
+    """Return the text without a truncated character at the end."""
     return text.rstrip("�")
 
 

@@ -1,4 +1,4 @@
-"""Figures, the page, tokens, and the demo model."""
+"""Tests of metrics, the OpenAPI page, tokenization, and the demo model."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -95,7 +95,7 @@ def resolve(schema, reference):
 
 
 def test_a_long_text_and_its_tokens():
-    """Which are written in pieces."""
+    """The server tokenizes a long text, and writes the response in chunks."""
 
     async def test():
         text = "né" * 5000

@@ -1,4 +1,4 @@
-"""Pages in browsers (CORS): those of allowed origins, and no others."""
+"""Tests of CORS: only pages of allowed origins may read responses."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def preflight(origin: str) -> dict[str, str]:
 
 
 def test_a_page_of_an_allowed_origin_may_ask_with_its_key(tmp_path):
-    """A browser asks first without the key; what is refused is told to the page, too."""
+    """The preflight request has no key; errors are readable by the page, too."""
     key = new_key()
     (tmp_path / "keys.yaml").write_text(key_entry(key, "alice", ["infer"]))
 

@@ -1,4 +1,4 @@
-"""The OpenAPI page: all of it comes from this server."""
+"""Tests of the OpenAPI page: this server provides all of its resources."""
 
 import re
 

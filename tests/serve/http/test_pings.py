@@ -1,4 +1,4 @@
-"""Streams that wait say so: with a comment, or with Anthropic's event."""
+"""Tests of keep-alive signals in waiting streams: a comment, or Anthropic's event."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_stream_that_waits_gives_signs_of_life(path: str, fields: dict[str, An
             events = seen.strip().split("\n\n")
             assert seen.count(sign) >= 3
             assert all(event == sign for event in events if event.startswith(":"))
-            assert any(word in seen for word in ('"stop"', "end_turn", "response.completed"))  # it went on
+            assert any(word in seen for word in ('"stop"', "end_turn", "response.completed"))  # the stream continued
 
     run(test)
 

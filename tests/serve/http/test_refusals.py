@@ -1,4 +1,4 @@
-"""What is refused, with which status, in which words."""
+"""Tests of rejected requests, their statuses and messages."""
 
 import json
 import logging

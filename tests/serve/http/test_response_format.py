@@ -1,4 +1,4 @@
-"""``response_format`` becomes ``structured_outputs``, or is refused naming the part that is wrong."""
+"""Tests that ``response_format`` becomes ``structured_outputs``, or an error that names the invalid field."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""What the server answers it accepts: 50 answers, cut at every ``max_tokens``, over three APIs, sent back as they are.
+"""Tests that the server accepts its own responses: 50 answers, cut at every ``max_tokens``, over three APIs.
 
-The answers are made by the doors' own writers, from tokens of one byte, and read by the doors' own bodies; the template
-renders them. Two turns over HTTP show that nothing else stands between.
+The APIs' own writers produce the responses from one-byte tokens, the APIs' own request bodies read them, and the
+template renders them. Two turns over HTTP check the rest of the path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STRICT = """\
 {%- endfor %}
 {% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
-"""As templates that fail on content that is no text and on arguments that are no object: GLM's, MiniMax's."""
+"""Template that fails on non-text content and on arguments that are not an object, like those of GLM and MiniMax."""
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 HI = {"role": "user", "content": "Hi"}
 
@@ -76,7 +76,7 @@ TOKENS = tokenizer()
 
 
 def cut_answers() -> Iterator[tuple[str, OutputDelta]]:
-    """Each answer at each ``max_tokens``, in one delta."""
+    """Yield each answer at each ``max_tokens``, in one delta."""
     for answer in ANSWERS:
         ids = TOKENS.encode(answer, add_special_tokens=False)
         for most in range(1, len(ids) + 1):
@@ -87,7 +87,7 @@ def cut_answers() -> Iterator[tuple[str, OutputDelta]]:
 
 @dataclasses.dataclass
 class Spoken:
-    """What the writers need of a server that has answered."""
+    """Stand-in for the state of an answered request that the writers need."""
 
     body: ChatCompletionRequest
 
@@ -200,7 +200,7 @@ SAID = f"<think>\nHm.\n</think>\n\nSee: {_CALLS[0]}"
 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_same_over_http(door: str) -> None:
-    """One answer, cut at every eighth token; the next turn has the message as it came, and what its call returned."""
+    """Over HTTP, the next turn accepts the message, cut at every eighth token."""
 
     async def test() -> None:
         path, first, limit = PATHS[door]

@@ -1,4 +1,4 @@
-"""TLS, clients with certificates, and files that change."""
+"""Tests of TLS, client certificates, and certificate files that change."""
 
 import shutil
 import ssl
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 
 
 def certify(folder, name):
-    """A certificate for 127.0.0.1 that is its own authority, and its key."""
+    """Return a self-signed certificate for 127.0.0.1 and its key."""
     files = folder / f"{name}.pem", folder / f"{name}.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "1", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -49,7 +49,7 @@ def test_files_are_read_again_when_they_change(tmp_path):
                 assert (await client.get("/health")).status_code == 200
                 use(second)
                 running.server._tls.reload()
-                assert (await client.get("/health")).status_code == 200  # a connection that is open stays
+                assert (await client.get("/health")).status_code == 200  # an open connection stays
             async with running.http(verify=trusting(second[0])) as client:
                 assert (await client.get("/health")).status_code == 200
                 cert.write_text("broken")

@@ -1,4 +1,4 @@
-"""Subscribers that know no more than the formats say: of `vllm.grpc.engine`, and of vLLM's messages over ZMQ."""
+"""Independent subscribers, written from the formats alone: `vllm.grpc.engine`, and vLLM's messages over ZMQ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kv.journals import mediums, shareable
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """As vllm/distributed/kv_events.py declares them (vLLM 0.33): names, order, defaults and tags."""
+    """Batch as declared in vllm/distributed/kv_events.py (vLLM 0.33): names, order, defaults and tags."""
 
     ts: float
     events: list[Any]
@@ -50,7 +50,7 @@ class KVEventBatch(EventBatch):
 
 
 class LegacyEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """As they were before events became maps."""
+    """Array-encoded event, the format before events became maps."""
 
 
 class LegacyStored(LegacyEvent, tag="BlockStored"):
@@ -83,12 +83,12 @@ Known = dict[int, tuple[int | None, tuple[int, ...], set[str]]]
 
 
 def low(digest: bytes | int) -> int:
-    """The last 64 bits, signed."""
+    """Return the last 64 bits of a digest as a signed integer."""
     return int.from_bytes(digest[-8:], signed=True) if isinstance(digest, bytes) else digest
 
 
 class Router:
-    """The blocks of one engine, by their short hashes: parent, tokens and mediums of each."""
+    """The blocks of one engine by their short hashes: parent, tokens and mediums of each."""
 
     def __init__(self) -> None:
         self.known: Known = {}
@@ -110,12 +110,12 @@ class Router:
                 del self.known[digest]
 
     def take_message(self, message: Any) -> bool:
-        """A KvEventBatch, by the comments of common.proto; false: there is a gap before it."""
+        """Apply a KvEventBatch by the comments of common.proto; return False if batches are missing before it."""
         if message.load.load_only:
             return True
         number = message.sequence_number
         if not message.HasField("snapshot") and self.cursor and number <= self.cursor:
-            return True  # it has come before
+            return True  # duplicate
         begins = message.HasField("snapshot") and message.snapshot.index == 0
         if self.cursor and number != self.cursor + 1 and not begins:
             return False
@@ -137,7 +137,7 @@ class Router:
         self.store(hashes, parent, tokens, stored.blocks[0].block_size, stored.medium)
 
     def take_events(self, number: int, events: list[Any]) -> bool:
-        """Decoded events of vLLM's message; false: there is a gap before it."""
+        """Apply decoded events of a vLLM message; return False if messages are missing before it."""
         if self.cursor and number <= self.cursor:
             return True
         if self.cursor and number != self.cursor + 1:
@@ -156,7 +156,7 @@ class Router:
 
 
 def truth(kv: Any) -> Known:
-    """What a router must know of an engine, read off its tree."""
+    """Return the state that a router must have, read from the engine's prefix tree."""
     found: Known = {}
     for node in shareable(kv).values():
         above = None if node.parent.parent is None else low(node.parent.digest)

@@ -1,4 +1,4 @@
-"""What a subscriber is told, from any point on, is what is cached: whatever is lost, doubled or restarted."""
+"""Randomised test: a subscriber's state equals the cached blocks despite lost or duplicate messages and restarts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxinfer.serve.kv_events.hub import Batch, Chunk, Hub, Subscription
 from tests.kv.test_kv_machine import PAGE, PAGES, RARE, SLOTS, WEIGHTS, WIDTH, Cache, _allowed, _arguments
 from tests.serve.kv_events.subscribers import DECODERS, Router, truth
 
-KEPT = 40  # batches: so few that many come too late
+KEPT = 40  # batches; few, so that subscribers often miss some
 RULES = WEIGHTS | RARE | {"look": 8, "core": 0.05, "doors": 0.02, "subscriber": 2.0}
 
 
 class GrpcSubscriber:
-    """Reads a stream that is cut now and then, and begins again where it was, or before that."""
+    """Reads a stream that is sometimes cut, and resubscribes at its cursor or earlier."""
 
     def __init__(self, world: World) -> None:
         self.world, self.router = world, Router()
@@ -38,7 +38,7 @@ class GrpcSubscriber:
             case "forget":
                 self.leave()
                 self.router = Router()
-            case "back":  # it asks for some that it has had
+            case "back":  # resubscribes before its cursor
                 self.leave()
                 self.join(max(1, self.router.cursor - rng.randint(0, 5)) if self.router.cursor else 0)
 
@@ -74,7 +74,7 @@ class GrpcSubscriber:
 
 
 class ZmqSubscriber:
-    """Frames that get lost or come twice; what it has missed it asks for. It begins with the doors, as it must."""
+    """Receives frames with losses and duplicates, and requests missing ones. It has to start with the API server."""
 
     def __init__(self, world: World, form: str) -> None:
         self.world, self.form, self.encoder = world, form, Encoder(form)
@@ -102,14 +102,14 @@ class ZmqSubscriber:
 
     def _ask(self) -> None:
         kept = self.world.hub.since(self.router.cursor + 1)
-        if kept is None:  # nothing can mend that over ZMQ but to begin anew, with the next clearing
+        if kept is None:  # over ZMQ the only recovery is to restart at the next clear event
             self.router = Router()
             return
         for batch in kept:
             assert self.router.take_events(batch.number, DECODERS[self.form].decode(self.encoder.encode(batch)).events)
 
     def check(self) -> None:
-        """Ask for what is missing; where all of it is kept, nothing is."""
+        """Request missing batches; the state must be complete if the hub still has all of them."""
         for number, payload in self.frames:
             self._take(number, payload)
         self.frames.clear()
@@ -119,7 +119,7 @@ class ZmqSubscriber:
 
 
 class World:
-    """Engines one after the other, doors one after the other, and subscribers who outlive them."""
+    """A sequence of engines and of API servers, and subscribers that outlive them."""
 
     def __init__(self, config: KVConfig, rng: random.Random) -> None:
         self.config, self.rng, self.now = config, rng, itertools.count(1_000_000)
@@ -128,7 +128,7 @@ class World:
         self.doors()
 
     def doors(self) -> None:
-        """Other doors, and with them another engine."""
+        """Restart the API server, and with it the engine."""
         for subscriber in self.grpc:
             subscriber.leave()
         self.hub = Hub(clock=lambda: float(next(self.now)))
@@ -139,7 +139,7 @@ class World:
         self.new_core()
 
     def core(self) -> None:
-        """The engine dies, and another one is started."""
+        """Kill the engine and start another one."""
         self.hub.begin()
         self.told = {}
         for subscriber in self.grpc:
@@ -155,7 +155,7 @@ class World:
         self.telling = Telling([self.machine.kv.start_journal()], None)
 
     def look(self) -> None:
-        """The end of a step: what it has changed crosses to the doors."""
+        """End a step: its changes are sent to the API server."""
         for message in self.telling.messages():
             self.hub.take(pb.KvEvents.FromString(message.SerializeToString()))
         self.told = truth(self.machine.kv)

@@ -1,4 +1,4 @@
-"""Numbers, what is kept, snapshots, and subscribers that do not keep up."""
+"""Tests of `Hub`: sequence numbers, retained batches, snapshots, and slow subscribers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxinfer.serve.kv_events.hub import Batch, Chunk, Hub, LaggedError
 
 
 def stored(*names: str, parent: str | None = None, medium: str = "GPU", rank: int = 0) -> pb.KvEvents:
-    """A chain of pages of one token each."""
+    """Return the event of a chain of pages with one token each."""
     hashes = [name.encode().rjust(32, b"\0") for name in names]
     above = None if parent is None else parent.encode().rjust(32, b"\0")
     run = pb.KvStored(medium=medium, parent=above, hashes=hashes, tokens=b"\1\0\0\0" * len(names))

@@ -1,4 +1,4 @@
-"""A whole server: its engine's cache as subscribers hear of it, while it works, rests, and is killed."""
+"""Tests of KV events of a whole server: the subscribers' view of its cache while it works, idles and is killed."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ async def reset(server: ServerProcess) -> int:
 
 
 class Heard:
-    """A subscription over gRPC, and what it has brought."""
+    """A gRPC subscription and the state received."""
 
     def __init__(self, call: Any) -> None:
         self.router, self.loads, self.chunks = Router(), list[Any](), 0
         self._call = call
 
     async def until(self, condition) -> None:
-        """Return when it is true of the router, after some message or before the first."""
+        """Read messages until the condition holds for the router; it may hold at once."""
         async with asyncio.timeout(BOUND):
             while not condition(self.router):
                 message = await self._call.read()
@@ -75,19 +75,19 @@ async def subscribed(server: ServerProcess, number: int = 0) -> AsyncIterator[He
 
 
 def pages(router: Router) -> set[str]:
-    """The texts of the pages that are known."""
+    """Return the texts of the known pages."""
     return {bytes(token - 3 for token in tokens).decode() for _, tokens, _ in router.known.values()}
 
 
 async def clients(server: ServerProcess, most: int) -> AsyncIterator[httpx.AsyncClient]:
-    """The same one so often: to make one takes longer than what is measured."""
+    """Yield the same client ``most`` times: creating one takes longer than the measured times."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.http_port}", timeout=BOUND) as client:
         for _ in range(most):
             yield client
 
 
 async def cleared_after(heard: Heard, client: httpx.AsyncClient) -> float:
-    """Seconds from a reset of an engine that rests to its event."""
+    """Return the seconds from a cache reset of an idle engine to its event."""
     await client.post("/v1/completions", json={"prompt": "d" * PAGE + "e", "max_tokens": 1})
     await heard.until(lambda router: "d" * PAGE in pages(router))
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Over ZMQ: frames as vLLM's subscribers take them, decoded by declarations of its structs, and replays."""
+"""Tests of KV events over ZMQ: frames decoded by declarations of vLLM's structs, and replays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def publishing(form: str = "map", **changes):
 
 
 async def subscribed(hub: Hub, publisher: Publisher, context) -> zmq.asyncio.Socket:
-    """A subscriber that hears: PUB tells nobody who has come."""
+    """Return a subscriber that is connected: PUB does not report new subscribers."""
     sub = context.socket(zmq.SUB)
     sub.connect(publisher.endpoint)
     sub.subscribe("kv@")
@@ -166,7 +166,7 @@ def test_events_of_many_pages_stay_one_message():
 
 
 def test_one_that_never_reads_is_given_up_and_holds_little(monkeypatch) -> None:
-    """10,000 batches of 20 KB each would be 200 MB; others are served meanwhile."""
+    """A replay client that never reads is dropped before it holds 10,000 batches (200 MB); other clients are served."""
     monkeypatch.setattr(publisher_module, "_SLOW_SECONDS", 0.5)
 
     async def run() -> None:
@@ -181,6 +181,6 @@ def test_one_that_never_reads_is_given_up_and_holds_little(monkeypatch) -> None:
             while publisher._replays:
                 assert malloc_trim.resident() - before < 50 << 20
                 await asyncio.sleep(0.01)
-            assert len(await replayed(context, publisher, 9_990)) == 11  # with the end
+            assert len(await replayed(context, publisher, 9_990)) == 11  # including the end marker
 
     asyncio.run(run())

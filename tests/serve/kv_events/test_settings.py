@@ -1,4 +1,4 @@
-"""Settings that are refused, by name and with the reason."""
+"""Tests of rejected KV event settings and their errors."""
 
 import pytest
 

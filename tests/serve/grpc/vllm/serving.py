@@ -1,4 +1,4 @@
-"""vLLM's service over the fake engine, and a client of it."""
+"""vLLM's gRPC service over the fake engine, with a client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDS = [FIRST_BYTE + byte for byte in PROMPT.encode()]
 
 @dataclasses.dataclass
 class State:
-    """What a test may change: how the engine is, and where the tokenizer lies."""
+    """Server state that a test may change: the condition of the engine, and the tokenizer folder."""
 
     condition: Condition = dataclasses.field(default_factory=lambda: Condition(READY))
     folder: pathlib.Path = pathlib.Path("/nowhere")
@@ -41,7 +41,7 @@ class State:
 
 
 def vllm_service(frontend: Callable[[], Frontend], state: State | None = None) -> list[Any]:
-    """For `running`'s ``more``."""
+    """Return the argument ``more`` of `running`."""
     return [(service(), VllmEngine(frontend, (state or State()).served))]
 
 
@@ -49,7 +49,7 @@ def vllm_service(frontend: Callable[[], Frontend], state: State | None = None) -
 async def serving(
     mischief: Mischief = WELL, profiling: bool = False, operated: bool = True, **how: Any
 ) -> AsyncIterator[tuple[Running, Any, State]]:
-    """A server, a stub of the service, and what may be changed."""
+    """Yield a server, a stub of the service, and the mutable state."""
     with tempfile.TemporaryDirectory() as folder:
         state = State(folder=write_fake_folder(pathlib.Path(folder) / "model"), profiling=profiling, operated=operated)
         async with running(mischief, more=lambda frontend: vllm_service(frontend, state), **how) as run:
@@ -57,7 +57,7 @@ async def serving(
 
 
 def request(**fields: Any) -> Any:
-    """Four tokens for `IDS`, unless told otherwise; ``sampling`` are fields of SamplingParams."""
+    """Return a request for four tokens after `IDS`, unless given otherwise; ``sampling``: fields of SamplingParams."""
     sampling = pb.SamplingParams(**{"max_tokens": 4, "seed": 1, **fields.pop("sampling", {})})
     given = fields if fields.keys() & {"tokenized", "text"} else {"tokenized": {"input_ids": IDS}, **fields}
     return pb.GenerateRequest(sampling_params=sampling, **given)

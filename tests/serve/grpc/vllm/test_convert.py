@@ -1,4 +1,4 @@
-"""GenerateRequest and Call: each field is mapped, or refused by name."""
+"""Tests of the conversion of GenerateRequest to Call: each field is mapped, or rejected by name."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxinfer.serve.grpc.vllm import convert
 from jaxinfer.serve.grpc.vllm.messages import pb
 from tests.serve.grpc.vllm.serving import IDS, request
 
-# What an empty message means to vLLM.
+# vLLM's meaning of an empty message.
 NOTHING: dict[str, Any] = {
     "n": 1,
     "temperature": 1.0,
@@ -63,7 +63,7 @@ def names(message: Any) -> set[str]:
 
 
 def test_no_field_is_overlooked() -> None:
-    """A package of messages with a field more fails here until that is mapped or refused."""
+    """A new field in the protobuf package fails here until it is mapped or rejected."""
     assert names(pb.GenerateRequest) == convert.REQUEST_FIELDS | convert.REFUSED.keys()
     assert names(pb.SamplingParams) == convert.SAMPLING_FIELDS | convert.WITHOUT_EFFECT
     besides = {*convert.CONSTRAINTS, "truncate_prompt_tokens", "grammar_from_first_token"}

@@ -1,4 +1,4 @@
-"""Generate and Abort, over the fake engine, beside our own service."""
+"""Tests of Generate and Abort over the fake engine, compared with `jaxinfer.v1.Inference`."""
 
 import asyncio
 import dataclasses
@@ -19,7 +19,7 @@ SLOW = Mischief(seconds=0.05)
 
 @dataclasses.dataclass
 class Heard:
-    """One output, put together as a router does it."""
+    """An output, assembled as a router does."""
 
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[tuple[int, float, list[int], list[float]]] = dataclasses.field(default_factory=list)
@@ -27,7 +27,7 @@ class Heard:
 
 
 async def heard(call: Any) -> list[Heard]:
-    """The outputs of a call, by index; checks what each stream must be."""
+    """Return the outputs of a call by index; check the invariants of the stream."""
     outputs: dict[int, Heard] = {}
     async for response in call:
         part = getattr(response, response.WhichOneof("response"))
@@ -56,7 +56,7 @@ def logprobs_of(found: Any) -> list[tuple[int, float, list[int], list[float]]]:
 
 
 async def ours(run: Any, fields: dict[str, Any]) -> list[tuple[list[int], list[Any], str, Any]]:
-    """Tokens, log probabilities, reason and what stopped it, as `jaxinfer.v1.Inference` says them."""
+    """Return tokens, logprobs, finish reason and stop reason from `jaxinfer.v1.Inference`."""
     found: dict[int, tuple[list[int], list[Any], list[str], list[Any]]] = {}
     sampling = inference_pb2.SamplingParams(**fields)
     asked = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=IDS), sampling=sampling)

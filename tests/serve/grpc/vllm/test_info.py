@@ -1,4 +1,4 @@
-"""What the service says of the server and its model."""
+"""Tests of the service's information on the server and its model."""
 
 import asyncio
 import json

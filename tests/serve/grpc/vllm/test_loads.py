@@ -1,4 +1,4 @@
-"""GetLoads, FlushCache and profiles."""
+"""Tests of GetLoads, FlushCache and profiles."""
 
 import asyncio
 import datetime

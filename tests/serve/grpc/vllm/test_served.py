@@ -1,4 +1,4 @@
-"""The service of a whole server: it is there if it is asked for, and goes when the server drains."""
+"""Tests of the service in a whole server: it exists if enabled, and stops when the server drains."""
 
 import pathlib
 

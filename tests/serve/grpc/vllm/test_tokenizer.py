@@ -1,4 +1,4 @@
-"""The archive of a tokenizer: what is in it, and what never is."""
+"""Tests of the tokenizer archive: files that it contains, and files that it never contains."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` with the official client: whole, streamed, counted, and refused."""
+"""Tests of ``POST /v1/messages`` with the official client: unary, streamed, token counts and errors."""
 
 import asyncio
 import pathlib
@@ -46,7 +46,7 @@ async def streamed(running: Running, **body: Any) -> list[Any]:
 
 
 def check_events(found: list[Any]) -> dict[str, Any]:
-    """The official order, block by block; returns the message that they add up to, with inputs as text."""
+    """Check the official event order, block by block; return the assembled message, with inputs as text."""
     types = [each["type"] for each in found]
     assert types[:2] == ["message_start", "ping"]
     assert types[-2:] == ["message_delta", "message_stop"]
@@ -132,7 +132,7 @@ def test_every_familys_answer_streams_as_it_is(case: Any) -> None:
                 said = other.get("text", other.get("thinking"))
                 assert said is None or one["said"] == said
             assert found["stop_reason"] == whole["stop_reason"]
-            if not case.prompt:  # else the prompt has begun the thought, as this template does not
+            if not case.prompt:  # else the prompt opens the thought, which this template does not do
                 calls = [(each["name"], each["input"]) for each in whole["content"] if each["type"] == "tool_use"]
                 assert calls == [(name, object_of(said)) for name, said in case.calls]
 
@@ -194,7 +194,7 @@ def test_thinking_reaches_the_template() -> None:
                 message = await client.messages.create(model="fake", messages=MESSAGES, max_tokens=9, thinking=thinking)
                 assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == counted.input_tokens
                 counts.append(counted.input_tokens)
-            assert counts[1] - counts[0] == 2  # <think></think>, each a token
+            assert counts[1] - counts[0] == 2  # <think></think>, one token each
 
     run(test)
 

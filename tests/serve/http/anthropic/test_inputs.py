@@ -1,4 +1,4 @@
-"""Messages, blocks and tools of Anthropic's, as a chat's; and what of them is refused."""
+"""Tests of the conversion of Anthropic's messages, blocks and tools to a chat, and of inputs that are rejected."""
 
 import itertools
 from typing import Any
@@ -152,7 +152,7 @@ def test_choices_are_those_of_a_chat(choice: Any, made: Any, parallel: bool | No
     run(test)
 
 
-BOTH = {"enable_thinking": True, "thinking": True}  # of the one name the other is a part
+BOTH = {"enable_thinking": True, "thinking": True}  # one name is a substring of the other
 EFFORTS = "{{ messages }}</think>{{ reasoning_effort }}"
 SILENT = "{{ messages }}"
 
@@ -164,7 +164,7 @@ SILENT = "{{ messages }}"
         (QWEN, {"type": "disabled"}, "none", None),
         (QWEN, {"type": "adaptive"}, None, None),
         (EFFORTS, {"type": "disabled"}, "none", None),
-        (EFFORTS, {"type": "enabled", "budget_tokens": 2000}, None, {}),  # it thinks anyway
+        (EFFORTS, {"type": "enabled", "budget_tokens": 2000}, None, {}),  # the model thinks by default
         (SILENT, {"type": "disabled"}, None, None),
         (SILENT, {"type": "adaptive", "display": "summarized"}, None, None),
     ],

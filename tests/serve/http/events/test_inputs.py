@@ -1,4 +1,4 @@
-"""What other doors' bodies share on their way to a chat: turns, items, and refusals in the client's words."""
+"""Tests of shared conversions from API bodies to a chat: turns, items, and errors that name the client's fields."""
 
 import pytest
 

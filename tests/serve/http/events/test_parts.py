@@ -1,4 +1,4 @@
-"""Answers as parts: whatever the model's tokens and the deltas are, the parts are those of the whole text."""
+"""Tests of answers as parts: the parts do not depend on how tokens and deltas split the text."""
 
 import codecs
 import dataclasses
@@ -25,7 +25,7 @@ CASE = st.sampled_from(CASES)
 
 @dataclasses.dataclass
 class Spelt:
-    """Tokens by place: 0 is hidden, the others are as drawn."""
+    """A tokenizer with random tokens by id; token 0 is hidden."""
 
     tokens: list[bytes]
 
@@ -43,7 +43,7 @@ def new_parser(case: Case) -> Parser:
 
 
 def deltas(tokens: list[bytes], groups: list[int], reason: str = "stop") -> list[OutputDelta]:
-    """Deltas of so many tokens each, and of an end token; texts are whole characters."""
+    """Return deltas with these groups of tokens, and an end token; texts are whole characters."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     ids, found = [*range(1, len(tokens) + 1), HIDDEN], []
     for first, end in itertools.pairwise([0, *groups, len(ids)]):
@@ -64,7 +64,7 @@ def split(data: st.DataObject, length: int) -> list[int]:
 
 
 def check_steps(steps: list[Step], reader: PartReader) -> None:
-    """Parts follow one another, and each adds up to what it says."""
+    """Check that parts follow one another, and that the steps of each part add up to it."""
     kinds = [type(step) for step in steps if not isinstance(step, More)]
     assert kinds == [Opened, Closed] * len(reader.parts)
     assert [step.part for step in steps if isinstance(step, Opened)] == reader.parts
@@ -98,8 +98,8 @@ def test_parts_are_those_of_the_whole_text(data: st.DataObject, case: Case) -> N
 
 @given(st.data(), CASE)
 def test_tokens_belong_to_the_part_that_they_said(data: st.DataObject, case: Case) -> None:
-    """Tokens of one byte each: those of a part spell it exactly, no marker among them. Harmony's parser parts messages
-    by line ends, which no token has said."""
+    """The logprobs of a part, with one-byte tokens, spell its text without markers. Harmony's parser adds newlines
+    between messages, which have no token."""
     spelt = case.text.encode("utf-8", "surrogatepass")
     if spelt.decode(errors="replace") != case.text:
         return

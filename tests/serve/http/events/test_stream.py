@@ -1,4 +1,4 @@
-"""Readers of chats, as doors make them."""
+"""Tests of the part readers of chats, as the HTTP APIs create them."""
 
 from jaxinfer.serve.api.requests import Call, Conversation
 from jaxinfer.serve.http.completions import Chat
@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 def test_tokens_are_known_by_their_part_when_all_come_at_once() -> None:
-    """Markers that are special tokens here are part of the text, others are not."""
+    """In one delta, marker tokens separate the parts; other special tokens are hidden."""
 
     async def test() -> None:
         async with speaking("<think>Hm<|secret|>.</think>Yes.") as running:

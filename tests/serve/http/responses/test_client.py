@@ -1,4 +1,4 @@
-"""``POST /v1/responses`` with the official client: whole, streamed, and what the two have in common with chats."""
+"""Tests of ``POST /v1/responses`` with the official client: unary, streamed, and fields shared with chats."""
 
 import asyncio
 import itertools
@@ -20,9 +20,9 @@ LOGPROBS: Any = "message.output_text.logprobs"
 TOOLS: list[Any] = [{"type": "function", **CHAT_TOOLS[0]["function"], "strict": None}]
 ASKED: dict[str, Any] = {"model": "fake", "input": "How is the weather?", "tools": TOOLS}
 SEEDED: dict[str, Any] = {"model": "fake", "input": "Grüße", "extra_body": {"seed": 5}}
-# The longest answer of each family.
+# The longest answer of each tool parser.
 FAMILIES = {str(each.parsers.tool_calls): each for each in sorted(CASES, key=lambda case: len(case.text))}
-# The events of an item, between its first and its last.
+# Events of an item, between its first and its last.
 WITHIN = {
     "reasoning": ("reasoning_text", True),
     "message": ("output_text", True),
@@ -31,7 +31,7 @@ WITHIN = {
 
 
 def check_events(found: list[Any]) -> dict[str, Any]:
-    """The official order, item by item; returns the last response. What is checked is read off the events alone."""
+    """Check the official event order, item by item, from the events alone; return the last response."""
     assert [each["sequence_number"] for each in found] == list(range(len(found)))
     types = [each["type"] for each in found]
     assert types[:2] == ["response.created", "response.in_progress"]
@@ -80,7 +80,7 @@ async def streamed(running: Running, **body: Any) -> list[Any]:
 
 
 def told(response: dict[str, Any]) -> Any:
-    """A response without what differs from request to request."""
+    """Return a response without fields that differ between requests."""
     name = response["id"].removeprefix("resp_")
     items = [{**item, "id": item["id"].replace(name, "")} for item in response["output"]]
     calls = [{**item, "call_id": ""} if "call_id" in item else item for item in items]
@@ -148,7 +148,7 @@ def test_every_familys_answer_streams_as_it_is(case: Any) -> None:
             last = check_events(await streamed(running, input="Hi", tools=tools))
             assert told(last) == told(whole)
             calls = [item["name"] for item in whole["output"] if item["type"] == "function_call"]
-            if not case.prompt:  # else the prompt has begun the thought, as this template does not
+            if not case.prompt:  # else the prompt opens the thought, which this template does not do
                 assert calls == [name for name, _ in case.calls]
 
     run(test)

@@ -1,4 +1,4 @@
-"""Items of a response's input, as the messages of a chat; and what of them is refused."""
+"""Tests of the conversion of a response's input items to chat messages, and of inputs that are rejected."""
 
 import itertools
 import json
@@ -196,7 +196,7 @@ def test_more_items_than_a_conversation_may_have() -> None:
         with pytest.raises(ServeError, match="input must be at most 3, not 4") as refused:
             await chat_of(body_of(input=[USER] * 4), ServeLimits(messages=3))
         assert refused.value.field == "input"
-        many = await chat_of(body_of(input=[USER] * 1000), ServeLimits())  # by a thread
+        many = await chat_of(body_of(input=[USER] * 1000), ServeLimits())  # large enough for the thread pool
         assert len(many.messages) == 1000
 
     run(test)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.import_rules import PACKAGES, SCRIPTS, Module, read_modules
 
-FIRST_LOOK, IN_A_ROOM, LINES = 8, 16, 600
+FIRST_LOOK, IN_A_PACKAGE, LINES = 8, 16, 600
 MEDIAN, P90 = 6, 16  # lines of a whole definition
 BODY_MEDIAN, BODY_P90 = 5, 12  # lines without head and docstring
 MODELS = (
@@ -58,8 +58,8 @@ def entries(folder: pathlib.Path) -> list[str]:
 def test_the_engine_shows_little_at_first_look(repo: pathlib.Path) -> None:
     engine = repo / "jaxinfer/engine"
     assert len(entries(engine)) <= FIRST_LOOK
-    for room in (each for each in engine.iterdir() if each.is_dir() and each.name != "__pycache__"):
-        assert len(entries(room)) <= IN_A_ROOM, room
+    for component in (each for each in engine.iterdir() if each.is_dir() and each.name != "__pycache__"):
+        assert len(entries(component)) <= IN_A_PACKAGE, component
 
 
 def test_files_are_short(repo: pathlib.Path) -> None:
@@ -74,8 +74,10 @@ def test_files_are_short(repo: pathlib.Path) -> None:
 
 def test_the_core_does_not_grow(repo: pathlib.Path) -> None:
     """CORE_LINES bounds all lines of these packages; a change offsets what it adds or justifies a larger number."""
-    rooms = [repo / "jaxinfer" / name for name in CORE]
-    files = [path for room in rooms for path in ([room] if room.is_file() else room.rglob("*.py"))]
+    components = [repo / "jaxinfer" / name for name in CORE]
+    files = [
+        path for component in components for path in ([component] if component.is_file() else component.rglob("*.py"))
+    ]
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= CORE_LINES
 
 
@@ -97,7 +99,7 @@ def _lines(first: ast.stmt, last: ast.stmt) -> int:
     return last.end_lineno - first.lineno + 1
 
 
-def test_options_of_attention_are_declared_once_on_each_storey(repo: pathlib.Path) -> None:
+def test_options_of_attention_are_declared_once_on_each_layer(repo: pathlib.Path) -> None:
     """``softcap``, as an example, is declared in `LayerSpec` for models and in `AttentionOptions` for kernels."""
     checked = "pallas_kernels.check."  # its cases name each option
     modules = {name: each.nodes for name, each in modules_of(repo).items() if not name.startswith(checked)}
