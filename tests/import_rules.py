@@ -159,7 +159,7 @@ NO_JAX = (
     "jaxinfer.sampling_params",
     "jaxinfer.serve.__main__",
     "jaxinfer.serve.api",
-    "jaxinfer.serve.core.active_core",
+    "jaxinfer.serve.core.supervisor",
     "jaxinfer.serve.core.async_engine",
     "jaxinfer.serve.core.backend",
     "jaxinfer.serve.core.child",

@@ -6,31 +6,38 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
+import json
+import math
 import pathlib
+import platform
 import ssl
-from collections.abc import Awaitable, Iterator
-from typing import Any
+import sys
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from jaxinfer.bench import datasets, plot, table
-from jaxinfer.bench.datasets import DATASETS, Asked, DatasetError
+from jaxinfer.bench.datasets import DATASETS, DEFAULT_LENGTHS, Asked, DatasetError, Lengths
 from jaxinfer.bench.drive import Driver, Prepared
 from jaxinfer.bench.figures import MS, Goals, summary
 from jaxinfer.bench.grpc_target import GrpcTarget
-from jaxinfer.bench.header import header
 from jaxinfer.bench.http_target import HttpTarget
 from jaxinfer.bench.load import Load
 from jaxinfer.bench.options import DEFAULT_USERS, OptionsError, goals
-from jaxinfer.bench.progress import Progress
 from jaxinfer.bench.prompts import Words, tokens_per_word, usable_ids
-from jaxinfer.bench.raw import RawFile
+from jaxinfer.bench.record import Record
 from jaxinfer.bench.speculation import Watched, between
 from jaxinfer.bench.sweep import Knee, Search
 from jaxinfer.bench.target import Access, Item, Sampling, Served, Target
 from jaxinfer.bench.watch import Bounds, Watch
+from jaxinfer.version import __version__
 
 OK, NOTHING_SUCCEEDED, OF_THE_GENERATOR, SOME_FAILED, INTERRUPTED = 0, 1, 3, 4, 130
 """Exit codes; `main` returns 2, measurement impossible."""
@@ -298,3 +305,137 @@ def _exit_code(session: Session, knee: Knee | None) -> int:
         return SOME_FAILED
     doubted = knee.doubted if knee is not None else bool(session.runs[-1]["generator"]["doubts"])
     return OF_THE_GENERATOR if doubted else OK
+
+
+def header(options: argparse.Namespace, served: Served, load: Load) -> dict[str, str]:
+    """Return the lines of the header by name. The date is the current time, in UTC."""
+    version = f"version {served.version}" if served.version else "which does not tell its version"
+    found = {
+        "server": f"{options.target}: {served.model}, {version}",
+        "requests": _requests(options),
+        "load": _load(options, load),
+    }
+    if options.goodput:
+        share = f", {options.good_share:.0%} of requests" if options.sweep else ""
+        found["goals"] = ", ".join(f"{word.replace(':', ' ')} ms" for word in options.goodput) + share
+    return found | {
+        "date": f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, "
+        f"jaxinfer.bench {importlib.metadata.version('jaxinfer')}"
+    }
+
+
+def _requests(options: argparse.Namespace) -> str:
+    dataset = DATASETS[options.dataset]
+    parts = [options.dataset if options.dataset_path is None else f"{options.dataset} ({options.dataset_path.name})"]
+    if options.dataset in ("shared-prefix", "sonnet"):
+        parts.append(f"prefixes of {options.prefix_len}")
+    if dataset.lengths_given:
+        parts.append(f"{_tokens(options.input_len)} tokens in, {_tokens(options.output_len or DEFAULT_LENGTHS)} out")
+    return ", ".join((*parts, f"temperature {options.temperature:g}", f"seed {options.seed}"))
+
+
+def _tokens(lengths: Lengths) -> str:
+    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low} to {lengths.high}"
+
+
+def _load(options: argparse.Namespace, load: Load) -> str:
+    parts = [_arrivals(options, load)]
+    if load.requests is not None:
+        parts.append(f"{load.requests} requests" + (" a rate" if options.sweep else ""))
+    if load.duration is not None:
+        parts.append(f"{load.duration:g} s" + (" a rate" if options.sweep else ""))
+    return ", ".join(parts)
+
+
+def _arrivals(options: argparse.Namespace, load: Load) -> str:
+    if load.users is not None:
+        return f"closed loop of {load.users} users"
+    if load.speed is not None:
+        return f"open loop, the trace's arrivals at {load.speed:g} times their speed"
+    if load.rate == math.inf:
+        return "open loop, all at once"
+    shape = "Poisson" if load.burstiness == 1 else f"burstiness {load.burstiness:g}"
+    return f"open loop, {'a sweep from ' if options.sweep else ''}{load.rate:g} requests/s, {shape}"
+
+
+FORMAT = 1
+
+
+class RawFile:
+    """Writer of the raw file, after each run and never during one."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def header(self, options: argparse.Namespace, served: Served, more: Mapping[str, Any]) -> None:
+        settings = {name: _plain(value) for name, value in vars(options).items()}
+        self._line("header", {"format": FORMAT, "settings": settings, "server": vars(served), **_versions(), **more})
+
+    def run(self, records: Sequence[Record], figures: Mapping[str, Any]) -> None:
+        for record in records:
+            self._line("request", {"run": figures["run"], **record.as_json()})
+        self._line("figures", figures)
+        self._file.flush()
+
+    def end(self, found: Mapping[str, Any]) -> None:
+        self._line("end", found)
+
+    def _line(self, kind: str, content: Mapping[str, Any]) -> None:
+        json.dump({"kind": kind, **content}, self._file, separators=(",", ":"))
+        self._file.write("\n")
+
+
+def _versions() -> dict[str, Any]:
+    packages = {name: importlib.metadata.version(name) for name in ("grpcio", "protobuf", "numpy")}
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {
+            "python": sys.version.split()[0],
+            "system": platform.platform(),
+            "jaxinfer": __version__,  # of the source, which need not be installed
+            **packages,
+        },
+    }
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, pathlib.Path) else value
+
+
+INTERVAL = 1.0  # seconds: drawing takes milliseconds of the measurement
+
+
+class Progress:
+    """A progress bar on a terminal, no output elsewhere. ``total``: requests; None: unknown."""
+
+    def __init__(self, console: Console, total: int | None) -> None:
+        self._console, self._total = console, total
+        self._ended = self._failed = self._tokens = 0
+
+    def on_end(self, record: Record) -> None:
+        self._ended += 1
+        self._failed += record.error_kind is not None
+        self._tokens += record.output_tokens
+
+    @contextlib.contextmanager
+    def shown(self, records: Sequence[Record]) -> Iterator[None]:
+        """Show the bar within the block. ``records``: the growing list of sent requests."""
+        if not self._console.is_terminal:
+            yield
+            return
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Bars(*columns, console=self._console, auto_refresh=False, transient=True) as bars:
+            task = asyncio.get_running_loop().create_task(self._follow(bars, records))
+            try:
+                yield
+            finally:
+                task.cancel()
+
+    async def _follow(self, bars: Bars, records: Sequence[Record]) -> None:
+        bar, before = bars.add_task("", total=self._total), 0
+        while True:
+            words = f"{len(records) - self._ended} under way, {(self._tokens - before) / INTERVAL:.0f} tokens/s"
+            before = self._tokens
+            failed = f", {self._failed} failed" if self._failed else ""
+            bars.update(bar, completed=self._ended, description=words + failed, refresh=True)
+            await asyncio.sleep(INTERVAL)

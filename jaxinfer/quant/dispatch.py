@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -10,13 +11,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.quant.activation_hooks import Observed
-from jaxinfer.quant.experts import grouped_product
 from jaxinfer.quant.kernel_form import explain_tiles, tiles_product
 from jaxinfer.quant.lora_weight import Adapted, unadapted
 from jaxinfer.quant.storage import Quantized, Split
 from jaxinfer.quant.unquantized import Plain
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels import one_row
+from pallas_kernels.choice import lowering_target
+from pallas_kernels.grouped_matmul import Groups
 from pallas_kernels.sums import dot
 
 
@@ -134,3 +136,29 @@ def _tiles_by_kernel(x: Float[Array, "... k"], w: Any) -> bool:
     else:  # `Split`: dequantized tile by tile
         return False
     return chosen is not None and chosen.path == "mosaic"
+
+
+def grouped_product(
+    x: Float[Array, "tiles rows k"], weights: Any, groups: Groups, product: Callable[[Any, Any], jax.Array]
+) -> Float[Array, "tiles rows *n"]:
+    """Multiply each tile's rows by the weights of the tile's expert, dequantized in chunks.
+
+    On a CPU only occupied tiles are computed.
+
+    Args:
+        weights: a `Quantized` or `Split` of ``[experts, *n, k]``.
+        product: the product of rows with one expert's weights.
+    """
+
+    def tile(index: Any) -> jax.Array:
+        expert = index if groups.experts is None else groups.experts[index]
+        return product(lax.dynamic_index_in_dim(x, index, keepdims=False), weights.expert(expert))
+
+    tiles, rows = x.shape[:2]
+    if groups.experts is None or lowering_target().platform != "cpu":
+        return lax.map(tile, jnp.arange(tiles))
+
+    def fill(index: Any, result: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(result, tile(index), index, 0)
+
+    return lax.fori_loop(0, groups.occupied, fill, jnp.zeros((tiles, rows, *weights.shape[1:-1]), x.dtype))

@@ -33,7 +33,7 @@ class SlotParams(NamedTuple):
         stop_ids: banned while fewer than ``min_tokens`` are generated; padded with -1.
         bad_words: right-aligned token sequences padded with -1; a row of -1 is unused.
         logprobs: the request wants log probabilities.
-        typical: typical acceptance of drafts, see `jaxinfer.sampling.typical`.
+        typical: typical acceptance of drafts, see `jaxinfer.sampling.sample`.
         constrained: the row of the step's grammar mask applies.
     """
 

@@ -19,10 +19,9 @@ from jaxinfer.bench.load import Load
 from jaxinfer.bench.null_server import Script, serve_grpc, serve_http
 from jaxinfer.bench.options import parse
 from jaxinfer.bench.plot import draw, offered, plain
-from jaxinfer.bench.progress import Progress
 from jaxinfer.bench.prompts import Ids
 from jaxinfer.bench.record import Record
-from jaxinfer.bench.serve import OF_THE_GENERATOR, Session, below, judged, known
+from jaxinfer.bench.serve import OF_THE_GENERATOR, Progress, Session, below, judged, known
 from jaxinfer.bench.sweep import Knee
 from jaxinfer.bench.target import Served
 from tests.bench.virtual import Scripted, run

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.bench.arrivals import arrivals
 from jaxinfer.bench.figures import Goals, guaranteed, keeping_up, percentiles, summary
+from jaxinfer.bench.load import arrivals
 from jaxinfer.bench.record import Record
 from jaxinfer.bench.sweep import Knee, Search
 

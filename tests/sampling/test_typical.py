@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import DraftRows, Sampled, SlotState, sample
-from jaxinfer.sampling.typical import DELTA, EPSILON, posterior
+from jaxinfer.sampling.sample import DELTA, EPSILON, posterior
 from jaxinfer.sampling_params import SamplingParams
 from tests.sampling.reference import LIMITS, Row, slots_and_state
 

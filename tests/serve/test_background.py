@@ -14,8 +14,8 @@ import pytest
 
 from jaxinfer.serve.api.auth import Authoriser, key_entry
 from jaxinfer.serve.grpc.connections import Connections
-from jaxinfer.serve.grpc.health import Health
 from jaxinfer.serve.grpc.rpc import SlowClients
+from jaxinfer.serve.grpc.server import Health
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.kv_events.publisher import Publisher
 from jaxinfer.serve.runtime import background, malloc_trim

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.spec import SuffixDrafter
-from jaxinfer.spec.chains import PairChains
-from jaxinfer.spec.suffix import best_guess
+from jaxinfer.spec.suffix import PairChains, best_guess
 from tests.spec.sequences import sequence
 
 TEXT = st.lists(st.integers(0, 2), max_size=40) | st.lists(st.integers(0, 6), max_size=60)

@@ -11,17 +11,19 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from jaxinfer.lora.store import LoRAError
+from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.lora.store import LoadedLoRA, LoRAError
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.api.streams import EngineDeadError
 from jaxinfer.serve.core import socket_dir as folder
 from jaxinfer.serve.core import wire
-from jaxinfer.serve.core.active_core import CurrentCore
+from jaxinfer.serve.core.backend import BackendStream
 from jaxinfer.serve.core.child import Child
 from jaxinfer.serve.core.link import CoreLink, RefusedError
 from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.types import LoRARef, Request
 
 STARTING, READY, DEAD, STOPPED = "starting", "ready", "dead", "stopped"
 FAILED = "failed"
@@ -441,3 +443,31 @@ def _startup_event(message: pb.Startup) -> StartupEvent:
         message.compilations_done,
         message.compilations_total,
     )
+
+
+class CurrentCore:
+    """A `Backend` and `LoRABackend` that forwards to the current core."""
+
+    def __init__(self, link: Callable[[], CoreLink]) -> None:
+        self._link = link
+
+    async def submit(self, request: Request) -> BackendStream:
+        return await self._link().submit(request)
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        await self._link().abort(request_id, index)
+
+    async def stats(self) -> EngineStats:
+        return await self._link().stats()
+
+    async def reset_prefix_cache(self) -> int:
+        return await self._link().reset_prefix_cache()
+
+    async def load_lora(self, name: str, path: str) -> LoadedLoRA:
+        return await self._link().load_lora(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        self._link().unload_lora(name)
+
+    def release_lora(self, ref: LoRARef) -> None:
+        self._link().release_lora(ref)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, override
 
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from grpc import aio
 from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1.health_pb2_grpc import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxinfer.protos.v1 import control_pb2, inference_pb2
+from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.auth import Authoriser
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.connections import Connections
 from jaxinfer.serve.grpc.control import Control, Engine
-from jaxinfer.serve.grpc.health import Health
 from jaxinfer.serve.grpc.inference import Inference
-from jaxinfer.serve.grpc.rpc import Observer, Refused, Registrar, SlowClients
-from jaxinfer.serve.grpc.tls import credentials_of
+from jaxinfer.serve.grpc.rpc import Observer, Refused, Registrar, Rpc, SlowClients
 from jaxinfer.serve.runtime.background import Background
 from jaxinfer.serve.runtime.descriptors import OPERATORS
 from jaxinfer.serve.runtime.ports import listen
@@ -218,3 +222,144 @@ _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 _CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+
+
+LIVENESS = ""
+POLL_SECONDS = 0.1
+"""Seconds between two readiness checks, which bounds the delay of Watch."""
+
+_SERVING = pb.HealthCheckResponse.SERVING
+_NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health(HealthServicer):
+    """Health service: Check, List and Watch.
+
+    Readiness is polled, so that code that changes it, in any thread, need not send notifications.
+
+    Args:
+        is_ready: whether requests are served now.
+        services: service names that report readiness.
+    """
+
+    def __init__(self, is_ready: Callable[[], bool], services: Sequence[str]) -> None:
+        self._is_ready, self._services = is_ready, tuple(services)
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    async def run(self) -> None:
+        """Wake the watchers when readiness changes, until cancelled."""
+        last = self._is_ready()
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if (now := self._is_ready()) != last:
+                last = now
+                self._wake()
+
+    def close(self) -> None:
+        """Report everything as NOT_SERVING from now on, and end all Watch calls after they have sent it."""
+        self._closed = True
+        self._wake()
+
+    @override
+    async def Check(self, request: pb.HealthCheckRequest, rpc: Rpc) -> pb.HealthCheckResponse:
+        if (status := self._status(request.service)) == _UNKNOWN:
+            raise ServeError(Kind.NOT_FOUND, f"service={request.service!r} is not known here", field="service")
+        return pb.HealthCheckResponse(status=status)
+
+    @override
+    async def List(self, request: pb.HealthListRequest, rpc: Rpc) -> pb.HealthListResponse:
+        names = (LIVENESS, *self._services)
+        return pb.HealthListResponse(
+            statuses={name: pb.HealthCheckResponse(status=self._status(name)) for name in names}
+        )
+
+    @override
+    async def Watch(self, request: pb.HealthCheckRequest, rpc: Rpc) -> AsyncIterator[pb.HealthCheckResponse]:
+        last = None
+        while True:
+            changed, closed = self._changed, self._closed
+            if (status := self._status(request.service)) != last:
+                last = status
+                yield pb.HealthCheckResponse(status=status)
+            if closed:
+                return
+            await changed.wait()
+
+    def _status(self, service: str) -> int:
+        if service != LIVENESS and service not in self._services:
+            return _UNKNOWN
+        ready = not self._closed and (service == LIVENESS or self._is_ready())
+        return _SERVING if ready else _NOT_SERVING
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+_log = logging.getLogger("jaxinfer.serve")
+
+# mtime, size and inode of the certificate, key and client CA, which change when a file is replaced.
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Certificates:
+    """PEM files that are reloaded when one of them changes.
+
+    Args:
+        certificate, key: certificate chain and private key of the server.
+        client_ca: CA of client certificates; clients must present one if it is set.
+
+    Raises:
+        ServeConfigError: a file cannot be read.
+    """
+
+    def __init__(self, certificate: str, key: str, client_ca: str | None = None) -> None:
+        self._paths = [path for path in (certificate, key, client_ca) if path is not None]
+        self._lock = threading.Lock()  # handshakes run in gRPC's own threads
+        try:
+            self._stamp, self._current = self._read()
+        except OSError as error:
+            raise ServeConfigError(f"tls: cannot read {error.filename}: {error.strerror}") from error
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            self._current, self.current, require_client_authentication=len(self._paths) > 2
+        )
+
+    def current(self) -> grpc.ServerCertificateConfiguration:
+        """Return the certificates in the files, or the previous ones if the files cannot be read now."""
+        with self._lock:
+            try:
+                if self._stamps() != self._stamp:
+                    self._stamp, self._current = self._read()
+                    _log.info("TLS certificates were read again")
+            except OSError as error:
+                _log.error("TLS certificates stay as they were: %s", error)
+            return self._current
+
+    def _read(self) -> tuple[_Stamp, grpc.ServerCertificateConfiguration]:
+        stamp = self._stamps()
+        certificate, key, *client_ca = (_bytes(path) for path in self._paths)
+        return stamp, grpc.ssl_server_certificate_configuration([(key, certificate)], *client_ca)
+
+    def _stamps(self) -> _Stamp:
+        stats = [os.stat(path) for path in self._paths]
+        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+
+
+def credentials_of(config: ServeConfig) -> grpc.ServerCredentials | None:
+    """Create credentials from the server's settings; None: no TLS.
+
+    Raises:
+        ServeConfigError: a file cannot be read.
+    """
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return Certificates(config.tls_cert, config.tls_key, config.tls_client_ca).credentials()
+
+
+def _bytes(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()

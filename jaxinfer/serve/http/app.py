@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib.resources
 import json
 import math
+import pathlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from jaxinfer.serve.api.errors import Kind, ServeError, answered, in_its_words
 from jaxinfer.serve.api.json_bodies import read_json
@@ -27,7 +30,6 @@ from jaxinfer.serve.http.middleware import Gate, error_json, error_response
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.route import respond
-from jaxinfer.serve.http.swagger_ui import add_page
 from jaxinfer.serve.telemetry.metrics import render
 
 _BODIES: Mapping[str, type[Body]] = {
@@ -230,3 +232,46 @@ def _door(request: Request) -> Door:
 
 def _json(value: Any) -> Response:
     return Response(json.dumps(value), media_type="application/json")
+
+
+FILES: Mapping[str, str] = {
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+    "favicon-32x32.png": "image/png",
+}
+"""Static files of the page and their media types."""
+
+# The browser blocks resources from other origins.
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+)
+
+
+def add_page(app: FastAPI) -> None:
+    """Serve the page at /docs and its static files below that path."""
+    app.add_api_route("/docs", _page, include_in_schema=False)
+    app.add_api_route("/docs/{file}", _file, include_in_schema=False)
+
+
+async def _page(request: Request) -> Response:
+    """Return the Swagger UI page. URLs are relative because a proxy may serve the API under a path prefix."""
+    answer = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title=request.app.title,
+        swagger_js_url="docs/swagger-ui-bundle.js",
+        swagger_css_url="docs/swagger-ui.css",
+        swagger_favicon_url="docs/favicon-32x32.png",
+    )
+    answer.headers["content-security-policy"] = _POLICY
+    return answer
+
+
+async def _file(request: Request) -> Response:
+    name = request.path_params["file"]
+    if name not in FILES:
+        raise HTTPException(404)
+    return FileResponse(_folder() / name, media_type=FILES[name])
+
+
+def _folder() -> pathlib.Path:
+    return pathlib.Path(str(importlib.resources.files("fastapi_swagger"))) / "resources"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
+import os
 import socket
+import ssl
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -18,11 +22,10 @@ from jaxinfer.serve.http.app import build_app, build_metrics_app
 from jaxinfer.serve.http.app_state import Door
 from jaxinfer.serve.http.connection import Bounds, Connection
 from jaxinfer.serve.http.connection_eviction import Idle
-from jaxinfer.serve.http.tls import ReloadingContext
 from jaxinfer.serve.runtime.background import Background
 from jaxinfer.serve.runtime.descriptors import OPERATORS
 from jaxinfer.serve.runtime.ports import listen
-from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 KEEP_ALIVE_SECONDS = 75
 """Seconds for which an idle connection is kept: longer than clients keep connections, so that clients close first."""
@@ -177,3 +180,74 @@ def _listen(host: str, port: int, name: str) -> socket.socket:
     # without it every second write waits for the client's delayed ACK, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+_log = logging.getLogger("jaxinfer.serve")
+
+
+class ReloadingContext(ssl.SSLContext):
+    """Server TLS context that creates each connection with the most recently loaded certificates.
+
+    Args:
+        config: ``tls_cert``, ``tls_key`` and, for required client certificates, ``tls_client_ca``.
+
+    Raises:
+        ServeConfigError: the files cannot be used.
+    """
+
+    def __new__(cls, config: ServeConfig) -> ReloadingContext:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._seen = self._stamps()
+        self._current = self._read()
+
+    def reload(self) -> bool:
+        """Reload the files if they changed. Files that cannot be used are logged, and the previous certificate stays in
+        use."""
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return False
+        self._seen = stamps
+        try:
+            self._current = self._read()
+        except ServeConfigError as error:
+            _log.error("%s; the former certificate stays in use", error)
+            return False
+        _log.info("read the TLS files again")
+        return True
+
+    def wrap_bio(self, *args: Any, **settings: Any) -> ssl.SSLObject:
+        return self._current.wrap_bio(*args, **settings)
+
+    def _read(self) -> ssl.SSLContext:
+        config = self._config
+        assert config.tls_cert is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+            if config.tls_client_ca is not None:
+                context.load_verify_locations(config.tls_client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as cause:  # covers ssl.SSLError
+            names = ", ".join(file for file in self._files())
+            raise ServeConfigError(f"tls_cert={config.tls_cert!r}: {names} cannot be used: {cause}") from cause
+        return context
+
+    def _files(self) -> list[str]:
+        named = (self._config.tls_cert, self._config.tls_key, self._config.tls_client_ca)
+        return [name for name in named if name is not None]
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(name) for name in self._files()]
+
+
+def _stamp(name: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(name)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

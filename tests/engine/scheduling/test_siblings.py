@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxinfer.engine.scheduling.parallel_samples import Siblings
+from jaxinfer.engine.scheduling.scheduler import Siblings
 from jaxinfer.engine.scheduling.sequence import Sequence, Status
 from tests.engine.scheduling.test_queues import make_sequence
 

@@ -11,9 +11,8 @@ from grpc import aio
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.api.errors import ServeError
-from jaxinfer.serve.grpc.batch import Batch
 from jaxinfer.serve.grpc.bounds import Bounds
-from jaxinfer.serve.grpc.inference import Inference
+from jaxinfer.serve.grpc.inference import Batch, Inference
 from jaxinfer.serve.grpc.rpc import Registrar, Rpc, SlowClients
 from tests.serve.fake_engine import Mischief, expected_text, fake_tokenizer
 from tests.serve.grpc.running import Keys, failure, plain, request, running, unpacked

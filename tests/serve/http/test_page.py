@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxinfer.serve.api.auth import key_entry, new_key
-from jaxinfer.serve.http.swagger_ui import FILES
+from jaxinfer.serve.http.app import FILES
 from tests.serve.http.support import run, serving
 
 

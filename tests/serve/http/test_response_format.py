@@ -6,8 +6,7 @@ import pytest
 
 from jaxinfer.serve.api.errors import ServeError
 from jaxinfer.serve.http.fields import checked
-from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest
-from jaxinfer.serve.http.response_format import constraint_of
+from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, constraint_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
 

@@ -24,9 +24,8 @@ from jaxinfer.serve.http.anthropic import inputs as anthropic
 from jaxinfer.serve.http.anthropic.answer import MessageWriter
 from jaxinfer.serve.http.anthropic.bodies import MessagesRequest
 from jaxinfer.serve.http.choices import Wanted
-from jaxinfer.serve.http.completions import Chat
+from jaxinfer.serve.http.completions import Chat, MessageChoice
 from jaxinfer.serve.http.fields import checked
-from jaxinfer.serve.http.messages import MessageChoice
 from jaxinfer.serve.http.requests import ChatCompletionRequest
 from jaxinfer.serve.http.responses import inputs as responses
 from jaxinfer.serve.http.responses.answer import ResponseWriter

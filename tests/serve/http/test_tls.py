@@ -8,8 +8,7 @@ import httpx
 import pytest
 
 from jaxinfer.serve.http.app_state import Door
-from jaxinfer.serve.http.server import HttpServer
-from jaxinfer.serve.http.tls import ReloadingContext
+from jaxinfer.serve.http.server import HttpServer, ReloadingContext
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from tests.serve.http.support import run, serving
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
-from jaxinfer.weights.gguf.hybrids import HYBRIDS
+from jaxinfer.weights.gguf.config import HYBRIDS
 from tests.models.parity import logit_faults
 from tests.weights.files import refused
 from tests.weights.gguf.files import TOKENIZER, logits_of, q8_0, saved, write_gguf

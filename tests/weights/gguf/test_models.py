@@ -12,10 +12,9 @@ import pytest
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
-from jaxinfer.weights.gguf.config import ARCHITECTURES
+from jaxinfer.weights.gguf.config import ARCHITECTURES, HYBRIDS
 from jaxinfer.weights.gguf.dense import DENSE
 from jaxinfer.weights.gguf.experts import EXPERTS
-from jaxinfer.weights.gguf.hybrids import HYBRIDS
 from jaxinfer.weights.gguf.per_layer import PER_LAYER
 from tests.weights.files import refused
 from tests.weights.gguf.convert import architecture, converted
