@@ -26,7 +26,7 @@ from benchmarks.traces import record
 from jaxinfer.engine.engine import Engine
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.core.kv_event_encoder import Telling
+from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
 from jaxinfer.types import Request
 
 GOAL = 0.02
@@ -67,7 +67,7 @@ class Round:
     def __init__(self, core: Engine, requests: Sequence[Request], events: bool) -> None:
         core.reset_prefix_cache()
         core._kv._store.tree.touched = None
-        telling = Telling(core.journals() if events else (), None)
+        telling = KvEventEncoder(core.journals() if events else (), None)
         self.steps = self.pages = 0
         self.events = 0.0
         start = time.process_time()
@@ -79,7 +79,7 @@ class Round:
             self._tell(telling)
         self.seconds = time.process_time() - start
 
-    def _tell(self, telling: Telling) -> None:
+    def _tell(self, telling: KvEventEncoder) -> None:
         start = time.thread_time()
         for message in telling.messages():
             message.SerializeToString()

@@ -29,7 +29,7 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
 _SHORT.maxstring, _SHORT.maxother = 240, 1000
 
 
-class Brief:
+class ShortRepr:
     """A dataclass mixin (``repr=False``) with a short ``repr``: only non-default fields, long values cut."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.config.aliases import demo_folder
-from jaxinfer.engine.execution.placement import spread_model
+from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.heads.eagle import MAP
@@ -46,7 +46,7 @@ def describe_head(name: str, method: str, target: Model) -> Model:
 def load_head(name: str, method: str, target: Model, mesh: Mesh) -> Model:
     """Load a head to the devices of a mesh, in the model's dtype. Arguments and errors as in `describe_head`."""
     files, head = _described(name, method, target)
-    head = spread_model(head, mesh)
+    head = shardable_model(head, mesh)
 
     def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array:
         del path

@@ -59,7 +59,7 @@ def allow_cpu(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def stand_back(thread: int = 0) -> None:
+def lower_priority(thread: int = 0) -> None:
     """Lower a thread (0: this one) permanently to idle priority (`sched(7)`, SCHED_IDLE); only root may undo that.
     No-op if the system is not Linux."""
     if sys.platform == "linux":
@@ -87,7 +87,7 @@ def in_threads(serve: Callable[[], bool]) -> None:
         thread.join()
 
 
-def stands_back() -> bool:
+def has_low_priority() -> bool:
     """Whether this thread has idle priority."""
     return sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_IDLE
 
@@ -112,7 +112,7 @@ def write_frame(writer: IO[bytes], body: bytes) -> None:
 
 
 class Helper:
-    """A helper process and its pipes. Except `kill` and `stand_back`, methods are for the thread that owns it only.
+    """A helper process and its pipes. Except `kill` and `lower_priority`, methods are for the thread that owns it only.
 
     Args:
         module: module that the process runs.
@@ -151,14 +151,14 @@ class Helper:
         self._killed = self._killed or answer is None
         return answer
 
-    def stand_back(self) -> None:
+    def lower_priority(self) -> None:
         """Set the helper's current worker threads to idle priority, all except its main thread (see `in_threads`).
         Thread-safe."""
         if self._process is not None:
             folder, first = f"/proc/{self._process.pid}/task", str(self._process.pid)
             with contextlib.suppress(OSError):  # it has ended, or the system has no such folder
                 for thread in set(os.listdir(folder)) - {first}:
-                    stand_back(int(thread))
+                    lower_priority(int(thread))
 
     def kill(self) -> None:
         """Kill the helper, from any thread. A thread that waits for a reply gets None."""
@@ -167,7 +167,7 @@ class Helper:
             self._process.kill()
 
     @property
-    def was_taken_away(self) -> bool:
+    def killed_externally(self) -> bool:
         """Whether an external signal ended it, such as the OOM killer's: not the fault of the request."""
         if self._process is None or self._stopped:
             return False

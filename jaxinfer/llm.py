@@ -15,12 +15,12 @@ import rich.console
 import rich.progress
 import rich.text
 
-from jaxinfer.brief import Brief
+from jaxinfer.brief import ShortRepr
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.loading import start_engine
-from jaxinfer.lora.door import LoRAChoice, LoRADoor
+from jaxinfer.lora.door import LoRAChoice, LoRAFrontend
 from jaxinfer.models.model import Model
 from jaxinfer.parsers.registry import detect
 from jaxinfer.sampling_params import RequestError, SamplingParams
@@ -47,7 +47,7 @@ LogprobsDict = dict[int, Logprob]
 
 
 @dataclasses.dataclass(repr=False)
-class CompletionOutput(Brief):
+class CompletionOutput(ShortRepr):
     """A sample. ``logprobs`` has, for each token, the chosen id and the most likely ones. ``acceptance`` is "typical"
     where drafts were accepted by that rule, which changes tokens (None: exact)."""
 
@@ -62,7 +62,7 @@ class CompletionOutput(Brief):
 
 
 @dataclasses.dataclass(repr=False)
-class RequestOutput(Brief):
+class RequestOutput(ShortRepr):
     """Outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, because no token precedes it."""
 
     request_id: str
@@ -78,7 +78,7 @@ class RequestOutput(Brief):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Score(Brief):
+class Score(ShortRepr):
     """Score of a continuation: tokens, log-probability of each, the sum, and whether each is the most likely one."""
 
     token_ids: list[int]
@@ -98,7 +98,7 @@ class Delta:
     finish_reason: str | None
 
 
-class LLM(LoRADoor):
+class LLM(LoRAFrontend):
     """A model ready to generate: ``with LLM(...) as llm:``, or until `close`.
 
     Args:

@@ -25,7 +25,7 @@ from jaxinfer.engine.distributed.make import make_engine, make_followers
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
-from jaxinfer.engine.execution.placement import spread_model
+from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.layers.rope import RopeConfig
@@ -254,7 +254,7 @@ def load_model(
     """
     mesh = require_mesh(mesh or make_mesh())
     files, model = _describe(name, dtype, family, families)
-    model = spread_model(model, mesh)
+    model = shardable_model(model, mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if others := files.left_out:
         what = ", ".join(f"{name}: {count}" for name, count in others.items())

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxinfer.brief import Brief
+from jaxinfer.brief import ShortRepr
 from jaxinfer.sampling_params import SamplingParams
 
 # ---- requests
@@ -228,7 +228,7 @@ def walk_specs(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class StateSpec(Brief):
+class StateSpec(ShortRepr):
     """An array of a layer's state, of fixed size regardless of the sequence length.
 
     Attributes:
@@ -243,7 +243,7 @@ class StateSpec(Brief):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LayerSpec(Brief):
+class LayerSpec(ShortRepr):
     """Attention and cache parameters of one layer.
 
     Attributes:
@@ -288,7 +288,7 @@ NO_STATE = 2**30
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class CacheSpec(Brief):
+class CacheSpec(ShortRepr):
     """The KV cache of a model, and the only place that computes bytes per page.
 
     A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1. Where the layers have

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxinfer.brief import Brief
+from jaxinfer.brief import ShortRepr
 from jaxinfer.types import CacheSpec, LayerSpec
 
 FULL, NEAR = LayerSpec(), LayerSpec(window=8)
@@ -27,7 +27,7 @@ def test_a_record_shows_equal_layers_once(layers: tuple[LayerSpec, ...], shown: 
 
 def test_a_record_cuts_long_values() -> None:
     @dataclasses.dataclass(repr=False)
-    class Long(Brief):
+    class Long(ShortRepr):
         ids: list[int]
         text: str = ""
 

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from jaxinfer.brief import Brief
+from jaxinfer.brief import ShortRepr
 from jaxinfer.client.errors import ServerError, Truncated
 from jaxinfer.client.messages import ToolCall
 from jaxinfer.protos.v1 import inference_pb2 as pb
@@ -98,7 +98,7 @@ class Usage:
 
 
 @dataclasses.dataclass(repr=False)
-class Output(Brief):
+class Output(ShortRepr):
     """Output of a request, one of ``n``: its deltas combined. ``finish_reason`` None: the stream has not ended.
     ``acceptance`` is "typical" where drafts were accepted by that rule, which changes tokens; None: exact. Under
     ``parse`` ``text`` is content, without reasoning and calls."""
@@ -121,7 +121,7 @@ class Output(Brief):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Completion(Brief):
+class Completion(ShortRepr):
     """A complete answer. ``text``, ``token_ids``, ``message`` and so on are those of the first output.
 
     Attributes:
@@ -185,7 +185,7 @@ class BatchItem:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Scored(Brief):
+class Scored(ShortRepr):
     """Score of a continuation: tokens, the sum of their log probabilities, and whether each is the most likely one."""
 
     tokens: Sequence[TokenLogprob]

@@ -58,8 +58,8 @@ class EngineCore(Protocol):
         """
         ...
 
-    def check_room(self, request: Request, ahead: int = 0) -> None:
-        """Raise QueueFullError where `add` would; see `Scheduler.check_room`. From any thread, also during a step."""
+    def check_capacity(self, request: Request, ahead: int = 0) -> None:
+        """Raise QueueFullError where `add` would; see `Scheduler.check_capacity`. From any thread."""
         ...
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -148,8 +148,8 @@ class EngineLoop:
     def _new_seed(self) -> int:
         return int(self._seeds.integers(2**63))
 
-    def check_room(self, request: Request, ahead: int = 0) -> None:
-        self._scheduler.check_room(request, ahead)
+    def check_capacity(self, request: Request, ahead: int = 0) -> None:
+        self._scheduler.check_capacity(request, ahead)
 
     @property
     def alive(self) -> int:

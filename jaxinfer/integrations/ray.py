@@ -37,7 +37,7 @@ from jaxinfer.integrations.replicas.settings import deployment_options, parse
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.core.supervisor import READY
 from jaxinfer.serve.core.worker_node import Follower
-from jaxinfer.serve.frontend.preflight import refuse_early
+from jaxinfer.serve.frontend.preflight import check_early
 from jaxinfer.serve.http.errors import error_body
 from jaxinfer.serve.runtime import logs
 from jaxinfer.serve.settings import ServeConfig, is_loopback
@@ -80,7 +80,7 @@ class Replica:
         self, config: ServeConfig, command: Sequence[str] | None, num_cpus: float, num_gpus: float
     ) -> None:
         logs.configure(config.log_format, config.log_level)
-        refuse_early(config)
+        check_early(config)
         self._group = None if config.num_processes == 1 else Group(config, command, num_cpus, num_gpus)
         self._config = config if self._group is None else self._group.config
         self._patience = Patience(config.startup_timeout)
@@ -241,7 +241,7 @@ class Member:
 
     def __init__(self, config: ServeConfig, key: str, command: Sequence[str] | None) -> None:
         logs.configure(config.log_format, config.log_level)
-        refuse_early(config)
+        check_early(config)
         self._folder = tempfile.TemporaryDirectory(prefix="jaxinfer-")
         self._follower = Follower(with_key(config, self._folder.name, key), command)
 

@@ -31,12 +31,12 @@ def _pool(latent: bool) -> LayerPool:
     return LayerPool(heads, heads)
 
 
-def spread(attend: DecodeAttend | PrefillAttend) -> DecodeAttend | PrefillAttend | SpreadAttend:
+def spread(attend: DecodeAttend | PrefillAttend) -> DecodeAttend | PrefillAttend | ShardedAttend:
     """Wrap ``attend`` for the mesh that the program is traced for."""
-    return attend if traced_size("kv_heads") == 1 else SpreadAttend(attend)
+    return attend if traced_size("kv_heads") == 1 else ShardedAttend(attend)
 
 
-class SpreadAttend(NamedTuple):
+class ShardedAttend(NamedTuple):
     """`Attend` with the heads sharded over devices; latents serve all heads and are replicated."""
 
     attend: DecodeAttend | PrefillAttend

@@ -308,7 +308,7 @@ def unpacked(
     return x, weights, numbers
 
 
-def run_spread_experts(
+def run_sharded_experts(
     x: Float[Array, "tokens d"],
     routing: Routing,
     experts: Experts,
@@ -384,7 +384,7 @@ class MoE(Layer):
         routing = self.routing(flat)
         nobody = jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
-        run = functools.partial(run_spread_experts, scaled_inputs=self.scaled_inputs)
+        run = functools.partial(run_sharded_experts, scaled_inputs=self.scaled_inputs)
         mixed = run(self.seen(flat), routing, self.experts(), self.glu, self._shared())
         return own_tokens(mixed.reshape(x.shape))
 

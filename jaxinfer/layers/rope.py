@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.brief import Brief
+from jaxinfer.brief import ShortRepr
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RopeConfig(Brief):
+class RopeConfig(ShortRepr):
     """RoPE settings of a checkpoint, with the parameters of config.json.
 
     Attributes:

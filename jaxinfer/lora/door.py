@@ -41,7 +41,7 @@ class ServesLoRAs(Protocol):
     loras: LoRAStore | None
 
 
-class LoRADoor:
+class LoRAFrontend:
     """Mixin with the LoRA methods of classes that have an ``engine``."""
 
     @property

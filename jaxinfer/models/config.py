@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.brief import Brief
+from jaxinfer.brief import ShortRepr
 from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.layers.rope import RopeConfig, yarn_mscale
 from jaxinfer.types import LayerSpec
@@ -96,7 +96,7 @@ class ConfigReader:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class DecoderConfig(Brief):
+class DecoderConfig(ShortRepr):
     """Fields of a resolved config.json that all families share: no optional field is left open.
 
     Attributes:

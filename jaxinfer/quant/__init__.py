@@ -12,7 +12,7 @@ from jaxinfer.quant.dispatch import (
 )
 from jaxinfer.quant.gemm_selftest import KernelLost, gemm_fault, refused_products
 from jaxinfer.quant.kernel_form import for_kernels
-from jaxinfer.quant.lora_weight import Adapted
+from jaxinfer.quant.lora_weight import LoRAWeight
 from jaxinfer.quant.storage import (
     Quantized,
     Split,
@@ -23,14 +23,14 @@ from jaxinfer.quant.storage import (
     with_activations,
     with_values,
 )
-from jaxinfer.quant.unquantized import Plain, for_gemm, gemm_refusal, laid_out
+from jaxinfer.quant.unquantized import Unquantized, for_gemm, gemm_refusal, laid_out
 
 __all__ = [
-    "Adapted",
     "KernelLost",
-    "Plain",
+    "LoRAWeight",
     "Quantized",
     "Split",
+    "Unquantized",
     "dense",
     "for_gemm",
     "for_kernels",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.quant.lora_weight import Adapted, Rows
+from jaxinfer.quant.lora_weight import LoRAWeight, Rows
 from jaxinfer.types import EMBEDDING, HEAD, LoRATarget, ParamSpec, ParamTree
 
 Path = tuple[str, ...]
@@ -165,19 +165,19 @@ def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
     for path, target in targets.items():
         arrays = {name: banks[path[0]][bank_name(path, name)] for name in target.shapes}
         place = weight_path(params, path)
-        node = Adapted(_at(params, place), **arrays, rows=rows, table=target.table, axes=target.axes)
+        node = LoRAWeight(_at(params, place), **arrays, rows=rows, table=target.table, axes=target.axes)
         params = replaced(params, place, node)
     return params
 
 
 def without_banks(function: Callable[..., Any], targets: Targets) -> Callable[..., Any]:
-    """Wrap a function of parameters for steps without adapters; rows stay bitwise identical, see `Adapted.rows`."""
+    """Wrap a function of parameters for steps without adapters; rows stay bitwise identical, see `LoRAWeight.rows`."""
 
     @functools.wraps(function)
     def apart(params: Any, *operands: Any) -> Any:
         for path, target in targets.items():
             place = weight_path(params, path)
-            params = replaced(params, place, Adapted(_at(params, place), table=target.table))
+            params = replaced(params, place, LoRAWeight(_at(params, place), table=target.table))
         return function(params, *operands)
 
     return apart
@@ -255,7 +255,7 @@ def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) 
     axes = _axes(target)
     leaves = {each: ParamSpec(value.shape, axes[each], dtype=str(value.dtype)) for each, value in arrays.items()}
     adapted, of_specs = (
-        Adapted(_at(tree, place), **own, table=table, axes=target.axes)
+        LoRAWeight(_at(tree, place), **own, table=table, axes=target.axes)
         for tree, own in ((params, arrays), (specs, leaves))
     )
     return replaced(specs, place, of_specs), replaced(params, place, adapted)
@@ -263,4 +263,4 @@ def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) 
 
 def _has_adapter(weight: Any, table: bool) -> bool:
     """Return whether a weight has an adapter of this kind: a tied table can have one for lookups, one for products."""
-    return isinstance(weight, Adapted) and (weight.table == table or _has_adapter(weight.base, table))
+    return isinstance(weight, LoRAWeight) and (weight.table == table or _has_adapter(weight.base, table))

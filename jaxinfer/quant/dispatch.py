@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.quant.activation_hooks import Observed
 from jaxinfer.quant.kernel_form import explain_tiles, tiles_product
-from jaxinfer.quant.lora_weight import Adapted, unadapted
+from jaxinfer.quant.lora_weight import LoRAWeight, unadapted
 from jaxinfer.quant.storage import Quantized, Split
-from jaxinfer.quant.unquantized import Plain
+from jaxinfer.quant.unquantized import Unquantized
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels import one_row
 from pallas_kernels.choice import lowering_target
@@ -29,14 +29,14 @@ def matmul(x: Float[Array, "... k"], w: Any, bias: Float[Array, "*n"] | None = N
     the same launch if a kernel computes the product.
     """
     if bias is not None:
-        if isinstance(w, Plain) and w.by_kernel(x):
+        if isinstance(w, Unquantized) and w.by_kernel(x):
             return w.matmul(x, bias)
         return plus_bias(matmul(x, w), bias)
-    if isinstance(w, Adapted):
+    if isinstance(w, LoRAWeight):
         return w.added(x, matmul(x, w.base))
     if isinstance(w, Quantized | Split):
         return _stored(x, w)
-    if isinstance(w, Plain):
+    if isinstance(w, Unquantized):
         return _plain(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in first")
@@ -45,12 +45,12 @@ def matmul(x: Float[Array, "... k"], w: Any, bias: Float[Array, "*n"] | None = N
 
 def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
     """Contract the last dimensions of both: for wide outputs whose weight is [out, in], like an embedding table."""
-    if isinstance(w, Adapted):
+    if isinstance(w, LoRAWeight):
         result = matmul_transposed(x, w.base)
         return result if w.table else w.added(x, result)
     if isinstance(w, Quantized | Split):
         return _stored(x, w)
-    if isinstance(w, Plain):
+    if isinstance(w, Unquantized):
         return _plain(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in last")
@@ -71,7 +71,7 @@ def _stored(x: jax.Array, w: Quantized | Split) -> jax.Array:
     return w.matmul(x) if isinstance(w, Quantized) else w.matmul(x, matmul_transposed)
 
 
-def _plain(x: jax.Array, w: Plain) -> jax.Array:
+def _plain(x: jax.Array, w: Unquantized) -> jax.Array:
     if w.by_kernel(x):
         return w.matmul(x)
     return (matmul if w.layout == "in first" else matmul_transposed)(x, w.weight)
@@ -79,7 +79,7 @@ def _plain(x: jax.Array, w: Plain) -> jax.Array:
 
 def swiglu(x: Float[Array, "... k"], w: Any) -> Float[Array, "... n"]:
     """Return silu(gate) * up of the product with ``w`` [2, n, k]: gate, then up (Shazeer 2020)."""
-    if isinstance(w, Plain) and w.by_kernel(x, gated=True):
+    if isinstance(w, Unquantized) and w.by_kernel(x, gated=True):
         return w.matmul(x, gated=True)
     if isinstance(w, Quantized) and w.gated_by_kernel(x):
         return w.matmul(x, gated=True)
@@ -105,14 +105,14 @@ def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]
 
 def take(w: Any, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """Return rows of a table. Ids must be in range: admission checks them."""
-    if isinstance(w, Adapted):
+    if isinstance(w, LoRAWeight):
         return w.added_to_taken(ids, take(w.base, ids)) if w.table else take(w.base, ids)
-    return w.take(ids) if isinstance(w, Quantized | Plain) else jnp.take(w, ids, axis=0, mode="clip")
+    return w.take(ids) if isinstance(w, Quantized | Unquantized) else jnp.take(w, ids, axis=0, mode="clip")
 
 
 def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Groups) -> Float[Array, "tiles rows *n"]:
     """Multiply each tile's rows by the weights of the tile's expert; weights are [experts, *n, k]."""
-    if isinstance(w, Adapted):
+    if isinstance(w, LoRAWeight):
         return w.added_in_tiles(x, grouped_matmul(x, w.base, groups), groups)
     if isinstance(w, Quantized) and (product := tiles_product(x, w, groups)) is not None:
         return product

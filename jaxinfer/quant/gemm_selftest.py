@@ -26,7 +26,7 @@ from jaxinfer.compilations import found_out, timed
 from jaxinfer.parallel.mesh import param_sharding
 from jaxinfer.parallel.processes import own_devices
 from jaxinfer.quant.storage import Quantized, rounds_tokens
-from jaxinfer.quant.unquantized import Plain, for_gemm
+from jaxinfer.quant.unquantized import Unquantized, for_gemm
 from pallas_kernels import matmul as dense_matmul
 from pallas_kernels.choice import Wish
 from pallas_kernels.launches import recording
@@ -131,22 +131,22 @@ def by_xla(product: Product, operands: Operands, dtype: Any) -> jax.Array:
 
 
 def products_of(specs: Any, mesh: Mesh, dtype: Any) -> collections.Counter[Product]:
-    """Count the products of a model of this dtype that `Plain.path` and `Quantized.path` apply to."""
+    """Count the products of a model of this dtype that `Unquantized.path` and `Quantized.path` apply to."""
     plain, _ = for_gemm(specs, specs, "mosaic")
-    weights = jax.tree.leaves(plain, is_leaf=lambda node: isinstance(node, Plain | Quantized))
+    weights = jax.tree.leaves(plain, is_leaf=lambda node: isinstance(node, Unquantized | Quantized))
     products = (_product(weight, mesh, jnp.dtype(dtype).name) for weight in weights)
     return collections.Counter(product for product in products if product is not None)
 
 
 def refused_products(specs: Any, mesh: Mesh, dtype: Any) -> dict[Product, str]:
     """Return the products of `products_of` that the kernel does not support, with the reason; XLA computes them
-    regardless of `Plain.path`."""
+    regardless of `Unquantized.path`."""
     found = {product: product.refusal(1, dtype) for product in products_of(specs, mesh, dtype)}
     return {product: why for product, why in found.items() if why is not None}
 
 
 def _product(weight: Any, mesh: Mesh, dtype: str) -> Product | None:
-    if isinstance(weight, Plain):
+    if isinstance(weight, Unquantized):
         spec, layout = weight.weight, weight.layout
     elif isinstance(weight, Quantized) and rounds_tokens(weight):
         spec, layout, dtype = weight.arrays["codes"], "in last", weight.arrays["codes"].dtype

@@ -1,4 +1,4 @@
-"""Weights with low-rank adapters (Hu et al. 2021): `Adapted` wraps a weight and replaces it in the parameter tree.
+"""Weights with low-rank adapters (Hu et al. 2021): `LoRAWeight` wraps a weight and replaces it in the parameter tree.
 
 It has one adapter for all rows, or a bank of adapters with a slot per row (`Rows`). As with tokens of one expert, rows
 are grouped into tiles that share an adapter (Chen et al. 2023, Punica; `pallas_kernels.lora`): the result of a row
@@ -58,7 +58,7 @@ def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Ro
     meta_fields=["table", "axes"],
 )
 @dataclasses.dataclass(frozen=True)
-class Adapted:
+class LoRAWeight:
     """A weight and its adapters: a product with it is ``magnitude * (base + x a^T b^T) + bias``.
 
     Attributes:
@@ -99,11 +99,11 @@ class Adapted:
         named = {name: getattr(self, name) for name in ("base", "a", "b", "magnitude", "bias")}
         return {name: value for name, value in named.items() if value is not None}.items()
 
-    def rebuilt(self, arrays: Mapping[str, Any]) -> Adapted:
+    def rebuilt(self, arrays: Mapping[str, Any]) -> LoRAWeight:
         """Return a copy with other leaves."""
         return dataclasses.replace(self, **arrays)
 
-    def partition(self, base: Any) -> Adapted:
+    def partition(self, base: Any) -> LoRAWeight:
         """Replace each array by its `PartitionSpec` on the mesh of the traced program; ``base``: the specs of the
         weight."""
         if self.a is None:
@@ -173,7 +173,7 @@ class Adapted:
 
 def slots_of(weight: Any) -> Int[Array, " rows"] | None:
     """Return the adapter slot of each row; None if the weight has no bank."""
-    return weight.rows.slots if isinstance(weight, Adapted) and weight.rows is not None else None
+    return weight.rows.slots if isinstance(weight, LoRAWeight) and weight.rows is not None else None
 
 
 def for_rows(weight: Any, slots: Int[Array, " rows"]) -> Any:
@@ -185,7 +185,7 @@ def for_rows(weight: Any, slots: Int[Array, " rows"]) -> Any:
 
 def unadapted(weight: Any) -> Any:
     """Return the weight without its adapters."""
-    return weight.base if isinstance(weight, Adapted) else weight
+    return weight.base if isinstance(weight, LoRAWeight) else weight
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.parallel.mesh import RULES, spread_over
 from jaxinfer.quant import activations
 from jaxinfer.quant.layouts import Float4, Grouped, Layout, Part
-from jaxinfer.quant.lora_weight import Adapted
+from jaxinfer.quant.lora_weight import LoRAWeight
 from jaxinfer.quant.sharded import is_spread
-from jaxinfer.quant.unquantized import Plain
+from jaxinfer.quant.unquantized import Unquantized
 from pallas_kernels import quant_matmul
 from pallas_kernels.choice import Wish, lowering_target
 from pallas_kernels.quant_matmul.xla import in_pieces
@@ -44,8 +44,8 @@ class Quantized:
         axes: logical axes of ``[*out, in]``.
         dtype: name of the dtype of dequantized values if nothing else sets it.
         inputs: number of inputs, over all devices.
-        path: kernel choice as in `Plain.path`, for products of inputs rounded with one scale per token by weights with
-            one scale per channel.
+        path: kernel choice as in `Unquantized.path`, for products of inputs rounded with one scale per token by weights
+            with one scale per channel.
     """
 
     arrays: Mapping[str, Any]
@@ -193,16 +193,16 @@ class Split:
 
 def partition(weight: Any, plain: PartitionSpec) -> Any:
     """Return the partition of a weight on the mesh of the traced program: ``plain``, or one for each stored array."""
-    if isinstance(weight, Adapted):
+    if isinstance(weight, LoRAWeight):
         return weight.partition(partition(weight.base, plain))
     if isinstance(weight, Split):
         return dataclasses.replace(weight, pieces=tuple(partition(piece, plain) for piece in weight.pieces))
-    return weight.partition() if isinstance(weight, Quantized | Plain) else plain
+    return weight.partition() if isinstance(weight, Quantized | Unquantized) else plain
 
 
 def is_stored(node: Any) -> bool:
     """Return whether a node of a tree of parameters or specs is a weight storage and not an array."""
-    return isinstance(node, Quantized | Split | Plain)
+    return isinstance(node, Quantized | Split | Unquantized)
 
 
 def with_values(tree: Any, dtype: str) -> Any:

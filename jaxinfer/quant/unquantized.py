@@ -1,4 +1,4 @@
-"""`Plain`: an unquantized weight with an explicit layout and kernel choice."""
+"""`Unquantized`: an unquantized weight with an explicit layout and kernel choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pallas_kernels.matmul import Extras, Layout
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"])
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class Unquantized:
     """An unquantized weight that replaces an array.
 
     Attributes:
@@ -57,7 +57,7 @@ class Plain:
     def items(self) -> ItemsView[str, Any]:
         return {"weight": self.weight}.items()
 
-    def rebuilt(self, arrays: Mapping[str, Any]) -> Plain:
+    def rebuilt(self, arrays: Mapping[str, Any]) -> Unquantized:
         """Return a copy with another leaf."""
         return dataclasses.replace(self, **arrays)
 
@@ -87,7 +87,7 @@ class Plain:
         result = self._spread(flat, bias, gated) if is_spread() else self._product(flat, self.weight, bias, gated)
         return result.reshape(*x.shape[:-1], *self.shape[gated:-1])
 
-    def partition(self) -> Plain:
+    def partition(self) -> Unquantized:
         """Replace the array by its `PartitionSpec` on the mesh of the traced program."""
         *outs, along = spread_over(self.axes, self.shape)
         return dataclasses.replace(
@@ -104,7 +104,7 @@ class Plain:
         *outs, along = spread_over(self.axes, self.shape)
         assert not (along and (gated or bias is not None))  # the gate and the bias apply only after the sum
 
-        def own(x: jax.Array, weight: Plain, bias: Any) -> jax.Array:
+        def own(x: jax.Array, weight: Unquantized, bias: Any) -> jax.Array:
             part = self._product(x, weight.weight, bias, gated)
             return lax.psum(part, along) if along else part
 
@@ -125,14 +125,14 @@ def gemm_refusal(dtype: Any, platform: str) -> str | None:
 
 
 def for_gemm(specs: Any, params: Any, path: Wish) -> tuple[Any, Any]:
-    """Wrap the matrices of the model's dtype as `Plain` in trees of specs and of parameters, keeping their layout."""
+    """Wrap matrices of the model's dtype as `Unquantized` in trees of specs and parameters, keeping their layout."""
 
     def wrapped(spec: ParamSpec, value: Any) -> Any:
         if spec.inputs is None or len(spec.shape) < 2 or spec.dtype is not None or "expert" in spec.axes:
             return value
         first = spec.inputs == 0
         axes = (*spec.axes[1:], spec.axes[0]) if first else spec.axes
-        return Plain(value, "in first" if first else "in last", axes, path)
+        return Unquantized(value, "in first" if first else "in last", axes, path)
 
     return jax.tree.map(wrapped, specs, specs), jax.tree.map(wrapped, specs, params)
 
@@ -149,7 +149,7 @@ def laid_out(specs: Any, params: Any, layout: Layout) -> tuple[Any, Any]:
             return value
         if id(value) not in made:
             axes = spec.axes if old else (*spec.axes[1:], spec.axes[0])
-            made[id(value)] = value, Plain(_moved(value, old), layout, axes, "xla")
+            made[id(value)] = value, Unquantized(_moved(value, old), layout, axes, "xla")
         return made[id(value)][1]
 
     return jax.tree.map(turned, specs, specs), jax.tree.map(turned, specs, params)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.serve.api.auth import KeysError
 from jaxinfer.serve.core.worker_node import Follower
-from jaxinfer.serve.frontend.preflight import refuse_early
+from jaxinfer.serve.frontend.preflight import check_early
 from jaxinfer.serve.runtime import event_loop, logs, malloc_trim
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the server that ``args.configuration`` describes and return its exit status."""
     config: ServeConfig = args.configuration
     try:
-        refuse_early(config)
+        check_early(config)
         logs.configure(config.log_format, config.log_level)
         follows = config.process_id > 0
         return event_loop.run(serve(Follower(config) if follows else Server(config, opened=malloc_trim.settle)))

@@ -21,9 +21,9 @@ from jaxinfer.serve.frontend.parser_settings import model_parsers
 from jaxinfer.serve.grpc import oip
 from jaxinfer.serve.grpc.server import GrpcServers, Service
 from jaxinfer.serve.grpc.vllm.service import Served, VllmEngine, service
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.server import HttpServer
-from jaxinfer.serve.kv_events.door import KvEventsDoor
+from jaxinfer.serve.kv_events.door import KvEventsEndpoint
 from jaxinfer.serve.runtime import descriptors
 from jaxinfer.serve.runtime.background import Background
 from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig, is_loopback
@@ -69,14 +69,14 @@ class Server:
         self._opened, self.background = opened, Background()
         self.frontend: Frontend | None = None
         replicas = config.engine.data_parallel_size * config.engine.dp_ranks
-        self.kv_events = KvEventsDoor(config, replicas, lambda: self._supervisor.card.name)
+        self.kv_events = KvEventsEndpoint(config, replicas, lambda: self._supervisor.card.name)
         self._supervisor = Supervisor(config, command, prepare=self._prepare, kv_events=self.kv_events.take)
         self._loras = self._adapters()
         metrics = ServerMetrics(self)
         self._requests = RequestLog(config.log_requests)
         self._tracing = Tracing(config.otlp_endpoint, failed=metrics.failed, log=self._requests)
         self._authoriser = authoriser = Authoriser(config.api_keys)
-        self._door = Door(
+        self._door = AppState(
             __version__,
             config.limits,
             authoriser,

@@ -90,7 +90,7 @@ class ServedModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DoorConfig:
+class ListenConfig:
     """Addresses.
 
     Attributes:
@@ -158,7 +158,7 @@ class AnswerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoRADoorConfig:
+class LoRAModulesConfig:
     """LoRA adapters that clients may name; they need enable_lora.
 
     Attributes:
@@ -171,7 +171,7 @@ class LoRADoorConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PatienceConfig:
+class TimeoutConfig:
     """Timeouts and connection limits.
 
     Attributes:
@@ -248,12 +248,12 @@ class LogConfig:
 class ServeConfig(
     LogConfig,
     GroupConfig,
-    PatienceConfig,
+    TimeoutConfig,
     KvEventsConfig,
-    LoRADoorConfig,
+    LoRAModulesConfig,
     AnswerConfig,
     AccessConfig,
-    DoorConfig,
+    ListenConfig,
     ServedModelConfig,
 ):
     """Settings of a server: one model over gRPC and HTTP."""

@@ -1,7 +1,7 @@
 """Speculative decoding: drafters that propose draft tokens, which the engine verifies. No jax."""
 
 from jaxinfer.config.speculative import GRAMMAR, HEADS
-from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, Tempo
+from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, ThroughputMonitor
 from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, NoDrafter, make_drafter, register
 from jaxinfer.spec.ngram import NgramDrafter
 from jaxinfer.spec.suffix import SuffixDrafter
@@ -18,7 +18,7 @@ __all__ = [
     "NgramDrafter",
     "NoDrafter",
     "SuffixDrafter",
-    "Tempo",
+    "ThroughputMonitor",
     "Tree",
     "make_drafter",
     "register",

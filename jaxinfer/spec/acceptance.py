@@ -52,7 +52,7 @@ class Mean:
         self.value += (value - self.value) / self.weight
 
 
-class Tempo:
+class ThroughputMonitor:
     """Measures for each load whether steps with drafts bring more tokens per second than steps without: the cost of a
     step with drafts, and the sequences that draft, depend on the number of sequences.
 

@@ -22,10 +22,10 @@ from jaxinfer.helper_process import (
     GOOD,
     allow_cpu,
     begin,
+    has_low_priority,
     in_threads,
+    lower_priority,
     read_frame,
-    stand_back,
-    stands_back,
     write_frame,
 )
 
@@ -83,10 +83,10 @@ class _Serving:
     def serve(self) -> bool:
         """Reply until the input ends, or this thread gets idle priority; return whether there is more input."""
         if self._answer is None:
-            stand_back()
+            lower_priority()
             self._start()
             write_frame(self._writer, GOOD)
-        while not stands_back():
+        while not has_low_priority():
             if (frame := read_frame(self._reader)) is None:
                 return False
             allow_cpu(self._seconds)

@@ -277,7 +277,7 @@ class _Worker:
             helper.kill()
         elif seconds > (_LONG_SECONDS if self.in_turn else _QUICK_SECONDS) and not self._hurried:
             self._hurried = True
-            helper.stand_back()
+            helper.lower_priority()
 
     def stop(self) -> None:
         with self._sent:

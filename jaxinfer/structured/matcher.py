@@ -63,7 +63,7 @@ class Vocabulary(NamedTuple):
         return cls(tokens, frozenset(special), ends, size)
 
 
-class Speller:
+class GreedyTokenizer:
     """Greedy longest-match tokenizer. It approximates real tokenizers, and hence the tokens that models generate."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -100,7 +100,7 @@ class Matcher:
             cannot be used afterwards.
     """
 
-    def __init__(self, library: LLMatcher, words: int, ends: Sequence[int], speller: Speller) -> None:
+    def __init__(self, library: LLMatcher, words: int, ends: Sequence[int], speller: GreedyTokenizer) -> None:
         self._library, self._bytes, self._ends, self._speller = library, 4 * words, ends, speller
         self._spaces = frozenset[int]()  # whitespace tokens that are allowed but not passed to the grammar
 
@@ -188,7 +188,7 @@ class Matchers:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokenizer, self._special = _tokenizer(vocabulary), vocabulary.names
-        self._speller = Speller(vocabulary)
+        self._speller = GreedyTokenizer(vocabulary)
         # The key has the scope, too: compile times must not reveal what another tenant has requested.
         self._cached: collections.OrderedDict[tuple[str, str, str], LLMatcher] = collections.OrderedDict()
         self._size = 0

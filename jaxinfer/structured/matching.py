@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxinfer.helper_process import BAD, GOOD, allow_cpu, stand_back
+from jaxinfer.helper_process import BAD, GOOD, allow_cpu, lower_priority
 from jaxinfer.structured.answers import STOPPED, Answer
 from jaxinfer.structured.grammar import compiled
 from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary, is_empty
@@ -27,7 +27,7 @@ Grammar = tuple[str, str, str]
 
 def checked(head: bytes, text: bytes) -> bytes:
     """Reply to `helper.check`, in a thread with idle priority."""
-    stand_back()
+    lower_priority()
     try:
         compiled(json.loads(head)["check"], text.decode())
     except GrammarError as error:
@@ -54,7 +54,7 @@ class Matching:
         for number in question["end"]:
             self._known.pop(number, None)
         if not question["quick"] and any(grammar is not None for _, grammar, _ in question["ask"]):
-            stand_back()
+            lower_priority()
         answers, whole, at = list[Answer](), list[bytes](), 0
         for number, grammar, tokens in question["ask"]:
             allow_cpu(self._seconds)

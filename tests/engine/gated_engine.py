@@ -52,12 +52,12 @@ class FakeEngine:
     def add(self, request: Request) -> Request:
         if request.request_id in {s.request.request_id for s in (*self.waiting, *self.running)}:
             raise RequestError("request_id", f"={request.request_id!r} is in use")
-        self.check_room(request)
+        self.check_capacity(request)
         request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=7))
         self.waiting += [Sample(request, i, len(request.prompt_token_ids) - 1) for i in range(request.params.n)]
         return request
 
-    def check_room(self, request: Request, ahead: int = 0) -> None:
+    def check_capacity(self, request: Request, ahead: int = 0) -> None:
         if len(self.waiting) + ahead >= QUEUE:
             raise QueueFullError("too many wait")
 

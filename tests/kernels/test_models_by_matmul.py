@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.quant import Adapted, Plain, matmul
+from jaxinfer.quant import LoRAWeight, Unquantized, matmul
 from jaxinfer.quant.layouts import Grouped
 from pallas_kernels import compat
 from pallas_kernels.choice import HOPPER, Target
@@ -30,7 +30,7 @@ def logits(model, tokens):
 def test_a_model_gives_a_row_the_same_bits_however_many_there_are(monkeypatch):
     plain = random_model("bfloat16", gain=1.0, **SHAPE)
     model, calls = plain.for_kernels("mosaic"), []
-    assert isinstance(model.params["layers_0"]["mlp"]["gate_up"], Plain)
+    assert isinstance(model.params["layers_0"]["mlp"]["gate_up"], Unquantized)
     interpreted = functools.partial(launch.matmul, interpret=compat.interpret_params())
 
     def counted(*arguments, **options):
@@ -52,7 +52,7 @@ def test_a_bias_is_added_in_the_launch_of_its_product(monkeypatch):
     """The result is bitwise that of a bias added after the product, as for weights with adapters."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, weight, bias = (jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, SHAPES, strict=True))
-    plain, calls = Plain(weight, "in first", ("kv", None, None), "mosaic"), []
+    plain, calls = Unquantized(weight, "in first", ("kv", None, None), "mosaic"), []
     interpreted = functools.partial(launch.matmul, interpret=compat.interpret_params())
 
     def counted(x, weights, extras, **options):
@@ -62,7 +62,7 @@ def test_a_bias_is_added_in_the_launch_of_its_product(monkeypatch):
     monkeypatch.setattr(launch, "matmul", counted)
     monkeypatch.setattr(api, "lowering_target", lambda: Target("gpu", HOPPER))
     within, behind = (
-        np.asarray(compat.interpreted(lambda w=w: jax.jit(matmul)(x, w, bias))) for w in (plain, Adapted(plain))
+        np.asarray(compat.interpreted(lambda w=w: jax.jit(matmul)(x, w, bias))) for w in (plain, LoRAWeight(plain))
     )
     assert calls == [True, False]
     np.testing.assert_array_equal(within, behind)

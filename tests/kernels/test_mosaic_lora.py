@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.quant import Adapted, matmul_transposed
+from jaxinfer.quant import LoRAWeight, matmul_transposed
 from jaxinfer.quant.lora_weight import rows_of
 from pallas_kernels import compat
 from pallas_kernels.choice import Choice
@@ -110,7 +110,7 @@ def test_adapted_weights_by_the_kernels_equal_those_by_xla(monkeypatch):
 
     def layer():
         banks = {"a": a, "b": b.reshape(SLOTS, 4, 16, 16)}
-        return matmul_transposed(x, Adapted(weight, **banks, rows=rows_of(slots, SLOTS)))
+        return matmul_transposed(x, LoRAWeight(weight, **banks, rows=rows_of(slots, SLOTS)))
 
     expected = jax.jit(layer)()
     kernel = functools.partial(mosaic.low_rank, interpret=compat.interpret_params())

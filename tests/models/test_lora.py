@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.models.model import Model, abstract
-from jaxinfer.quant import Adapted
+from jaxinfer.quant import LoRAWeight
 from jaxinfer.weights import init_params
 from tests.fakes import llama_json, random_model
 
@@ -105,7 +105,7 @@ def test_gradients_of_an_adapters_arrays_are_finite_differences():
             node, of = gradients, direction
             for step in path:
                 node, of = node[step], of[step]
-            assert isinstance(node, Adapted)
+            assert isinstance(node, LoRAWeight)
             slope = getattr(node, name)
             unit = slope / jnp.sqrt((slope**2).sum())
             object.__setattr__(of, name, unit)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.quant import Adapted, Split, dense, grouped_matmul, matmul, matmul_transposed, take
+from jaxinfer.quant import LoRAWeight, Split, dense, grouped_matmul, matmul, matmul_transposed, take
 from jaxinfer.quant.lora_weight import rows_of
 from pallas_kernels.grouped_matmul import group
 from tests.quant.examples import INPUTS, LAYOUTS, example
@@ -45,7 +45,7 @@ def of_slot(arrays, slot):
 def test_one_adapter_of_all_rows(product):
     weight, x, arrays = numbers(0, *OUT, INPUTS), numbers(1, 2, 5, INPUTS), banks()
     base = np.moveaxis(weight, -1, 0) if product == "matmul" else weight
-    result = MATMUL[product](x, Adapted(jnp.asarray(base), **arrays))
+    result = MATMUL[product](x, LoRAWeight(jnp.asarray(base), **arrays))
     assert_near(result, expected(x, weight, arrays))
 
 
@@ -53,7 +53,7 @@ def test_one_adapter_of_all_rows(product):
 def test_rows_of_several_adapters_over_every_storage(layout):
     weight, x, arrays = example(layout, OUT), numbers(1, 9, INPUTS), banks(SLOTS)
     slots = np.int32([2, -1, 0, 2, 2, -1, 1, 0, 2])
-    adapted = Adapted(weight, **arrays, rows=rows_of(jnp.asarray(slots), SLOTS))
+    adapted = LoRAWeight(weight, **arrays, rows=rows_of(jnp.asarray(slots), SLOTS))
     plain, result = MATMUL["matmul"](x, weight), np.asarray(MATMUL["matmul"](x, adapted))
     for row, slot in enumerate(slots):
         if slot < 0:
@@ -65,14 +65,14 @@ def test_rows_of_several_adapters_over_every_storage(layout):
 def test_a_weight_of_several_storages():
     pieces = tuple(example(LAYOUTS[name], (rows, 40)) for name, rows in (("int4", 1), ("ggml", 2)))
     weight, x, arrays = Split(pieces, 0), numbers(1, 4, INPUTS), banks()
-    assert_near(MATMUL["matmul"](x, Adapted(weight, **arrays)), expected(x, dense(weight), arrays))
+    assert_near(MATMUL["matmul"](x, LoRAWeight(weight, **arrays)), expected(x, dense(weight), arrays))
 
 
 def test_bfloat16_is_added_in_float32_and_keeps_its_dtype():
     x, arrays = numbers(1, 6, INPUTS), banks(SLOTS)
     weight, slots = numbers(0, *OUT, INPUTS), jnp.int32([0, 1, 2, 0, -1, 1])
     low = jax.tree.map(lambda array: jnp.asarray(array, jnp.bfloat16), (x, weight, arrays["a"], arrays["b"]))
-    adapted = Adapted(low[1], low[2], low[3], arrays["magnitude"], arrays["bias"], rows_of(slots, SLOTS))
+    adapted = LoRAWeight(low[1], low[2], low[3], arrays["magnitude"], arrays["bias"], rows_of(slots, SLOTS))
     result = MATMUL["matmul_transposed"](low[0], adapted)
     assert result.dtype == jnp.bfloat16
     assert_near(result[1], expected(x[1], weight, of_slot(arrays, 1)), 0.03)
@@ -80,7 +80,7 @@ def test_bfloat16_is_added_in_float32_and_keeps_its_dtype():
 
 def test_rows_of_a_table_and_the_tied_head_without_them():
     table, arrays, ids = numbers(0, 30, 20), banks(out=(20,), inputs=30), np.int32([[3, 29], [0, 3]])
-    adapted = Adapted(jnp.asarray(table), **arrays, table=True)
+    adapted = LoRAWeight(jnp.asarray(table), **arrays, table=True)
     onehot = np.eye(30)[ids]
     assert_near(jax.jit(take)(adapted, ids), expected(onehot, table.T, arrays))
     x = numbers(1, 4, 20)
@@ -95,7 +95,9 @@ def test_lookups_of_several_adapters_over_every_storage(layout):
     table, ids, slots = example(layout, (40,)), np.int32([3, 0, 39, 3, 7, 3]), np.int32([2, -1, 0, 0, 1, -1])
     rows = rows_of(jnp.asarray(slots), SLOTS)
     looked, multiplied = banks(SLOTS, out=(INPUTS,), inputs=40), banks(SLOTS, out=(40,))
-    adapted = Adapted(Adapted(table, **looked, rows=rows, table=True, axes=("embed", "vocab")), **multiplied, rows=rows)
+    adapted = LoRAWeight(
+        LoRAWeight(table, **looked, rows=rows, table=True, axes=("embed", "vocab")), **multiplied, rows=rows
+    )
     plain, result = jax.jit(take)(table, ids), np.asarray(jax.jit(take)(adapted, ids))
     x = numbers(1, len(ids), INPUTS)
     product = np.asarray(MATMUL["matmul_transposed"](x, adapted))
@@ -131,7 +133,7 @@ def test_experts(stored, banked):
         groups = group(experts.reshape(-1), EXPERTS, most=TOKENS)
         rows = rows_of(slots, SLOTS) if banked else None
         tiles = x.at[groups.entries // TOP_K].get(mode="fill", fill_value=0)
-        result = grouped_matmul(tiles, Adapted(weight, **arrays, rows=rows), groups)
+        result = grouped_matmul(tiles, LoRAWeight(weight, **arrays, rows=rows), groups)
         plain = grouped_matmul(tiles, weight, groups)
         return [one.reshape(-1, *OUT)[groups.places].reshape(TOKENS, TOP_K, *OUT) for one in (result, plain)]
 
@@ -164,7 +166,7 @@ def test_a_row_keeps_its_bits_whatever_is_beside_it(dtype, runs, inputs, out):
 
     @jax.jit
     def run(x, arrays, of_rows):
-        return matmul_transposed(x, Adapted(weight, **arrays, rows=rows_of(of_rows, slots, runs=runs)))
+        return matmul_transposed(x, LoRAWeight(weight, **arrays, rows=rows_of(of_rows, slots, runs=runs)))
 
     rng = np.random.default_rng(3)
     want = np.asarray(run(x, arrays, jnp.full(rows, -1).at[5].set(2)))[5]
@@ -182,7 +184,7 @@ def test_rows_without_an_adapter_keep_the_bits_of_the_weight(dtype):
     x, weight = (jnp.asarray(numbers(seed, *shape), dtype) for seed, shape in ((1, (32, 256)), (2, (512, 256))))
     arrays = banks(8, out=(512,), inputs=256)
     of_rows = jnp.arange(32) % 9 - 1
-    result = MATMUL["matmul_transposed"](x, Adapted(weight, **arrays, rows=rows_of(of_rows, 8)))
+    result = MATMUL["matmul_transposed"](x, LoRAWeight(weight, **arrays, rows=rows_of(of_rows, 8)))
     plain = np.asarray(MATMUL["matmul_transposed"](x, weight))
     np.testing.assert_array_equal(np.asarray(result)[of_rows < 0], plain[of_rows < 0])
     assert (np.asarray(result)[of_rows >= 0] != plain[of_rows >= 0]).mean() > 0.9
@@ -194,6 +196,6 @@ def test_infinite_numbers_of_another_adapter_reach_nobody():
     broken = {name: array.copy() for name, array in arrays.items()}
     for array in broken.values():
         array[1:] = np.inf
-    good, bad = (MATMUL["matmul_transposed"](x, Adapted(weight, **each, rows=rows)) for each in (arrays, broken))
+    good, bad = (MATMUL["matmul_transposed"](x, LoRAWeight(weight, **each, rows=rows)) for each in (arrays, broken))
     np.testing.assert_array_equal(good[:3], bad[:3])
     assert not np.isfinite(bad[3]).any()

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.prepare import prepare, resolve_for
-from jaxinfer.quant import Plain, dense, laid_out, matmul, matmul_heads, matmul_transposed, swiglu, take
+from jaxinfer.quant import Unquantized, dense, laid_out, matmul, matmul_heads, matmul_transposed, swiglu, take
 from jaxinfer.quant.layouts import Grouped
 from jaxinfer.quant.unquantized import for_gemm, gemm_refusal
 from jaxinfer.types import ParamSpec
@@ -32,7 +32,7 @@ def assert_near(result: jax.Array, expected: jax.Array, off: float = 3e-6) -> No
 def test_a_product_is_that_of_the_array(product, layout):
     weight = numbers(3, 8, INPUTS)
     lies = jnp.moveaxis(weight, -1, 0) if layout == "in first" else weight
-    plain = Plain(lies, layout, ("heads", None, None))
+    plain = Unquantized(lies, layout, ("heads", None, None))
     assert plain.shape == (3, 8, INPUTS)
     assert plain.size == weight.size
     np.testing.assert_array_equal(dense(plain), weight)
@@ -42,14 +42,14 @@ def test_a_product_is_that_of_the_array(product, layout):
 def test_rows_of_a_table():
     table = numbers(30, 8)
     ids = jnp.array([[3, 29]])
-    np.testing.assert_array_equal(take(Plain(table, "in last", ("vocab", None)), ids), table[ids])
+    np.testing.assert_array_equal(take(Unquantized(table, "in last", ("vocab", None)), ids), table[ids])
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_gated_product(wrapped):
     weight, x = numbers(2, 16, INPUTS), numbers(4, INPUTS)
     gate, up = (x @ half.T for half in weight)
-    found = swiglu(x, Plain(weight, "in last", (None, "mlp", None)) if wrapped else weight)
+    found = swiglu(x, Unquantized(weight, "in last", (None, "mlp", None)) if wrapped else weight)
     assert_near(found, gate / (1 + jnp.exp(-gate)) * up)
 
 
@@ -144,7 +144,7 @@ def test_matrices_of_the_models_own_dtype_alone_are_for_the_kernel():
     }
     params = {name: numbers(*spec.shape) for name, spec in specs.items()}
     described, found = for_gemm(specs, params, "mosaic")
-    assert {name for name, weight in found.items() if isinstance(weight, Plain)} == {"qkv", "gate_up"}
+    assert {name for name, weight in found.items() if isinstance(weight, Unquantized)} == {"qkv", "gate_up"}
     assert found["qkv"].weight is params["qkv"]
     assert (found["qkv"].layout, found["qkv"].axes) == ("in first", ("heads", None, "embed"))
     assert (described["gate_up"].layout, described["gate_up"].axes) == ("in last", (None, "mlp", "embed"))
@@ -191,7 +191,7 @@ def test_the_kernel_is_where_it_is_asked_for(monkeypatch, backend, exactness, ke
     model = random_model("bfloat16", hidden_size=64, intermediate_size=128)
     prepared = prepare(model, EngineConfig(gemm_backend=backend, exactness=exactness, max_model_len=64), "gpu")
     weight = prepared.model.params["layers_0"]["mlp"]["down"]
-    assert isinstance(weight, Plain) == (backend != "xla")
+    assert isinstance(weight, Unquantized) == (backend != "xla")
     x = jax.ShapeDtypeStruct((3, weight.shape[-1] if backend != "xla" else weight.shape[0]), jnp.bfloat16)
     assert (backend != "xla" and weight.by_kernel(x)) == kernels
     assert not (backend != "xla" and weight.by_kernel(jax.ShapeDtypeStruct(x.shape, jnp.float32)))

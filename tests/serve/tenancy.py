@@ -26,7 +26,7 @@ from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.http.app import build_app
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.doors import METHODS, VLLM, VLLM_METHODS
@@ -74,7 +74,7 @@ async def tenancy(
         rpcs = GrpcServers(config, lambda: frontend, FakeSupervisor(), keys, more=oip + vllm)
         await rpcs.start()
         stack.push_async_callback(rpcs.stop, 0)
-        door = Door(version="1", authoriser=keys, frontend=frontend)
+        door = AppState(version="1", authoriser=keys, frontend=frontend)
         pages = HttpServer(config, door, build_app(door))
         await pages.start()
         stack.push_async_callback(pages.stop)

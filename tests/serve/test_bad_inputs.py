@@ -18,7 +18,7 @@ from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.grpc.auth import OPEN as OPEN_RPC
 from jaxinfer.serve.grpc.auth import SCOPES as RPC_SCOPES
 from jaxinfer.serve.http.app import build_app
-from jaxinfer.serve.http.app_state import OPEN, Door
+from jaxinfer.serve.http.app_state import OPEN, AppState
 from tests.serve import corpus
 from tests.serve.doors import (
     COMPLETIONS,
@@ -318,7 +318,7 @@ def test_a_template_of_a_request_where_it_may(lenient):
 
 def routes():
     """Return path and method of all routes."""
-    found = [route for route in build_app(Door("0")).inner.routes if isinstance(route, Route | APIRoute)]
+    found = [route for route in build_app(AppState("0")).inner.routes if isinstance(route, Route | APIRoute)]
     assert found
     return [(route.path, method) for route in found for method in sorted((route.methods or set()) - {"HEAD"})]
 

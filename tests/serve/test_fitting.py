@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.requests import Conversation
-from jaxinfer.serve.workers.normalize import fitted
+from jaxinfer.serve.workers.normalize import normalize_messages
 from jaxinfer.serve.workers.normalize import written as in_form
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from tests.serve.fake_engine import TEMPLATE
@@ -16,29 +16,33 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 def test_a_template_that_does_not_know_developers_has_a_system_instead():
     told = Conversation([{"role": "developer", "content": "Be short."}, *HELLO])
-    assert [each["role"] for each in fitted(told, [TEMPLATE]).messages] == ["system", "user"]
-    assert fitted(told, ["{% if m.role == 'developer' %}"]) == told
+    assert [each["role"] for each in normalize_messages(told, [TEMPLATE]).messages] == ["system", "user"]
+    assert normalize_messages(told, ["{% if m.role == 'developer' %}"]) == told
     assert told.messages[0]["role"] == "developer"
 
 
 def test_tools_that_no_template_would_show_are_refused_by_name():
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(RequestError, match="tools: the model's chat template has no place for tools") as refusal:
-        fitted(Conversation(HELLO, tools), [TEMPLATE])
+        normalize_messages(Conversation(HELLO, tools), [TEMPLATE])
     assert refusal.value.field == "tools"
     for sources in ([TEMPLATE, "{{ tools }}"], ["{% if tools is defined %}{% endif %}"]):
-        assert fitted(Conversation(HELLO, tools), sources).tools == tools
-    assert fitted(Conversation(HELLO, []), [TEMPLATE]).tools == []
+        assert normalize_messages(Conversation(HELLO, tools), sources).tools == tools
+    assert normalize_messages(Conversation(HELLO, []), [TEMPLATE]).tools == []
 
 
 def test_an_effort_is_what_the_template_knows_of_it():
     hard, none = (Conversation(HELLO, variables={"x": 1}, reasoning_effort=effort) for effort in ("high", "none"))
-    assert fitted(hard, ["{{ reasoning_effort }}"]).variables == {"reasoning_effort": "high", "x": 1}
-    assert fitted(none, ["{{ reasoning_effort }}"]).variables == {"reasoning_effort": "none", "x": 1}
-    assert fitted(none, ["{% if enable_thinking %}"]).variables == {"enable_thinking": False, "thinking": False, "x": 1}
+    assert normalize_messages(hard, ["{{ reasoning_effort }}"]).variables == {"reasoning_effort": "high", "x": 1}
+    assert normalize_messages(none, ["{{ reasoning_effort }}"]).variables == {"reasoning_effort": "none", "x": 1}
+    assert normalize_messages(none, ["{% if enable_thinking %}"]).variables == {
+        "enable_thinking": False,
+        "thinking": False,
+        "x": 1,
+    }
     for conversation, source in ((hard, "{% if enable_thinking %}"), (none, TEMPLATE)):
         with pytest.raises(RequestError, match="template knows no such effort") as refusal:
-            fitted(conversation, [source])
+            normalize_messages(conversation, [source])
         assert refusal.value.field == "reasoning_effort"
 
 
@@ -48,7 +52,7 @@ def called(**more: Any) -> Conversation:
 
 
 def written(source: str, conversation: Conversation) -> str:
-    return ChatTemplate(source).render(fitted(conversation, [source]).messages)
+    return ChatTemplate(source).render(normalize_messages(conversation, [source]).messages)
 
 
 DEEPSEEK = "{{ m['content'] is none }}{{ 'x' + m['tool_calls'][0]['function']['arguments'] + 'y' }}"
@@ -66,13 +70,13 @@ def test_calls_are_written_as_the_template_wants_them(source: str, text: str, mo
 
 
 def test_a_thought_has_one_name_beside_content() -> None:
-    (message,) = fitted(called(reasoning_content="Hm", content="Well"), ["message.thinking"]).messages
+    (message,) = normalize_messages(called(reasoning_content="Hm", content="Well"), ["message.thinking"]).messages
     assert "thinking" not in message
 
 
 @pytest.mark.parametrize("calls", ["x", ["x"], [{"function": 3}], [{"function": {"arguments": "text"}}]])
 def test_calls_of_another_shape_are_left_to_the_template(calls: Any) -> None:
-    (message,) = fitted(called(tool_calls=calls), ["'' + arguments + ''"]).messages
+    (message,) = normalize_messages(called(tool_calls=calls), ["'' + arguments + ''"]).messages
     assert message["tool_calls"] == calls
 
 
@@ -93,7 +97,7 @@ JOINED = "[system]S1\n\nD2[user]U3"
 
 
 def prompt_of(source: str, *messages: dict[str, Any]) -> str:
-    shown = fitted(Conversation(messages), [source])
+    shown = normalize_messages(Conversation(messages), [source])
     return in_form(shown.messages, ChatTemplate(source).render)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.serve.frontend.parser_settings import model_parsers
-from jaxinfer.serve.frontend.preflight import refuse_early
+from jaxinfer.serve.frontend.preflight import check_early
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.text import ChatTemplate
 from tests.parsers.response_template.recorded import TEMPLATES
@@ -54,14 +54,14 @@ def test_one_that_is_not_understood_is_refused_before_the_model_is_loaded(tmp_pa
         r"near character 1, which is not supported \(tool_call_parser = off serves answers as they are\)"
     )
     with pytest.raises(ServeConfigError, match=message):
-        refuse_early(ServeConfig(model=str(tmp_path)))
-    refuse_early(ServeConfig(model=str(tmp_path), tool_call_parser="off"))
-    refuse_early(ServeConfig(model=str(tmp_path), tool_call_parser="hermes"))
+        check_early(ServeConfig(model=str(tmp_path)))
+    check_early(ServeConfig(model=str(tmp_path), tool_call_parser="off"))
+    check_early(ServeConfig(model=str(tmp_path), tool_call_parser="hermes"))
     folder(tmp_path, response_template=3, chat_template="<tool_call>{{ messages }}")
-    refuse_early(ServeConfig(model=str(tmp_path)))
+    check_early(ServeConfig(model=str(tmp_path)))
 
 
 def test_a_file_that_cannot_be_read_is_refused_before_the_engine_starts(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ServeConfigError, match=r"tokenizer_config\.json is not valid JSON"):
-        refuse_early(ServeConfig(model=str(tmp_path)))
+        check_early(ServeConfig(model=str(tmp_path)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.serve.frontend.preflight import refuse_early
+from jaxinfer.serve.frontend.preflight import check_early
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 DRAFTS: dict[str, Any] = {"speculative": "draft_model"}
@@ -21,7 +21,7 @@ def folder(tmp_path: pathlib.Path) -> str:
 
 def refusal(model: str, **engine: Any) -> str | None:
     try:
-        refuse_early(ServeConfig(model=model, engine=EngineConfig(**engine)))
+        check_early(ServeConfig(model=model, engine=EngineConfig(**engine)))
     except ServeConfigError as error:
         return str(error)
     return None
@@ -35,8 +35,8 @@ def test_a_context_that_the_model_has_not(folder: str) -> None:
 @pytest.mark.parametrize("given", ["absent.jinja", "{% if %}"])
 def test_a_chat_template_that_is_none(folder: str, given: str) -> None:
     with pytest.raises(ServeConfigError, match=r"^chat_template: "):
-        refuse_early(ServeConfig(model=folder, chat_template=given))
-    refuse_early(ServeConfig(model=folder, chat_template="{{ messages[0].content }}"))
+        check_early(ServeConfig(model=folder, chat_template=given))
+    check_early(ServeConfig(model=folder, chat_template="{{ messages[0].content }}"))
 
 
 def test_a_draft_model_that_nobody_has(folder: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.auth import key_entry, new_key
-from jaxinfer.serve.api.capacity import Load, Room
+from jaxinfer.serve.api.capacity import CapacityLimiter, Load
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import Call
 from jaxinfer.serve.settings import QUEUE, make_config
@@ -22,7 +22,7 @@ SMALL = {"max_num_seqs": 2, "max_waiting_requests": 20, "max_waiting_sequences":
 
 def room(requests=None, sequences=None, tokens=None, slots=0):
     most = {"max_waiting_requests": requests, "max_waiting_sequences": sequences, "max_waiting_tokens": tokens}
-    return Room({**most, "max_num_seqs": slots})
+    return CapacityLimiter({**most, "max_num_seqs": slots})
 
 
 def fill(of, tenant, load=Load(1, 1, 1)):  # noqa: B008 - never changed

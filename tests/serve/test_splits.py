@@ -25,7 +25,7 @@ from jaxinfer.serve.grpc.inference import Inference
 from jaxinfer.serve.grpc.oip import FINAL, OpenInference
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.serve.http.app import build_app
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.text.output import Output
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
 from tests.serve.fake_engine import FIRST_BYTE, VOCAB, fake_card, fake_template, fake_tokenizer
@@ -171,7 +171,7 @@ class Doors:
         self.inference = Inference(lambda: self.frontend)
         self.oip = OpenInference(lambda: self.frontend, lambda: True)
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(build_app(Door("1", frontend=self.frontend))), base_url="http://doors"
+            transport=httpx.ASGITransport(build_app(AppState("1", frontend=self.frontend))), base_url="http://doors"
         )
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxinfer.sampling_params import QueueFullError
-from jaxinfer.serve.workers.fair_pool import Turns
+from jaxinfer.serve.workers.fair_pool import FairPool
 
 
 def run(coroutine) -> None:
@@ -20,7 +20,7 @@ async def settle() -> None:
 
 def test_tenants_take_turns():
     async def main():
-        turns, order = Turns(["x"], 1, 100, "wait"), []
+        turns, order = FairPool(["x"], 1, 100, "wait"), []
 
         async def one(tenant: str) -> None:
             thing = await turns.take(tenant)
@@ -36,7 +36,7 @@ def test_tenants_take_turns():
 
 def test_no_tenant_has_more_than_its_share():
     async def main():
-        turns = Turns([1, 2, 3], 2, 100, "wait")
+        turns = FairPool([1, 2, 3], 2, 100, "wait")
         mine = [asyncio.ensure_future(turns.take("a")) for _ in range(5)]
         await settle()
         assert [task.done() for task in mine] == [True, True, False, False, False]
@@ -54,7 +54,7 @@ def test_no_tenant_has_more_than_its_share():
 
 def test_where_it_is_full_the_longest_queue_gives_way():
     async def main():
-        turns = Turns(["x"], 1, 4, "wait")
+        turns = FairPool(["x"], 1, 4, "wait")
         await turns.take("a")
         waiting = [asyncio.ensure_future(turns.take("a")) for _ in range(4)]
         await settle()
@@ -82,7 +82,7 @@ def test_whatever_happens_nothing_is_lost(seed):
 
     async def main():
         chance = random.Random(seed)
-        turns = Turns(list(range(chance.randrange(1, 4))), chance.randrange(1, 3), 12, "wait")
+        turns = FairPool(list(range(chance.randrange(1, 4))), chance.randrange(1, 3), 12, "wait")
         everything = sorted(turns._free)
         held: set[int] = set()
 

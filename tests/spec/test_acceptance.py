@@ -1,6 +1,6 @@
 """Decisions whether drafts pay for their rows, and whether draft steps pay."""
 
-from jaxinfer.spec import WORTH_OF_A_PASS, Acceptance, Tempo
+from jaxinfer.spec import WORTH_OF_A_PASS, Acceptance, ThroughputMonitor
 
 
 def test_a_sequence_whose_drafts_come_true_drafts_deep_and_one_whose_fail_rests_ever_longer() -> None:
@@ -37,7 +37,7 @@ class Clock:
 def share_of_drafting(tokens: float, seconds: float, steps: int = 4000) -> float:
     """Return the share of draft steps if one gives ``tokens`` in ``seconds`` and a step without drafts gives 1 in 1."""
     clock, drafted = Clock(), 0
-    tempo = Tempo(clock)
+    tempo = ThroughputMonitor(clock)
     for _ in range(steps):
         kind = tempo.drafts(1)
         drafted += kind
@@ -55,7 +55,7 @@ def test_the_faster_kind_of_step_is_chosen() -> None:
 
 def test_a_change_is_noticed() -> None:
     clock = Clock()
-    tempo, kinds = Tempo(clock), list[bool]()
+    tempo, kinds = ThroughputMonitor(clock), list[bool]()
     for step in range(6000):
         kind = tempo.drafts(1)
         kinds.append(kind)
@@ -68,7 +68,7 @@ def test_a_change_is_noticed() -> None:
 def test_a_run_whose_drafts_become_few_ends_before_its_time() -> None:
     """Early on all sequences draft; later only a few do, and the others wait for them."""
     clock = Clock()
-    tempo, kinds = Tempo(clock), list[bool]()
+    tempo, kinds = ThroughputMonitor(clock), list[bool]()
     for step in range(120):
         kind = tempo.drafts(1)
         kinds.append(kind)
@@ -80,7 +80,7 @@ def test_a_run_whose_drafts_become_few_ends_before_its_time() -> None:
 
 def test_a_rest_ends_where_drafts_would_come_true() -> None:
     clock = Clock()
-    tempo = Tempo(clock)
+    tempo = ThroughputMonitor(clock)
     while not tempo.rests(1):
         kind = tempo.drafts(1)
         clock.now += 2.0 if kind else 1.0
@@ -93,7 +93,7 @@ def test_a_rest_ends_where_drafts_would_come_true() -> None:
 
 def test_steps_with_prompts_are_not_compared() -> None:
     clock = Clock()
-    tempo = Tempo(clock)
+    tempo = ThroughputMonitor(clock)
     for _ in range(500):
         clock.now += 100.0
         tempo.note(1, True, None)
@@ -109,7 +109,7 @@ def test_steps_with_prompts_are_not_compared() -> None:
 def test_each_load_has_a_verdict_of_its_own() -> None:
     """Drafts that pay for one sequence do not pay for four, whose steps they lengthen."""
     clock, kinds = Clock(), list[bool]()
-    tempo = Tempo(clock)
+    tempo = ThroughputMonitor(clock)
     for step in range(4000):
         alone = step % 400 < 200
         kind = tempo.drafts(1 if alone else 4)
@@ -123,7 +123,7 @@ def test_each_load_has_a_verdict_of_its_own() -> None:
 
 def test_the_pause_between_two_loads_is_nobodys_step() -> None:
     clock = Clock()
-    tempo = Tempo(clock)
+    tempo = ThroughputMonitor(clock)
     for step in range(2000):
         sequences, kind = (1, tempo.drafts(1)) if step % 10 else (4, tempo.drafts(4))
         clock.now += (1.1 if kind else 1.0) if sequences == 1 else 100.0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.helper_process import BAD, GOOD, in_threads, read_frame, stands_back, write_frame
+from jaxinfer.helper_process import BAD, GOOD, has_low_priority, in_threads, read_frame, write_frame
 from jaxinfer.structured import helper, matching
 from jaxinfer.structured import masks as masking
 from jaxinfer.structured.answers import UNAVAILABLE, Answer
@@ -170,7 +170,7 @@ def test_a_helper_that_hangs_is_stopped_and_the_others_go_on(masks, monkeypatch)
     assert "took too long" in (stuck.error or "")
 
 
-def stand_back(worker: Any) -> bool:
+def lower_priority(worker: Any) -> bool:
     """Return whether all threads of the helper except the first, which starts them, have idle priority."""
     first = worker._helper._process.pid
     threads = [int(each) for each in os.listdir(f"/proc/{first}/task")]
@@ -185,13 +185,13 @@ def test_who_takes_long_for_a_mask_stands_back_and_comes_forward_for_the_next(ma
     masks.advance(held, b"a")
     ready(masks, held)
     worker = held.owner
-    wait_until(lambda: not stand_back(worker))  # the serving thread differs from the one that started
+    wait_until(lambda: not lower_priority(worker))  # the serving thread differs from the one that started
     worker._since, worker._hurried = time.monotonic() - masking._QUICK_SECONDS - 0.001, False
     masks.send()
-    assert stand_back(worker)
+    assert lower_priority(worker)
     masks.advance(held, b"a")
     ready(masks, held)
-    wait_until(lambda: not stand_back(worker))
+    wait_until(lambda: not lower_priority(worker))
 
 
 @on_linux
@@ -205,7 +205,9 @@ def test_a_helper_stands_back_while_it_starts_and_while_it_learns(monkeypatch):
     monkeypatch.setattr(helper, "allow_cpu", allowed.append)
     monkeypatch.setattr(matching, "allow_cpu", allowed.append)
     answers = io.BytesIO()
-    monkeypatch.setattr(helper, "write_frame", lambda _, frame: (stood.append(stands_back()), answers.write(frame)))
+    monkeypatch.setattr(
+        helper, "write_frame", lambda _, frame: (stood.append(has_low_priority()), answers.write(frame))
+    )
     in_threads(helper._Serving(reader, answers).serve)
     assert stood == [True, True, False, False]
     assert set(allowed) == {100.0}

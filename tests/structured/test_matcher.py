@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.structured import matcher as matching
-from jaxinfer.structured.matcher import LEAD, Matchers, Speller, Vocabulary
+from jaxinfer.structured.matcher import LEAD, GreedyTokenizer, Matchers, Vocabulary
 from jaxinfer.structured.schemas import GrammarError
 from tests.structured.test_grammar import BYTES
 
@@ -92,7 +92,7 @@ def bits(mask: bytes) -> list[int]:
 
 
 def test_texts_are_spelt_in_the_longest_tokens():
-    spell = Speller(WORDS).spell
+    spell = GreedyTokenizer(WORDS).spell
     assert spell(b"ababa", 9) == [8, 0]
     assert spell(b"ababa", 1) == [8]
     assert spell(b"abba", 9) == [1, 3]

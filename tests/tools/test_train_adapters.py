@@ -8,7 +8,7 @@ import pytest
 from tools.train_demo import adapters, corpus
 from tools.train_demo.styles import STYLES, Style
 
-BOOK = Style("A Book", "Nobody", 7, "Call me", steps=3)
+BOOK = Style("A Book", "AnonymousCaller", 7, "Call me", steps=3)
 
 
 def write(data: pathlib.Path, text: str, ebook: int = 7) -> None:

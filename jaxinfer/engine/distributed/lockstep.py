@@ -136,7 +136,7 @@ class Lockstep:
     """Parameters, pools and slots of all ranks, and their programs. Only `wait` blocks.
 
     Args:
-        model: in the form of `spread_model`.
+        model: in the form of `shardable_model`.
         engine: settings of each rank.
         mesh: mesh of the ranks.
         progress: progress of the compilations.

@@ -19,7 +19,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.prepare import prepare
-from jaxinfer.engine.scheduling.queues import Queued, require_room
+from jaxinfer.engine.scheduling.queues import Queued, require_capacity
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
 from jaxinfer.kv.journal import Journal
 from jaxinfer.lora.store import LoRAStore
@@ -96,7 +96,7 @@ class Replicas:
     def add(self, request: Request) -> Request:
         if request.request_id in self._owners:
             raise RequestError("request_id", f"={request.request_id!r} is in use")
-        self.check_room(request)
+        self.check_capacity(request)
         if request.params.seed is None:  # drawn here: so a seed does not depend on how many replicas there are
             seed = int(self._seeds.integers(2**63))
             request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=seed))
@@ -114,9 +114,9 @@ class Replicas:
         }
         return self._engines[min(rank, key=rank.__getitem__)]
 
-    def check_room(self, request: Request, ahead: int = 0) -> None:
+    def check_capacity(self, request: Request, ahead: int = 0) -> None:
         queued = Queued(*map(sum, zip(*(engine.queued for engine in self._engines), strict=True)))
-        require_room(self.config, queued, request, ahead)
+        require_capacity(self.config, queued, request, ahead)
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         if (owner := self._owners.get(request_id)) is not None:

@@ -140,7 +140,7 @@ class LocalExecutor:
     when all are launched: so a stage works on one step while the stage before works on the next one.
 
     Args:
-        model: in the form of `spread_model`.
+        model: in the form of `shardable_model`.
         mesh: mesh of one replica.
         progress: progress of the compilations.
 

@@ -28,7 +28,7 @@ from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
 from jaxinfer.types import EMBEDDING, HEAD, CacheSpec, LoRATarget, ParamSpec, StateSpec
 
 
-def spread_model(model: Model, mesh: Mesh) -> Model:
+def shardable_model(model: Model, mesh: Mesh) -> Model:
     """Return the same function in a form to shard over the mesh: with replicated KV heads where they are too few.
 
     Parameters may be abstract; they stay where they are.

@@ -13,13 +13,21 @@ from jax.sharding import Mesh
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
 from jaxinfer.config.defaults import Defaults, of_platform
 from jaxinfer.config.speculative import other_vocabulary
-from jaxinfer.engine.execution.placement import device_memory, spread_model
+from jaxinfer.engine.execution.placement import device_memory, shardable_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
-from jaxinfer.quant import KernelLost, Plain, gemm_fault, gemm_refusal, is_stored, refused_products, rounds_activations
+from jaxinfer.quant import (
+    KernelLost,
+    Unquantized,
+    gemm_fault,
+    gemm_refusal,
+    is_stored,
+    refused_products,
+    rounds_activations,
+)
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
 
@@ -46,11 +54,11 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     is made): replicas share the result.
 
     Raises:
-        EngineConfigError: a setting cannot be served; see also `with_activations` and `spread_model`.
+        EngineConfigError: a setting cannot be served; see also `with_activations` and `shardable_model`.
     """
     mesh = mesh or mesh_for(config)
     draft = _draft_of(model, config, mesh)
-    model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
+    model = shardable_model(with_activations(model, config), mesh).replace(draft=draft)
     resolved = _with_gemm(resolve_for(model, config, platform, mesh), model, platform, mesh)
     if platform == "gpu" and config.gemm_backend == "mosaic":
         _log_refused_products(model, mesh)
@@ -96,7 +104,7 @@ def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
         )
     if (why := other_vocabulary(model.config.vocab_size, model.draft.config.vocab_size)) is not None:
         raise EngineConfigError(f"speculative_model = {_named(model.draft, config)} {why}")
-    return spread_model(model.draft, mesh)
+    return shardable_model(model.draft, mesh)
 
 
 def _prepared_draft(draft: Model, model: Model, engine: ResolvedEngine, platform: str) -> Model:
@@ -189,7 +197,7 @@ def _one_row_is_fast(model: Model, config: EngineConfig, mesh: Mesh | None) -> b
     if model.dtype.itemsize > 2:
         return not rounds_activations(model.params)
     weights = jax.tree.leaves(model.params, is_leaf=is_stored)
-    plain = all(isinstance(weight, Plain) or not is_stored(weight) for weight in weights)
+    plain = all(isinstance(weight, Unquantized) or not is_stored(weight) for weight in weights)
     return plain and not config.enable_lora and (mesh is None or mesh.size == 1)
 
 

@@ -14,7 +14,7 @@ from jaxinfer.layers.attention import Attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.head import DraftHead, HeadConfig
 from jaxinfer.models.model import Model
-from jaxinfer.quant import Plain, is_stored
+from jaxinfer.quant import Unquantized, is_stored
 from jaxinfer.types import ParamTree
 
 
@@ -60,7 +60,7 @@ class Stage:
     def loops(self) -> bool:
         """Whether programs may loop over weights: quantized weights without a kernel are dequantized in loops."""
         weights = jax.tree.leaves(self.model.specs, is_leaf=is_stored)
-        return any(is_stored(weight) and not isinstance(weight, Plain) for weight in weights)
+        return any(is_stored(weight) and not isinstance(weight, Unquantized) for weight in weights)
 
     def described_by(self, params: Any) -> Stage:
         """Return the stage for its programs: with abstract parameters, since programs take the real ones as arguments,

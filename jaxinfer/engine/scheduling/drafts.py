@@ -17,7 +17,7 @@ from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Pairs, PrefillPla
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.sampling_params import Speculation
-from jaxinfer.spec import WORTH, WORTH_OF_A_PASS, Drafted, Drafter, Tempo
+from jaxinfer.spec import WORTH, WORTH_OF_A_PASS, Drafted, Drafter, ThroughputMonitor
 from jaxinfer.types import SequenceDelta
 
 _ANEW = 16
@@ -45,7 +45,7 @@ class DraftPlanner:
         self._pages, self._drafter, self._stats = pages, drafter, stats
         self._forced, self._most = engine.num_speculative_tokens, engine.num_speculative_tokens * engine.guesses
         self._rows = engine.rows // engine.microbatches
-        self._adaptive, self._tempo, self._plans = engine.speculative_adaptive, Tempo(clock), 0
+        self._adaptive, self._tempo, self._plans = engine.speculative_adaptive, ThroughputMonitor(clock), 0
         self._on_device, self._sizes = engine.drafts_on_device, engine.prefill_sizes
         self._by_head, self._window, self._page = engine.drafts_by_head, engine.feature_window, engine.page_size
         self._from_one_state = engine.drafts_from_one_state

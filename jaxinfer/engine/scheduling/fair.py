@@ -158,8 +158,8 @@ class FairQueue:
 
     A tenant's own adapters share its tokens equally (`_Line`).
 
-    A preempted sequence resumes later with bitwise identical results. All is O(log tenants), except `gives_way`, which
-    is called when a sequence waits and looks at the tenants that run.
+    A preempted sequence resumes later with bitwise identical results. Everything is O(log tenants), except
+    `preemption_victim`, which is called when a sequence waits and looks at the tenants that run.
     """
 
     def __init__(self, slots: int, quantum: int = 512, chunk: int | None = None) -> None:
@@ -261,7 +261,7 @@ class FairQueue:
             return 0
         return None if len(self._tenants) + len(self._debts) == 1 else self._chunk
 
-    def gives_way(self) -> Sequence | None:
+    def preemption_victim(self) -> Sequence | None:
         first = self._first()
         if first is None:
             return None

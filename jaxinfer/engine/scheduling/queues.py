@@ -59,7 +59,7 @@ class Queue(Protocol):
         """Return the rank of a running sequence: the greatest is preempted first when pages run out."""
         ...
 
-    def gives_way(self) -> Sequence | None:
+    def preemption_victim(self) -> Sequence | None:
         """Return the running sequence to preempt for the one that `peek` returns, if there is one."""
         ...
 
@@ -104,7 +104,7 @@ class Queued(NamedTuple):
     tokens: int
 
 
-def require_room(engine: ResolvedEngine, queued: Queued, request: Request, ahead: int = 0) -> None:
+def require_capacity(engine: ResolvedEngine, queued: Queued, request: Request, ahead: int = 0) -> None:
     """Raise QueueFullError for a request over the queue limits, given the waiting ones and ``ahead`` more. Limits do
     not apply to a request in an empty queue: a larger one could otherwise never be accepted."""
     would = {"requests": queued.requests + ahead + 1}
@@ -172,7 +172,7 @@ class RankQueue:
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
         return self._rank(sequence)
 
-    def gives_way(self) -> Sequence | None:
+    def preemption_victim(self) -> Sequence | None:
         first = self.peek()
         if not self._urgent or first is None or not self._running:
             return None

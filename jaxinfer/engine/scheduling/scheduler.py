@@ -22,7 +22,7 @@ from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, LoraLoad, Preempted, StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.prefill import PrefillPlanner
-from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_room
+from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_capacity
 from jaxinfer.engine.scheduling.sequence import Sequence, Status, needs_sampler_state
 from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.kv.cache_key import cache_identity
@@ -166,12 +166,12 @@ class Scheduler:
         if needed > engine.num_pages:
             reason = f"and max_tokens = {length} tokens need {needed} KV pages, the pool has {engine.num_pages}"
             raise RequestError("prompt", reason)
-        self.check_room(samples[0].request)
+        self.check_capacity(samples[0].request)
 
-    def check_room(self, request: Request, ahead: int = 0) -> None:
+    def check_capacity(self, request: Request, ahead: int = 0) -> None:
         """Raise QueueFullError for a request over the queue limits, with ``ahead`` more requests on their way before
         it. From any thread: it only reads, and sees the state at some moment of the call."""
-        require_room(self._engine, self.queued, request, ahead)
+        require_capacity(self._engine, self.queued, request, ahead)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -188,7 +188,7 @@ class Scheduler:
         self._batch_runs = self._batch_runs and bool(self._running)
         self._decode.advance(self._running)
         preempted, admitted = self._grow(), list[Sequence]()
-        outranked = [] if preempted or self._batch_runs else self._outrank()
+        outranked = [] if preempted or self._batch_runs else self._preempt_lower_priority()
         # Prompts being computed, in the order in which they proceed.
         started = sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
         if started:
@@ -317,12 +317,12 @@ class Scheduler:
         self._queue.charge(sequence, prompt=max(0, computed - sequence.charged))
         sequence.charged = max(sequence.charged, computed)
 
-    def _outrank(self) -> list[Preempted]:
+    def _preempt_lower_priority(self) -> list[Preempted]:
         """Preempt a running sequence that the policy ranks after the first waiting one, where no slot is free."""
         first, self._gave_way = self._queue.peek(), None
         if first is None or self._free_slots:
             return []
-        self._gave_way = self._queue.gives_way()
+        self._gave_way = self._queue.preemption_victim()
         return [] if self._gave_way is None else [self._preempt(self._gave_way)]
 
     def _admit(self, preempted: list[Preempted], admitted: list[Sequence], started: Row[Sequence] = ()) -> None:

@@ -18,7 +18,7 @@ from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import ACTIVATIONS, MLP
-from jaxinfer.layers.moe import MoE, RoutingRule, Ungated, run_spread_experts
+from jaxinfer.layers.moe import MoE, RoutingRule, Ungated, run_sharded_experts
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models import mamba
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
@@ -169,7 +169,7 @@ class LatentMoE(MoE):
         flat = all_tokens(x).reshape(-1, x.shape[-1])
         routing, nobody = self.routing(flat), jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
-        mixed = run_spread_experts(self._linear(flat, "narrow"), routing, self.experts(), self.glu)
+        mixed = run_sharded_experts(self._linear(flat, "narrow"), routing, self.experts(), self.glu)
         return own_tokens(self._linear(mixed, "wide").reshape(x.shape))
 
     def _linear(self, x: Float[Array, "tokens d"], name: str) -> Float[Array, "tokens out"]:

@@ -1,8 +1,8 @@
 """Per-tenant admission control: requests over the limit are rejected before tokenization. No jax.
 
-The engine bounds its queue too, and decides last (`jaxinfer.engine.scheduling.queues.require_room`). This module also
-knows the tenant, and which requests belong together, so that all of them are admitted or none. A tenant may have as
-much waiting as there is capacity left (dynamic thresholds, Choudhury & Hahne 1998): k tenants that take what they can
+The engine bounds its queue too, and decides last (`jaxinfer.engine.scheduling.queues.require_capacity`). This module
+also knows the tenant, and which requests belong together, so that all of them are admitted or none. A tenant may have
+as much waiting as there is capacity left (dynamic thresholds, Choudhury & Hahne 1998): k tenants that take what they can
 get end with 1 / (k + 1) of the queue each, and as much is left for the next tenant.
 
 A request waits until its first token. Requests that fill free slots do not wait: that many more are admitted.
@@ -25,9 +25,9 @@ class Load(NamedTuple):
 
 
 class Place:
-    """A queue reservation of one request, from `Room.enter` to `leave`; repeated calls of a method count once."""
+    """A queue reservation of a request, from `CapacityLimiter.enter` to `leave`; repeated calls count once."""
 
-    def __init__(self, room: Room, tenant: str, load: Load) -> None:
+    def __init__(self, room: CapacityLimiter, tenant: str, load: Load) -> None:
         self._room, self._tenant, self._load = room, tenant, load
         self._waits, self._runs = True, 0
 
@@ -66,7 +66,7 @@ class Place:
         self._runs = 0
 
 
-class Room:
+class CapacityLimiter:
     """Admission control of one engine's queue, by tenant.
 
     Args:
@@ -156,7 +156,7 @@ class Room:
 
 def nowhere() -> Place:
     """Return a reservation that is not counted."""
-    return Place(Room({}), "", Load())
+    return Place(CapacityLimiter({}), "", Load())
 
 
 def slots_of(engine: Mapping[str, Any]) -> int:

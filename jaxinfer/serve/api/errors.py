@@ -105,7 +105,7 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 @contextlib.contextmanager
-def answered() -> Iterator[None]:
+def map_exceptions() -> Iterator[None]:
     """Convert every exception raised inside to `ServeError`. Cancellation passes through."""
     try:
         yield
@@ -131,7 +131,7 @@ def answer_to(error: Exception) -> ServeError:
 
 
 @contextlib.contextmanager
-def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
+def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Rename fields to the client's names in errors raised inside. ``names``: differing names, by front end name."""
     try:
         yield
@@ -143,7 +143,7 @@ def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def prompt_as(name: str) -> dict[str, str]:
-    """Map both prompt fields (text and token ids) to the client's ``name``; see `in_its_words`."""
+    """Map both prompt fields (text and token ids) to the client's ``name``; see `rename_fields`."""
     return {"prompt": name, "prompt_token_ids": name}
 
 

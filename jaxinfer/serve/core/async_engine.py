@@ -180,7 +180,7 @@ class AsyncEngine:
         try:
             with self._counting:
                 if self._closed is None:
-                    self._engine.check_room(feed.request, self._joining)
+                    self._engine.check_capacity(feed.request, self._joining)
                 self._joining += 1
         except QueueFullError as refusal:
             refused: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -10,7 +10,7 @@ from jaxinfer.lora.store import LoRAStore
 from jaxinfer.protos.internal import core_pb2 as pb
 
 
-class Telling:
+class KvEventEncoder:
     """The cache journals of all replicas, by rank, and the store with the names of adapters."""
 
     def __init__(self, journals: Sequence[Journal], loras: LoRAStore | None) -> None:

@@ -26,7 +26,7 @@ from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.api.streams import Closed, EngineDeadError, merged
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.async_engine import AsyncEngine, Outlet
-from jaxinfer.serve.core.kv_event_encoder import Telling
+from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import LoRARef, Request, SequenceDelta
 
@@ -155,7 +155,11 @@ class _Core(CoreServicer):
         if built.engine is None:
             return await self._follow(built)
         ended: asyncio.Future[Closed] = self._loop.create_future()
-        tell = functools.partial(self._tell, Telling(built.journals, built.engine.loras)) if built.journals else _silent
+        tell = (
+            functools.partial(self._tell, KvEventEncoder(built.journals, built.engine.loras))
+            if built.journals
+            else _silent
+        )
         engine = AsyncEngine(built.engine, lambda closed: self._from_thread(_settle, ended, closed), tell)
         self._engine, self._profiler = engine, built.profiler
         engine.start()
@@ -324,7 +328,7 @@ class _Core(CoreServicer):
         message = pb.FromCore(deltas=wire.deltas_message(numbered)) if numbered else None
         return self._from_thread(self._delivered, message, apart, [feed.number for feed, _ in news if not feed.running])
 
-    def _tell(self, telling: Telling) -> None:
+    def _tell(self, telling: KvEventEncoder) -> None:
         """Send the changes of the cached pages. Called in the engine thread."""
         for message in telling.messages():
             self._from_thread(self._outbox.put, pb.FromCore(kv_events=message))

@@ -79,7 +79,7 @@ class Condition:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Patience:
+class SupervisorTimeouts:
     """Internal timeouts in seconds, which are not user settings.
 
     Attributes:
@@ -122,7 +122,7 @@ class Supervisor:
         self,
         config: ServeConfig,
         command: Sequence[str] | None = None,
-        patience: Patience = Patience(),
+        patience: SupervisorTimeouts = SupervisorTimeouts(),
         prepare: Prepare | None = None,
         kv_events: Callable[[pb.KvEvents], object] = lambda _: None,
     ) -> None:

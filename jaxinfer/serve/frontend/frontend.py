@@ -16,8 +16,8 @@ from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams, check_token_ids
 from jaxinfer.serve.api.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
-from jaxinfer.serve.api.capacity import Load, Place, Room
-from jaxinfer.serve.api.errors import DuplicateIdError, ServeError, answered, unavailable
+from jaxinfer.serve.api.capacity import CapacityLimiter, Load, Place
+from jaxinfer.serve.api.errors import DuplicateIdError, ServeError, map_exceptions, unavailable
 from jaxinfer.serve.api.requests import Call, Conversation, Input, ModelCard, Scored, ServeLimits, Usage
 from jaxinfer.serve.api.tenants import cache_scope, engine_id, own_id
 from jaxinfer.serve.core.backend import Backend
@@ -26,7 +26,7 @@ from jaxinfer.serve.frontend.loras import LoRAs, meant
 from jaxinfer.serve.frontend.scoring import check_continuations, check_lengths, score_all
 from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.serve.workers.grammars import Grammars, has_grammars
-from jaxinfer.serve.workers.normalize import fitted
+from jaxinfer.serve.workers.normalize import normalize_messages
 from jaxinfer.serve.workers.offload import LONG_CHARACTERS, LongTexts
 from jaxinfer.serve.workers.templates import Renderer
 from jaxinfer.text.chat_template import ChatTemplate
@@ -88,7 +88,7 @@ class Frontend:
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
         self.tokenizer, self.template, self.parsers, self.loras = tokenizer, template, parsers, loras
         self.leaving = self.draining = False
-        self.room = Room(card.engine)
+        self.room = CapacityLimiter(card.engine)
         self._backend, self._clock = backend, clock
         self._tracing = tracing or Tracing()
         self._scope, self._weight = scope, weight
@@ -165,7 +165,7 @@ class Frontend:
     def reserve(self, calls: Sequence[Call]) -> list[Place]:
         """Reserve queue capacity for calls that differ only in their prompts: for all of them or none, before any work.
         The caller must release the reservations."""
-        with answered():
+        with map_exceptions():
             self._check_open()
             n = sampling_of(calls[0], self.card, self.limits).n
             return self.room.enter(calls[0].tenant, [_load(call.prompt, n) for call in calls])
@@ -183,7 +183,7 @@ class Frontend:
         return generation
 
     async def _generate(self, call: Call, place: Place | None) -> Generation:
-        with answered(), self.meant(call) as call:
+        with map_exceptions(), self.meant(call) as call:
             self._check_open()
             request_id = engine_id(call.tenant, request_id_of(call))
             check_terms(call)
@@ -217,7 +217,7 @@ class Frontend:
             request_id: id given by the client.
             tenant: tenant of the request; None: the requests of all tenants with this id.
         """
-        with answered():
+        with map_exceptions():
             if index is not None and index < 0:
                 raise RequestError("output_index", f"={index} must be at least 0")
             for name in self._named(request_id, tenant):
@@ -244,7 +244,7 @@ class Frontend:
             prompt, model=model, add_special_tokens=add_special_tokens, timeout=timeout, tenant=tenant, logged=False
         )
         line = self._tracing.line(call)
-        with failing(line), answered(), self.meant(call) as call:
+        with failing(line), map_exceptions(), self.meant(call) as call:
             self._check_open()
             check_terms(call)
             check_prompt(prompt, self.limits, allow_templates=False)
@@ -282,7 +282,7 @@ class Frontend:
         Args:
             add_special_tokens: default: true for a text, false for a conversation, since its template writes them.
         """
-        with answered():
+        with map_exceptions():
             self.check_model(model)
             await self._check_prompt(text)
             return await self._ids(text, add_special_tokens, tenant)
@@ -291,7 +291,7 @@ class Frontend:
         self, ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool = False
     ) -> str:
         """Return the text of token ids."""
-        with answered():
+        with map_exceptions():
             self.check_model(model)
             if self.tokenizer is None:
                 raise RequestError("token_ids", "cannot become text: the model has no tokenizer")
@@ -312,12 +312,12 @@ class Frontend:
 
     async def stats(self) -> EngineStats:
         """Return current engine statistics. Ended outputs are counted by the front end, which detects stop strings."""
-        with answered():
+        with map_exceptions():
             return dataclasses.replace(await self._backend.stats(), finished=dict(self._finished))
 
     async def flush_prefix_cache(self) -> int:
         """See `Backend.reset_prefix_cache`."""
-        with answered():
+        with map_exceptions():
             return await self._backend.reset_prefix_cache()
 
     def check_model(self, name: str | None) -> str:
@@ -420,7 +420,7 @@ class Frontend:
         if self.tokenizer is None or (self.template is None and conversation.template is None):
             raise RequestError("messages", f": the model {self.card.name!r} has no chat template")
         sources = [conversation.template] if conversation.template is not None else self._sources
-        text = await self._renderer.render(fitted(conversation, sources), tenant)
+        text = await self._renderer.render(normalize_messages(conversation, sources), tenant)
         check_prompt(text, self.limits, allow_templates=False)
         return text
 

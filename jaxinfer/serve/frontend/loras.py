@@ -16,7 +16,7 @@ from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.folders import adapter_folder
 from jaxinfer.lora.store import LoadedLoRA, LoRAError
 from jaxinfer.serve.api.admission import require_printable
-from jaxinfer.serve.api.errors import Kind, ServeError, UnknownModelError, answered, invalid, short
+from jaxinfer.serve.api.errors import Kind, ServeError, UnknownModelError, invalid, map_exceptions, short
 from jaxinfer.serve.api.lora_modules import MAX_NAME_CHARACTERS, MAX_PATH_CHARACTERS, parse_modules
 from jaxinfer.serve.api.requests import Call
 from jaxinfer.serve.api.streams import EngineDeadError
@@ -72,7 +72,7 @@ class LoRAs:
         """
         if (loaded := self._names.get(name)) is not None:
             return _ref(loaded)
-        with answered():
+        with map_exceptions():
             raise UnknownModelError("model", f"={reprlib.repr(name)} {self._why_not(name)}")
 
     def _why_not(self, name: str) -> str:
@@ -108,7 +108,7 @@ class LoRAs:
                 PRECONDITION: no root is set. UNAVAILABLE: the engine does not run. The name's adapter stays.
             NameInUseError: the name is in use, and ``replace`` is false.
         """
-        with answered():
+        with map_exceptions():
             self.check_name(name)
             require_printable("lora_path", path, 1, MAX_PATH_CHARACTERS)
             task = asyncio.ensure_future(self._load(name, await self._folder(path), replace))
@@ -159,7 +159,7 @@ class LoRAs:
         """
         async with self._changing:
             if name not in self._names and name not in self._lost:
-                with answered():
+                with map_exceptions():
                     raise UnknownModelError("lora_name", f"={reprlib.repr(name)} {self._why_not(name)}")
             self._lost.discard(name)
             if (loaded := self._names.pop(name, None)) is not None:
@@ -239,7 +239,7 @@ def meant(call: Call, base: str, loras: LoRAs | None) -> Iterator[Call]:
         yield call
         return
     if loras is None:
-        with answered():
+        with map_exceptions():
             raise UnknownModelError("model", f"={reprlib.repr(call.model)} is not served here, only {base!r}")
     ref = loras.resolve(str(call.model))
     with loras.holding(ref):

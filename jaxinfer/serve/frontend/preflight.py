@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 20
 _CONTEXT = ("max_position_embeddings", "n_positions")
 
 
-def refuse_early(config: ServeConfig) -> None:
+def check_early(config: ServeConfig) -> None:
     """Reject a model that does not exist, and settings that contradict its config.json. All other checks are left to
     the engine.
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.api.errors import in_its_words
+from jaxinfer.serve.api.errors import rename_fields
 from jaxinfer.serve.api.requests import Conversation
 from jaxinfer.serve.frontend.chat.outputs import ParsedOutput, outputs_of
 from jaxinfer.serve.frontend.chat.terms import ChatTerms
@@ -61,7 +61,7 @@ async def answering(frontend: Frontend, request: pb.GenerateRequest, rpc: Rpc) -
     )
     call = dataclasses.replace(call, model=model_of(frontend, request))
     terms, parsers = ChatTerms(), Parsers()
-    with in_its_words(convert.names_of(request, "input")):
+    with rename_fields(convert.names_of(request, "input")):
         if isinstance(call.prompt, Conversation):
             terms = chat.terms_of(request.chat, call.prompt.tools)
             parsers = chat.parsers_of(request.chat, terms, frontend.parsers)

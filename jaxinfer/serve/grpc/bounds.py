@@ -41,7 +41,7 @@ class Call(Protocol):
     async def only(self) -> Message: ...
 
 
-class Crowd:
+class AnonymousCalls:
     """Calls without an API key. A call above ``most`` is not rejected, since it may be a probe: the oldest call of the
     address with the most calls is ended instead."""
 
@@ -193,7 +193,7 @@ class Bounds:
     ) -> None:
         messages = receive_bytes // message_bytes
         self._each = max(messages, _FEW)
-        self._strangers, self._unread = Crowd(STRANGERS), Turns(max(messages // 2, _FEW))
+        self._strangers, self._unread = AnonymousCalls(STRANGERS), Turns(max(messages // 2, _FEW))
         self._places: dict[str, _Places] = {}
         self._connections = connections or Connections({})
 

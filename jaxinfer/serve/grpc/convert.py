@@ -89,7 +89,7 @@ def input_of(message: Any, oneof: str) -> Input:
 
 
 def names_of(message: Any, oneof: str) -> dict[str, str]:
-    """Map the front end's fields to their names in a message with this ``oneof``, see `in_its_words`."""
+    """Map the front end's fields to their names in a message with this ``oneof``, see `rename_fields`."""
     field = message.WhichOneof(oneof)
     if field != "chat":
         return prompt_as(field or oneof)

@@ -9,7 +9,7 @@ from typing import override
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceServicer
-from jaxinfer.serve.api.errors import DuplicateIdError, Kind, ServeError, in_its_words, refused
+from jaxinfer.serve.api.errors import DuplicateIdError, Kind, ServeError, refused, rename_fields
 from jaxinfer.serve.api.requests import Conversation
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc import convert, status
@@ -18,7 +18,7 @@ from jaxinfer.serve.grpc.bidi_stream import ManyRequests
 from jaxinfer.serve.grpc.chat import optional
 from jaxinfer.serve.grpc.loras import model_of
 from jaxinfer.serve.grpc.rpc import Rpc
-from jaxinfer.serve.grpc.stream_writer import Pump
+from jaxinfer.serve.grpc.stream_writer import StreamWriter
 from jaxinfer.text.output import OutputDelta
 
 
@@ -42,7 +42,7 @@ class Inference(InferenceServicer):
                     await rpc.write(response)
 
             await rpc.write(answer.started())
-            await Pump(answer.generation, write).run()
+            await StreamWriter(answer.generation, write).run()
             await rpc.write(answer.finished())
 
     @override
@@ -55,7 +55,7 @@ class Inference(InferenceServicer):
         text = await convert.converted(convert.input_of, request, frontend.limits, "input")
         if not isinstance(text, str | Conversation):
             raise ServeError(Kind.INVALID, "input must be text or chat", field="input")
-        with in_its_words(convert.names_of(request, "input")):
+        with rename_fields(convert.names_of(request, "input")):
             ids = await frontend.tokenize(
                 text,
                 model=optional(request, "model"),
@@ -76,7 +76,7 @@ class Inference(InferenceServicer):
     @override
     async def Score(self, request: pb.ScoreRequest, rpc: Rpc) -> pb.ScoreResponse:
         frontend = self._frontend()
-        with in_its_words(convert.names_of(request, "context")):
+        with rename_fields(convert.names_of(request, "context")):
             results = await frontend.score(
                 await convert.converted(convert.input_of, request, frontend.limits, "context"),
                 convert.continuations_of(request, frontend.limits),

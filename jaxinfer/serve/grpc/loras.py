@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxinfer.lora.store import LoadedLoRA
 from jaxinfer.protos.v1 import control_pb2
 from jaxinfer.protos.v1 import inference_pb2 as pb
-from jaxinfer.serve.api.errors import Kind, ServeError, in_its_words, invalid, short
+from jaxinfer.serve.api.errors import Kind, ServeError, invalid, rename_fields, short
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.chat import optional
 
@@ -22,7 +22,7 @@ def model_of(frontend: Frontend, request: pb.GenerateRequest | pb.ScoreRequest) 
     if frontend.loras is None:
         reason = f"lora_name={short(name)} is not served: this server was started without enable_lora"
         raise ServeError(Kind.PRECONDITION, reason, "lora_name")
-    with in_its_words({"model": "lora_name"}):
+    with rename_fields({"model": "lora_name"}):
         frontend.loras.resolve(name)
     if model not in (None, name, frontend.card.name):
         frontend.check_model(model)

@@ -12,7 +12,7 @@ from typing import override
 
 from jaxinfer.protos.oip import open_inference_pb2 as pb
 from jaxinfer.protos.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
-from jaxinfer.serve.api.errors import Kind, ServeError, in_its_words, prompt_as
+from jaxinfer.serve.api.errors import Kind, ServeError, prompt_as, rename_fields
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.grpc import status
@@ -148,12 +148,12 @@ def _ask(frontend: Frontend, request: pb.ModelInferRequest, rpc: Rpc) -> Ask:
 
 
 async def _generate(frontend: Frontend, ask: Ask) -> Generation:
-    with in_its_words(prompt_as(ask.named)):
+    with rename_fields(prompt_as(ask.named)):
         return await frontend.generate(ask.call)
 
 
 def _check_model(frontend: Frontend, name: str, version: str) -> None:
-    with in_its_words({"model": "model_name"}):
+    with rename_fields({"model": "model_name"}):
         frontend.check_model(name)
     if version not in ("", _VERSION):
         raise ServeError(

@@ -44,7 +44,7 @@ _VALUES = ServeLimits().values
 _TRACE = ("traceparent", "tracestate")
 
 
-class Nobody:
+class AnonymousCaller:
     """The caller of an RPC that requires no API key."""
 
     name = ""
@@ -66,7 +66,7 @@ class Rpc:
         values: int,
         refused: Callable[[ServeError, str], None] = lambda error, caller: None,
     ) -> None:
-        self.caller: Caller = Nobody()
+        self.caller: Caller = AnonymousCaller()
         self._refused = refused
         self.writing_since: float | None = None
         self.reading_since: float | None = None

@@ -9,7 +9,7 @@ from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.text.output import OutputDelta
 
 
-class Pump:
+class StreamWriter:
     """Writes each delta of a generation as it arrives.
 
     Waking the call's task for each token and again for the end of each write, through all layers above gRPC, costs more

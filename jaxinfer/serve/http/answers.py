@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.serve.api.capacity import Place
-from jaxinfer.serve.api.errors import Kind, ServeError, answer_to, in_its_words
+from jaxinfer.serve.api.errors import Kind, ServeError, answer_to, rename_fields
 from jaxinfer.serve.api.json_bodies import gone_away
 from jaxinfer.serve.api.requests import Call, Usage
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.generation import Generation
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.choices import Choice, TextChoice
 from jaxinfer.serve.http.errors import error_event
 from jaxinfer.text.output import OutputDelta
@@ -109,7 +109,7 @@ async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mappi
     async def one(call: Call, its: Mapping[str, str], place: Place | None = None) -> Generation:
         async with turns:
             await asyncio.sleep(0)
-            with in_its_words(its):
+            with rename_fields(its):
                 return await frontend.generate(call, place)
 
     if len(calls) == 1:
@@ -208,7 +208,7 @@ class ServerSentEvents(Response):
     waiting = b": waiting\n\n"
     """Keep-alive: a comment line."""
 
-    def __init__(self, generations: Sequence[Generation], *, headers: Mapping[str, str], door: Door) -> None:
+    def __init__(self, generations: Sequence[Generation], *, headers: Mapping[str, str], door: AppState) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._generations, self._failed, self._seconds = generations, door.failed, door.stream_ping_seconds
@@ -286,7 +286,7 @@ class EventStream(ServerSentEvents):
         *,
         with_usage: bool,
         headers: dict[str, str],
-        door: Door,
+        door: AppState,
     ) -> None:
         super().__init__([reply.generation for reply in replies], headers=headers, door=door)
         self._envelope, self._replies, self._with_usage = envelope, replies, with_usage

@@ -18,15 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from jaxinfer.serve.api.errors import Kind, ServeError, answered, in_its_words
+from jaxinfer.serve.api.errors import Kind, ServeError, map_exceptions, rename_fields
 from jaxinfer.serve.api.json_bodies import read_json
 from jaxinfer.serve.core.supervisor import READY, Condition
 from jaxinfer.serve.http import completions, large_response, models, operations, requests
 from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
-from jaxinfer.serve.http.app_state import SCOPES, Door
+from jaxinfer.serve.http.app_state import SCOPES, AppState
 from jaxinfer.serve.http.fields import Body, checked
-from jaxinfer.serve.http.middleware import Gate, error_json, error_response
+from jaxinfer.serve.http.middleware import AuthMiddleware, error_json, error_response
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.route import respond
@@ -49,7 +49,7 @@ _SCHEMAS = "#/components/schemas/"
 type _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def build_app(door: Door) -> Gate:
+def build_app(door: AppState) -> AuthMiddleware:
     """Build the ASGI application with all routes.
 
     Raises:
@@ -63,20 +63,20 @@ def build_app(door: Door) -> Gate:
     return _gated(app, door)
 
 
-def build_metrics_app(door: Door) -> Gate:
+def build_metrics_app(door: AppState) -> AuthMiddleware:
     """Build the ASGI application that serves only /metrics, /health and /ready."""
     app = FastAPI(openapi_url=None)
     _add_operations(app)
     return _gated(app, door)
 
 
-def _gated(app: FastAPI, door: Door) -> Gate:
+def _gated(app: FastAPI, door: AppState) -> AuthMiddleware:
     app.state.door = door
     for route in app.routes:
         SCOPES[route.path]  # type: ignore[attr-defined]
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_exception_handler(ServeError, _refused)
-    return Gate(app, door)
+    return AuthMiddleware(app, door)
 
 
 def _add(app: FastAPI, path: str, handler: _Handler, **described: Any) -> None:
@@ -110,7 +110,7 @@ def _answered(handler: _Handler) -> _Handler:
 
     @functools.wraps(handler)
     async def wrapper(request: Request) -> Response:
-        with answered():
+        with map_exceptions():
             return await handler(request)
 
     return wrapper
@@ -166,7 +166,7 @@ async def _tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ServeError(Kind.INVALID, "prompt: give either prompt or messages", "prompt")
     text = await conversation_of(body, door.limits) if body.prompt is None else body.prompt
-    with in_its_words({} if isinstance(text, str) else names_in_messages()):
+    with rename_fields({} if isinstance(text, str) else names_in_messages()):
         special, tenant = body.add_special_tokens, request.state.tenant
         ids = await frontend.tokenize(text, model=body.model, add_special_tokens=special, tenant=tenant)
     spell = frontend.token_text if body.return_token_strs else None
@@ -178,7 +178,7 @@ async def _detokenize(request: Request) -> Response:
     door = _door(request)
     body = checked(requests.DetokenizeRequest, await read_json(request, door.limits, door.long.read))
     skip = body.skip_special_tokens
-    with in_its_words({"token_ids": "tokens"}):
+    with rename_fields({"token_ids": "tokens"}):
         ids = await large_response.off_loop(
             len(body.tokens) if isinstance(body.tokens, list) else 0, ids_of, "tokens", body.tokens
         )
@@ -226,7 +226,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _door(request: Request) -> Door:
+def _door(request: Request) -> AppState:
     return request.app.state.door
 
 

@@ -46,7 +46,7 @@ _MODEL, _PAGE = "/v1/models/", "/docs/"
 
 
 @dataclasses.dataclass
-class Door:
+class AppState:
     """State of the HTTP API server; used only from the event loop.
 
     Attributes:

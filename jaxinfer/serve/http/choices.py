@@ -19,7 +19,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 @runtime_checkable
-class Words(Protocol):
+class TokenSpeller(Protocol):
     """Text and bytes of single tokens; implemented by `jaxinfer.serve.frontend.frontend.Frontend`."""
 
     def token_text(self, token: int) -> str: ...
@@ -27,7 +27,7 @@ class Words(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class ResponseFields:
     """Optional fields of a choice in addition to its text.
 
     Attributes:
@@ -119,7 +119,7 @@ class TextChoice:
     reasoning_tokens = None
 
     def __init__(
-        self, index: int, words: Words, wanted: Wanted, prompt: Sequence[int], echo: Echo | None = None
+        self, index: int, words: TokenSpeller, wanted: ResponseFields, prompt: Sequence[int], echo: Echo | None = None
     ) -> None:
         self._index, self._words, self._wanted = index, words, wanted
         self._prompt: Sequence[int] | None = prompt
@@ -190,7 +190,7 @@ class ChatChoice:
     def reasoning_tokens(self) -> int | None:
         return 0
 
-    def __init__(self, index: int, words: Words, wanted: Wanted) -> None:
+    def __init__(self, index: int, words: TokenSpeller, wanted: ResponseFields) -> None:
         self._index, self._words, self._wanted = index, words, wanted
         self._plain = not (wanted.logprobs or wanted.token_ids)
         self._before = f'{{"index":{index},"delta":{{"content":'
@@ -259,18 +259,18 @@ class Offsets:
         return at
 
 
-def position_json(position: PositionLogprobs, words: Words) -> dict[str, Any]:
+def position_json(position: PositionLogprobs, words: TokenSpeller) -> dict[str, Any]:
     """Return the logprobs of a position in chat format: the chosen token and ``top_logprobs``."""
     return {**_token(position.chosen, words), "top_logprobs": [_token(each, words) for each in position.top]}
 
 
-def _token(candidate: TokenLogprob, words: Words) -> dict[str, Any]:
+def _token(candidate: TokenLogprob, words: TokenSpeller) -> dict[str, Any]:
     text, spelt = words.token_text(candidate.token_id), words.token_bytes(candidate.token_id)
     return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(spelt)}
 
 
 def _extras(
-    delta: OutputDelta, tokens: Sequence[int], prompt: Sequence[int] | None, wanted: Wanted, words: Words
+    delta: OutputDelta, tokens: Sequence[int], prompt: Sequence[int] | None, wanted: ResponseFields, words: TokenSpeller
 ) -> dict[str, Any]:
     """Return vLLM's extension fields that were requested or are set, and how draft tokens were accepted."""
     found: dict[str, Any] = {}
@@ -287,7 +287,7 @@ def _extras(
     return found
 
 
-def _candidates(position: PositionLogprobs, words: Words) -> dict[str, dict[str, Any]]:
+def _candidates(position: PositionLogprobs, words: TokenSpeller) -> dict[str, dict[str, Any]]:
     return {
         str(each.token_id): {
             "logprob": _finite(each.logprob),

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jaxinfer.parsers.events import Content, Event, Reasoning, message_of
 from jaxinfer.parsers.registry import Parsers
-from jaxinfer.serve.api.errors import in_its_words
+from jaxinfer.serve.api.errors import rename_fields
 from jaxinfer.serve.api.json_bodies import read_json
 from jaxinfer.serve.api.requests import Call, Input
 from jaxinfer.serve.frontend.chat.messages import tool_call
@@ -23,8 +23,8 @@ from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.http import answers, prompts
 from jaxinfer.serve.http.answers import Envelope, EventStream, Reply
-from jaxinfer.serve.http.app_state import Door, fingerprint
-from jaxinfer.serve.http.choices import ChatChoice, Echo, TextChoice, Wanted, Words
+from jaxinfer.serve.http.app_state import AppState, fingerprint
+from jaxinfer.serve.http.choices import ChatChoice, Echo, ResponseFields, TextChoice, TokenSpeller
 from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.middleware import usable_id
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling
@@ -62,7 +62,7 @@ class Chat:
 
 async def complete(request: Request) -> Response:
     """Serve ``/v1/completions``: prompts as text or token ids, ``n`` choices for each prompt."""
-    door: Door = request.app.state.door
+    door: AppState = request.app.state.door
     body = checked(CompletionRequest, await read_json(request, door.limits, door.long.read))
     frontend, texts = door.serving(), prompts.prompts_of(body, door.limits)
     sampling = prompts.sampling_of_completion(body, door.limits)
@@ -89,7 +89,7 @@ async def complete(request: Request) -> Response:
 
 async def chat(request: Request) -> Response:
     """Serve ``/v1/chat/completions``: messages rendered with the chat template of the checkpoint."""
-    door: Door = request.app.state.door
+    door: AppState = request.app.state.door
     body = checked(ChatCompletionRequest, await read_json(request, door.limits, door.long.read))
     chat = await begin_chat(request, body)
     reply = Reply(chat.generation, _chat_choices(door, chat))
@@ -106,13 +106,13 @@ async def begin_chat(request: Request, body: ChatCompletionRequest) -> Chat:
     Raises:
         ServeError: the request is rejected; fields are named as in ``body``.
     """
-    door: Door = request.app.state.door
+    door: AppState = request.app.state.door
     frontend, name = door.serving(), _id(request, body)
     terms = prompts.terms_of(body)
     parsers = terms.parsers(frontend.parsers)
     sampling = terms.held(prompts.sampling_of_chat(body, door.limits), parsers)
     call = _call(request, body, await prompts.conversation_of(body, door.limits), sampling, name, shown=parsers.markers)
-    with in_its_words(prompts.names_in_chat(body)):
+    with rename_fields(prompts.names_in_chat(body)):
         generation = await frontend.generate(call)
     return Chat(frontend, body, name, generation, parsers)
 
@@ -128,7 +128,7 @@ async def _answer(
     headers = id_headers(body)
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        door: Door = request.app.state.door
+        door: AppState = request.app.state.door
         return EventStream(chunks, replies, with_usage=with_usage, headers=headers, door=door)
     try:
         found = await answers.while_connected(request.receive, answers.whole(envelope, replies))
@@ -163,7 +163,7 @@ def _call(
     )
 
 
-def _chat_choices(door: Door, chat: Chat) -> list[ChatChoice]:
+def _chat_choices(door: AppState, chat: Chat) -> list[ChatChoice]:
     """Return a choice for each output; outputs that need a reasoning or tool parser get their own parser."""
     body, frontend = chat.body, chat.frontend
     wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
@@ -187,16 +187,16 @@ def _id(request: Request, body: Sampling) -> str:
 
 
 def _envelope(
-    door: Door, frontend: Frontend, name: str, kind: str, lora: LoRARef | None, extra: dict[str, Any] | None = None
+    door: AppState, frontend: Frontend, name: str, kind: str, lora: LoRARef | None, extra: dict[str, Any] | None = None
 ) -> Envelope:
     model = frontend.card.name if lora is None else lora.name
     return Envelope(name, kind, int(time.time()), model, fingerprint(frontend, door.version, lora), extra or {})
 
 
-def _wanted(frontend: Frontend, body: Sampling, *, logprobs: bool) -> Wanted:
+def _wanted(frontend: Frontend, body: Sampling, *, logprobs: bool) -> ResponseFields:
     tokenizer = frontend.tokenizer
     skip = body.skip_special_tokens is not False and tokenizer is not None
-    return Wanted(
+    return ResponseFields(
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
@@ -230,7 +230,9 @@ def _text_reply(
 class MessageChoice(ChatChoice):
     """Choice of ``/v1/chat/completions`` read by a parser (``output``); ``names``: fields that hold the reasoning."""
 
-    def __init__(self, index: int, words: Words, wanted: Wanted, output: ParsedOutput, names: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, words: TokenSpeller, wanted: ResponseFields, output: ParsedOutput, names: Sequence[str]
+    ) -> None:
         super().__init__(index, words, wanted)
         self._output, self._names = output, names
         self._events: list[Event] = []

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxinfer.serve.api import ignored
 from jaxinfer.serve.api.errors import Kind, ServeError, answer_to, unavailable
 from jaxinfer.serve.http.anthropic import errors as anthropic
-from jaxinfer.serve.http.app_state import ADMIN, INFER, OPEN, SCOPES, Door, route_of
+from jaxinfer.serve.http.app_state import ADMIN, INFER, OPEN, SCOPES, AppState, route_of
 from jaxinfer.serve.http.errors import error_body, error_headers
 from jaxinfer.serve.telemetry.request_log import asked
 
@@ -32,7 +32,7 @@ _UNKNOWN = "other"  # metric label for unknown paths, which clients choose freel
 _MAX_ID = 128
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI middleware around the application.
 
     Without a key, only the routes in `door.OPEN` can be reached: routes that are not in `SCOPES` need a key, too.
@@ -41,7 +41,7 @@ class Gate:
         inner: the application.
     """
 
-    def __init__(self, app: FastAPI, door: Door) -> None:
+    def __init__(self, app: FastAPI, door: AppState) -> None:
         self.inner, self._door = app, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,7 +14,7 @@ from jaxinfer.serve.api.json_bodies import read_json
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.loras import LoRAs, required
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.fields import Body, checked
 
 
@@ -93,7 +93,7 @@ def _adapter_json(card: ModelCard, adapter: LoadedLoRA) -> dict[str, Any]:
     return _model_json(card) | {"id": adapter.name, "root": adapter.path, "parent": card.name}
 
 
-def _door(request: Request) -> Door:
+def _door(request: Request) -> AppState:
     return request.app.state.door
 
 

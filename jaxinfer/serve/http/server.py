@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from jaxinfer.serve.api.ignored import HEADER
 from jaxinfer.serve.http.app import build_app, build_metrics_app
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.connection import Bounds, Connection
 from jaxinfer.serve.http.connection_eviction import Idle
 from jaxinfer.serve.runtime.background import Background
@@ -36,7 +36,7 @@ _CLOSING_SECONDS = 0.2  # shutdown timeout for idle connections
 
 
 class HttpServer:
-    """HTTP server for a `Door`.
+    """HTTP server for a `AppState`.
 
     Args:
         config: ``host``, ``http_port``, TLS files, ``max_connections``, ``header_seconds``,
@@ -51,7 +51,7 @@ class HttpServer:
     def __init__(
         self,
         config: ServeConfig,
-        door: Door,
+        door: AppState,
         app: ASGIApp | None = None,
         *,
         metrics: bool = False,

@@ -22,7 +22,7 @@ BEGUN = ("ready", "dead")
 _log = logging.getLogger("jaxinfer.serve.kv_events")
 
 
-class KvEventsDoor:
+class KvEventsEndpoint:
     """The KV events of a server, for all subscribers.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxinfer.sampling_params import QueueFullError
 
 
-class Turns[T]:
+class FairPool[T]:
     """A round-robin allocator; must be used from one event loop.
 
     Waiting tenants get one resource per turn, however many each of them waits for. No tenant holds more than its share,

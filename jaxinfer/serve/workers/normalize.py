@@ -17,7 +17,7 @@ from jaxinfer.text.contents import asks_for_none
 _ADDS_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments['\"\]]*\s*\+")
 
 
-def fitted(conversation: Conversation, sources: Sequence[str]) -> Conversation:
+def normalize_messages(conversation: Conversation, sources: Sequence[str]) -> Conversation:
     """Adapt a conversation to templates without tools, reasoning effort or the role ``developer`` (OpenAI's newer name
     of ``system``), and the tool calls in its messages to the format that the templates expect.
 

@@ -21,7 +21,7 @@ from jaxinfer.helper_process import GOOD, Helper
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.errors import ServeError, unavailable
 from jaxinfer.serve.api.requests import Conversation
-from jaxinfer.serve.workers.fair_pool import Turns
+from jaxinfer.serve.workers.fair_pool import FairPool
 from jaxinfer.serve.workers.packing import pack
 from jaxinfer.text.chat_template import ChatTemplate
 
@@ -114,7 +114,7 @@ class Pool:
     def __init__(self, module: str, sizes: Sizes, setup: bytes, seconds: float, what: str) -> None:
         self._helpers = [Helper(module, setup) for _ in range(sizes.helpers)]
         self._share, self._what = sizes.share, what
-        self._turns = Turns(self._helpers, sizes.share, sizes.waiting, f"{what} wait for a helper")
+        self._turns = FairPool(self._helpers, sizes.share, sizes.waiting, f"{what} wait for a helper")
         self._threads = concurrent.futures.ThreadPoolExecutor(sizes.helpers, "jaxinfer-helper")
         self.seconds = seconds
 

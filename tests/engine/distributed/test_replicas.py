@@ -151,7 +151,7 @@ def test_limits_are_for_all_and_the_rest_for_each(monkeypatch):
     for number in range(2):
         engines.add(request(str(number)))
     with pytest.raises(QueueFullError, match="21 tokens would wait, max_waiting_tokens = 20"):
-        engines.check_room(request("long", (1,) * 15))
+        engines.check_capacity(request("long", (1,) * 15))
     engines.add(request("2"))
     with pytest.raises(QueueFullError, match="4 requests would wait, max_waiting_requests = 3"):
         engines.add(request("3"))

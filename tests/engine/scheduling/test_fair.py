@@ -268,7 +268,7 @@ def test_leaving_for_a_moment_pays_no_debt():
     assert queue.pop() is stays
     queue.charge(stays, prompt=1)
     queue.push(comes)
-    assert queue.gives_way() is stays, "its first tokens"
+    assert queue.preemption_victim() is stays, "its first tokens"
     queue.push(stays)
     queue.left(stays)
     assert queue.pop() is comes
@@ -276,7 +276,7 @@ def test_leaving_for_a_moment_pays_no_debt():
     queue.left(comes)
     queue.push(make_sequence(2, tenant="comes"))
     assert queue.pop() is stays
-    assert queue.gives_way() is None, "it has used 200 more than the other one"
+    assert queue.preemption_victim() is None, "it has used 200 more than the other one"
 
 
 def test_nobody_saves_up_while_away():
@@ -299,9 +299,9 @@ def test_more_tenants_than_slots_take_turns_a_quantum_each():
     queue.push(second)
     queue.charge(make_sequence(1, tenant="b"), prompt=1)  # no longer new
     queue.charge(first, output=5)
-    assert queue.gives_way() is None, "ten ahead"
+    assert queue.preemption_victim() is None, "ten ahead"
     queue.charge(first, output=1)
-    assert queue.gives_way() is first
+    assert queue.preemption_victim() is first
 
 
 def test_tenants_that_are_gone_leave_no_trace():

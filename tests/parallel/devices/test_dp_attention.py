@@ -17,8 +17,8 @@ from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
 from jaxinfer.engine.distributed.lockstep import Lockstep
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.placement import device_bytes, place_params, spread_model
-from jaxinfer.layers.moe import GLU, Experts, Routing, run_experts, run_spread_experts
+from jaxinfer.engine.execution.placement import device_bytes, place_params, shardable_model
+from jaxinfer.layers.moe import GLU, Experts, Routing, run_experts, run_sharded_experts
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks
@@ -60,7 +60,7 @@ def same_logits(model: Model, ranks: int, bound: float = 1e-5) -> collections.Co
     """As those of one device, each rank with sequences of its own; what the program exchanges."""
     mesh, rng = make_mesh(dp_attn=ranks), np.random.default_rng(0)
     tokens = rng.integers(0, model.config.vocab_size, (2 * ranks, 24), np.int32)
-    spread = spread_model(model, mesh)
+    spread = shardable_model(model, mesh)
     params = place_params(spread, mesh)
     own = (_abstract(params), jax.ShapeDtypeStruct((2, 24), jnp.int32))
     with traced_for(mesh):
@@ -112,7 +112,7 @@ def test_stored_experts(name):
     own = (*own, Routing(jax.ShapeDtypeStruct((3, 2), jnp.int32), jax.ShapeDtypeStruct((3, 2), jnp.float32)))
 
     def layer(experts: Experts, x: jax.Array, routing: Routing) -> jax.Array:
-        return run_spread_experts(x, routing, experts, GLU("silu"))
+        return run_sharded_experts(x, routing, experts, GLU("silu"))
 
     with traced_for(mesh):
         program = jax.jit(over_ranks(layer, own, shared=1)).lower(*of_ranks(own, mesh, shared=1)).compile()

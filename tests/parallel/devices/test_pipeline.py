@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.placement import device_bytes, place_params, spread_model
+from jaxinfer.engine.execution.placement import device_bytes, place_params, shardable_model
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.llm import LLM
@@ -56,7 +56,7 @@ def same_logits(model: Model, count: int, tensor: int = 1) -> None:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
     mesh = make_mesh(tensor, stage=count)
     x = tokens
-    for stage, own in zip(cut(spread_model(model, mesh), count), stages(mesh), strict=True):
+    for stage, own in zip(cut(shardable_model(model, mesh), count), stages(mesh), strict=True):
         with traced_for(own):
             params, x = place_params(stage.model, own), np.asarray(x)
             x, _ = jax.jit(lambda params, x, stage=stage: stage.backbone(params, x, positions, causal_attend, None))(

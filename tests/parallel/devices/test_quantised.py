@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.execution.placement import place_params, spread_model
+from jaxinfer.engine.execution.placement import place_params, shardable_model
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, traced_for
@@ -86,7 +86,7 @@ def test_weights_stored_in_different_ways_over_two_devices(tmp_path: pathlib.Pat
 
 
 def test_a_device_holds_its_part_alone(tmp_path: pathlib.Path):
-    model, mesh = spread_model(stored(tmp_path, Grouped("int4", 16)), make_mesh(2)), make_mesh(2)
+    model, mesh = shardable_model(stored(tmp_path, Grouped("int4", 16)), make_mesh(2)), make_mesh(2)
     placed = place_params(model, mesh)["layers_0"]["mlp"]
     for weight, wanted in ((placed["gate_up"], (2, 48, 64)), (placed["down"], (64, 48))):
         shapes = {shard.data.shape for shard in weight.arrays["codes"].addressable_shards}
@@ -98,7 +98,7 @@ def test_a_device_holds_its_part_alone(tmp_path: pathlib.Path):
 def test_groups_that_a_border_between_devices_would_cut(tmp_path: pathlib.Path):
     """Of 96 inputs in groups of 32, half are one and a half groups."""
     with pytest.raises(EngineConfigError, match="2 devices do not divide the 3 mlp of layers_0/mlp/down/scales"):
-        spread_model(stored(tmp_path, Grouped("int4", 32)), make_mesh(2))
+        shardable_model(stored(tmp_path, Grouped("int4", 32)), make_mesh(2))
 
 
 def of_codebooks(folder: pathlib.Path, kind: str) -> Model:
@@ -112,13 +112,13 @@ def test_blocks_of_codebooks_over_two_devices(kind: str, tmp_path: pathlib.Path)
     model = of_codebooks(tmp_path, kind)
     same_logits(model, make_mesh(2))
     with pytest.raises(EngineConfigError, match=r"4 devices do not divide the 2 \w+ of layers_0/\w+/\w+/blocks"):
-        spread_model(model, make_mesh(4))
+        shardable_model(model, make_mesh(4))
 
 
 def test_nothing_stored_is_gathered(tmp_path: pathlib.Path):
     """In the compiled program no collective moves anything as large as a device's part of the smallest weight."""
     mesh = make_mesh(2)
-    model = spread_model(stored(tmp_path, Grouped("int4", 16)), mesh)
+    model = shardable_model(stored(tmp_path, Grouped("int4", 16)), mesh)
     params = place_params(model, mesh)
     with traced_for(mesh):
         text = jax.jit(model.apply).lower(params, jnp.zeros((1, 4), jnp.int32)).compile().as_text()

@@ -12,12 +12,12 @@ import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.memory import _held, plan_engine
-from jaxinfer.engine.execution.placement import device_bytes, place_params, spread_model
+from jaxinfer.engine.execution.placement import device_bytes, place_params, shardable_model
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import RULES, make_mesh, param_sharding, traced_for
-from jaxinfer.quant import Plain
+from jaxinfer.quant import Unquantized
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import load_params, on_devices, save_params
@@ -61,7 +61,7 @@ def model_of(name: str = "groups", **changes: Any) -> Model:
 def same_logits(model: Model, mesh: jax.sharding.Mesh) -> None:
     """As those of one device, within 1e-5 of the largest."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24)))
-    spread = spread_model(model, mesh)
+    spread = shardable_model(model, mesh)
     with traced_for(mesh):
         got = jax.jit(spread.apply)(place_params(spread, mesh), tokens)
     want = np.asarray(model.apply(model.params, tokens))
@@ -87,7 +87,7 @@ def test_biases_within_a_kernels_launch(monkeypatch):
         launched.append(extras.bias is not None)
         return by_xla(x, weight, extras, **options | {"path": "xla"})
 
-    monkeypatch.setattr(Plain, "by_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(Unquantized, "by_kernel", lambda *_, **__: True)
     monkeypatch.setattr(dense_matmul, "matmul", stand_in)
     model = model_of("biases")
     filled = jax.tree.map_with_path(lambda path, x: x + 0.5 if "bias" in str(path[-1]) else x, model.params)
@@ -190,7 +190,7 @@ def test_weights_are_loaded_where_they_stay(name, tmp_path):
     model, mesh = model_of(name), make_mesh(4)
     changes = {**SHAPE, **SHAPES[name]}
     save_params(tmp_path, model.params, model.specs, llama_json(**changes))
-    spread = spread_model(model, mesh)
+    spread = shardable_model(model, mesh)
     specs = spread.specs
 
     def place(path: Path, spec: ParamSpec, fill: Fill) -> jax.Array:

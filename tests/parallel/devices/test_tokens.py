@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError, resolve
 from jaxinfer.engine.execution.commands import PrefillBatch
-from jaxinfer.engine.execution.placement import abstract_arrays, place_params, spread_model
+from jaxinfer.engine.execution.placement import abstract_arrays, place_params, shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import make_programs
@@ -33,7 +33,7 @@ ON: dict[str, Any] = {"sequence_parallel_norms": True}
 def same_logits(model: Model, mesh: jax.sharding.Mesh) -> None:
     """As those of one device, within 1e-5 of the largest; one dimension of tokens, as in a prefill program."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (8, 24)))
-    spread = spread_model(model, mesh)
+    spread = shardable_model(model, mesh)
     with traced_for(mesh), tokens_spread():
         got = jax.jit(spread.apply)(place_params(spread, mesh), tokens)
     want = np.asarray(model.apply(model.params, tokens))
@@ -84,7 +84,7 @@ def test_each_sum_is_kept_in_parts_and_gathered_behind_the_norm():
     """XLA:CPU leaves a reduce-scatter in two: all is summed, then cut. On GPUs it is one (test_topologies)."""
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, tensor_parallel_size=4, **ON)
     mesh = mesh_for(config)
-    stage = Stage(spread_model(model_of("few KV heads"), mesh))
+    stage = Stage(shardable_model(model_of("few KV heads"), mesh))
     engine = resolve_for(stage.model, config, "cpu")
     arrays = abstract_arrays(stage, engine, SamplingLimits(max_logprobs=0), mesh)
     one, tokens = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.int32)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Message, message_of
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.parsers.tools import Tools
-from jaxinfer.serve.frontend.chat.outputs import CallDelta, ParsedOutput, Shown, call_deltas
+from jaxinfer.serve.frontend.chat.outputs import CallDelta, EventFilter, ParsedOutput, call_deltas
 from jaxinfer.serve.frontend.chat.terms import ChatTerms
 from jaxinfer.serve.frontend.chat.token_texts import TokenTexts
 from jaxinfer.text.output import OutputDelta
@@ -19,7 +19,7 @@ CALLS = "".join(f'<tool_call>{{"name": "f", "arguments": {{"a": {i}}}}}</tool_ca
 ANSWER = f"<think>Hm.</think>So.{CALLS}"
 
 
-def output(shown: Shown) -> ParsedOutput:
+def output(shown: EventFilter) -> ParsedOutput:
     parser = Parsers("hermes", "qwen3").make(Tools(), new_id=lambda index: f"id{index}")
     assert parser is not None
     return ParsedOutput(parser, shown, TokenTexts(lambda token: b"", frozenset()))
@@ -35,7 +35,7 @@ def read(found: ParsedOutput, parts: Sequence[str], reason: str) -> tuple[list[l
 def test_parts_add_up_to_the_whole(cuts: list[int], reasoning: bool, parallel: bool) -> None:
     edges = [0, *sorted(cuts), len(ANSWER)]
     parts = [ANSWER[first:last] for first, last in itertools.pairwise(edges)]
-    shown = Shown(reasoning, parallel)
+    shown = EventFilter(reasoning, parallel)
     (whole,), reason = read(output(shown), [ANSWER], "stop")
     split, again = read(output(shown), parts, "stop")
     message = message_of(whole)
@@ -59,11 +59,11 @@ def added(split: list[list[Event]]) -> list[object]:
 
 @pytest.mark.parametrize("reason", ["length", "abort"])
 def test_what_did_not_end_by_itself_says_so(reason: str) -> None:
-    assert read(output(Shown()), [ANSWER[:-20]], reason)[1] == reason
+    assert read(output(EventFilter()), [ANSWER[:-20]], reason)[1] == reason
 
 
 def test_without_a_call_it_has_stopped() -> None:
-    assert read(output(Shown()), ["So."], "stop")[1] == "stop"
+    assert read(output(EventFilter()), ["So."], "stop")[1] == "stop"
 
 
 def test_one_delta_for_each_call() -> None:
@@ -79,5 +79,9 @@ def test_one_delta_for_each_call() -> None:
 
 
 def test_what_is_shown_is_what_is_asked_for() -> None:
-    assert Shown.of(ChatTerms()) == Shown.of(ChatTerms(parallel_tool_calls=True, include_reasoning=True)) == Shown()
-    assert Shown.of(ChatTerms(parallel_tool_calls=False, include_reasoning=False)) == Shown(False, False)
+    assert (
+        EventFilter.of(ChatTerms())
+        == EventFilter.of(ChatTerms(parallel_tool_calls=True, include_reasoning=True))
+        == EventFilter()
+    )
+    assert EventFilter.of(ChatTerms(parallel_tool_calls=False, include_reasoning=False)) == EventFilter(False, False)

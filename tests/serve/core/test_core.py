@@ -17,12 +17,12 @@ from jaxinfer.serve.api.streams import EngineDeadError
 from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.core.backend import Backend, BackendStream
 from jaxinfer.serve.core.settings import CoreSettings
-from jaxinfer.serve.core.supervisor import Patience, Supervisor
+from jaxinfer.serve.core.supervisor import Supervisor, SupervisorTimeouts
 from jaxinfer.types import FinishReason, Request
 from tests.serve import fake_engine as fake
 from tests.serve.core.fake_core import command, make_config
 
-QUICK = Patience(first_pause=0.05, tick=0.02, dump=0.3)
+QUICK = SupervisorTimeouts(first_pause=0.05, tick=0.02, dump=0.3)
 BOUND = 60.0  # seconds; limit for operations that take one second on an idle machine
 
 

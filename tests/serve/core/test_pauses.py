@@ -9,13 +9,13 @@ import pytest
 
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import supervisor, wire
-from jaxinfer.serve.core.supervisor import Patience, Supervisor
+from jaxinfer.serve.core.supervisor import Supervisor, SupervisorTimeouts
 from tests.bench.virtual import run
 from tests.serve.core.fake_core import make_config
 from tests.serve.fake_engine import fake_card
 
 DYING = 0.01  # most seconds between a core's end and the pause
-USUAL = Patience()
+USUAL = SupervisorTimeouts()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,6 +127,6 @@ def test_cores_that_live_long_enough_each_time_never_wait_long(monkeypatch):
 
 
 def test_the_times_are_those_that_were_asked_for(monkeypatch):
-    patience = Patience(first_pause=0.25, longest_pause=3.0, healthy=5.0)
+    patience = SupervisorTimeouts(first_pause=0.25, longest_pause=3.0, healthy=5.0)
     lives = [*itertools.repeat(Life(0.0, 4.9), 6), Life(0.0, 5.1), DEAD_AT_ONCE]
     assert pauses_between(monkeypatch, lives, patience) == [0.25, 0.5, 1.0, 2.0, 3.0, 3.0, 0.25, 0.5]

@@ -4,7 +4,7 @@ import asyncio
 
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import wire
-from jaxinfer.serve.core.supervisor import DEAD, READY, Patience, Supervisor
+from jaxinfer.serve.core.supervisor import DEAD, READY, Supervisor, SupervisorTimeouts
 from jaxinfer.serve.settings import ServeConfig
 from tests.bench import virtual
 from tests.serve.fake_engine import fake_card
@@ -65,7 +65,7 @@ def test_while_a_profile_is_begun_or_ended_the_limit_is_a_minute():
 
 def test_a_core_that_was_ended_by_a_limit_that_nobody_set_leaves_the_next_one_twice_the_time():
     async def main():
-        supervisor = Supervisor(ServeConfig(model="fake"), patience=Patience(tick=0.5))
+        supervisor = Supervisor(ServeConfig(model="fake"), patience=SupervisorTimeouts(tick=0.5))
         limits = []
         for _ in range(4):
             supervisor.state = READY

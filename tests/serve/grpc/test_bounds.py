@@ -15,7 +15,7 @@ from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.grpc import bounds
-from jaxinfer.serve.grpc.bounds import STRANGERS, Crowd, Turns
+from jaxinfer.serve.grpc.bounds import STRANGERS, AnonymousCalls, Turns
 from tests.serve.grpc.running import Running, failure, plain, running
 from tests.serve.grpc.wire import Wire, prefix
 from tests.serve.processes import ServerProcess, fake_server, wait_until
@@ -262,7 +262,10 @@ class FakeCall:
 
 
 def test_the_address_with_most_calls_gives_way() -> None:
-    crowd, calls = Crowd(4), [FakeCall(host) for host in ("1.1.1.1", "2.2.2.2", "2.2.2.2", "2.2.2.2", "3.3.3.3")]
+    crowd, calls = (
+        AnonymousCalls(4),
+        [FakeCall(host) for host in ("1.1.1.1", "2.2.2.2", "2.2.2.2", "2.2.2.2", "3.3.3.3")],
+    )
     with contextlib.ExitStack() as stack:
         for call in calls:
             stack.enter_context(crowd.joined(call))

@@ -1,4 +1,4 @@
-"""Tests of `Pump`, which moves deltas from a generation to a transport that is slow, fails or is closed."""
+"""Tests of `StreamWriter`, which moves deltas from a generation to a transport that is slow, fails or is closed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.streams import Closed, DeltaStream
 from jaxinfer.serve.frontend.generation import Generation
-from jaxinfer.serve.grpc.stream_writer import Pump
+from jaxinfer.serve.grpc.stream_writer import StreamWriter
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 
@@ -76,7 +76,7 @@ def played(script: Script) -> tuple[Engine, Transport]:
     async def scenario() -> tuple[Engine, Transport]:
         engine, transport = Engine(), Transport()
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-            group.create_task(Pump(engine.generation, transport.write).run())
+            group.create_task(StreamWriter(engine.generation, transport.write).run())
             await script(engine, transport)
         return engine, transport
 
@@ -136,7 +136,7 @@ def test_what_comes_during_a_write_is_merged() -> None:
 def raised_by(write: Callable[[OutputDelta], Awaitable[None]], script: Callable[[Engine], None]) -> Exception:
     async def scenario() -> Exception:
         engine = Engine()
-        running = asyncio.ensure_future(Pump(engine.generation, write).run())
+        running = asyncio.ensure_future(StreamWriter(engine.generation, write).run())
         await asyncio.sleep(0)
         script(engine)
         await asyncio.wait([running], timeout=30)
@@ -173,7 +173,7 @@ def test_nothing_is_written_for_who_has_gone(write: str) -> None:
 
         async def call() -> None:
             async with engine.generation as generation:
-                await Pump(generation, transport.write).run()
+                await StreamWriter(generation, transport.write).run()
 
         running = asyncio.ensure_future(call())
         await asyncio.sleep(0)

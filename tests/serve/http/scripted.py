@@ -12,7 +12,7 @@ from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.parsers.registry import Parsers, detect
 from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.frontend.frontend import Frontend
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.structured.matcher import Vocabulary
 from jaxinfer.text.chat_template import ChatTemplate
@@ -95,6 +95,6 @@ async def speaking(*answers: str, reasoning_fields: Sequence[str] | None = None,
     """Yield an HTTP server. ``how``: see `speaker`."""
     fields: dict[str, Any] = {} if reasoning_fields is None else {"reasoning_fields": reasoning_fields}
     async with speaker(*answers, **how) as (frontend, backend):
-        door = Door("1.2.3", frontend=frontend, **fields)
+        door = AppState("1.2.3", frontend=frontend, **fields)
         async with listening(ServeConfig(model="fake", http_port=0), door, frontend, backend) as running:
             yield running

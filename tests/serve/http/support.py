@@ -20,7 +20,7 @@ from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.http.app import build_app
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import Folders, make_store
@@ -33,7 +33,7 @@ BOUND = 20.0  # seconds; a test that waits longer fails
 class Running:
     """A running server and its parts."""
 
-    door: Door
+    door: AppState
     server: HttpServer
     engine: AsyncEngine | None = None
     routes: Sequence[BaseRoute] = ()
@@ -93,16 +93,16 @@ async def serving(
             loras = LoRAs(backend, root=root)
             await loras.restore(backend, card.name)
         frontend = Frontend(backend, card, fake_tokenizer(), fake_template(), limits, loras=loras)
-        door = Door("1.2.3", limits, Authoriser(keys), frontend, operated=operated)
+        door = AppState("1.2.3", limits, Authoriser(keys), frontend, operated=operated)
         async with listening(config, door, frontend, backend) as started:
             yield started
 
 
 @contextlib.asynccontextmanager
 async def listening(
-    config: ServeConfig, door: Door, frontend: Frontend, backend: AsyncEngine
+    config: ServeConfig, door: AppState, frontend: Frontend, backend: AsyncEngine
 ) -> AsyncIterator[Running]:
-    """Yield a running server for this `Door`."""
+    """Yield a running server for this `AppState`."""
     app = build_app(door)
     server = HttpServer(config, door, app)
     await server.start()

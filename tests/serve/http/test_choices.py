@@ -3,7 +3,7 @@
 import json
 import math
 
-from jaxinfer.serve.http.choices import LOWEST_LOGPROB, ChatChoice, TextChoice, Wanted
+from jaxinfer.serve.http.choices import LOWEST_LOGPROB, ChatChoice, ResponseFields, TextChoice
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 
@@ -26,7 +26,7 @@ def position(*candidates: tuple[int, float]) -> PositionLogprobs:
 
 def logprobs_of(*positions: PositionLogprobs, hidden: frozenset[int] = frozenset()) -> dict:
     tokens = [each.chosen.token_id for each in positions]
-    choice = TextChoice(0, Words(), Wanted(logprobs=True, hidden=hidden), [])
+    choice = TextChoice(0, Words(), ResponseFields(logprobs=True, hidden=hidden), [])
     (chunk,) = choice.chunks(OutputDelta(0, "text", tokens, positions))
     return json.loads(chunk)["logprobs"]
 
@@ -40,7 +40,7 @@ def test_of_two_tokens_with_one_text_the_likelier_is_shown():
 def test_what_cannot_be_has_a_number_all_the_same():
     impossible = position((3, -math.inf), (1, -math.inf))
     assert logprobs_of(impossible)["token_logprobs"] == [LOWEST_LOGPROB]
-    choice = ChatChoice(0, Words(), Wanted(logprobs=True))
+    choice = ChatChoice(0, Words(), ResponseFields(logprobs=True))
     (chunk,) = choice.chunks(OutputDelta(0, "c", [3], [impossible]))
     (shown,) = json.loads(chunk)["logprobs"]["content"]
     assert (shown["logprob"], shown["top_logprobs"][0]["logprob"]) == (LOWEST_LOGPROB, LOWEST_LOGPROB)

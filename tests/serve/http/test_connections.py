@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.api.requests import ServeLimits
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.runtime.descriptors import SPARE
 from jaxinfer.serve.settings import ServeConfig
@@ -201,7 +201,7 @@ def test_what_follows_an_early_answer_is_no_request():
             await go.wait()
             await send({"type": "http.response.body", "body": b"ok"})
 
-        server = HttpServer(ServeConfig(model="fake", http_port=0), Door("1"), app)
+        server = HttpServer(ServeConfig(model="fake", http_port=0), AppState("1"), app)
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(HEAD + b"Content-Length: 5\r\n\r\n")
@@ -391,9 +391,9 @@ def test_who_is_idle_longest_gives_way_and_strangers_first():
             silent = await running.connect()
             await accepted(running, 3)
             probe = await asked(running, b"/health")
-            for gives_way in (silent, probe):
+            for preemption_victim in (silent, probe):
                 comes = await asked(running, b"/v1/models")
-                assert await closed(gives_way[0]) == b""
+                assert await closed(preemption_victim[0]) == b""
                 assert not known[0].at_eof()
             await asked(running, b"/v1/models")
             assert await closed(known[0]) == b""

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from jaxinfer.serve.api.auth import key_entry, new_key
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.fake_engine import Mischief
@@ -146,7 +146,7 @@ async def echoing(**settings):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    server = HttpServer(ServeConfig(model="fake", http_port=0, **settings), Door("1"), app)
+    server = HttpServer(ServeConfig(model="fake", http_port=0, **settings), AppState("1"), app)
     await server.start()
     try:
         yield server, seen

@@ -9,7 +9,7 @@ from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core.async_engine import AsyncEngine, EngineDeadError
 from jaxinfer.serve.frontend.frontend import Frontend
-from jaxinfer.serve.http.app_state import ADMIN, SCOPES, Door
+from jaxinfer.serve.http.app_state import ADMIN, SCOPES, AppState
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from tests.serve.fake_engine import Mischief, fake_tokenizer
@@ -163,9 +163,9 @@ def test_an_address_that_cannot_be_used():
         async with serving() as running:
             config = ServeConfig(model="fake", http_port=running.server.port)
             with pytest.raises(ServeConfigError, match=f"http_port={running.server.port}"):
-                await HttpServer(config, Door("1")).start()
+                await HttpServer(config, AppState("1")).start()
             with pytest.raises(ServeConfigError, match="nowhere"):
-                await HttpServer(ServeConfig(model="fake", http_port=0, host="nowhere.invalid"), Door("1")).start()
+                await HttpServer(ServeConfig(model="fake", http_port=0, host="nowhere.invalid"), AppState("1")).start()
 
     run(test)
 
@@ -191,9 +191,9 @@ def test_the_demo_models_text_is_that_of_llm(demo):
         card = ModelCard("demo", "X", "float32", config.max_model_len, model.config.vocab_size, [], {}, {}, 1)
         async with AsyncEngine(demo.engine) as backend:
             frontend = Frontend(backend, card, model.tokenizer, model.chat_template)
-            server = HttpServer(ServeConfig(model="demo", http_port=0), Door("1", frontend=frontend))
+            server = HttpServer(ServeConfig(model="demo", http_port=0), AppState("1", frontend=frontend))
             await server.start()
-            async with Running(Door("1"), server).openai() as client:
+            async with Running(AppState("1"), server).openai() as client:
                 asked = {"model": "demo", "max_tokens": 24}
                 for texts, sampling in (
                     (expected, {"temperature": 0}),

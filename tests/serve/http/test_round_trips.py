@@ -23,14 +23,14 @@ from jaxinfer.serve.http import prompts
 from jaxinfer.serve.http.anthropic import inputs as anthropic
 from jaxinfer.serve.http.anthropic.answer import MessageWriter
 from jaxinfer.serve.http.anthropic.bodies import MessagesRequest
-from jaxinfer.serve.http.choices import Wanted
+from jaxinfer.serve.http.choices import ResponseFields
 from jaxinfer.serve.http.completions import Chat, MessageChoice
 from jaxinfer.serve.http.fields import checked
 from jaxinfer.serve.http.requests import ChatCompletionRequest
 from jaxinfer.serve.http.responses import inputs as responses
 from jaxinfer.serve.http.responses.answer import ResponseWriter
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
-from jaxinfer.serve.workers.normalize import fitted, written
+from jaxinfer.serve.workers.normalize import normalize_messages, written
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason
@@ -104,7 +104,7 @@ def over_chat(delta: OutputDelta) -> list[dict[str, Any]]:
     chat = Spoken(checked(ChatCompletionRequest, {"messages": [HI], "tools": tools})).chat
     (output,) = outputs_of(chat.generation, chat.terms, chat.parsers, TOKENS, TOKENS.token_bytes)
     assert output is not None
-    choice = MessageChoice(0, chat.frontend, Wanted(), output, ("reasoning", "reasoning_content"))
+    choice = MessageChoice(0, chat.frontend, ResponseFields(), output, ("reasoning", "reasoning_content"))
     choice.take(delta)
     message = json.loads(json.dumps(choice.whole()["message"]))
     results = [{"role": "tool", "tool_call_id": c["id"], "content": "x"} for c in message.get("tool_calls", [])]
@@ -160,7 +160,7 @@ DOORS = {
 
 
 def rendered(conversation: Conversation, template: ChatTemplate) -> str:
-    shown = fitted(conversation, list(template.sources.values()))
+    shown = normalize_messages(conversation, list(template.sources.values()))
     return written(shown.messages, lambda messages: template.render(messages, True, shown.tools))
 
 

@@ -7,7 +7,7 @@ import subprocess
 import httpx
 import pytest
 
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.server import HttpServer, ReloadingContext
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from tests.serve.http.support import run, serving
@@ -83,7 +83,7 @@ def test_clients_must_show_a_certificate_where_an_authority_is_named(tmp_path):
 def test_files_that_cannot_be_used(tmp_path):
     config = ServeConfig(model="fake", http_port=0, tls_cert=str(tmp_path / "no.pem"), tls_key=str(tmp_path / "no.key"))
     with pytest.raises(ServeConfigError, match=r"no\.pem"):
-        HttpServer(config, Door("1"))
+        HttpServer(config, AppState("1"))
     good = certify(tmp_path, "good")
     config = ServeConfig(model="fake", http_port=0, tls_cert=str(good[0]), tls_key=str(good[1]))
     assert ReloadingContext(config).reload() is False

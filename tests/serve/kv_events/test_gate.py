@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.kv.manager import KVConfig
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.core.kv_event_encoder import Telling
+from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
 from jaxinfer.serve.grpc.vllm.events import batch_message, chunk_message
 from jaxinfer.serve.kv_events import hub as hubs
 from jaxinfer.serve.kv_events.frames import Encoder
@@ -152,7 +152,7 @@ class World:
             config = self.config
 
         self.machine, self.told = Configured(), {}
-        self.telling = Telling([self.machine.kv.start_journal()], None)
+        self.telling = KvEventEncoder([self.machine.kv.start_journal()], None)
 
     def look(self) -> None:
         """End a step: its changes are sent to the API server."""

@@ -23,7 +23,7 @@ TOOL_CALLS = "tool_calls"
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class EventFilter:
     """A filter of parser events for the client.
 
     Attributes:
@@ -35,7 +35,7 @@ class Shown:
     parallel: bool = True
 
     @classmethod
-    def of(cls, terms: ChatTerms) -> Shown:
+    def of(cls, terms: ChatTerms) -> EventFilter:
         return cls(terms.include_reasoning is not False, terms.parallel_tool_calls is not False)
 
     def shows(self, event: Event) -> bool:
@@ -55,7 +55,7 @@ class ParsedOutput:
         reasoning_tokens: number of reasoning tokens, included in the response or not, without markers.
     """
 
-    def __init__(self, parser: Parser, shown: Shown, tokens: TokenTexts) -> None:
+    def __init__(self, parser: Parser, shown: EventFilter, tokens: TokenTexts) -> None:
         self._parser, self._shown, self._tokens = parser, shown, tokens
         self._called = False
         self.reasoning_tokens = 0
@@ -99,7 +99,7 @@ def outputs_of(
         skips_special: whether the text excludes special tokens, except the parsers' markers.
     """
     made = new_parsers(generation, terms, parsers, tokenizer)
-    shown, hidden = Shown.of(terms), hidden_tokens(parsers, tokenizer) if skips_special else frozenset[int]()
+    shown, hidden = EventFilter.of(terms), hidden_tokens(parsers, tokenizer) if skips_special else frozenset[int]()
     return [None if parser is None else ParsedOutput(parser, shown, TokenTexts(spell, hidden)) for parser in made]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from jaxinfer.parsers.registry import Parsers
-from jaxinfer.serve.api.errors import answered, invalid
+from jaxinfer.serve.api.errors import invalid, map_exceptions
 from jaxinfer.serve.frontend.chat.tool_choice import Choice, choice_of, held
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -38,7 +38,7 @@ class ChatTerms:
     @property
     def choice(self) -> Choice:
         """The parsed ``tool_choice``. Raises `ServeError` INVALID if it is invalid."""
-        with answered():
+        with map_exceptions():
             return choice_of(self.tool_choice)
 
     def parsers(self, known: Parsers) -> Parsers:
@@ -63,5 +63,5 @@ class ChatTerms:
         Raises:
             ServeError: INVALID, naming field and value.
         """
-        with answered():
+        with map_exceptions():
             return held(sampling, self.tools, self.tool_choice, self.parallel_tool_calls is not False, parsers)

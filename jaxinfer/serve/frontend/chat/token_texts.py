@@ -11,7 +11,7 @@ from jaxinfer.types import PositionLogprobs
 
 
 @dataclasses.dataclass(slots=True)
-class Said:
+class TokenText:
     """A token and its text, which is empty within a multi-byte character."""
 
     text: str
@@ -32,7 +32,7 @@ class TokenTexts:
         self._spell, self._hidden = spell, hidden
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._ahead = 0  # characters of tokens whose text is held back, for a stop string
-        self._said: list[Said] = []
+        self._said: list[TokenText] = []
 
     def texts(self, delta: OutputDelta) -> Iterator[str]:
         """Yield the text of each token of a delta; text without a token goes to the last one."""
@@ -42,16 +42,16 @@ class TokenTexts:
             end = len(delta.text) if rank == last else min(max(at, at + self._ahead + characters), len(delta.text))
             self._ahead += characters - (end - at)
             if token not in self._hidden:
-                self._said.append(Said(delta.text[at:end], delta.logprobs[rank] if delta.logprobs else None))
+                self._said.append(TokenText(delta.text[at:end], delta.logprobs[rank] if delta.logprobs else None))
             yield delta.text[at:end]
             at = end
         if not delta.token_ids and delta.text:
             yield delta.text
 
-    def taken(self, text: str) -> list[Said]:
+    def taken(self, text: str) -> list[TokenText]:
         """Return the last tokens, with the text ``text``. Earlier tokens, of a marker or of whitespace that was left
         out, are dropped."""
-        found: list[Said] = []
+        found: list[TokenText] = []
         while self._said and (text or not self._said[-1].text):
             last = self._said[-1].text
             if found and not (text.endswith(last) or last.endswith(text)):  # the parser has inserted text before it

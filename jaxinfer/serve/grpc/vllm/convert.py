@@ -122,7 +122,7 @@ def _input_of(request: messages.pb.GenerateRequest) -> Input:
 
 
 def names_of(request: messages.pb.GenerateRequest) -> dict[str, str]:
-    """Map the front end's fields to their names in this request, see `in_its_words`."""
+    """Map the front end's fields to their names in this request, see `rename_fields`."""
     named = "text" if request.WhichOneof("input") == "text" else "tokenized.input_ids"
     asked = request.sampling_params.WhichOneof("constraint") or "constraint"
     outputs = {f"structured_outputs.{ours}": theirs for theirs, ours in CONSTRAINTS.items()}

@@ -11,13 +11,13 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxinfer.serve.api.errors import Kind, ServeError, in_its_words
+from jaxinfer.serve.api.errors import Kind, ServeError, rename_fields
 from jaxinfer.serve.api.requests import Call, Conversation
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.grpc.auth import SCOPES
 from jaxinfer.serve.grpc.rpc import Rpc
-from jaxinfer.serve.grpc.stream_writer import Pump
+from jaxinfer.serve.grpc.stream_writer import StreamWriter
 from jaxinfer.serve.grpc.vllm import convert, messages
 from jaxinfer.serve.grpc.vllm.answers import Answer
 from jaxinfer.serve.grpc.vllm.events import send_events
@@ -106,7 +106,7 @@ class VllmEngine:
                 for response in answer.responses(delta):
                     await rpc.write(response)
 
-            await Pump(generation, write).run()
+            await StreamWriter(generation, write).run()
             for response in answer.rest():
                 await rpc.write(response)
 
@@ -120,7 +120,7 @@ class VllmEngine:
             trace=rpc.trace(),
         )
         kept = convert.truncation_of(request.sampling_params, card.max_model_len)
-        with in_its_words(convert.names_of(request)):
+        with rename_fields(convert.names_of(request)):
             if kept is not None:
                 call = dataclasses.replace(call, prompt=(await _tokens(frontend, call))[-kept:])
             return await frontend.generate(call)

@@ -31,11 +31,11 @@ from jaxinfer.serve.http.events.inputs import (
     Turns,
     chat_body,
     check_count,
-    in_the_words_of,
     item_of,
     items_of,
     off_loop,
     refuse,
+    renamed_to,
     served,
     text_of,
 )
@@ -56,9 +56,9 @@ _OMITTED = "omitted"
 _CHOICE = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def in_its_words() -> contextlib.AbstractContextManager[None]:
+def rename_message_fields() -> contextlib.AbstractContextManager[None]:
     """Rename chat fields in errors raised inside to the field names of the Messages API."""
-    return in_the_words_of(_NAMES, "input_schema")
+    return renamed_to(_NAMES, "input_schema")
 
 
 async def chat_of(body: CountTokensRequest, limits: ServeLimits, frontend: Frontend) -> ChatCompletionRequest:
@@ -70,7 +70,7 @@ async def chat_of(body: CountTokensRequest, limits: ServeLimits, frontend: Front
     check_count("messages", body.messages, limits.messages)
     messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.messages, body.tools, body.system)
     passed = {name: getattr(body, name, None) for name in PASSED}
-    with in_its_words():
+    with rename_message_fields():
         renamed = _renamed(body) | _thinking(body, frontend)
         return chat_body(messages=messages, tools=tools, **passed, **_begun(body, messages), **renamed)
 

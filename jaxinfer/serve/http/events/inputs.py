@@ -132,13 +132,13 @@ def chat_body(**fields: Any) -> ChatCompletionRequest:
     """Return a chat body; fields that are None are not set.
 
     Raises:
-        ServeError: INVALID, with the chat API's field names: see `in_the_words_of`.
+        ServeError: INVALID, with the chat API's field names: see `renamed_to`.
     """
     return checked(ChatCompletionRequest, {name: value for name, value in fields.items() if value is not None})
 
 
 @contextlib.contextmanager
-def in_the_words_of(names: Mapping[str, str], parameters: str) -> Iterator[None]:
+def renamed_to(names: Mapping[str, str], parameters: str) -> Iterator[None]:
     """Rename chat fields in errors raised inside to the field names of another API.
 
     Args:

@@ -9,9 +9,9 @@ from typing import Literal
 from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from jaxinfer.parsers.parser import Parser
 from jaxinfer.serve.api.errors import Kind, ServeError
-from jaxinfer.serve.frontend.chat.outputs import Shown
+from jaxinfer.serve.frontend.chat.outputs import EventFilter
 from jaxinfer.serve.frontend.chat.token_texts import TokenTexts
-from jaxinfer.serve.http.choices import Words
+from jaxinfer.serve.http.choices import TokenSpeller
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason, PositionLogprobs
 
@@ -99,7 +99,7 @@ class PartReader:
         finish_reason, stop_reason: as in the last delta.
     """
 
-    def __init__(self, parser: Parser | None, shown: Shown, words: Words, hidden: frozenset[int]) -> None:
+    def __init__(self, parser: Parser | None, shown: EventFilter, words: TokenSpeller, hidden: frozenset[int]) -> None:
         self._parser, self._shown = parser or PlainText(), shown
         self._tokens = TokenTexts(words.token_bytes, hidden)
         self._open: Part | None = None

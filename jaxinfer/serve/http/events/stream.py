@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from jaxinfer.serve.api.errors import ServeError
-from jaxinfer.serve.frontend.chat.outputs import Shown, hidden_tokens, new_parsers
+from jaxinfer.serve.frontend.chat.outputs import EventFilter, hidden_tokens, new_parsers
 from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.http.answers import ServerSentEvents, put, while_connected
-from jaxinfer.serve.http.app_state import Door
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.completions import Chat, id_headers
 from jaxinfer.serve.http.events.parts import PartReader
 from jaxinfer.text.output import OutputDelta
@@ -68,7 +68,7 @@ def reader_of(chat: Chat) -> PartReader:
     """Return a reader for the single output of a chat."""
     tokenizer = chat.frontend.tokenizer
     (parser,) = new_parsers(chat.generation, chat.terms, chat.parsers, tokenizer)
-    return PartReader(parser, Shown.of(chat.terms), chat.frontend, hidden_tokens(chat.parsers, tokenizer))
+    return PartReader(parser, EventFilter.of(chat.terms), chat.frontend, hidden_tokens(chat.parsers, tokenizer))
 
 
 async def written(request: Request, chat: Chat, writer: Writer) -> Response:
@@ -77,7 +77,7 @@ async def written(request: Request, chat: Chat, writer: Writer) -> Response:
     Raises:
         ServeError: the generation failed before the response started.
     """
-    door: Door = request.app.state.door
+    door: AppState = request.app.state.door
     headers = id_headers(chat.body)
     if chat.body.stream:
         return WrittenEvents(chat.generation, writer, headers=headers, door=door)

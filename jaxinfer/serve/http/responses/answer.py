@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.http.answers import ServerSentEvents
-from jaxinfer.serve.http.choices import Words, position_json
+from jaxinfer.serve.http.choices import TokenSpeller, position_json
 from jaxinfer.serve.http.completions import Chat
 from jaxinfer.serve.http.events.parts import CALL, REASONING, TEXT, Closed, More, Opened, Part, Step
 from jaxinfer.serve.http.events.stream import event, reader_of
@@ -101,7 +101,7 @@ class _Items:
         name: request id, from which item ids are derived.
     """
 
-    def __init__(self, name: str, words: Words) -> None:
+    def __init__(self, name: str, words: TokenSpeller) -> None:
         self._name, self._words = name, words
 
     def whole(self, part: Part) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from jaxinfer.serve.http.events.inputs import (
     Turns,
     chat_body,
     check_count,
-    in_the_words_of,
     item_of,
     items_of,
     off_loop,
     refuse,
+    renamed_to,
     text_of,
 )
 from jaxinfer.serve.http.fields import Body, left_out
@@ -55,9 +55,9 @@ _THOUGHT: Mapping[str, type[Body]] = {"reasoning_text": ReasoningText}
 _SUMMARY: Mapping[str, type[Body]] = {"summary_text": ReasoningText}
 
 
-def in_its_words() -> contextlib.AbstractContextManager[None]:
+def rename_input_fields() -> contextlib.AbstractContextManager[None]:
     """Rename chat fields in errors raised inside to the field names of the Responses API."""
-    return in_the_words_of(_NAMES, "parameters")
+    return renamed_to(_NAMES, "parameters")
 
 
 async def chat_of(body: ResponsesRequest, limits: ServeLimits) -> ChatCompletionRequest:
@@ -69,7 +69,7 @@ async def chat_of(body: ResponsesRequest, limits: ServeLimits) -> ChatCompletion
     check_count("input", body.input if isinstance(body.input, list) else [], limits.messages)
     messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.input, body.tools)
     passed = {name: getattr(body, name) for name in PASSED}
-    with in_its_words():
+    with rename_input_fields():
         return chat_body(messages=messages, tools=tools, **passed, **_renamed(body), **_logprobs(body))
 
 

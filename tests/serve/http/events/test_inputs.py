@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.serve.api.errors import Kind, ServeError
-from jaxinfer.serve.http.events.inputs import Turns, in_the_words_of, item_of, text_of
+from jaxinfer.serve.http.events.inputs import Turns, item_of, renamed_to, text_of
 from jaxinfer.serve.http.responses.bodies import InputText
 
 NAMES = {"messages": "input", "response_format": "text.format", "response_format.json_schema": "text.format"}
@@ -26,7 +26,7 @@ KINDS = {"input_text": InputText}
     ],
 )
 def test_refusals_are_in_the_words_of_the_door(field: str | None, message: str, told: str | None, said: str) -> None:
-    with pytest.raises(ServeError) as refused, in_the_words_of(NAMES, "schema"):
+    with pytest.raises(ServeError) as refused, renamed_to(NAMES, "schema"):
         raise ServeError(Kind.INVALID, message, field)
     assert (refused.value.field, refused.value.message) == (told, said)
 

@@ -12,13 +12,13 @@ from jaxinfer.parsers.events import message_of
 from jaxinfer.parsers.parser import Parser
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.serve.api.errors import Kind, ServeError
-from jaxinfer.serve.frontend.chat.outputs import Shown
+from jaxinfer.serve.frontend.chat.outputs import EventFilter
 from jaxinfer.serve.http.events.parts import CALL, REASONING, TEXT, Closed, More, Opened, PartReader, Step
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 from tests.parsers.corpus import CASES, TOOLS, Case
 
-ALL = Shown()
+ALL = EventFilter()
 HIDDEN = 0
 CASE = st.sampled_from(CASES)
 
@@ -122,7 +122,7 @@ THINKING = next(case for case in CASES if case.reasoning and case.content and ca
 
 def test_a_thought_that_is_not_shown_is_counted_all_the_same() -> None:
     counts = []
-    for shown in (ALL, Shown(reasoning=False)):
+    for shown in (ALL, EventFilter(reasoning=False)):
         tokens = [bytes([each]) for each in THINKING.text.encode()]
         reader = PartReader(new_parser(THINKING), shown, Spelt(tokens), frozenset({HIDDEN}))
         read(reader, deltas(tokens, []))
