@@ -95,9 +95,10 @@ chaos: $(DEV) ## inject random faults under load and report the outcome of each 
 test-parity: $(DEV) ## compare live with transformers, in a separate environment (ARGS="-k ...")
 	@$(RUN) -m pytest -m parity $(ARGS)
 
-lint: $(DEV) ## check rules and format with ruff
+lint: $(DEV) ## ruff: rules and format; sizes, layers and words (tests/test_structure.py, tests/test_imports.py)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m pytest -q tests/test_structure.py tests/test_imports.py
 
 format: $(DEV) ## fix and format with ruff
 	@$(RUN) -m ruff check --fix .

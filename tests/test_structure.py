@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+import re
 import statistics
 import tomllib
 
@@ -123,6 +124,51 @@ def test_words_that_meant_too_much_stay_out(repo: pathlib.Path, word: str) -> No
         if word in names and not name.replace(".", "/").startswith(tuple(each.removesuffix(".py") for each in simd))
     ]
     assert found == []
+
+
+PRIVATE = re.compile(
+    r"\b(doors?|whoever|whomever|nobody|somebody|vouch\w*|(gives?|gave) way|(is|are) told|storeys?|beside|in vain)\b",
+    re.IGNORECASE,
+)
+"""Words that a reader of vLLM, SGLang and JAX would have to translate."""
+QUOTED = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
+
+
+def private_words(text: str) -> list[str]:
+    """Return the private words of a text, code and links left out."""
+    return [found[0] for found in PRIVATE.finditer(QUOTED.sub("", text))]
+
+
+def test_docstrings_begin_in_the_fields_words(repo: pathlib.Path) -> None:
+    modules = {**modules_of(repo), **read_modules(repo, ("tests",))}
+    found = [
+        f"{name}:{statement.lineno}: {words}"
+        for name, module in modules.items()
+        if "_pb2" not in name
+        for node in module.nodes
+        if isinstance(getattr(node, "body", None), list)
+        for statement in node.body  # type: ignore[attr-defined]
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(text := statement.value.value, str)
+        if (words := private_words(re.split(r"(?<=[.:])\s|\n\n", text.strip(), maxsplit=1)[0]))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"])
+def test_docs_are_in_the_fields_words(repo: pathlib.Path, name: str) -> None:
+    pages = sorted((repo / name).glob("*.md")) if name == "docs" else [repo / name]
+    assert {page.name: words for page in pages if (words := private_words(page.read_text(encoding="utf-8")))} == {}
+
+
+def test_private_words_are_found() -> None:
+    assert private_words("The door gives way to `nobody`; [it](door.md) lies beside whoever.") == [
+        "door",
+        "gives way",
+        "beside",
+        "whoever",
+    ]
 
 
 def _name(node: ast.AST) -> str:

@@ -2,8 +2,8 @@
 
 The engine bounds its queue too, and decides last (`jaxinfer.engine.scheduling.queues.require_capacity`). This module
 also knows the tenant, and which requests belong together, so that all of them are admitted or none. A tenant may have
-as much waiting as there is capacity left (dynamic thresholds, Choudhury & Hahne 1998): k tenants that take what they can
-get end with 1 / (k + 1) of the queue each, and as much is left for the next tenant.
+as much waiting as there is capacity left (dynamic thresholds, Choudhury & Hahne 1998): k tenants that take what they
+can get end with 1 / (k + 1) of the queue each, and as much is left for the next tenant.
 
 A request waits until its first token. Requests that fill free slots do not wait: that many more are admitted.
 """

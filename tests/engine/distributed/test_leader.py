@@ -1,4 +1,4 @@
-"""An engine that leads: what follows it has the same bits on its devices, whatever was called."""
+"""A leader engine: its followers hold bitwise identical device state after every kind of command."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ from jaxinfer.types import Request
 from tests.fakes import mixed_params, random_head, random_model
 from tests.parallel.test_group import SOON, group_of
 
-# Few pages: sequences are swapped out, and cached prefixes to the host.
+# Few pages, so that sequences are swapped out and cached prefixes are moved to the host.
 SMALL = EngineConfig(
     max_model_len=64,
     max_num_seqs=3,
@@ -58,7 +58,7 @@ def run(engine: Engine, count: int = 12) -> dict[tuple[str, int], list[int]]:
 
 @dataclasses.dataclass
 class Pair:
-    """An engine in whose group one executor follows."""
+    """A leader engine and the executor of the one follower in its group."""
 
     engine: Engine
     group: Group
@@ -67,7 +67,7 @@ class Pair:
     called: list[str]
 
     def until_done(self) -> None:
-        """The follower has finished what was called."""
+        """Wait until the follower has run all commands sent."""
         for _ in range(int(SOON / 0.05)):
             if self.member._ledger.done == self.group.sent:
                 return
@@ -87,7 +87,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def drafting():
-    """With a draft model."""
+    """A `Pair` whose engine drafts with a draft model."""
     model = random_model(num_hidden_layers=1)
     drafts = {"speculative": "draft_model", "speculative_adaptive": False, "num_speculative_tokens": 2}
     config = dataclasses.replace(SMALL, multi_step=1, **drafts)
@@ -111,7 +111,7 @@ def paired(model: Model, config: EngineConfig) -> Iterator[Pair]:
         member.calls = calls
         threading.Thread(target=follow, args=({0: follower}, member), daemon=True).start()
         with pytest.MonkeyPatch.context() as patch:
-            # Measured ones may say that computing again is cheaper, and nothing would be swapped.
+            # Measured costs may favour recompute, so that nothing would be swapped.
             patch.setattr(calibration, "measure_costs", lambda *given: (measure_costs(*given), Costs())[1])
             make = functools.partial(LeaderExecutor, leader, 0, [0, 1])
             engine = Engine(prepare(model, config, "cpu"), make_executor=make)
@@ -145,7 +145,7 @@ def test_what_follows_has_the_same_heads(method, paths, pair):
 
 
 def check_bits(pair: Pair) -> dict[tuple[str, int], list[int]]:
-    """Run requests, compare all that lies on the devices; what was generated."""
+    """Run requests, compare all device state of leader and follower, and return the generated tokens."""
     found = run(pair.engine)
     assert sum(map(len, found.values())) > 200
     pair.until_done()
@@ -190,7 +190,7 @@ def test_nothing_is_sent_where_nothing_is_to_do(pair):
 
 
 class Promised:
-    """What will be sampled; whoever reads it waits."""
+    """Tokens of a step in flight, which records whether the host reads and thus waits for them."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens, self.read = tokens, False

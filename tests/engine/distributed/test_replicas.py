@@ -1,4 +1,4 @@
-"""Which replica serves a request, and what holds for all of them together."""
+"""Routing of requests to replicas, and the state and calls that replicas share."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ from tests.lora.fakes import Folders, make_store
 
 
 class FakeEngine(Engine):
-    """Serves nothing: every request waits until `finish`."""
+    """An engine that serves nothing: every request waits until `finish`."""
 
     def __init__(self, prepared: Prepared, mesh: Any, progress: Any, make: Any, found: Any, loras: Any) -> None:
         self.make, self.was_found, self.calibration = make, found, found or object()
@@ -78,7 +78,7 @@ def make(
 
 
 def test_the_calibration_of_the_first_holds_for_one_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = iter([True, True, False] * 2)  # asked to share the progress, and for each
+    here = iter([True, True, False] * 2)  # is each replica local: read once for progress, once for each replica
     monkeypatch.setattr(replicas, "own_devices", lambda mesh: [mesh] if next(here) else [])
     told: list[tuple[int, int]] = []
     first, second, third = make(monkeypatch, 3, lambda done, total: told.append((done, total)))._engines

@@ -1,4 +1,4 @@
-"""Programs with adapters: what the model computes with each row's, bits that hang on nothing else, no compilation."""
+"""Programs with adapters compute each row with its own adapter, are batch-invariant, and need no compilation."""
 
 import functools
 import json
@@ -79,7 +79,7 @@ class Device:
             self.executor.run(commands.LoadLora(slot, part, arrays))
 
     def generate(self, prompts: np.ndarray, loras: list[int], steps: int = 4) -> np.ndarray:
-        """Greedy tokens [steps, rows] behind prompts [rows, tokens], in rows with these slots."""
+        """Return greedy tokens [steps, rows] after prompts [rows, tokens]; ``loras``: LoRA slot of each row."""
         length, tables = prompts.shape[1] - 1, np.arange(ROWS * WIDTH, dtype=np.int32).reshape(1, ROWS, WIDTH)
         for row, lora in enumerate(loras):
             chunk = np.zeros((1, CHUNK), np.int32)
@@ -95,7 +95,7 @@ class Device:
         return np.array(found)
 
     def cache(self) -> np.ndarray:
-        """The bytes of all pages, by row."""
+        """Return the bytes of all pages, by row."""
         ids = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(-1, 1, TRANSFERS[0])
         found = np.concatenate([self.executor.run(commands.ReadPages(some)) for some in ids])
         return found.reshape(ROWS, WIDTH * PAGE, -1)[:, :12]

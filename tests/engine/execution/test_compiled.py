@@ -1,4 +1,4 @@
-"""What the compiled step does with the KV pools: nothing but write into them in place."""
+"""Compiled steps only write into the KV pools in place: no copies, slices or conversions."""
 
 import concurrent.futures
 import re
@@ -41,7 +41,7 @@ def test_no_program_copies_or_slices_a_pool(engine):
         text = program.as_text()
         made = re.findall(r"= (?:f32|bf16)\[1031,2,2,16,8\]\S* (\S+?)\(", text)
         assert made, name
-        # A fusion that makes a pool is the scatter that updates it in place; anything else would be a second pool.
+        # A fusion that produces a pool is the scatter that updates it in place; any other op would be a second pool.
         assert set(made) <= {"parameter", "get-tuple-element", "fusion", "scatter", "bitcast"} | LOOPED, name
         assert not re.search(r"\[1031,2,2,16,8\]\S* (copy|convert|transpose|dynamic-slice|slice|select)\(", text), name
 
@@ -51,7 +51,7 @@ LOOPED = {"dynamic-update-slice", "while", "tuple"}
 
 
 def test_no_program_takes_an_array_of_nothing(engine):
-    """The host would pay for it at every call."""
+    """Empty operands would cost the host time at every call."""
     for name, program in programs(engine).items():
         assert all(aval.size for aval in jax.tree.leaves(program.in_avals)), name
 
@@ -71,7 +71,7 @@ def test_a_pool_that_is_not_donated_is_seen(engine):
 
 
 class Lowered:
-    """A program that takes part in nothing, and says when somebody begins to compile it."""
+    """A fake lowered program, which records when its compilation begins."""
 
     def __init__(self, name: str) -> None:
         self.name, self.begun = name, threading.Event()

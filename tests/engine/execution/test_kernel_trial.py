@@ -1,4 +1,4 @@
-"""Kernels tried before the programs that launch them are compiled: on a stand-in for a GPU, in real processes."""
+"""Trials of kernels before the programs that launch them are compiled: on a fake GPU, in real processes."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ SHAPE = jax.ShapeDtypeStruct((8, 64), jnp.float32)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A device that calls itself a GPU; launches are tried on the CPU."""
+    """A fake device of platform gpu; launches are tried on the CPU."""
     client = types.SimpleNamespace(platform_version="cuda 13")
     device = types.SimpleNamespace(platform="gpu", process_index=0, device_kind="NVIDIA H200", client=client)
     monkeypatch.setattr(kernel_trial, "own_devices", lambda mesh: [device])
@@ -80,7 +80,7 @@ def test_kernels_that_are_right_stay():
     ("settings", "op"), [({"kernel_trial": "error"}, "token_quant"), ({"attention_backend": "mosaic"}, "kv_write")]
 )
 def test_the_start_ends_where_that_is_asked_for(monkeypatch, settings, op):
-    """By the setting, or because the backend that fails was asked for by name."""
+    """Startup fails if ``kernel_trial`` requires it, or because the failing backend was requested by name."""
     monkeypatch.setattr(kernel_trial, "_tried", lambda programs: {op: "it hung"})
     with pytest.raises(EngineConfigError, match=f"{op} was tried on this GPU and fails: it hung"):
         try_kernels([launching(wrong)], dataclasses.replace(engine(), **settings))
@@ -99,7 +99,7 @@ def test_nothing_is_tried_on_a_cpu(monkeypatch):
 
 
 def test_what_was_found_is_kept_between_starts(gpu, monkeypatch, tmp_path):
-    """By the programs and the device: another program, or another GPU, is tried."""
+    """Verdicts are kept by programs and device: another program, or another GPU, is tried again."""
     tried = []
     monkeypatch.setattr(kernel_trial, "_tried", lambda programs: tried.append(programs) or {"token_quant": "it hung"})
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))

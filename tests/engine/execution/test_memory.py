@@ -1,4 +1,4 @@
-"""Sizing of the KV pool: the sum, its sentence, and what jax says of programs and devices."""
+"""Sizing of the KV pool: the sum, its error message, and the memory that JAX reports for programs and devices."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def test_the_sum_names_the_pages_asked_for_and_what_others_use():
     ],
 )
 def test_what_does_not_fit_is_told_the_ways_out(room, asked, offered):
-    """Weights of 100 MiB, and 128 pages of one MiB that a sequence needs."""
+    """Errors name the settings that fit. Weights take 100 MiB; a sequence needs 128 pages of 1 MiB."""
     needs, ways = Needs(100 * MIB, 0, MIB, temporaries=0), Ways(64, 5 * MIB // 8, (2, 4, 8))
     budget = Budget((100 + room) * MIB, 1.0)
     with pytest.raises(EngineConfigError) as refused:
@@ -104,7 +104,7 @@ def test_programs_that_need_more_than_the_rest_are_refused_once_that_is_known():
         plan.require(lambda: 11)
     needs = dataclasses.replace(needs, temporaries=1)
     known = plan_memory(needs, Budget(100, 1.0), length=1, width=1, asked=4, most=4, ways=WAYS)
-    known.require(lambda: 1000)  # the plan's own number counts
+    known.require(lambda: 1000)  # the temporaries of the plan are used, not the callback
 
 
 # ---- devices
@@ -172,14 +172,14 @@ def test_an_accelerators_pool_takes_what_weights_and_programs_leave(monkeypatch)
     assert llm.engine.config.prefill_batch_sizes[0] > 1
     assert plan.needs.weights == sum(x.nbytes for x in jax.tree.leaves(model.params))
     assert plan.pages == (int(64 * MIB * 0.9) - plan.needs.fixed) // plan.needs.page
-    assert plan.pages > 2 * 8  # more than every row can fill: the rest is cache
+    assert plan.pages > 2 * 8  # more than all rows can fill: the rest is prefix cache
 
 
 @pytest.mark.parametrize(
     ("device", "share", "pages"), [("h100", 0.92, 6_100), ("h200", 0.92, 12_300), ("h200", 0.75, 9_600)]
 )
 def test_the_pool_of_an_8b_fills_a_described_gpu(monkeypatch, caplog, device, share, pages):
-    """What JAX may take is a share of the memory; the pool of 16-bit numbers ends below what 32-bit offsets reach."""
+    """The pool fills JAX's share of the GPU memory; a pool of 16-bit values stays below the range of 32-bit offsets."""
     plan = plan_for_8b(monkeypatch, device, share)
     assert pages < plan.pages < 1.1 * pages
     assert plan.needs.weights == pytest.approx(16.06e9, rel=1e-3)
@@ -189,7 +189,7 @@ def test_the_pool_of_an_8b_fills_a_described_gpu(monkeypatch, caplog, device, sh
 
 
 def test_where_offsets_bound_the_pool_the_start_says_so(monkeypatch, caplog):
-    """Of 8-bit numbers an H200 would hold more pages of an 8B than 2**31 - 1 elements a layer are."""
+    """An H200 would hold more 8-bit pages of an 8B model than the limit of 2**31 - 1 elements per layer."""
     plan = plan_for_8b(monkeypatch, "h200", 0.92, kv_cache_dtype="fp8")
     elements = 2 * 8 * 64 * 128
     assert plan.pages * elements <= 2**31 - 1 < (plan.pages + 1) * elements
@@ -269,7 +269,7 @@ def test_the_least_pool_holds_16_bit_pages_of_half_the_size():
 
 
 def test_the_ways_out_lead_out(monkeypatch):
-    """A machine with room for the model and half a sequence: each way is taken as the message offers it."""
+    """Each setting that the error suggests makes the plan fit, where memory holds the model and half a sequence."""
     model = random_model("float32", num_hidden_layers=1, max_position_embeddings=2048)
     config = dataclasses.replace(CONFIG, max_num_seqs=1, max_model_len=2048)
     needed = plan_engine(model, config, "cpu", None).needs

@@ -1,4 +1,4 @@
-"""Programs that stand in for others, and the proof that this changes no bit."""
+"""Substitution of compiled programs, and the probes that show that it changes no bit."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from tests.fakes import random_model
 
 
 def demo_engine(rows: int = 256) -> LLM:
-    """On the machines that were measured, the demo model's products of 64 rows and more agree."""
+    """Return the demo model, whose products of 64 rows and more agree on the machines that were measured."""
     return LLM("demo", "float32", max_num_seqs=4, max_model_len=300, prefill_sizes=(64, 128), max_prefill_rows=rows)
 
 
@@ -64,7 +64,7 @@ def engine() -> Engine:
 
 @contextlib.contextmanager
 def probe_with(engine: Engine, **changes: Any) -> Iterator[Probe]:
-    """Probe on an engine's programs, some of them replaced."""
+    """Yield a probe on an engine's programs, some of them replaced."""
     part, config, runner = engine._executor.runtimes[-1], engine.config, engine._runner
     run, spec, itemsize = part.run, part.stage.model.cache_spec, part.pools[0].data.dtype.itemsize
     per_token = spec.bytes_per_page(1, itemsize) // itemsize
@@ -76,7 +76,7 @@ def probe_with(engine: Engine, **changes: Any) -> Iterator[Probe]:
 
 
 def nudged(pools: list[LayerPool], page: int, slot: int = 0) -> list[LayerPool]:
-    """A last bit of one element of the last layer is another."""
+    """Return the pools with the last bit of one element of the last layer changed."""
     pool = pools[-1]
     data = jnp.nextafter(pool.data[page, 1, 0, slot, 0], jnp.inf)
     data = jax.device_put(pool.data.at[page, 1, 0, slot, 0].set(data), pool.data.sharding)
@@ -88,13 +88,13 @@ def programs_of(engine: Engine) -> dict[tuple[int, int], Any]:
 
 
 def chunks_of(packed: np.ndarray, size: int, count: int, engine: Engine) -> PrefillBatch:
-    """What a prefill program is given."""
+    """Return the unpacked batch of a prefill program."""
     one, tables = np.zeros(count, np.int32), np.zeros((1, count, engine.config.table_width), np.int32)
     return unpack(packed, PrefillBatch(np.zeros((count, size), np.int32), one, one, tables))
 
 
 def spoiled(engine: Engine, key: tuple[int, int] | None) -> dict[tuple[int, int], Any]:
-    """The prefill programs, one of which gets a bit of its last chunk wrong."""
+    """Return the prefill programs, where program ``key`` gets a bit of its last chunk wrong."""
     programs = programs_of(engine)
     if key is not None:
         program = programs[key]
@@ -121,7 +121,7 @@ def test_sizes_with_other_bits_are_in_other_classes(engine, spoil, classes):
 
 
 def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
-    """One that is right for whole pieces and wrong for what begins later is found."""
+    """The probe finds a program that is right for whole chunks and wrong for chunks that begin later."""
     program = programs_of(engine)[64, 1]
 
     def wrong(params, pools, packed, arriving):
@@ -135,7 +135,7 @@ def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
 
 
 def test_a_model_that_shows_too_little_proves_nothing():
-    """Sixteen bits of a tiny model hide differences that are there."""
+    """16-bit values of a tiny model hide real differences, so no programs are declared equivalent."""
     llm = LLM(random_model("bfloat16"), max_num_seqs=4, max_model_len=128, page_size=16, prefill_sizes=(8, 16))
     assert llm.engine.calibration.size_classes == {8: 0, 16: 1}
     assert not llm.engine.calibration.prefill_batches
@@ -147,7 +147,7 @@ def test_classes_are_not_looked_for_where_nothing_is_shared():
         assert LLM("demo", "float32", **settings, **changes).engine.calibration.size_classes == {64: 0, 128: 1}
 
 
-# ---- decode rows in the place of chunks
+# ---- decode rows in place of chunks
 
 
 ALIKE = {"max_num_seqs": 16, "max_model_len": 128, "page_size": 16, "prefill_sizes": (16,), "max_prefill_rows": 1}
@@ -162,7 +162,7 @@ def alike() -> Iterator[Engine]:
 
 
 def decode_with(engine: Engine, wrong_from: int) -> Any:
-    """``decode`` with a bit wrong of the row at the last position, if that is not before ``wrong_from``."""
+    """Return ``decode`` with a wrong bit in the row at the last position, if that is ``wrong_from`` or later."""
     count = engine.config.rows
     decode, rows = engine._executor.runtimes[-1].run.decode[count], np.zeros(count, np.int32)
     like = DecodeBatch(rows, rows, rows, np.zeros((1, *rows.shape, engine.config.table_width), np.int32))
@@ -193,7 +193,7 @@ def test_decode_rows_that_sum_blocks_of_other_sizes_do_not(engine):
 
 
 def test_whether_decode_rows_agree_is_not_asked(alike, engine):
-    """Where sizes differ, programs draft, or sixteen bits would hide most."""
+    """The probe is skipped for sizes of several classes, programs that draft, and values that need too many rounds."""
     with probe_with(alike) as probe:
         assert not probe.decode_agrees({16: 0, 32: 1})
         assert probe.decode_tokens() == 128 + 2 * 16
@@ -203,11 +203,11 @@ def test_whether_decode_rows_agree_is_not_asked(alike, engine):
         assert not probe.decode_agrees({16: 0})
 
 
-# ---- several decode steps at once
+# ---- several decode steps in one call
 
 
 def several(engine: Engine, change: str) -> Any:
-    """``decode_many`` with something wrong."""
+    """Return ``decode_many`` with an error in the field ``change``."""
     run, rows = engine._executor.runtimes[-1].run, np.zeros(engine.config.rows, np.int32)
     like = DecodeBatch(rows, rows, rows, np.zeros((1, *rows.shape, engine.config.table_width), np.int32))
 
@@ -255,7 +255,7 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
     prepared = prepare(random_model(), config, "cpu")
     monkeypatch.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
     executor = LocalExecutor(*prepared, mesh_for(config))
-    monkeypatch.setattr(executor, "digest", lambda: None)  # what an earlier start found is of other programs
+    monkeypatch.setattr(executor, "digest", lambda: None)  # the results of an earlier start belong to other programs
     found = calibrate(executor, prepared, "cpu")
     assert (found.size_classes, found.decode_agrees, found.multi_step) == ({16: 0, 32: 0}, True, 3)
     (part,) = executor.runtimes

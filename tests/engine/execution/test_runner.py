@@ -1,4 +1,4 @@
-"""The runner by itself, with plans made by hand: every kind of step gives the bits of plain steps."""
+"""The runner alone, with plans made by hand: every kind of step is bitwise identical to plain steps."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from tests.fakes import random_model
 
 PAGE, PAGES, ROWS, WIDTH = 16, 40, 6, 6
 CONFIG = {"max_num_seqs": ROWS, "page_size": PAGE, "num_pages": PAGES, "max_model_len": 96, "prefill_sizes": (16, 32)}
-# The second of two layers sees 24 tokens: two cache groups.
+# The second of two layers has a window of 24 tokens: two cache groups.
 MODEL = functools.partial(
     random_model,
     architectures=["Qwen2ForCausalLM"],
@@ -51,7 +51,7 @@ Rows = list[list[tuple[Any, Any]]]
 
 
 class Bench:
-    """A runner, its tables, and sequences that each have pages of their own."""
+    """A runner, its tables, and sequences with their own pages."""
 
     def __init__(self, **changes: Any) -> None:
         model = MODEL()
@@ -65,11 +65,11 @@ class Bench:
         )
 
     def sampler(self) -> SlotState:
-        """A copy of what the sampler keeps of all slots."""
+        """Return a copy of the sampler state of all slots."""
         return jax.tree.map(np.array, self.executor.microbatches[0].sampler)
 
     def sequence(self, slot: int, params: SamplingParams = GREEDY, first_page: int = 0, **of_request: Any) -> Sequence:
-        """A sequence in ``slot`` with pages from ``first_page`` on, the second group's in the opposite order."""
+        """Return a sequence in ``slot`` with pages from ``first_page`` on, reversed for the second group."""
         request = Request("r", tuple(PROMPT), params, **of_request)
         self.give(slot, first_page)
         return Sequence(
@@ -106,7 +106,7 @@ class Bench:
         self.step(admitted=list(sequences), prefills=prefills)
 
     def generate(self, count: int, *sequences: Sequence) -> Rows:
-        """Tokens and logprobs of plain steps, one row a sequence, and append them."""
+        """Append and return the tokens and logprobs of plain steps, one row per sequence."""
         seen: Rows = [[] for _ in sequences]
         for _ in range(count):
             plans = [DecodePlan(s, s.slot, len(s.tokens) - 1, s.tokens[-1]) for s in sequences]
@@ -116,7 +116,7 @@ class Bench:
         return seen
 
     def kept(self, sequence: Sequence) -> list[np.ndarray]:
-        """Keys and values of a sequence in all layers, by group, as far as tokens were fed."""
+        """Return keys and values of a sequence in all layers, by group, up to the last token fed."""
         pools, length = self.executor.runtimes[-1].pools, len(sequence.tokens) - 1
         return [
             np.concatenate(np.asarray(pool.data)[self.tables[group, sequence.slot]], axis=2)[:, :, :length]
@@ -125,7 +125,7 @@ class Bench:
 
 
 def rows(result: StepResult) -> Rows:
-    """For each row its tokens with their log probabilities, None where none were asked for."""
+    """Return each row's tokens with their log probabilities, None where none were requested."""
     pairs = zip(result.tokens, result.logprobs, strict=True)
     return [list(zip(tokens, logprobs or [None] * len(tokens), strict=True)) for tokens, logprobs in pairs]
 
@@ -173,7 +173,7 @@ def test_prompt_logprobs_come_with_their_tokens(bench):
     assert all(len(position.top) == 2 for position in positions)
 
 
-# ---- several steps at once
+# ---- several steps in one call
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED])
@@ -185,7 +185,7 @@ def test_several_steps_at_once_are_single_steps(bench, params):
     bench.start(sequence)
     (first,) = bench.run(decodes=[DecodePlan(sequence, 3, 37, PROMPT[-1])], steps=1)
     (more,) = bench.run(decodes=[DecodePlan(sequence, 3, 38, -1)], steps=3)
-    token = more[-1][0]  # a run may stop early: what comes behind it is the host's to feed
+    token = more[-1][0]  # a run may stop early: the host feeds the token after it
     (last,) = bench.run(decodes=[DecodePlan(sequence, 3, 41, token)], steps=1)
     assert [first + more + last] == singly
     sequence.tokens = want.tokens
@@ -193,7 +193,7 @@ def test_several_steps_at_once_are_single_steps(bench, params):
 
 
 def test_steps_end_where_a_row_ends(bench):
-    """At a row's own stop ids only, and not before its min_tokens."""
+    """Steps end at a row's own stop ids only, and not before its min_tokens."""
     _, ((*tokens,),) = generated(bench, SAMPLED, 4)
     stop = tokens[1][0]
     assert stop != tokens[0][0]
@@ -209,7 +209,7 @@ def test_steps_end_where_a_row_ends(bench):
 
 
 def test_what_is_generated_counts_within_a_run_of_steps(bench):
-    """Stop ids are barred for two tokens; then most tokens are one."""
+    """A run of steps counts its own tokens: stop ids are barred for two tokens; after that most tokens are stop ids."""
     params, stops = dataclasses.replace(SAMPLED, min_tokens=2), frozenset(range(60))
     want = bench.sequence(0, params, stop_token_ids=stops)
     bench.start(want)
@@ -243,7 +243,7 @@ def test_rows_of_one_sequence_are_single_steps(drafting, params):
 
 
 def test_a_borrowed_row_leaves_the_slot_as_it_is(drafting):
-    """The slot's own sequence rests for a step, and goes on as if nothing had been there."""
+    """The sequence of the slot pauses for a step and then continues as if its row had not been borrowed."""
     owner = drafting.sequence(2, PENALISED)
     drafting.start(owner)
     want = drafting.generate(6, owner)
@@ -262,12 +262,12 @@ def test_a_borrowed_row_leaves_the_slot_as_it_is(drafting):
     assert [first[0] + drafting.generate(3, owner)[0]] == want
 
 
-# ---- pages that move
+# ---- page transfers
 
 
 @pytest.mark.parametrize("params", [GREEDY, PENALISED])
 def test_a_sequence_goes_on_after_a_swap(bench, params):
-    """Its pages and its slot are used by others meanwhile, and it comes back to other ones."""
+    """Other sequences use its pages and its slot meanwhile, and it returns to different ones."""
     _, want = generated(bench, params, 9)
     sequence, _ = generated(bench, params, 4)
     exports = [Export(tuple(map(int, bench.tables[:, 0, page])), 5 + page) for page in range(3)]
@@ -299,7 +299,7 @@ def test_a_page_comes_back_in_the_step_that_sent_it(bench):
 
 
 def test_nobody_waits_for_pages_that_move(bench):
-    """Both the step that sends them and the one that takes them back are over before what the device did before."""
+    """Steps that export pages and steps that import them return before earlier work of the device is done."""
     stage = bench.executor.runtimes[-1]
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -352,7 +352,7 @@ def test_a_copied_page_goes_on_as_its_own(bench):
 
 
 def test_a_chunk_goes_on_within_a_page(bench):
-    """From any token on, in the program that was due, a prompt gets the bits of the whole."""
+    """A prompt resumed at any token, in the program that was due, is bitwise identical to the whole prompt."""
     assert bench.calibration.exact_resume
     whole, want = generated(bench, GREEDY, 2)
     bits = bench.kept(whole)

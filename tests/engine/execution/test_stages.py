@@ -1,4 +1,4 @@
-"""What the stages of a model with a draft head have, and hand on."""
+"""Parameters of pipeline stages of a model with a draft head, and the features that stages pass on."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +16,13 @@ from tests.fakes import random_head, random_model
 def test_programs_may_loop_over_weights_that_are_stored(kind):
     model = abstract({**TINY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}, "bfloat16")
     model = stored(model, kind) if kind else model
-    for served in (model, model.for_kernels("mosaic")):  # a kernel of ours goes through none
+    for served in (model, model.for_kernels("mosaic")):  # no loops for mosaic kernels either
         assert [stage.loops for stage in cut(served, 2)] == [kind is not None] * 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_features_are_the_same_however_the_model_is_cut(count):
-    """EAGLE-3 reads the inputs of three layers, which may be of three stages."""
+    """EAGLE-3 reads the inputs of three layers, which may belong to three stages."""
     model = random_model(num_hidden_layers=4, dtype="float32")
     model = model.replace(draft=random_head("eagle3", model))
     (whole,) = cut(model, 1)

@@ -1,4 +1,4 @@
-"""What the host hands to a step, as one array and as itself."""
+"""Packing of the host's operands of a step into one array, and unpacking."""
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ def test_each_rank_has_its_own_part(seed, rows, width, ranks):
 
 
 def test_it_is_a_copy():
-    """The host writes its tables on while a step reads what it was given."""
+    """The packed array is a copy, since the host updates its tables while a step reads its operands."""
     batch = prefill_batch(0, 1, 1, 4, 1)
     packed = pack(PrefillBatch(*(leaf[:0] for leaf in batch[:3]), batch.tables))
     assert not np.shares_memory(packed, batch.tables)

@@ -1,4 +1,4 @@
-"""How long a request waits where many adapters want few slots."""
+"""Waiting times of requests where many adapters compete for few slots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxinfer.types import CacheSpec, LayerSpec, Request
 from tests.lora.fakes import PARTS, Folders, make_store
 
 SLOTS, ROWS, REGISTERED = 8, 48, 1000
-SHORT, LONG = 10, 40  # tokens of answers
+SHORT, LONG = 10, 40  # minimum and maximum tokens of an answer
 
 
 class Sayer:
-    """A runner whose every row says the same."""
+    """A runner whose every row samples token 1."""
 
     def launch(self, plan: StepPlan) -> StepPlan | None:
         return plan if plan else None
@@ -35,7 +35,7 @@ class Sayer:
 
 @dataclasses.dataclass
 class Asked:
-    """A request: its adapter, when it came, when it first said something, and how long it may wait."""
+    """A request: its adapter, the step of its arrival, the steps to its first token, and its fair bound of them."""
 
     adapter: str
     is_hot: bool
@@ -45,8 +45,8 @@ class Asked:
 
 
 class Crowd:
-    """Users who ask one thing after another: some of them of adapters that are drawn by Zipf's law, ``hot`` ones of as
-    many adapters as there are slots, and no others, so that no slot would ever be free."""
+    """Users with one open request each: ``users`` draw adapters by Zipf's law, ``hot`` ones use as many adapters as
+    there are slots, so that no slot would ever be free."""
 
     def __init__(self, users: int, hot: int, exponent: float, seed: int, policy: str = "fcfs") -> None:
         self.rng, self.users, self.hot = random.Random(seed), users, hot
@@ -86,7 +86,7 @@ class Crowd:
         return asked
 
     def run(self, steps: int) -> list[Asked]:
-        """Requests that waited to their end, and those that still do."""
+        """Run steps and return all requests so far, finished or not."""
         for step in range(self.step, self.step + steps):
             self.step = step
             while (hot := sum(each.is_hot for each in self.open.values())) < self.hot:
@@ -103,8 +103,8 @@ class Crowd:
 
 
 def fair_share(wanted: int) -> float:
-    """Steps that a request has to wait where ``wanted`` adapters take turns: in each as many as there are slots are
-    loaded and give their longest answers."""
+    """Return the steps that a request waits where ``wanted`` adapters take turns, one adapter per slot and turn, and
+    each generates its longest answer."""
     turn = SLOTS * PARTS + LONG
     return math.ceil(wanted / SLOTS) * turn
 

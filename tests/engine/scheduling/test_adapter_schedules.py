@@ -1,4 +1,4 @@
-"""1,000 random schedules of loads, unloads, reloads under one name, requests and aborts: nothing is stale or lost."""
+"""1,000 random schedules of loads, unloads, reloads under one name, requests and aborts: nothing is stale or leaks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
 
 
 def run_schedule(seed: int) -> None:
-    """Loads, unloads, reloads under one name, requests and aborts. Every token is compared as it comes, all pins after
-    each step; in the end nothing is left."""
+    """Run random loads, unloads, reloads under one name, requests and aborts. Check every token, all pins after each
+    step, and that in the end nothing is left."""
     rng = random.Random(seed)
     names, changes = "pqrst", draw_settings(rng)
     folders = Folders(**{name: number + 1 for number, name in enumerate(names)})
@@ -45,7 +45,7 @@ def run_schedule(seed: int) -> None:
     for _ in range(40):
         now.late = rng.random() < 0.3
         match rng.randrange(8):
-            case 0:  # other bytes, under the same name
+            case 0:  # new contents under the same name
                 contents += 1
                 name = rng.choice(names)
                 path = f"{name}{contents}"
@@ -74,7 +74,7 @@ def run_schedule(seed: int) -> None:
 
 
 def check_usage(loop: Loop, store: LoRAStore) -> None:
-    """What is told of adapters is what a look at each sequence finds."""
+    """Compare the reported adapter usage with a count over all sequences."""
     scheduler = loop.scheduler
     queue = scheduler._loras
     assert isinstance(queue, AdapterQueue)
@@ -97,7 +97,7 @@ def check_usage(loop: Loop, store: LoRAStore) -> None:
 
 
 def check_nothing_left(loop: Loop, store: LoRAStore) -> None:
-    """All that is kept is named, or lies on the device."""
+    """Check that all contents kept are named or resident on the device."""
     queue = loop.scheduler._loras
     assert isinstance(queue, AdapterQueue)
     loop.step()

@@ -1,4 +1,4 @@
-"""What an engine tells of its adapters, and of those who wait for them."""
+"""Adapter statistics of an engine, and of the requests that wait for adapters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_adapters_are_counted_as_they_come_and_go() -> None:
 
 
 def test_the_wait_for_an_adapter_is_timed() -> None:
-    """The loop's clock is at its steps."""
+    """The clock of the loop counts steps."""
     loop, store, now = loop_of(1, Folders(a=1))
     now.late = True
     loop.patience = 20
@@ -57,7 +57,7 @@ def test_the_wait_for_an_adapter_is_timed() -> None:
     now.run()
     loop.drain()
     time = loop.core.stats().lora_load_time
-    # It is missing from the first step on, and read behind the tenth.
+    # The adapter is missing from the first step on, and read after the tenth.
     assert (time.count, time.sum) == (1, 9 + PARTS)
 
 

@@ -1,7 +1,7 @@
-"""Sequences with adapters: each runs with its own, whatever is loaded meanwhile, and nobody waits for a stranger's.
+"""Sequences with adapters: each runs with its own adapter during loads, and waits for no other request's adapter.
 
-The device of arithmetic (`tests.engine.fake_device`) computes every number with what lies in the slot that a row asks
-for, so a wrong slot, a slot written too early, a stale page or a draft of another adapter changes the answer.
+The arithmetic device (`tests.engine.fake_device`) computes every number with the contents of the row's slot, so a wrong
+slot, a slot written too early, a stale page or a draft of another adapter changes the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.lora.fakes import PARTS, Folders, Now, make_store
 
 
 def loop_of(count: int, folders: Folders, capacity: int = 8, **changes: Any) -> tuple[Loop, LoRAStore, Now]:
-    """A loop with so many slots for adapters; each folder is loaded under its own name."""
+    """Return a loop with ``count`` adapter slots; each folder is loaded under its own name."""
     store, now = make_store(folders, capacity)
     loop = make_loop(loras=store, enable_lora=True, max_loras=count, **changes)
     for name in folders.contents:
@@ -47,7 +47,7 @@ def test_a_sequence_runs_in_the_step_of_the_last_part() -> None:
         plan = loop.step()
         loads.append([(load.slot, load.part) for load in plan.loads])
         admitted.append(ids(plan.admitted))
-    # In the first step the queue finds that its adapter is not there.
+    # In the first step the queue finds that the adapter is not resident.
     assert loads == [[], *([(0, part)] for part in range(PARTS)), []]
     assert admitted == [[], [], [], ["r"], []]
 
@@ -88,7 +88,7 @@ def test_nobody_waits_for_slots_that_are_taken() -> None:
 
 
 def test_a_rare_adapter_gets_a_slot_from_those_that_never_rest() -> None:
-    """Two hot adapters whose requests overlap: without a drain their slots would never be free."""
+    """Two hot adapters have overlapping requests: without a drain their slots would never be free."""
     loop, store, _ = loop_of(2, Folders(a=1, b=2, rare=3), max_num_seqs=5, max_num_batched_tokens=24, num_pages=60)
     number = 0
 
@@ -112,7 +112,7 @@ def test_a_rare_adapter_gets_a_slot_from_those_that_never_rest() -> None:
 
 
 def test_who_waits_for_a_turn_keeps_the_slot_until_then() -> None:
-    """Two adapters, one slot, and no room to run: else each would be thrown out for the other, over and over."""
+    """Two adapters share one slot while no row is free: otherwise each would evict the other, over and over."""
     loop, store, now = loop_of(1, Folders(a=1, b=2), max_num_seqs=1)
     now.late = True
     loop.add(ask(store, "a", "a"))
@@ -132,7 +132,7 @@ def test_who_waits_for_a_turn_keeps_the_slot_until_then() -> None:
 def test_an_adapter_that_cannot_be_had_ends_its_requests_with_the_reason() -> None:
     folders = Folders(a=1, b=2)
     loop, store, _ = loop_of(1, folders, capacity=1)
-    folders.contents["a"] = 9  # and it is out of memory, behind b
+    folders.contents["a"] = 9  # and its contents are evicted from host memory, after b is read
     wanted, ends = ask(store, "r", "a", n=2), []
     loop.scheduler.add(wanted)
     for _ in range(6):
@@ -193,7 +193,7 @@ def test_pages_are_found_under_the_same_content_alone() -> None:
 
 @pytest.mark.parametrize("name", ["a", None])
 def test_drafts_are_learnt_from_the_same_content_alone(name: str | None) -> None:
-    """What one adapter said is no draft of another: the texts would show in the speed."""
+    """Output of one adapter is no draft for another: its text would show in the speed."""
     loop, store, _ = loop_of(2, Folders(a=1, b=2), speculative="suffix", rows=8)
     loop.run(ask(store, "first", "b", most=30))
     drafter = loop.scheduler._drafts._drafter  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Further paths of drafts: for whom there are rows and pages, which of them wins, and who is not disturbed."""
+"""Draft trees: rows and pages of branches, the winning path, and the sequences that branches must not disturb."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_reques
 
 
 class Paths:
-    """Proposes the truth as path ``place`` of three, right up to ``right`` tokens; the others are wrong from ``shared``
-    on."""
+    """A drafter of three paths: path ``place`` has up to ``right`` true tokens, the other paths are wrong from
+    ``shared`` on."""
 
     def __init__(self, place: int, shared: int = 0, right: int = 4) -> None:
         self.place, self.shared, self.right = place, shared, right
@@ -51,13 +51,13 @@ def tree_loop(place: int, *, shared: int = 0, right: int = 4, requests: int = 1,
     return loop
 
 
-# ---- what is accepted
+# ---- acceptance
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize(("place", "shared"), [(0, 0), (1, 0), (2, 0), (1, 3), (2, 1)])
 def test_it_does_not_matter_where_the_truth_stands(place, shared, penalty):
-    """But for the first token behind the prompt, whose page may be computed in the same step."""
+    """The index of the right path is irrelevant, except for the first token, whose page this step may compute."""
     loop = tree_loop(place, shared=shared, async_scheduling=False, presence_penalty=penalty)
     loop.drain()
     first = 4 if place == 0 else shared
@@ -98,7 +98,7 @@ def test_what_several_paths_have_in_common_counts_once():
         ([[1, 2, 3]], [1, 2, 3, 9], (3, 0)),
         ([[1, 2, 3]], [1, 2], (2, 0)),  # the sequence ended
         ([[1, 2, 3], [4, 5]], [4, 9], (1, 1)),
-        ([[1, 2, 3], [4]], [4, 9], (1, 0)),  # nothing was proposed behind it
+        ([[1, 2, 3], [4]], [4, 9], (1, 0)),  # no draft tokens after it
         ([[1, 2, 3], [4]], [5], (0, 1)),
         ([[1, 2, 3], [1, 5, 6]], [1, 5, 6, 7], (3, 0)),
         ([[1], [1, 5, 6]], [1, 9], (1, 1)),
@@ -112,7 +112,7 @@ def test_what_became_of_a_tree(paths, known, outcome):
     assert draft.outcome() == outcome
 
 
-# ---- for whom there are rows
+# ---- rows of branches
 
 
 class Sequence:
@@ -128,7 +128,7 @@ def test_where_a_path_leaves_the_others_it_is_tried_as_often_as_those_fail():
     found = [(each.path, each.shared, each.chance) for each in _candidates([tree], 0.0)]
     assert found == [
         ([1, 2, 4], 2, 0.5**3 * 0.5),
-        ([5, 6, 7], 0, 0.5 * 0.5**2),  # two paths begin otherwise, though with the same token
+        ([5, 6, 7], 0, 0.5 * 0.5**2),  # two paths begin differently, though with the same token
         ([8], 0, 0.5 * 0.5**3),
     ]
     assert [each.path for each in _candidates([tree], 0.1)] == [[5, 6, 7]], "adaptive"
@@ -137,7 +137,7 @@ def test_where_a_path_leaves_the_others_it_is_tried_as_often_as_those_fail():
 
 
 def test_branches_take_what_the_main_paths_leave():
-    """Fifteen rows: three of slots, four behind each of two that draft, and one branch of three in the four left."""
+    """Slots take three of 15 rows, two main paths four each, and one branch of three fits the four left."""
     loop = tree_loop(1, requests=2, async_scheduling=False)
     for _ in range(3):
         plan = loop.step()
@@ -159,11 +159,11 @@ def test_a_full_batch_has_no_branches():
     loop.check_idle()
 
 
-# ---- who is not disturbed
+# ---- sequences that branches must not disturb
 
 
 def in_flight(loop: Loop):
-    """Step until a sequence has branches on their way."""
+    """Step until a sequence has branches in flight."""
     for _ in range(20):
         loop.core._runner.plan = None
         if loop.core.launch():
@@ -179,7 +179,7 @@ def in_flight(loop: Loop):
 @pytest.mark.parametrize("costs", [SWAP, RECOMPUTE])
 @pytest.mark.parametrize("agrees", [False, True])
 def test_who_is_preempted_while_branches_are_on_their_way_is_computed_again(costs, penalty, agrees):
-    """What the sampler counts is the path that wins, whose pages are gone: to bring back others would not fit."""
+    """The sampler state counts the winning path, whose pages are gone: swapped-in pages would not match it."""
     loop = tree_loop(1, costs=costs, host_pages=20, presence_penalty=penalty, decode_agrees=agrees)
     sequence = in_flight(loop)
     loop.scheduler._preempt()

@@ -1,4 +1,4 @@
-"""Which program a prompt token runs in depends on its own prompt alone."""
+"""The program that computes a prompt token depends on its own prompt alone."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,7 +68,7 @@ def test_what_is_left_of_a_tail_after_a_hit_runs_in_a_smaller_size_of_equal_bits
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 40), all_classes)
 def test_pages_of_equal_code_were_computed_by_equal_programs(end, other, page, classes):
-    """The code says for each token of the page: prefill of which class, or decode."""
+    """The code gives for each token of the page: prefill of which size class, or decode."""
 
     def programs(end):
         positions = range(page * 8, page * 8 + 8)

@@ -1,4 +1,4 @@
-"""Sequences that grammars hold: who is in which step, when masks come early, late or never."""
+"""Sequences constrained by grammars: the rows of each step, and masks that come early, late or never."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.serve.fake_engine import FakeEngine, expected_tokens
 
 
 class ByHand:
-    """Masks that come when the test says so."""
+    """A grammar backend whose masks become ready when the test sets them."""
 
     helpers = 1
 
@@ -47,7 +47,7 @@ class ByHand:
 
 
 class Noting:
-    """A fake engine's runner that keeps the plans."""
+    """A wrapper of a fake engine's runner that records the plans."""
 
     def __init__(self, runner: Any) -> None:
         self.plans, self._runner = list[StepPlan](), runner
@@ -61,7 +61,7 @@ class Noting:
 
 
 class Stage:
-    """A fake engine, its plans, and masks by hand."""
+    """A fake engine, its plans, and masks set by hand."""
 
     def __init__(self, **settings: Any) -> None:
         self.masks, self.engine = ByHand(), FakeEngine(**{"max_num_seqs": 4, **settings})
@@ -84,7 +84,7 @@ class Stage:
         held.forced = list(forced)
 
     def step(self) -> list[str]:
-        """Whose rows the plan of a step has."""
+        """Run a step and return the request id of each row of its plan."""
         self.deltas: list[SequenceDelta] = self.engine.step()
         self.engine.check()
         return [row.sequence.request.request_id for row in self.plans[-1].decodes]
@@ -133,7 +133,7 @@ def test_nobody_waits_for_who_was_slow_until_it_is_fast_again():
 
 
 def test_those_with_grammars_run_together():
-    """Else each step would have half of them."""
+    """Otherwise each step would run half of them."""
     stage = Stage()
     stage.add("a", True)
     stage.add("b", True)
@@ -189,7 +189,7 @@ def test_what_ends_by_length_closes_its_grammar():
 
 
 def rows(stage: Stage) -> list[tuple[str, int, int]]:
-    """Of the last plan: whose row, at which position, fed what."""
+    """Return request id, position and token fed of each row of the last plan."""
     return [(row.sequence.request.request_id, row.position, row.token) for row in stage.plans[-1].decodes]
 
 
@@ -256,7 +256,7 @@ def test_nothing_runs_ahead_of_a_budget():
 
 
 def test_sampler_state_is_not_counted_twice():
-    """Penalties count on the device: rows of a thought that may be dropped do not run ahead."""
+    """Penalties count on the device, so rows after a thought that may be dropped do not run ahead."""
     stage = Stage()
     stage.add("a", True, thinking=Thinking(None, 70, is_open=True), frequency_penalty=1.0)
     assert [stage.step() for _ in range(4)] == [["a"], [], ["a"], []]

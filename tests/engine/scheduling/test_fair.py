@@ -1,4 +1,4 @@
-"""Fair shares: who uses little never waits, who uses much gets what its weight says, and bits stay as they are."""
+"""Fair shares: light tenants never wait, heavy tenants get shares by weight, and outputs stay bitwise identical."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fair_loop(slots: int = 8, **changes: Any) -> Loop:
 
 
 class Crowd:
-    """Tenants that always have ``depth`` requests here."""
+    """Tenants that always have ``depth`` requests open."""
 
     def __init__(self, loop: Loop, tenants: dict[str, float], depth: int, prompt: int = 10, most: int = 60) -> None:
         self.loop, self.tenants, self.depth, self.length = loop, tenants, depth, (prompt, most)
@@ -71,11 +71,11 @@ def steps_to_first_token(loop: Loop, crowd: Crowd, **changes: Any) -> int:
 
 
 def jain(shares: list[float]) -> float:
-    """Jain's index of fairness: 1 where all have the same."""
+    """Return Jain's index of fairness: 1 where all shares are equal."""
     return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
 
 
-# ---- who uses little
+# ---- light tenants
 
 
 @pytest.mark.parametrize("way", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
@@ -108,7 +108,7 @@ def test_steps_are_short_where_tenants_share_and_a_first_token_shares_none(unche
     prompts = list[set[str]]()
 
     def step(count: int) -> int:
-        """The most prompt tokens of these steps, whose tenants are appended to ``prompts``."""
+        """Return the largest number of prompt tokens in a step; append the tenants of each step to ``prompts``."""
         most = 0
         for _ in range(count):
             crowd.step()
@@ -174,7 +174,7 @@ def test_what_is_computed_goes_by_weight(unchecked, weights, depth):
 
 
 def test_shares_are_of_what_is_used_not_of_what_is_asked_for(unchecked):
-    """One asks for 60 tokens and stops after a few, the other takes all: as many tokens to both."""
+    """A tenant that requests 1,000 tokens and stops after 5 is served before one that uses all 10 that it requested."""
     queue = FairQueue(slots=2)
     asked = make_sequence(0, tenant="stops", prompt=3, most=1000)
     other = make_sequence(1, tenant="takes", prompt=3, most=10)
@@ -210,7 +210,7 @@ def test_what_is_computed_again_is_not_charged_again(unchecked, agrees):
 
 
 def test_adapters_of_a_tenant_share_alike_what_it_gets(unchecked):
-    """Of one many ask for ten times as much, and came first: after each turn comes who has used less."""
+    """Requests of the popular adapter come first and cost ten times the tokens: the least served adapter is next."""
     queue, turns = FairQueue(slots=2), []
     for arrival in range(30):
         queue.push(make_sequence(arrival, tenant="one", lora="popular"))
@@ -252,13 +252,13 @@ def test_what_was_under_way_when_its_adapter_was_taken_is_charged_to_an_absent_t
     queue = FairQueue(slots=1)
     queue.push(make_sequence(0, tenant="other"))
     queue.push(away := make_sequence(1, tenant="away", lora="pirate"))
-    queue.remove(away)  # an adapter's queue holds it
+    queue.remove(away)  # the queue of an adapter holds it
     queue.charge(away, output=50)
     queue.push(away)
     assert queue._tenants["away"].used == 100
 
 
-# ---- no way round it
+# ---- no loopholes
 
 
 def test_leaving_for_a_moment_pays_no_debt():

@@ -1,4 +1,4 @@
-"""Sequences that give way: who, how, and that they go on as if nothing had been."""
+"""Preemption: the choice of sequence, swap or recompute, and outputs identical to undisturbed runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAYS = {"swap": SWAP, "recompute": RECOMPUTE}
 
 
 def tight_loop(way: str, **changes) -> Loop:
-    """Six pages of 8 tokens for three slots."""
+    """Return a loop with six pages of 8 tokens for three slots."""
     return make_loop(**{"costs": WAYS[way], "host_pages": 8, "num_pages": 6, "max_model_len": 48, **changes})
 
 
@@ -26,7 +26,7 @@ def preemptions(loop: Loop) -> dict[str, int]:
 
 
 def three_that_grow(**changes):
-    """Requests that begin with one page each and end with five."""
+    """Return requests that begin with one page each and end with five."""
     return [make_request(name, 6, 30, seed=ord(name), cache_salt=name, **changes) for name in "abc"]
 
 
@@ -38,7 +38,7 @@ def preempted_in(loop: Loop) -> list[str]:
     return order
 
 
-# ---- by cost
+# ---- swap or recompute
 
 
 def sequence_of(prompt: int, generated: int) -> Sequence:
@@ -56,7 +56,7 @@ def test_swapping_is_chosen_where_it_costs_less():
     assert not prefer_swap(sequence_of(1, 0), 1, costs, 0)
 
 
-# ---- who
+# ---- choice of the sequence
 
 
 def test_the_latest_gives_way():
@@ -92,7 +92,7 @@ def test_nobody_is_admitted_in_a_step_that_throws_somebody_out():
         assert not (plan.preempted and plan.admitted)
 
 
-# ---- how
+# ---- swap and recompute
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -235,7 +235,7 @@ def test_with_several_steps_on_the_device(way):
 
 
 def test_known_tokens_are_fed_one_by_one():
-    """What the device sampled again would be as good, unless bits differ."""
+    """Sampling them again on the device would give the same tokens, unless results differ by a bit."""
     loop = tight_loop("recompute", multi_step=4, async_scheduling=False, enable_prefix_caching=False)
     for request in three_that_grow():
         loop.add(request)
@@ -308,12 +308,12 @@ def test_evicted_prefixes_live_on_the_host_and_come_back():
     assert loop.device.computed["prefill"] == 64
 
 
-# ---- what its slot sampled
+# ---- tokens sampled in the old slot
 
 
 def moved_in_flight(costs: Costs, when: int) -> Loop:
-    """Three stages; a sequence gives its slot to a more urgent one after ``when`` steps, and takes that of an aborted
-    one while what it sampled in the first one is in flight."""
+    """Three stages: after ``when`` steps an urgent request preempts a sequence, which takes the slot of an aborted one
+    while its tokens sampled in the old slot are in flight."""
     loop = make_loop(
         costs=costs,
         host_pages=8,

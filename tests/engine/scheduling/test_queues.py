@@ -1,4 +1,4 @@
-"""Who is served next, and how long the others can be made to wait."""
+"""Queue policies: the order of service, and bounds on waiting times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _params(most: int) -> SamplingParams:
 def make_sequence(
     arrival: int, *, tenant: str = "", priority: int = 0, prompt: int = 3, most: int = 4, lora: str | None = None
 ) -> Sequence:
-    """Costs ``prompt + most`` tokens."""
+    """Return a sequence that costs ``prompt + most`` tokens."""
     adapter = None if lora is None else LoRARef(lora, lora)
     request = Request(str(arrival), (1,) * prompt, _params(most), priority=priority, tenant=tenant, lora=adapter)
     return Sequence(
@@ -93,7 +93,7 @@ def test_unknown_policies_are_refused() -> None:
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(["push", "push", "pop", "remove", "return", "charge"]),
-        st.integers(0, 50),  # which one is removed or returns
+        st.integers(0, 50),  # index of the sequence that is removed or returns
         st.integers(0, 3),  # tenant and priority
         st.integers(1, 30),  # prompt tokens
     ),
@@ -158,9 +158,9 @@ class NaiveRanks:
 
 
 class NaiveCounters:
-    """Virtual token counters, all looked at each time.
+    """Virtual token counters of fair queueing, in which every operation scans all tenants.
 
-    Tenants: [tokens used, when it came, who waits, how many run, what it is ahead until its first tokens].
+    Tenants: [tokens used, order of arrival, waiting sequences, number running, lead until its first tokens].
     """
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ def test_removed_sequences_leave_no_trace_behind_one_that_waits_for_ever(policy:
     finally:
         tracemalloc.stop()
     assert len(queue) == 1
-    assert grown < 60_000  # 30 bytes for each that came and went: less than an entry of its heap
+    assert grown < 60_000  # 30 bytes per push and removal: less than a heap entry
 
 
 # ---- deadlines

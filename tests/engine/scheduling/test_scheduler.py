@@ -1,6 +1,6 @@
-"""Each behaviour of the scheduler by itself, against a device of arithmetic.
+"""Each behaviour of the scheduler alone, against an arithmetic device.
 
-The loop compares every output with the request's undisturbed run, so a test here only says what is particular.
+The loop compares every output with the request's undisturbed run, so a test only checks what is specific to it.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_without_prefix_caching_nothing_is_found_but_forks_share():
 
 
 def test_a_page_is_reused_only_by_who_would_compute_it_in_the_same_class():
-    long = 61  # its tokens 32 to 39 are due in size 16; as the tail of a prompt of 41 they are due in size 8
+    long = 61  # tokens 32 to 39 are due in size 16; as the tail of a prompt of 41 they are due in size 8
     for classes, hit in (((0, 1), 32), ((0, 0), 40)):
         loop = make_loop(classes=classes)
         loop.run(make_request("a", 41))
@@ -200,7 +200,7 @@ def test_samples_of_a_prompt_of_one_token():
     assert [len(tokens) for tokens in loop.run(make_request("a", 1, 9, n=3))[0]] == [9, 9, 9]
 
 
-# ---- the end of a sequence
+# ---- finished sequences
 
 
 @pytest.mark.parametrize(("asynchronous", "wasted"), [(True, 1), (False, 0)])
@@ -235,7 +235,7 @@ def test_a_slot_and_pages_are_taken_over_in_the_step_after_the_end():
     loop.drain()
 
 
-# ---- refusals
+# ---- rejected requests
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers():
@@ -283,7 +283,7 @@ def test_too_many_waiting_tokens_are_refused():
 
 def test_too_many_waiting_sequences_are_refused():
     loop = make_loop(max_num_seqs=2, max_num_batched_tokens=18, max_waiting_sequences=5)
-    loop.add(make_request("a", 5, n=4))  # three of them are held until the prompt is there
+    loop.add(make_request("a", 5, n=4))  # three of them wait for the prompt of the first
     with pytest.raises(QueueFullError, match="6 sequences would wait, max_waiting_sequences = 5"):
         loop.add(make_request("b", 5, n=2))
     loop.add(make_request("b", 5))
@@ -394,11 +394,11 @@ def test_fair_serves_a_tenant_that_comes_late_before_the_flood_is_over():
     assert ends["fair"] <= 18, "no more than two quanta of 512 tokens and two costs of 68 come before"
 
 
-# ---- room
+# ---- capacity
 
 
 def test_pages_for_all_slots_fill_all_slots():
-    """Who holds all the pages it can need leaves none to be kept free for it."""
+    """The scheduler keeps no pages free for a sequence that holds all the pages it can need."""
     loop = make_loop(num_pages=9, max_model_len=24, max_num_batched_tokens=72 + 3)
     for name in "ab":
         loop.add(make_request(name, 17, 8, cache_salt=name))

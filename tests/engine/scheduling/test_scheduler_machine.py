@@ -1,7 +1,7 @@
-"""The proof of the scheduler without a model: random requests, aborts, deadlines and resets in random configurations.
+"""Scheduler test without an LLM: random requests, aborts, deadlines and resets in random configurations.
 
-After every step: all pages and slots accounted for, nothing written that others hold, every read and every token equal
-to the request's undisturbed run, and nobody waiting longer than a bound that is computed when the request comes.
+After every step: all pages and slots accounted for, no write to shared pages, every read and every token equal to the
+request's undisturbed run, and no request waits longer than a bound that is computed when it arrives.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxinfer.types import Request
 from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_request
 
 LENGTH, QUANTUM, MOST_LIVE = 48, 32, 12
-TENANTS = {"a": 1.0, "b": 1.0, "c": 3.0}  # with their weights
+TENANTS = {"a": 1.0, "b": 1.0, "c": 3.0}  # weight of each tenant
 STAGES = (1, 1, 2, 3, 4)
 DRAFTERS = (None, None, "ngram", "draft_model", "trees")
-AGREES = (False, True)  # decode rows with chunks
-Choose = Callable[..., Any]  # one of its arguments
+AGREES = (False, True)  # whether decode rows are bitwise identical to chunks
+Choose = Callable[..., Any]  # returns one of its arguments
 
 
-# ---- what is drawn
+# ---- random configurations and requests
 
 
 def draw_config(
@@ -37,7 +37,7 @@ def draw_config(
     drafters: tuple[str | None, ...] = DRAFTERS,
     agrees: tuple[bool, ...] = AGREES,
 ) -> dict[str, Any]:
-    """Settings of `make_loop`, most of them awkward."""
+    """Draw settings of `make_loop`, most of them awkward."""
     sizes, classes = choose(
         ((4, 8), (0, 1)), ((8, 16), (0, 0)), ((4, 8, 16), (0, 1, 1)), ((2, 8, 16), (0, 0, 1)), ((16,), (0,))
     )
@@ -82,7 +82,7 @@ def _draw_trees(choose: Choose) -> dict[str, Any]:
 
 
 def draw_request(choose: Choose, name: str, now: float) -> Request:
-    """Prompts begin alike in one of three ways, some are short and some repeat themselves."""
+    """Draw a request. Prompts share one of three prefixes, some are short and some repeat themselves."""
     length = choose(1, 2, 5, 8, 9, 14, 17, 24, 33, 40, 44, 46)
     shared = min(choose(0, 4, 7, 8, 16, 24, 33), length)
     family, own = choose(2, 3, 7), choose(0, 1, 2, 3, 4)
@@ -107,27 +107,27 @@ def draw_request(choose: Choose, name: str, now: float) -> Request:
     )
 
 
-# ---- how long a request may take
+# ---- bounds on the steps of a request
 
 
 def cost(request: Request, sizes: tuple[int, ...]) -> int:
-    """Steps in which all samples of a request are computed from nothing, one after another, if they come first.
+    """Return the steps to compute all samples of a request without a cache, one after another, if they run first.
 
-    A step computes a chunk or a token; twice as many where every other step waits for the host, and a few around.
+    A step computes a chunk or a token; twice as many steps where every other step waits for the host, and a few extra.
     """
     chunks = -(-len(request.prompt_token_ids) // sizes[-1]) + 1
     return request.params.n * (2 * (chunks + request.params.max_tokens) + 4)
 
 
 class World:
-    """A loop and the latest step at which each request of it must be done."""
+    """A loop and, for each of its requests, the step by which the request must be done."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.loop: Loop = make_loop(**config)
         self.policy = config["scheduling_policy"]
         self.bounds: dict[str, float] = {}
         self.count = 0
-        self.worst = 0.0  # the largest part of a bound that was used
+        self.worst = 0.0  # largest fraction of a bound that was used
         if self.policy == "fair":
             engine = self.loop.engine
             chunk = engine.prefill_sizes[-1] if engine.batching == "continuous" else None
@@ -146,17 +146,17 @@ class World:
         except QueueFullError:
             assert len(self.loop.scheduler._queue) >= 6
             return
-        # Each part of the slots has its turn once in as many steps as there are pipeline stages.
+        # Each microbatch of slots runs once in as many steps as there are pipeline stages.
         microbatches = self.loop.engine.microbatches
         self.bounds[request.request_id] = self.loop.steps + microbatches * self._bound(request, before)
 
     def _bound(self, request: Request, before: list[Request]) -> float:
-        """Steps within which a request is done.
+        """Return the number of steps within which a request is done.
 
-        fcfs: the earliest of those that run always goes on, so all that came before take at most their costs one after
-        another. Later ones may have come in while further samples of a request were held back for its prompt.
-        fair: each other tenant's counter can pass this one's by a quantum and what its sequences that run still ask
-        for; a token takes two steps at most, and as many again where it is computed again after a preemption.
+        fcfs: the earliest running request always proceeds, so earlier requests take at most their costs in turn.
+        Later ones may have been admitted while further samples of a request waited for its prompt.
+        fair: the counter of each other tenant can pass this one by a quantum and the remaining tokens of its running
+        sequences; a token takes two steps at most, and as many again where it is recomputed after a preemption.
         """
         if self.policy == "priority":
             return float("inf")
@@ -248,7 +248,7 @@ def test_machine(unchecked):
 
 
 def drive(seed: int, steps: int) -> dict[str, float]:
-    """Random episodes of a few hundred steps until there were ``steps`` in all; what happened, counted.
+    """Run random episodes of a few hundred steps until ``steps`` are done, and return counts of events.
 
     Raises AssertionError with the seed and the episode: `run_episode` repeats it.
     """
@@ -292,7 +292,7 @@ def run_episode(
     return world
 
 
-NEVER = ("error", "unavailable", "not_finite")  # no grammars, and no logits, here
+NEVER = ("error", "unavailable", "not_finite")  # neither grammars nor logits in these runs
 
 
 def _count(counts: dict[str, float], world: World) -> None:
@@ -315,14 +315,14 @@ def check_that_everything_happened(counts: dict[str, float]) -> None:
     assert all(counts.values()), f"something never happened: {counts}"
 
 
-# Three stages: a sequence came back to another slot while what it had sampled in the first one was in flight.
+# Three stages: a sequence returned to another slot while tokens sampled in its first slot were in flight.
 FAILED = [(713394, 25), (1, 36)]
 OF_THEN = DRAFTERS[:3]
 
 
 @pytest.mark.parametrize(("seed", "episode"), [(0, 9), (0, 13), (0, 69), (380096349, 962)])
 def test_fair_shares_come_to_an_end(unchecked, seed, episode):
-    """Who came first took pages or slots from the one that would get them back, each time, and nobody got on."""
+    """The earliest request took pages or slots from the one that would get them back, each time, without progress."""
     run_episode(seed, episode, drafters=OF_THEN, agrees=())
 
 
@@ -332,7 +332,7 @@ def test_episodes_that_failed(unchecked, seed, episode):
 
 
 def test_drafts_behind_chunks_of_their_step_leave_what_these_still_see(unchecked):
-    """Pages slid out of windows before the chunks that computed generated tokens again were launched."""
+    """Pages slid out of windows before the chunks that recompute generated tokens were launched."""
     run_episode(5, 29, agrees=(True,))
 
 
@@ -342,5 +342,5 @@ def test_ten_thousand_steps(unchecked, seed):
 
 @pytest.mark.slow
 def test_many_steps(unchecked, fresh_seed):
-    """Two minutes of one core."""
+    """Takes two minutes on one core."""
     check_that_everything_happened(drive(fresh_seed, steps=200_000))

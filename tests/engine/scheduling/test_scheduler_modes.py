@@ -1,4 +1,4 @@
-"""Drafts, runs of several steps, static batching, and what is left when all is done."""
+"""Draft tokens, multi-step decode, static batching, and leaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.fake_loop import Loop, eos_request, ids, make_loop, make_reque
 
 
 class Guess:
-    """Proposes what follows in the undisturbed run, wrong from the draft of index ``wrong`` on."""
+    """A drafter that proposes the tokens of the undisturbed run, wrong from the draft of index ``wrong`` on."""
 
     def __init__(self, wrong: int) -> None:
         self.wrong = wrong
@@ -132,7 +132,7 @@ def test_a_full_batch_neither_drafts_nor_waits():
 
 
 def test_sequences_draft_in_step_whenever_they_came():
-    """Else some would be on their way while others are planned, and each step would have a part of them."""
+    """Otherwise some would be in flight while the rest are planned, and each step would run a subset."""
     loop, _ = guessing_loop(0, most=60)
     for number in range(3):
         for _ in range(3 + 2 * number):
@@ -148,7 +148,7 @@ def test_sequences_draft_in_step_whenever_they_came():
 
 
 def test_drafts_use_idle_rows_only():
-    loop, _ = guessing_loop(4, rows=0, async_scheduling=False)  # five rows: those of one sequence's drafts
+    loop, _ = guessing_loop(4, rows=0, async_scheduling=False)  # five rows: the row and four drafts of one sequence
     loop.step()
     loop.add(make_request("b", 12, 6, seed=5, presence_penalty=1.0))
     plan = loop.step()
@@ -190,7 +190,7 @@ def test_what_a_draft_model_drafts_is_fed_and_counted():
 
 
 def test_a_draft_model_sees_what_was_generated_without_it():
-    """While the batch is full nobody drafts. Its chunks are of the sizes that there are."""
+    """No sequence drafts while the batch is full; the draft model then catches up in chunks of the configured sizes."""
     settings = {"num_speculative_tokens": 2, "speculative_adaptive": False, "num_pages": 60}
     loop = make_loop(speculative="draft_model", **settings)
     for name, most in (("a", 60), ("b", 30), ("c", 30)):
@@ -211,7 +211,7 @@ def test_the_ngram_drafter_drafts():
     assert loop.steps < 80
 
 
-# ---- several steps on the device
+# ---- multi-step decode
 
 
 def test_the_device_runs_several_steps_alone_when_nobody_waits():
@@ -308,7 +308,7 @@ def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind(unchecked
 
 
 def things_alive(loop: Loop) -> int:
-    """Objects that the garbage collector knows while nothing runs."""
+    """Return the number of objects that the garbage collector tracks while nothing runs."""
     loop.outputs.clear()
     loop.kv.reset_prefix_cache()
     gc.collect()

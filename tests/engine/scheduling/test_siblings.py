@@ -1,4 +1,4 @@
-"""Samples that wait for the prompt of their first one."""
+"""Parallel samples of a request, which wait for the prompt of their first sample."""
 
 from __future__ import annotations
 

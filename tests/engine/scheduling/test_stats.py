@@ -1,4 +1,4 @@
-"""What the recorder makes of what it is told."""
+"""Statistics that the recorder derives from scheduler events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USAGE = KVUsage(total=8, free=1, cached=2, held=5, host_total=4, host_used=3)
 
 
 class Clock:
-    """Stands still unless it is told otherwise."""
+    """A clock that only moves when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -31,7 +31,7 @@ class Clock:
 
 @dataclasses.dataclass
 class Fake:
-    """As much of a sequence as the recorder looks at."""
+    """A fake sequence with the fields that the recorder reads."""
 
     request: Request = REQUEST
     index: int = 0
@@ -150,7 +150,7 @@ def test_several_tokens_at_once_are_spread_over_the_time_since_the_last(recorder
     sequence = Fake()
     recorder.queued(sequence)
     clock.now = 101.0
-    recorder.emitted([sequence.emit(3)])  # two beside the first, 0 seconds after it
+    recorder.emitted([sequence.emit(3)])  # two in addition to the first, 0 seconds after it
     clock.now = 103.0
     recorder.emitted([sequence.emit(4)])  # half a second each
     stats = recorder.snapshot()
@@ -171,7 +171,7 @@ def test_who_has_nothing_new_counts_for_nothing(recorder: StatsRecorder, clock: 
 
 
 def test_tokens_of_the_step_that_ends_a_sequence_count(recorder: StatsRecorder, clock: Clock) -> None:
-    """The scheduler tells of the end before it tells of the tokens."""
+    """The scheduler reports the end of a sequence before its last tokens."""
     sequence = Fake()
     recorder.queued(sequence)
     recorder.emitted([sequence.emit()])

@@ -1,4 +1,4 @@
-"""Requests of different tenants on a real engine: none finds another's pages, nor does its work tell of them."""
+"""Tenant isolation on a real engine: no request hits another tenant's pages or observes its work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fakes import random_model
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 160, "page_size": 16, "prefill_sizes": (16, 64)}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"num_pages": 200},
-    # Whether drafts pay is measured of all together, as their load is.
+    # Adaptive drafting measures acceptance over all tenants, since they share the load.
     "drafts, on the host": {
         "speculative": "ngram",
         "speculative_adaptive": False,
@@ -37,7 +37,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """Of one request: what it was told, and what the engine did."""
+    """Results of a request that its tenant sees, and the engine's steps and drafts for it."""
 
     cached: int
     would_be: int
@@ -47,7 +47,7 @@ class Seen:
 
 
 def prompt(number: int) -> tuple[int, ...]:
-    """One that repeats itself: drafts find something in it."""
+    """Return a prompt that repeats itself, so that drafters find matches."""
     own = np.random.default_rng(number).integers(1, 60, 20).tolist()
     return tuple((own * 6)[:LENGTH])
 
@@ -66,7 +66,7 @@ def ask(engine: Engine, number: int, scope: str, salt: str = "") -> Seen:
 
 def test_a_request_is_served_as_if_no_other_tenant_had_asked_it(engine: Engine) -> None:
     worlds = []
-    for shift in (0, 100):  # the victim asks the same as the attacker will, or something else
+    for shift in (0, 100):  # the victim's prompts equal the attacker's, or differ
         engine.reset_prefix_cache()
         for number in range(4):
             ask(engine, number + shift, "tenant:victim")

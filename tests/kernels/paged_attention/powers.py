@@ -1,4 +1,4 @@
-"""A stand-in for exp2 that scales exactly, as a GPU's does and XLA's on a CPU does not."""
+"""A stand-in for exp2 that scales exactly, as on GPUs and unlike XLA on CPUs."""
 
 import math
 
@@ -9,7 +9,7 @@ LN_2 = math.log(2.0)
 
 
 def power(numbers):
-    """2 to these, where whole numbers scale exactly; below 2**-126 zeros."""
+    """Return 2**numbers; adding an integer to a number scales its result exactly; results below 2**-126 are zero."""
     whole = jnp.clip(jnp.round(numbers), -127, 127)
     scale = lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
     return scale * jnp.exp(jnp.maximum(numbers - whole, -1.0) * LN_2)

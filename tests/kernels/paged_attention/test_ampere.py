@@ -87,13 +87,13 @@ def test_no_bit_of_a_row_depends_on_its_neighbours():
 
 @pytest.mark.slow
 def test_no_bit_of_a_token_depends_on_how_its_text_was_cut():
-    """Parts of 16 tokens; a chunk that begins 16 tokens later has the same ones."""
+    """Query tiles have 16 tokens; a chunk that begins 16 tokens later has the same tiles."""
     case = attention_case((64,), counts=(64,), page=32, kv_heads=1, group=3)
     whole, later = run(case, TINY), dataclasses.replace(case, q=case.q[:, 16:], starts=case.starts + 16)
     assert run(later, TINY)[0].tobytes() == whole[0, 16:].tobytes()
 
 
-# Where, what to change there, and what must fail then.
+# Module, line to change, and its replacement, with which the comparison must fail.
 MUTATIONS = {
     "the mask's end": (kernel, "return (at >= unit.low) & (at < unit.high)", "return at >= unit.low"),
     "a window's start": (kernel, "return (at >= unit.low) & (at < unit.high)", "return at < unit.high"),
@@ -134,7 +134,7 @@ OF_CHUNKS = {
 
 
 def mutant(module, old, new, monkeypatch):
-    """`ampere` with a changed line, its own or of a module whose names the others have taken."""
+    """Return `ampere` with a changed line, in itself or in a module whose names other modules have imported."""
     source = inspect.getsource(module)
     assert source.count(old) == 1, source.count(old)
     changed = types.ModuleType(module.__name__)
@@ -143,7 +143,7 @@ def mutant(module, old, new, monkeypatch):
     if module is ampere:
         return changed
     own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-    # Types stay what the others' signatures say.
+    # Keep the original types, which appear in signatures of the other modules.
     changed.__dict__.update({name: value for name, value in own.items() if isinstance(value, type)})
     for user in (kernel, merge, ampere):
         for name, value in own.items():

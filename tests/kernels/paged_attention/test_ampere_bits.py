@@ -1,9 +1,9 @@
-"""Below Hopper, decode and prefill of the same position agree in their bits, whatever the chunk.
+"""Below Hopper, decode and prefill of the same position are bitwise identical for any chunk.
 
-Interpreted, with stand-ins for what a GPU computes alike in every program and XLA's CPU does not: `mma` adds up its
-products one after another (they are exact in float32), and powers of two scale exactly. Scores are scaled by powers of
-two, which are exact whether the CPU contracts them or not. Compared are results in float32: their rounding to 16 bits
-hides most of what differs.
+Interpreted, with stand-ins for operations that a GPU computes identically in every program and XLA's CPU backend does
+not: `mma` adds its products one after another (they are exact in float32), and powers of two scale exactly. Scores are
+scaled by powers of two, which are exact with and without contraction. Results are compared in float32, since rounding
+to 16 bits hides most differences.
 """
 
 import jax
@@ -52,7 +52,7 @@ def interpreted(path, arrays, options, tiles):
 
 
 def decoded(case, positions, tiles):
-    """Each of these positions of the case's one sequence, as a row of its own."""
+    """Return the decode output at each position of the case's one sequence, one row per position."""
     q, pool, tables = case.q[0], case.pool, np.repeat(case.tables, len(positions), 0)
     queries = q[[position - case.starts[0] for position in positions]]
     arrays = [jnp.asarray(each) for each in (queries, pool, tables, np.asarray(positions, np.int32) + 1)]
@@ -60,7 +60,7 @@ def decoded(case, positions, tiles):
 
 
 def extended(case, start, count, tiles, module=ampere):
-    """A chunk of the case's positions."""
+    """Return the prefill output of ``count`` positions of the case from ``start`` on."""
     first = start - case.starts[0]
     q, starts, lengths = (
         case.q[:, first : first + count],
@@ -71,7 +71,7 @@ def extended(case, start, count, tiles, module=ampere):
     return interpreted(module.extend, arrays, case.options, tiles)[0]
 
 
-# The tiles, the case, and the positions that are decoded, too.
+# Tiles, case, and the positions that are also decoded.
 CASES = {
     "window, softcap, sinks, three to a group": (
         SHORT,
@@ -126,13 +126,13 @@ LONG = {"lengths": (420,), "counts": (60,), "page": 32, "group": 4, "kv_heads": 
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "count"), [(400, 2), (399, 5), (392, 12), (391, 13), (390, 30), (361, 59)])
 def test_chunks_of_any_size_agree(start, count):
-    """Up to 12 tokens have a thread block a segment; beyond, parts of 12 have one for all segments."""
+    """Chunks of up to 12 tokens use a thread block per segment; longer ones use one per 12 tokens for all segments."""
     case = attention_case(**LONG)
     whole = extended(case, 360, 60, SHORT)
     assert extended(case, start, count, SHORT).tobytes() == whole[start - 360 : start - 360 + count].tobytes()
 
 
-# Each changes one of the two programs, and no result by more than its rounding.
+# Each changes one of the two programs, and no result by more than its rounding error.
 MUTATIONS = {
     "segments": (
         kernel,

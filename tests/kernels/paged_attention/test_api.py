@@ -1,4 +1,4 @@
-"""The XLA path of paged attention against the plain equation."""
+"""The XLA path of paged attention against the equation in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def test_a_row_does_not_depend_on_table_width_or_neighbours():
 
 @pytest.mark.parametrize(("rows", "heads", "head_dim", "keys"), [(1, 8, 128, 256), (8, 8, 128, 64), (40, 4, 64, 256)])
 def test_blocks_stay_in_the_cache(rows, heads, head_dim, keys):
-    """What one holds of keys is read off the program: [rows, heads, keys, head_dim] in float32."""
+    """The lowered program shows the keys of one block: [rows, heads, keys, head_dim] in float32."""
     pool, q = jnp.zeros((600, 2, heads, 64, head_dim)), jnp.zeros((rows, heads, head_dim))
     decode = jax.jit(lambda *a: paged_attention.decode(*a, AttentionOptions(SCALE)))
     text = decode.lower(q, pool, jnp.zeros((rows, 8), jnp.int32), jnp.ones(rows, jnp.int32)).as_text()
@@ -99,19 +99,19 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_is_that_of_the_equation(name):
-    """Whatever no query may see is NaN. Computed in float32, so that the result's rounding hides nothing."""
+    """Unseen pool entries are NaN. Computation in float32 keeps the result's rounding from hiding errors."""
     case = attention_case(dtype=jnp.float32, **OPTIONS[name])
     path = paged_attention.decode if case.starts is None else paged_attention.prefill
     got = np.array(jax.jit(lambda *a: path(*a, case.options))(*case.arrays))
     assert np.isfinite(got).all()
-    if case.starts is not None:  # padding
+    if case.starts is not None:  # rows after ``count`` are padding
         for sequence, count in enumerate(case.lengths - case.starts):
             got[sequence, count:] = 0
     np.testing.assert_allclose(got, case.expected(), atol=5e-6, rtol=1e-5)
 
 
 def test_a_row_does_not_depend_on_those_that_it_is_sorted_among():
-    """Twenty rows run in three parts: which part, and where in it, changes no bit."""
+    """Twenty rows are sorted and run in three groups: neither the group nor the index in it changes a bit."""
     pool, q = _pool(5, 320, 2, 16, 8), _queries(6, 20, 4, 8)
     tables = jnp.asarray(np.random.default_rng(7).permutation(320).reshape(20, 16), jnp.int32)
     decode = jax.jit(lambda *a: paged_attention.decode(*a, AttentionOptions(SCALE)))
@@ -126,7 +126,7 @@ def test_a_row_does_not_depend_on_those_that_it_is_sorted_among():
 
 
 def shapes(dtype, *, chunk=None, group=4, head_dim=128, page=64):
-    """Operands of `decode`, or of `prefill` of so many queries a sequence."""
+    """Return operands of `decode`, or of `prefill` with ``chunk`` queries per sequence."""
     rows = (3,) if chunk is None else (3, chunk)
     q = jax.ShapeDtypeStruct((*rows, 2 * group, head_dim), dtype)
     pool = jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype)
@@ -171,7 +171,7 @@ def test_a_path_that_cannot_be_is_refused():
 
 @pytest.mark.parametrize(("chunk", "kernel"), [(3, "decode"), (16, "decode"), (17, "prefill")])
 def test_few_queries_are_the_decode_kernels(monkeypatch, chunk, kernel):
-    """Four heads a KV head: 16 tokens are the 64 queries that it takes."""
+    """The decode kernel takes 64 queries: 16 tokens with four heads per KV head."""
     fakes = (
         each._replace(run=lambda q, *_, times=times: q * times)
         for times, each in enumerate(api.IMPLEMENTATIONS["prefill"], 1)

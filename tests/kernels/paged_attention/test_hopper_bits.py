@@ -1,9 +1,9 @@
-"""On Hopper, decode and prefill of the same position agree in their bits, whatever the chunk.
+"""On Hopper, decode and prefill of the same position are bitwise identical for any chunk.
 
-Interpreted, where products are numpy's, of other shapes in other orders. So the numbers are such that a split's sums
-are exact in any order, and those over several splits are not: values of the first split are large, and those of the
-third take them away again, so that how the sums over splits were rounded is what is left. Powers of two are a stand-in
-that scales exactly, as the hardware's does; scores are scaled by powers of two, which no contraction changes.
+Interpreted with numpy's matrix products, whose shapes and summation orders differ. So the inputs make sums within a
+split exact in any order, and sums over several splits inexact: values of the first split are large, and those of the
+third cancel them, so that the result shows how sums over splits were rounded. Powers of two use a stand-in that scales
+exactly, as the hardware does; scores are scaled by powers of two, which no contraction changes.
 """
 
 import math
@@ -31,7 +31,7 @@ def exact_powers(monkeypatch):
 
 
 def operands(seed=0):
-    """Queries of the last 40 positions, a pool and its table."""
+    """Return queries of the last 40 positions, a pool and its block table."""
     rng = np.random.default_rng(seed)
     q = rng.integers(-1, 2, (1, 40, GROUP, DIM))
     keys, values = rng.integers(-1, 2, (KEYS, DIM)), rng.integers(-2, 3, (KEYS, DIM)).astype(np.float64)
@@ -53,7 +53,7 @@ def interpreted(path, *arrays, options, tiles):
 
 
 def decoded(options, positions):
-    """Each position as a row of its own."""
+    """Return the decode output at each position, one row per position."""
     q, pool, table = operands()
     rows = jnp.asarray(positions, jnp.int32)
     tables = jnp.repeat(table, len(positions), 0)
@@ -107,7 +107,7 @@ def splits_a_block_late(monkeypatch):
 
 @pytest.mark.parametrize("mutate", [no_splits, splits_a_block_late])
 def test_other_splits_are_seen(monkeypatch, mutate):
-    """By blocks of half a split: of a whole one, the interpreter's running sum is that over splits."""
+    """Blocks of half a split are used: with whole splits the interpreter's running sum equals the sum over splits."""
     rows = decoded(PLAIN, POSITIONS)
     mutate(monkeypatch)
     chunk = chunked(PLAIN, NARROW)
@@ -116,7 +116,7 @@ def test_other_splits_are_seen(monkeypatch, mutate):
 
 @pytest.mark.parametrize("scale", [1.0, 8.0, 100.0])
 def test_no_bit_of_a_probability_depends_on_the_maximum(scale):
-    """What `_fold` and decode compute, relative to other integers: scaled, exactly. And it is a probability still."""
+    """Other integer maxima scale the probabilities of `_fold` and decode exactly, and these stay accurate."""
     scores = jnp.asarray(np.random.default_rng(1).normal(size=20_000) * scale, jnp.float32)
     lifted = softmax.lifted(scores, 1.3)
     top = softmax.integer_top(lifted.max())
@@ -125,7 +125,7 @@ def test_no_bit_of_a_probability_depends_on_the_maximum(scale):
         return np.asarray(softmax.probabilities(lifted, softmax.lifted_top(top + higher)))
 
     for higher in (1.0, 5.0, 30.0):
-        some = relative(0.0) > 2.0**-90  # others are zeros, sooner or later
+        some = relative(0.0) > 2.0**-90  # the rest become zeros
         assert (relative(higher)[some] * np.float32(2**higher) == relative(0.0)[some]).all()
         unrounded = np.asarray(power(scores * 1.3 - (top + higher)) * 2**higher)[some]
         assert scale > 8 or (unrounded != np.asarray(power(scores * 1.3 - top))[some]).any()

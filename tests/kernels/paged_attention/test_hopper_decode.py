@@ -1,10 +1,10 @@
-"""The Mosaic GPU decode kernel, interpreted on the CPU. What compiles it to machine code: test_check.py.
+"""The Mosaic GPU decode kernel, interpreted on the CPU. test_check.py compiles it to machine code.
 
 Mutations, each of which must be caught (`MUTATIONS` and `test_a_missing_wait_is_caught`): a removed wait at each of
 the barriers that race detection guards; off by one at the mask's end, at its start (window), in a chunk's causal bound
-and in a tree's bits; values of unseen keys not cleared; a page's place in its block; keys' and values' halves swapped;
-the page's scale taken from its neighbour; a split skipped in the merge; a cut head's sums in another's slots; an uncut
-head's sums read from the wrong slot; sinks forgotten; a head's offset in its tile.
+and in a tree's bits; values of unseen keys not cleared; a wrong page offset in a block; keys and values swapped; the
+scale of another page; a split skipped in the merge; sums of a cut head read from another head's slots; sums of an uncut
+head read from the wrong slot; sinks omitted; a wrong head offset in the tile.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ def run(case: Case, tiles: Tiles) -> np.ndarray:
 
 
 def assert_close(case: Case, got: np.ndarray) -> None:
-    """Relative error of the whole at most 1e-3 beyond the rounding of the result itself, per number a few half ulps.
+    """Check that the relative error is at most 1e-3 beyond the rounding of the result, and per value a few half ulps.
 
-    Half an ulp of bfloat16 is 2e-3 alone, so each number may be off by its own half ulp before its error counts.
-    Quantised pools are compared with the numbers that they stand for, and have no larger bound.
+    Half an ulp of bfloat16 is 2e-3 alone, so each value may be off by its own half ulp before its error counts.
+    Quantised pools are compared with their dequantised values, and have no larger bound.
     """
     exact, real = case.expected(), np.ones(got.shape[:1], bool)
     if case.starts is not None:
@@ -56,7 +56,7 @@ def assert_close(case: Case, got: np.ndarray) -> None:
     np.testing.assert_allclose(number, exact, rtol=8 * half_ulp, atol=6 * half_ulp * np.abs(exact).max())
 
 
-# Odd lengths and tables are in every case: rows of nothing, of one key, of a page's edge, one short of it and full.
+# Every case has odd lengths and tables: empty rows, one key, a page boundary, one key short of it, full tables.
 CASES = {
     "plain": (TINY, {"lengths": (37, 0, 150)}),
     "page 64, dim 128": (TINY, {"lengths": (64, 129), "page": 64, "head_dim": 128, "group": 8, "kv_heads": 1}),
@@ -132,7 +132,7 @@ def test_equals_float64(name):
 
 
 def test_neighbours_pages_and_table_width_change_no_bit():
-    """250 keys in splits of 64: merged in one block, or by many that left their sums to each other."""
+    """250 keys in splits of 64 are merged in one block, or by several blocks that exchange their sums."""
     case = attention_case((250, 40), width=20, kv_heads=1, sinks=True)
     together = run(case, TINY)
     order = np.random.default_rng(1).permutation(case.pool.shape[0])
@@ -144,7 +144,7 @@ def test_neighbours_pages_and_table_width_change_no_bit():
 
 
 def test_the_number_of_blocks_changes_no_bit():
-    """Of an int8 pool, sums of heads in one block wait in memory, too: in all, in some and in no block."""
+    """Sums of an int8 pool's uncut heads are also stored in memory: in all, in some and in no block."""
     case = attention_case((130, 70, 200), kv_heads=2, pool_dtype=INT8, scales="head")
     one, *others = (run(case, dataclasses.replace(TINY, blocks=blocks)).tobytes() for blocks in (1, 2, 17))
     assert all(other == one for other in others)
@@ -155,7 +155,7 @@ class _Hopper(jax.sharding.AbstractDevice):
 
 
 def test_all_blocks_share_the_semaphores():
-    """The interpreter has none. Semaphores of its own would let a block wait for ever for what others signal."""
+    """Checked in the lowering, as the interpreter has none. With separate semaphores a block could wait forever."""
     case, tiles = attention_case((150, 70, 3), kv_heads=2), dataclasses.replace(TINY, blocks=7)
     hopper = _Hopper(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=hopper)):
@@ -171,7 +171,7 @@ def test_all_blocks_share_the_semaphores():
     "barrier", ["keys_ready", *(pytest.param(name, marks=pytest.mark.slow) for name in ("values_ready", "slot_free"))]
 )
 def test_a_missing_wait_is_caught(monkeypatch, barrier):
-    """Race detection guards these barriers. Not those of the queries: waiting for a later copy hides them."""
+    """Race detection guards these barriers, but not those of the queries: waiting for a later copy hides them."""
     wait, skipped = plgpu.barrier_wait, []
 
     def wait_unless_chosen(ref):
@@ -187,7 +187,7 @@ def test_a_missing_wait_is_caught(monkeypatch, barrier):
     assert skipped
 
 
-# What to change, where, and a case that must fail then.
+# Module, line, its replacement, and a case that must then fail.
 MUTATIONS = {
     "mask's end": (consumer, "key < bounds.high", "key <= bounds.high", {"lengths": (37,)}),
     "mask's start": (consumer, "key >= bounds.low)", "key > bounds.low)", {"lengths": (37,), "window": 5}),
@@ -265,7 +265,7 @@ def shape_of(rows, keys, *, kv_heads, tiles, chunk=1, window=None, pool_dtype=jn
 
 
 def walk(shape, spans, plan):
-    """What each block does, by the rules of `consume`: (block, head, split from the head's first one, run) a unit."""
+    """Yield (block, head, split from the head's first one, run) for each unit, by the rules of `consume`."""
     in_head = np.repeat(spans.last_split - spans.first_split + 1, shape.kv_heads)
     units = [(head, split) for head, splits in enumerate(in_head) for split in range(splits)]
     before = np.concatenate([[0], np.cumsum(in_head)])[:: shape.kv_heads]
@@ -318,7 +318,7 @@ def test_no_two_sums_that_are_needed_share_a_slot(
 
 
 def test_memory_for_sums_follows_from_the_blocks():
-    """Llama-3.1's heads and context at 256 rows had 2,048 heads of 256 splits each; few heads have what they had."""
+    """Llama-3.1 at 256 rows once took sums of 2,048 heads of 256 splits each; few heads take as much as then."""
     heads = {"kv_heads": 8, "head_dim": 128}
     assert slots.slots(shape_of(256, 131_072, tiles=Tiles(blocks=264), **heads)) == 263 * 256
     assert slots.slots(shape_of(256, 131_072, tiles=Tiles(blocks=264), pool_dtype=INT8, **heads)) == 263 * 256 + 2 * 264

@@ -1,9 +1,8 @@
-"""The Mosaic GPU prefill kernel without a GPU: interpreted on the CPU against float64, with races detected.
+"""The Mosaic GPU prefill kernel without a GPU: interpreted on the CPU against float64, with race detection.
 
-Mutations that these tests catch, each by a test of its own below: a wait left out for keys, for values, for a slot to
-be free, for the raw numbers of a quantised pool; a causal mask that shows one key too many; no
-mask; no clearing of what other owners left in a page; pages of another KV head; the wrong page; an output that is not
-rescaled.
+Mutations that these tests catch, each in its own test below: a missing wait for keys, for values, for a free slot, for
+the raw values of a quantised pool; a causal mask that shows one key too many; no mask; stale page contents of other
+sequences not cleared; pages of another KV head; the wrong page; an output that is not rescaled.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from pallas_kernels.paged_attention.hopper.prefill.launch import Tiles, heuristi
 INT8, FP8, FP16 = jnp.int8, jnp.float8_e4m3fn, jnp.float16
 
 
-# NaN in foreign keys, on its way to the mask.
+# NaN in keys of other sequences, before the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 
@@ -43,9 +42,9 @@ def real_queries(case):
 
 
 def assert_close(case, got):
-    """Beside the rounding of the result there is that of the probabilities to 16 bits before they meet the values.
+    """Bound the error beyond the rounding of the result and that of the probabilities to 16 bits before the PV product.
 
-    It is of random sign and adds some 1e-3 of a row (2**-9 / sqrt(3), less what averages out) to bfloat16.
+    The latter is of random sign and adds some 1e-3 of a row (2**-9 / sqrt(3), less what averages out) to bfloat16.
     """
     expected, got = case.expected(), np.asarray(got, np.float64)
     assert np.isfinite(got).all()
@@ -159,9 +158,9 @@ def test_equals_float64_further(name):
 
 
 def test_no_bit_depends_on_sequence_table_pages_or_chunk():
-    """The second sequence, alone, in a wider table, its pages elsewhere, and its queries from the second tile on.
+    """The second sequence alone, with a wider table, other pages, and with queries from the second tile on.
 
-    Only by whole tiles may queries move here: numpy's products, unlike wgmma's, depend on a row's place in the matrix.
+    Only by whole tiles may queries move here: numpy's products, unlike wgmma's, depend on the row index in the matrix.
     """
     tiles = Tiles(64, 2, 4)
     case = attention_case((40, 150), counts=(16, 40), chunk=48, kv_heads=1, window=90, sinks=True, seed=3)
@@ -210,7 +209,7 @@ SMALL = {"counts": (8,), "group": 16, "kv_heads": 1}
     ],
 )
 def test_a_missing_wait_is_caught(monkeypatch, line, options):
-    """Race detection guards these. It does not see a wait for ``query_ready`` or ``last_clean`` missing."""
+    """Race detection guards these waits. It does not detect a missing wait for ``query_ready`` or ``last_clean``."""
     skipped = skip_waits(monkeypatch, line)
     case = attention_case(**options, **SMALL)
     with pytest.raises(Exception, match=r"(?i)race|barrier"):
@@ -259,7 +258,7 @@ def test_a_mutation_is_caught(monkeypatch, mutate):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What is refused, and block sizes.
+# Rejected operands, and block sizes.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A launch of every op, as programs note them: small ones, and each at least with one option."""
+"""Launches of every op, as programs record them: small ones, and each op at least once with an option."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def _has_arrays(tree):
 
 
 def noted(call, *operands, **options):
-    """The one launch that a call with arrays of these shapes notes."""
+    """Return the one launch that a call with operands of these shapes records."""
     arrays = {name: given for name, given in options.items() if _has_arrays(given)}
     static = {name: given for name, given in options.items() if name not in arrays}
     with recording() as found:

@@ -1,4 +1,4 @@
-"""Operands for trials: every op has some, and the XLA path compared with itself is right."""
+"""Operands for kernel trials: every op has some, and the XLA path passes when compared with itself."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def test_every_op_with_a_kernel_can_be_tried():
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_operands_are_those_of_the_launch(name):
-    """Of the same dtypes, and of the same shapes but for pools, states and experts; all numbers are finite."""
+    """Operands have the dtypes and ranks of the launch (pools, states and experts may be smaller) and finite values."""
     launch = LAUNCHES[name]()
     given, drawn = jax.tree.leaves(launch.operands), jax.tree.leaves(jax.jit(lambda: case_of(launch, 0).operands)())
     assert [(x.dtype, len(x.shape)) for x in given] == [(x.dtype, x.ndim) for x in drawn]
@@ -29,7 +29,7 @@ def test_operands_are_those_of_the_launch(name):
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_right_and_a_wrong_kernel_are_told_apart(name):
-    """The XLA path on all operands in the kernel's place; and the same with one vector of a result changed."""
+    """The XLA path passes in place of the kernel, and fails with one vector of a result changed."""
     launch = LAUNCHES[name]()
     assert jax.jit(checking(launch._replace(kernel=launch.plain)))(0) <= 0.5
 
@@ -61,7 +61,7 @@ def nothing_excluded():
 
 @pytest.mark.usefixtures("nothing_excluded")
 def test_an_op_that_was_excluded_is_xlas():
-    """And a path that is forced is refused, with the reason."""
+    """Excluded ops use XLA; forcing the kernel path is rejected with the reason."""
     exclude("paged_attention.decode", "it hung")
     assert excluded("paged_attention.decode") == "it hung"
     with pytest.raises(ValueError, match="it hung"):

@@ -1,4 +1,4 @@
-"""The kernels themselves pass their trials, interpreted: operands and bounds of a trial are right for each."""
+"""The interpreted kernels pass their trials: the operands and bounds of the trials fit each kernel."""
 
 import functools
 

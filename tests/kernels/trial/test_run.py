@@ -1,4 +1,4 @@
-"""Trials in processes of their own: right, wrong, hanging, dying and refused kernels, in real child processes."""
+"""Kernel trials in child processes: right, wrong, hanging, crashing and rejected kernels, in real processes."""
 
 import os
 
@@ -31,7 +31,7 @@ def none(x):
 
 
 def hanging(x):
-    """A loop without an end, which no thread can interrupt."""
+    """Run an endless loop, which no thread can interrupt."""
     turns = jax.lax.while_loop(lambda turn: x[0, 0] < turn + 1e30, lambda turn: turn * 0.5, x[0, 0])
     return plain(x) + turns
 
@@ -42,7 +42,7 @@ def programs(*kernels):
 
 
 def test_each_kernel_has_a_verdict_of_its_own():
-    """Two of them hang: each costs its process, and the rest goes on in another."""
+    """Two kernels hang: each costs its process, and the remaining ones run in another."""
     given = programs(plain, hanging, wrong, none, a_little_off)
     given = {"first": given["plain"], **given, "again": given["hanging"], "last": given["plain"]}
     verdicts = run(given, "cpu", Patience(run=5.0))
@@ -102,7 +102,7 @@ def test_a_process_that_dies_costs_one_program():
 
 
 def test_where_no_process_can_start_nothing_is_tried():
-    """As where a GPU is another process's alone: JAX would run on the CPU there."""
+    """No kernel is tried where another process owns the GPU, since JAX would run on the CPU there."""
     (verdict,) = run(programs(plain), "gpu").values()
     assert verdict.fault is None
     assert "are for gpu" in verdict.untried

@@ -1,4 +1,4 @@
-"""Keys of adapter_config.json: which are served, which are refused by name, and which modules they mean."""
+"""Keys of adapter_config.json: supported keys, keys rejected by name, and the modules that they target."""
 
 import json
 import logging

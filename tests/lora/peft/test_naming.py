@@ -1,4 +1,4 @@
-"""An adapter is one, whichever spelling of its model it was trained on: text model, wrapper, or without a head."""
+"""An adapter reads the same for every naming of its base model: text model, wrapper, or model without a head."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ def assert_same_deltas(name: str, folder: pathlib.Path) -> None:
 
 
 def bases(name: str) -> Any:
-    """The model's own parameters, where the adapter has copies of them."""
+    """Return the base model's parameters if the adapter has copies of them."""
     return own_base(name) if "vocabulary" in name else None
 
 
@@ -57,7 +57,7 @@ def has_head(name: str) -> bool:
 
 
 SPELT = [(name, spelling) for name in NAMES for spelling in SPELLINGS if not ("without" in spelling and has_head(name))]
-"""A spelling without the causal model's names is of a model that has no head."""
+"""Adapters and spellings. Spellings without the causal model's names exist only for models without a head."""
 
 
 @pytest.mark.parametrize(("name", "spelling"), SPELT)
@@ -68,7 +68,7 @@ def test_an_adapter_is_read_by_any_spelling(name: str, spelling: str, tmp_path: 
 
 
 def alpha(rename: Rename) -> dict[str, int]:
-    """The case's, whose second key is about all of a name."""
+    """Return the ``alpha_pattern`` of the case, whose second key is a pattern of a whole module name."""
     return {"(q|k)_proj": 2, f"^{rename('model.layers.0.self_attn.v_proj')}": 7, "k_proj": 9}
 
 
@@ -87,7 +87,7 @@ def test_rules_are_about_the_writers_names(spelling: str, tmp_path: pathlib.Path
 
 
 def test_towers_are_passed_over(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture):
-    """Of an adapter of all that a wrapper has; a text model knows no images."""
+    """Tensors of a vision tower are ignored with a warning, since a text model has none."""
 
     def edit(tensors: dict[str, np.ndarray]) -> None:
         for tensor in list(tensors):
@@ -131,7 +131,7 @@ def test_a_file_of_nothing_is_named_as_the_model_is():
 
 
 ON_A_WRAPPER: list[dict[str, Any]] = [
-    {"target_modules": "all-linear"},  # of the tower, too, which a text does not see
+    {"target_modules": "all-linear"},  # includes the tower, which text does not reach
     {"target_modules": r".*language_model.*\.(q_proj|down_proj)", "rank_pattern": {r"layers\.1\.mlp\.down_proj": 3}},
     {"target_modules": ["o_proj"], "trainable_token_indices": [5, 9]},
 ]

@@ -1,4 +1,4 @@
-"""Regular expressions of adapters: the same answers as Python's, in a bounded number of steps."""
+"""Regular expressions of adapters: the same matches as Python's, in a bounded number of steps."""
 
 import re
 import time

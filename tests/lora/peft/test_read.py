@@ -1,4 +1,4 @@
-"""Adapters that do not fit their configuration or the model are refused, with a sentence that names what does not."""
+"""Adapters that do not fit their configuration or the model are rejected with an error that names the mismatch."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def specs_of(name: str) -> Any:
 def read(
     name: str, folder: pathlib.Path, max_rank: int = 8, has_base: bool = True, base: Base | None = None
 ) -> Adapter:
-    """With random numbers in place of the model's own, if they are not given."""
+    """Read an adapter, with random base parameters if ``base`` is None."""
     specs = specs_of(name)
     shapes = {path: spec.shape for path, spec in walk_specs(specs)}
     random = (lambda path: uniform(7, "/".join(path), shapes[path])) if has_base else None
@@ -40,7 +40,7 @@ def read(
 
 
 def own_base(name: str) -> Base:
-    """The model's own parameters."""
+    """Return the base model's own parameters."""
     case = golden(name)
     tensors = InMemoryCheckpoint(pathlib.Path(name), make_tensors(case.seed, case.shapes, case.norm_centre))
     specs = specs_of(name)
@@ -224,10 +224,10 @@ def test_parts_of_a_fused_parameter_lie_below_one_another():
     delta = read("llama-qv", GOLDENS / "llama-qv").deltas["layers_0", "attention", "qkv"]
     tensors = load_file(GOLDENS / "llama-qv" / "adapter_model.safetensors")
     assert delta.a.shape == (8, 32)
-    assert delta.b.shape == (2, 4, 8, 8)  # KV heads, queries of a group and key and value, head_dim, ranks
+    assert delta.b.shape == (2, 4, 8, 8)  # KV heads; queries of a group, key and value; head_dim; ranks
     np.testing.assert_array_equal(delta.a[:4], tensors[f"{Q0}.lora_A.weight"])
     np.testing.assert_array_equal(delta.a[4:], tensors[f"{Q0.replace('q_proj', 'v_proj')}.lora_A.weight"])
-    assert not delta.b[:, :2, :, 4:].any()  # queries have nothing of the values' ranks
+    assert not delta.b[:, :2, :, 4:].any()  # queries do not use the ranks of the values
     assert not delta.b[:, 3, :, :4].any()
     assert not delta.b[:, 2].any()  # keys are not adapted
     b = tensors[f"{Q0}.lora_B.weight"].reshape(2, 2, 8, 4)
@@ -235,7 +235,7 @@ def test_parts_of_a_fused_parameter_lie_below_one_another():
 
 
 def test_experts_one_by_one_are_read(tmp_path: pathlib.Path):
-    """As older writers name them, against what the one tensor for all says."""
+    """Experts as separate modules, named as by older writers, read the same as the tensor of all experts."""
     both = read("mixtral-experts", GOLDENS / "mixtral-experts")
     source = load_file(GOLDENS / "mixtral-experts" / "adapter_model.safetensors")
     single = {name: tensor for name, tensor in source.items() if "experts" not in name}
@@ -257,7 +257,7 @@ def test_experts_one_by_one_are_read(tmp_path: pathlib.Path):
         assert (f"layers_{layer}", "mlp", "gate_up") not in found
 
 
-# What lacks tensors, and what is saved whole.
+# Missing tensors, and modules saved whole.
 
 
 def without(*parts: str) -> Edit:
@@ -265,7 +265,7 @@ def without(*parts: str) -> Edit:
 
 
 def test_modules_without_tensors_stay_as_they_are(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture):
-    """As in PEFT, which makes products of zeros for them."""
+    """Modules without tensors are unchanged, as in PEFT, where their deltas are zero."""
     folder = changed("llama-qv", tmp_path, without("layers.0", "v_proj"), {"target_modules": ["q_proj", "v_proj", "x"]})
     with caplog.at_level(logging.WARNING, logger="jaxinfer"):
         deltas = read("llama-qv", folder).deltas
@@ -296,7 +296,7 @@ def tensors_of(name: str) -> dict[str, np.ndarray]:
 def test_a_module_that_is_saved_whole_may_be_the_models_own(
     module: str, tensor: str, dtype: Any, tmp_path: pathlib.Path
 ):
-    """As vocabularies are that were resized, and back: ``save_embedding_layers``."""
+    """Copies of base parameters are accepted, e.g. of vocabularies resized and back (``save_embedding_layers``)."""
     own = put(f"{module}.weight", tensors_of("llama-qv")[tensor].astype(dtype))
     folder = changed("llama-qv", tmp_path, own, {"modules_to_save": [module.rpartition(".")[2]]})
     found = read("llama-qv", folder, base=own_base("llama-qv")).deltas
@@ -304,7 +304,7 @@ def test_a_module_that_is_saved_whole_may_be_the_models_own(
 
 
 def trained(name: str, tensor: str, rows: Sequence[int]) -> np.ndarray:
-    """A tensor of which some rows were trained, however little."""
+    """Return a base tensor whose ``rows`` were trained by a small amount."""
     value = tensors_of(name)[tensor].copy()
     value[[*rows]] *= np.float32(1.001)
     return value
@@ -315,7 +315,7 @@ def trained(name: str, tensor: str, rows: Sequence[int]) -> np.ndarray:
 def test_a_module_that_was_trained_whole_is_refused(
     module: str, tensor: str, said: dict[str, Any], tmp_path: pathlib.Path
 ):
-    """A norm, and a product: nothing beside the model's own can stand for them."""
+    """Trained norms and linear weights cannot be expressed as deltas of the base model."""
     wholes = {f"{one}.weight": tensors_of("llama-qv")[name] for one, name in WHOLE.items()} if said else {}
     wholes |= {f"{module}.weight": trained("llama-qv", tensor, [-1])}
     folder = changed("llama-qv", tmp_path, lambda t: t.update(wholes), said)
@@ -354,7 +354,7 @@ def test_a_table_that_has_lora_besides_is_refused(tmp_path: pathlib.Path):
 
 
 def test_biases_of_modules_that_are_saved_whole(tmp_path: pathlib.Path):
-    """A norm's own is no change; another one is refused."""
+    """A norm's unchanged bias is accepted; a changed one is rejected."""
     name, norm = "gpt2-attention", "base_model.model.transformer.ln_f"
     own, base = tensors_of(name), own_base(name)
     wholes = {f"{norm}.{kind}": own[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}

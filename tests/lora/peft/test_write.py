@@ -1,4 +1,4 @@
-"""Adapters that are saved are what is read again, here and by PEFT."""
+"""Saved adapters read back equal, here and in PEFT."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ def test_what_is_not_written_is_refused_before_there_is_a_folder(name: str, name
 
 
 def _base(specs: Any, path: tuple[str, ...]) -> np.ndarray:
-    """Ones; of a vocabulary the copy that PEFT has saved."""
+    """Return ones, or PEFT's saved copy for a vocabulary table."""
     for key in path:
         specs = specs[key]
     saved = load_file(GOLDENS / "llama-vocabulary" / "adapter_model.safetensors")

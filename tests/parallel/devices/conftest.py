@@ -1,4 +1,4 @@
-"""These run in a process that has eight devices: ``make test-devices``.
+"""Tests that run in a process with eight devices: ``make test-devices``.
 
 By hand: ``XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest tests/parallel/devices``.
 """

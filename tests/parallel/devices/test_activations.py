@@ -1,4 +1,4 @@
-"""Inputs rounded to 8 bits on several devices: a token has the scale that it has on one."""
+"""Activations quantised to 8 bits on several devices: each token has the same scale as on one device."""
 
 import pathlib
 

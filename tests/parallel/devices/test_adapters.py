@@ -1,4 +1,4 @@
-"""Adapters over meshes: as `apply` says, neighbours' and the model's own bits untouched, nothing compiled for them."""
+"""Adapters on meshes: results match `apply`, other rows and the base model keep their bits, nothing is compiled."""
 
 import collections
 import functools
@@ -42,12 +42,12 @@ RANK = 4
 LORAS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 NAMES = ("pirate", None, "poet", "pirate", "clerk", None, "poet", "clerk")
 VOCABULARY = (ALL_LINEAR, "embed_tokens", "lm_head")
-WORDS = ("wordy", None, "poet", "wordy", "wordless", None, "poet", "wordless")  # those of `VOCABULARY`, beside others
+WORDS = ("wordy", None, "poet", "wordy", "wordless", None, "poet", "wordless")  # some adapt `VOCABULARY`
 
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders are names: what would be read there is `drawn`."""
+    """Patch the reader: folders are names, and their contents are `drawn`."""
 
     def read(folder: pathlib.Path, specs: Any, **_: Any) -> Adapter:
         return drawn(specs, folder.name, RANK, modules_of(folder.name))
@@ -56,7 +56,7 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def modules_of(name: str) -> tuple[str, ...]:
-    """What an adapter changes, by its name."""
+    """Return the modules that an adapter changes, by its name."""
     return VOCABULARY if name.startswith("word") else (ALL_LINEAR,)
 
 
@@ -70,14 +70,14 @@ def model(kind: str) -> Model:
 
 
 def of_two_lengths(base: Model) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of one chunk and of two: each length costs `apply` a program."""
+    """Return prompts of one chunk and of two: each length costs `apply` a program."""
     prompts, params = asked(base, len(NAMES))
     rng = np.random.default_rng(1)
     return [rng.integers(0, base.config.vocab_size, 11 + 12 * (at % 2)).tolist() for at in range(len(prompts))], params
 
 
 def check(base: Model, names: Sequence[str | None] = NAMES, **sizes: Any) -> LLM:
-    """Eight requests with three adapters, of which two have room, against `apply`, alone, and without any."""
+    """Run eight requests with three adapters in two slots; compare with `apply`, single requests, and no LoRA."""
     prompts, params = of_two_lengths(base)
     plain = LLM(base, **SETTINGS, **sizes).generate(prompts, params)
     modules = tuple(dict.fromkeys(module for name in names for module in modules_of(name or "")))
@@ -100,7 +100,7 @@ def check(base: Model, names: Sequence[str | None] = NAMES, **sizes: Any) -> LLM
 
 
 def check_banks(engine: Any) -> None:
-    """A device has the part of a bank that goes with its part of the weight, and a load moves nothing between them."""
+    """Check that a bank is sharded as its weight, and that loads use no collective."""
     for runtime in engine._executor.runtimes:
         assert not any(re.search(COLLECTIVES, program.as_text()) for program in runtime.run.load.values())
         for part, banks in runtime.banks.items():
@@ -120,7 +120,7 @@ def adapted(base: Model, name: str) -> Model:
 
 
 def check_reload(llm: LLM, base: Model, prompt: list[int], params: SamplingParams) -> None:
-    """A name that is loaded again means the new content, while requests run with the old one; then it means nothing."""
+    """Check that a reloaded name means the new contents."""
     llm.load_lora("actor", "first")
     with count_compilations() as compilations:
         run = llm.generate([prompt], [params], lora="actor")
@@ -176,7 +176,7 @@ def test_ranks_with_slots_of_their_own(ranks: int) -> None:
 
 
 def check_collectives(engine: Any) -> None:
-    """What adapters add up travels with what the weights do."""
+    """Check that adapter sums are reduced in the same collectives as those of the weights."""
     run = engine._executor.runtimes[-1].run
     plain, adapted = (
         collections.Counter(re.findall(COLLECTIVES, each.widest_decode.as_text())) for each in (run, run.adapted)
@@ -225,7 +225,7 @@ def test_where_tokens_are_spread_between_layers() -> None:
 
 @pytest.mark.slow
 def test_norms_of_heads_that_are_copied(tmp_path: pathlib.Path) -> None:
-    """DoRA's magnitudes are over norms of the weights, which a folder that is loaded onto a mesh has with copies."""
+    """DoRA's magnitudes use norms of the weights, which are loaded onto the mesh with copies of heads."""
     base, prompt = load_base(golden("llama-dora"), tmp_path), list(range(3, 14))
     llm = LLM(str(tmp_path), "float32", **{**LORAS, "max_lora_rank": 8}, **SETTINGS, tensor_parallel_size=4)
     params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=1, ignore_eos=True, temperature=0)

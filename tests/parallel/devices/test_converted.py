@@ -1,4 +1,4 @@
-"""A converted folder restores into any mesh, to the same bits as the folder that it was made of."""
+"""A converted folder loads onto any mesh, bitwise identical to its source folder."""
 
 import pathlib
 
@@ -46,7 +46,7 @@ def test_the_same_parts_on_the_same_devices(folder: pathlib.Path, name: str) -> 
 
 
 def test_a_device_s_part_needs_no_chunk_of_another_s(tmp_path: pathlib.Path) -> None:
-    """Who has the second half asks for nothing of the first: it is not there."""
+    """Devices with the second half read no chunk of the first half, whose files are deleted."""
     specs, mesh = {"a": ParamSpec((4096, 512), ("mlp", None))}, make_mesh(8)
     value = np.arange(4096 * 512, dtype=np.int32).reshape(4096, 512).astype(np.float32)
     save_params(tmp_path / "a", {"a": value}, specs, {"architectures": ["A"]})

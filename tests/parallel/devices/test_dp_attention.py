@@ -1,4 +1,4 @@
-"""Devices that serve sequences of their own and share experts: tokens, bits, and what is exchanged and held."""
+"""DP attention: devices with their own sequences and shared experts; tokens, bits, collectives, and memory."""
 
 import collections
 import dataclasses
@@ -32,9 +32,9 @@ from tests.models.test_parity import golden
 from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of
 from tests.quant.examples import INPUTS, LAYOUTS, example
 
-# A dense layer and one of 8 experts, with one that all tokens share; latents.
+# A dense layer and a layer of 8 experts with a shared expert; MLA latents.
 DEEPSEEK = "deepseek_v3-hub"
-# Of the one device: the fewest programs, which greedy tokens do not depend on.
+# Settings of the one device: the fewest programs, since greedy tokens do not depend on them.
 ONE = {**SETTINGS, "prefill_sizes": (64,), "max_prefill_rows": 1}
 
 
@@ -57,7 +57,7 @@ def _abstract(tree: Any) -> Any:
 
 
 def same_logits(model: Model, ranks: int, bound: float = 1e-5) -> collections.Counter[str]:
-    """As those of one device, each rank with sequences of its own; what the program exchanges."""
+    """Compare logits with one device, each rank having its own sequences, and return the program's collectives."""
     mesh, rng = make_mesh(dp_attn=ranks), np.random.default_rng(0)
     tokens = rng.integers(0, model.config.vocab_size, (2 * ranks, 24), np.int32)
     spread = shardable_model(model, mesh)
@@ -101,7 +101,7 @@ def test_biases_of_experts():
     "name", ["int8 in groups", *(pytest.param(each, marks=pytest.mark.slow) for each in ("codebook", "ggml"))]
 )
 def test_stored_experts(name):
-    """Dealt out as they are: no rank has another one's weights as plain numbers."""
+    """Stored experts are sharded as they are: no rank dequantizes those of another."""
     mesh, rng = make_mesh(dp_attn=2), np.random.default_rng(0)
     gate_up, down = (example(LAYOUTS[name], out, seed=len(out)) for out in ((4, 2, INPUTS), (4, INPUTS)))
     x = rng.standard_normal((6, INPUTS), np.float32)
@@ -184,7 +184,7 @@ def test_ranks_run_as_many_rows_as_the_one_with_the_most(deepseek, monkeypatch):
 
 
 def test_chunks_of_proved_sizes_run_together(two, monkeypatch):
-    """In one call: the smaller chunk of the one rank beside the larger one of the other."""
+    """A single call runs the smaller chunk of one rank together with the larger chunk of the other."""
     prompts, lockstep = [[3, 5, 7] * 20, [2, 4, 6] * 4], _lockstep(two)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     shapes = list[tuple[int, ...]]()
@@ -219,7 +219,7 @@ def test_a_request_can_be_ended_on_its_rank(two):
 
 
 def test_ranks_move_as_many_pages_as_each_has(two):
-    """In one call, from and to pages of their own; a rank that moves nothing keeps what it has."""
+    """A single call moves pages from and to each rank's own pages; a rank without transfers keeps its pages."""
     lockstep, rng = _lockstep(two), np.random.default_rng(0)
     (first, second), pools = lockstep.ranks, lockstep.pools
     lockstep.pools = [
@@ -248,7 +248,7 @@ def test_a_step_exchanges_tokens_and_nothing_else(two):
     run = _lockstep(two).programs
     assert collectives(run.widest_decode) == collectives(run.prefill_logprobs) == {"all-to-all": 2}
     for program in run.prefill.values():
-        assert not collectives(program)  # a prompt's chunk ends with the keys of the last layer, the one with experts
+        assert not collectives(program)  # a chunk ends with the keys of the last layer, before its experts
     for program in (run.copy, *run.export.values(), *run.restore.values(), run.admit, run.save_slot, run.restore_slot):
         assert not collectives(program)
 
@@ -265,7 +265,7 @@ def test_a_device_holds_its_own_pages_and_experts_and_the_plan_says_so(two):
     mlp = lockstep.params["layers_1"]["mlp"]
     assert {shard.data.shape[0] for shard in mlp["gate_up"].addressable_shards} == {4}
     spread = [leaf for leaf in jax.tree.leaves(lockstep.params) if not leaf.sharding.is_fully_replicated]
-    assert len(spread) == 2  # an expert's matrices
+    assert len(spread) == 2  # the two matrices of experts
     for program in (lockstep.programs.prefill[64, 1], *lockstep.programs.restore.values(), lockstep.programs.copy):
         assert program.memory_analysis().alias_size_in_bytes == device_bytes(pools)
     kept = device_bytes((lockstep.pools, lockstep.last_tokens, lockstep.sampler))

@@ -1,4 +1,4 @@
-"""Draft heads are spread over devices as their model is, and their pages lie where the model's do."""
+"""Draft heads are sharded as their model, and their pages as the model's pages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Draft models are spread over devices as their model is, and their pages lie where the model's do."""
+"""Draft models are sharded as their target model, and their pages as the target's pages."""
 
 import pytest
 
@@ -17,7 +17,7 @@ PLACES = {
 
 
 def drafting(model, draft, axes, method):
-    """Statistics of an engine that drafts, and says what one says that does not."""
+    """Return statistics of an engine that drafts, after checking that its outputs equal those without drafts."""
     settings = {**SETTINGS, "num_pages": TIGHT, "max_num_seqs": 8, **axes}
     prompts = [[(7 * number + place * place) % 90 for place in range(3 + 9 * number)] for number in range(6)]
     params = [

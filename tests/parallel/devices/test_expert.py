@@ -1,4 +1,4 @@
-"""Experts dealt out among devices: logits, tokens and what each device holds."""
+"""Expert parallelism: logits, tokens and the memory of each device."""
 
 import collections
 import re
@@ -16,7 +16,7 @@ from tests.models.parity import load_case
 from tests.models.test_parity import golden
 from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of, same_logits
 
-# A shared expert with a gate; latents, groups of experts and a dense layer; norms of all heads; scaled inputs.
+# Gated shared experts; latents, expert groups and a dense layer; norms over all heads; scaled inputs.
 KINDS = (
     "deepseek_v3-hub",
     *(

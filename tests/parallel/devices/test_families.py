@@ -1,4 +1,4 @@
-"""Families whose layers differ from Llama's: more devices than KV heads, quantised weights and adapters."""
+"""Families whose layers differ from Llama: more devices than KV heads, quantised weights and adapters."""
 
 import pathlib
 from typing import Any
@@ -14,16 +14,16 @@ from tests.models.test_parity import golden
 from tests.parallel.devices.test_tensor import same_logits
 from tests.quant.models import stored_and_plain
 
-# Norms over all heads, of each head, behind the rotation, and without weights.
+# QK norms over all heads, per head, after the rotary embedding, and without weights.
 NORMS = (
     *("minimax_m2-hub", "olmo2-hub", "cohere-hub", "stablelm-parallel", "hunyuan_v1_dense-alpha-hub"),
     "llama4_text-hub",
 )
-# Side by side, with norms behind, and with factors.
+# Parallel attention and MLP, norms after blocks, and multipliers.
 BLOCKS = ("gpt_neox-hub", "cohere2-hub", "glm4-hub", "exaone4-hub", "starcoder2-hub", "ernie4_5-hub", "granite-biases")
 EXPERTS = ("minimax_m2-hub", "olmoe-hub", "phimoe-hub")
 
-# Wide enough for groups of inputs on four devices.
+# Sizes wide enough for groups of inputs on four devices.
 WIDER: dict[str, dict[str, int]] = {
     "glm4_moe-hub": {"moe_intermediate_size": 32},
     "llama4_text-hub": {"intermediate_size": 32, "intermediate_size_mlp": 64},
@@ -33,7 +33,7 @@ WIDER: dict[str, dict[str, int]] = {
 
 
 def cases(*names: str, fast: str = "") -> list[Any]:
-    """Each once; all but one are the slow tier's."""
+    """Return each name once as a parameter; all except ``fast`` are slow."""
     return [pytest.param(name, marks=() if name == fast else pytest.mark.slow) for name in dict.fromkeys(names)]
 
 
@@ -43,7 +43,7 @@ def load(name: str, folder: pathlib.Path) -> Model:
 
 @pytest.mark.parametrize("name", cases(*NORMS, fast="minimax_m2-hub"))
 def test_norms_of_heads_that_are_copied(name: str, tmp_path: pathlib.Path):
-    """Over four devices: each of two KV heads lies on two of them."""
+    """On four devices, each of two KV heads has two copies."""
     same_logits(load(name, tmp_path), make_mesh(4))
 
 

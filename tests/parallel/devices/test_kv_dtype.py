@@ -1,4 +1,4 @@
-"""KV caches of 8 bits over several devices: scales lie with the heads that they belong to."""
+"""8-bit KV caches on several devices: scales are sharded with their heads."""
 
 import pytest
 
@@ -23,7 +23,7 @@ SLOW = [
     ("kind", "sizes"), [pytest.param(*each, marks=pytest.mark.slow) for each in (("int8", TENSOR), *SLOW)]
 )
 def test_tokens_are_those_of_one_device(kind, sizes, monkeypatch):
-    """With few pages, which leave the devices and come back."""
+    """Few pages force swaps."""
     monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     model = model_of("experts" if sizes == DP_ATTENTION else "few KV heads")
     requests = greedy(20, model)

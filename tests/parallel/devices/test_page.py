@@ -1,4 +1,4 @@
-"""The part of docs/parallelism.md about functions is a program: its blocks run in order, its assertions hold."""
+"""The section of docs/parallelism.md about functions runs: its code blocks in order, with their assertions."""
 
 import pathlib
 import re

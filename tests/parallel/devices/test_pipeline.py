@@ -1,4 +1,4 @@
-"""Pipeline stages and replicas change nothing: logits, tokens and bits are those of one device."""
+"""Pipeline stages and replicas change no logits, tokens or bits compared with one device."""
 
 import collections
 from typing import Any
@@ -27,9 +27,9 @@ from tests.parallel.devices.test_tensor import generate, greedy, model_of, same_
 from tests.parallel.devices.test_tensor import same_logits as same_logits_on
 
 FIVE: dict[str, Any] = {"num_hidden_layers": 5}
-# Layers that differ, tied embeddings, learned positions, a dense layer before mixtures, latents.
+# Differing layers, tied embeddings, learned positions, a dense layer before mixtures, MLA latents.
 CASES = ("gemma2-window", "gpt2-hub", "deepseek_v3-hub")
-# One of each family whose heads two devices can share.
+# One model of each family whose heads two devices can share.
 FAMILIES = (
     "deepseek_v2-all-sparse",
     "falcon-11b",
@@ -51,7 +51,7 @@ FAMILIES = (
 
 
 def same_logits(model: Model, count: int, tensor: int = 1) -> None:
-    """As those of one device, within 1e-5 of the largest, each stage on its own devices."""
+    """Compare logits with one device, within 1e-5 of the largest, each stage on its own devices."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24)))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
     mesh = make_mesh(tensor, stage=count)
@@ -117,7 +117,7 @@ def test_tokens_of_all_axes_are_those_of_one_device(five):
 
 @pytest.mark.slow
 def test_stages_work_at_the_same_time(five):
-    """When a step is read, the ones behind it were launched: as many as there are other stages, with other slots."""
+    """When a step is read, one later step for each other stage is already launched, with different slots."""
     llm = spread_llm(five, pipeline_parallel_size=4, num_pages=ROOMY)
     engine, seen = llm.engine, collections.Counter()
     assert not isinstance(engine, Replicas)
@@ -135,18 +135,18 @@ def test_stages_work_at_the_same_time(five):
 
 
 def test_who_takes_another_slot_in_flight_keeps_its_own_tokens(five, monkeypatch):
-    """Under three stages its last row still runs when it takes the slot of another, which sampled other tokens."""
+    """A sequence of three stages moves to a slot that sampled other tokens while its last row is in flight."""
     monkeypatch.setattr("jaxinfer.engine.scheduling.pages.prefer_swap", lambda *_: True)
     settings = {"max_num_seqs": 6, "pipeline_parallel_size": 3, "scheduling_policy": "priority", "num_pages": ROOMY}
     engine = spread_llm(five, **settings).engine
     want = tokens_of_the_least_urgent(engine, None)
-    for when in range(6, 12):  # all parts of the slots
+    for when in range(6, 12):  # all microbatches of slots
         assert tokens_of_the_least_urgent(engine, when) == want
     assert engine.stats().preemptions["swap"] == 6
 
 
 def tokens_of_the_least_urgent(engine: Any, when: int | None) -> list[int]:
-    """Of one of six requests, which gives way after ``when`` steps and comes back to the slot of an aborted one."""
+    """Return tokens of one of six requests, preempted after ``when`` steps and resumed in an aborted one's slot."""
     tokens: list[int] = []
 
     def add(name: str, priority: int) -> None:
@@ -260,7 +260,7 @@ def test_a_folder_is_loaded_where_it_stays():
                 jax.tree.leaves(stage.model.params), jax.tree.leaves(place_params(stage.model, place)), strict=True
             ):
                 at = {shard.device: shard.data.unsafe_buffer_pointer() for shard in given.addressable_shards}
-                for shard in placed.addressable_shards:  # nothing is copied, but the table that two stages need
+                for shard in placed.addressable_shards:  # no copies, except of the table that two stages need
                     assert at.get(shard.device, 0) in (0, shard.data.unsafe_buffer_pointer())
 
 

@@ -1,4 +1,4 @@
-"""Quantised weights spread over devices: the parts lie as the weight would, and the model is the same function."""
+"""Quantised weights on several devices are sharded like dense ones, and the model computes the same function."""
 
 import math
 import pathlib
@@ -96,13 +96,13 @@ def test_a_device_holds_its_part_alone(tmp_path: pathlib.Path):
 
 
 def test_groups_that_a_border_between_devices_would_cut(tmp_path: pathlib.Path):
-    """Of 96 inputs in groups of 32, half are one and a half groups."""
+    """Half of 96 inputs in groups of 32 are one and a half groups."""
     with pytest.raises(EngineConfigError, match="2 devices do not divide the 3 mlp of layers_0/mlp/down/scales"):
         shardable_model(stored(tmp_path, Grouped("int4", 32)), make_mesh(2))
 
 
 def of_codebooks(folder: pathlib.Path, kind: str) -> Model:
-    """The weights whose inputs are whole blocks of 256."""
+    """Return a model with block-quantised weights, where the inputs are whole blocks of 256."""
     model = model_of("groups", hidden_size=512, intermediate_size=512)
     return stored_and_plain(model, folder, lambda name, inputs: None if inputs % 256 else Blocks(kind))[0]
 
@@ -116,7 +116,7 @@ def test_blocks_of_codebooks_over_two_devices(kind: str, tmp_path: pathlib.Path)
 
 
 def test_nothing_stored_is_gathered(tmp_path: pathlib.Path):
-    """In the compiled program no collective moves anything as large as a device's part of the smallest weight."""
+    """No collective of the compiled program moves as much as a device's shard of the smallest weight."""
     mesh = make_mesh(2)
     model = shardable_model(stored(tmp_path, Grouped("int4", 16)), mesh)
     params = place_params(model, mesh)

@@ -1,5 +1,5 @@
-"""Layers with states over devices: heads are dealt out, and what groups of heads share lies whole on each. Tokens,
-logprobs and logits are those of one device."""
+"""Recurrent layers on several devices: heads are sharded, and parameters shared by groups of heads are replicated.
+Tokens, logprobs and logits match one device."""
 
 import collections
 import pathlib
@@ -27,7 +27,7 @@ from tests.parallel.devices.test_tensor import COLLECTIVES, same_logits
 
 MAMBA = ("granitemoehybrid-hub", "nemotron_h-hub", "falcon_h1-hub")
 TENSOR, STAGES, EXPERT = ({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
-# Of both models the first stage has layers with states alone.
+# In both models with pipeline stages, the first stage has only recurrent layers.
 SPREAD = [
     *(("qwen3_next-hub", sizes) for sizes in (TENSOR, STAGES, EXPERT)),
     ("lfm2-hub", STAGES),
@@ -38,7 +38,7 @@ SPREAD = [
 
 @pytest.mark.parametrize("name", cases(*MAMBA, "granitemoehybrid-dense-rope-biases-groups", fast="falcon_h1-hub"))
 def test_heads_of_mamba(name: str, tmp_path: pathlib.Path):
-    """Over more devices than there are groups."""
+    """Most cases have one group of heads, fewer than the two devices."""
     same_logits(load_case(golden(name), tmp_path), make_mesh(2))
 
 
@@ -58,7 +58,7 @@ def test_served_over_devices(name: str, tmp_path: pathlib.Path):
 
 
 def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens and their logprobs, twice: from an empty cache, and from what it keeps of states."""
+    """Return greedy tokens and their logprobs, twice: from an empty cache, and from cached states."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, llm.model.config.vocab_size, length).tolist() for length in (1, 15, 16, 17, 64, 110)]
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1, ignore_eos=True)
@@ -78,7 +78,7 @@ def served(model: Model, **sizes: Any) -> LLM:
 
 
 def same_answers(llm: LLM) -> None:
-    """As those of one device."""
+    """Check that answers equal those of one device."""
     expected, found = answers(served(llm.model)), answers(llm)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert max(np.abs(np.subtract(a, b)).max() for (_, a), (_, b) in zip(found, expected, strict=True)) < 1e-5
@@ -119,6 +119,6 @@ def test_answers_of_every_kind(name: str, sizes: dict[str, int], tmp_path: pathl
 
 @pytest.mark.slow
 def test_experts_and_heads_of_a_recurrence_over_four_devices():
-    """Qwen3-Next with as many key heads as devices, dealt out over both axes."""
+    """Qwen3-Next with as many key heads as devices, sharded over both axes."""
     config = golden("qwen3_next-hub").config | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
     same_answers(served(random_model(**config), **EXPERT, **TENSOR))

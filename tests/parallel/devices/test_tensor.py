@@ -1,4 +1,4 @@
-"""Sharding changes nothing: logits, tokens and what the engine does are those of one device."""
+"""Tensor parallelism changes no logits, tokens or engine behaviour compared with one device."""
 
 import collections
 import dataclasses
@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-# One switch of the layout each.
+# Each entry changes one setting of the layout.
 SHAPES: dict[str, dict[str, Any]] = {
     "groups": {},
     "a KV head for each query": {"num_key_value_heads": 8},
@@ -59,7 +59,7 @@ def model_of(name: str = "groups", **changes: Any) -> Model:
 
 
 def same_logits(model: Model, mesh: jax.sharding.Mesh) -> None:
-    """As those of one device, within 1e-5 of the largest."""
+    """Compare logits with one device, within 1e-5 of the largest."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24)))
     spread = shardable_model(model, mesh)
     with traced_for(mesh):
@@ -80,7 +80,7 @@ def test_logits_are_those_of_one_device(name, tensor):
 
 
 def test_biases_within_a_kernels_launch(monkeypatch):
-    """Each device adds its part of them: the kernel's place is taken by XLA here."""
+    """Each device adds its shard of the biases; XLA replaces the kernel here."""
     launched, by_xla = [], dense_matmul.matmul
 
     def stand_in(x, weight, extras, **options):
@@ -107,7 +107,7 @@ def generate(llm: LLM, requests: Any) -> list[list[list[int]]]:
 
 
 def same_tokens_of_200(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
-    """As those of one device, twice, with few pages; sequences are "swapped" or "recomputed"."""
+    """Compare tokens with one device, twice, with few pages; sequences are "swapped" or "recomputed"."""
     requests = greedy(200, model)
     want = generate(LLM(model, **SETTINGS, num_pages=ROOMY), requests)
     settings: dict[str, Any] = {**SETTINGS, **sizes, "num_pages": TIGHT}
@@ -148,7 +148,7 @@ def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
     for program in (run.widest_decode, run.prefill_logprobs):
         text = program.as_text()
         found = collections.Counter(re.findall(COLLECTIVES, text))
-        # One sum more: the embedding, of which each device has a part of the rows.
+        # The extra sum is the embedding, whose rows are sharded.
         assert found == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
         gathered = re.findall(r"= f32\[(\d+),(\d+)\]\S* all-gather\(", text)
         assert [int(columns) for _, columns in gathered] == [96]
@@ -180,7 +180,7 @@ def test_the_plan_is_what_a_device_holds(two):
     assert set(held.values()) == {needs.weights}
     assert len(held) == 2
     given = two.model.params
-    assert not _held(two.model, given, make_mesh(2))  # on one device, where they will not stay
+    assert not _held(two.model, given, make_mesh(2))  # parameters on one device will move
     assert _held(two.model, part.params, make_mesh(2)) == held
     assert needs.page * TIGHT == device_bytes([pool.data for pool in part.pools])
 

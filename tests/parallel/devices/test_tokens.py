@@ -1,4 +1,4 @@
-"""Hidden states spread over tokens (`sequence_parallel_norms`): the same logits, tokens and bits, other collectives."""
+"""Hidden states sharded over tokens (`sequence_parallel_norms`): same logits, tokens and bits, other collectives."""
 
 import collections
 import re
@@ -31,7 +31,7 @@ ON: dict[str, Any] = {"sequence_parallel_norms": True}
 
 
 def same_logits(model: Model, mesh: jax.sharding.Mesh) -> None:
-    """As those of one device, within 1e-5 of the largest; one dimension of tokens, as in a prefill program."""
+    """Compare logits with one device, within 1e-5 of the largest; one dimension of tokens, as in a prefill program."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (8, 24)))
     spread = shardable_model(model, mesh)
     with traced_for(mesh), tokens_spread():
@@ -81,7 +81,7 @@ def test_nothing_is_spread_unless_it_is_asked_for():
 
 
 def test_each_sum_is_kept_in_parts_and_gathered_behind_the_norm():
-    """XLA:CPU leaves a reduce-scatter in two: all is summed, then cut. On GPUs it is one (test_topologies)."""
+    """XLA:CPU splits a reduce-scatter into an all-reduce and a slice. On GPUs it is one op (test_topologies)."""
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, tensor_parallel_size=4, **ON)
     mesh = mesh_for(config)
     stage = Stage(shardable_model(model_of("few KV heads"), mesh))

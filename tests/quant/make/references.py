@@ -1,4 +1,4 @@
-"""The papers' equations in float64 numpy, one weight and one input at a time."""
+"""Equations of the papers in float64 numpy, one weight and one input at a time."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from jaxinfer.quant.make import IntegerGrid
 
 
 def correlated(rows: int, inputs: int, seed: int) -> np.ndarray:
-    """Inputs [rows, inputs] of low rank plus noise, some of them ten times as large."""
+    """Return inputs [rows, inputs] of low rank plus noise, some of them ten times as large."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, inputs // 4)) @ rng.normal(size=(inputs // 4, inputs)) + rng.normal(size=(rows, inputs))
     return x * np.where(rng.random(inputs) < 0.05, 10.0, 1.0)
@@ -39,11 +39,11 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """What GPTQ made of a weight [out, in], columns in the order of the inputs.
+    """The result of GPTQ for a weight [out, in], columns in the order of the inputs.
 
     Attributes:
-        margins: how many steps lay between the weight, as it was when its turn came, and the border of two codes.
-        order: the order in which inputs had their turns.
+        margins: distance, in quantisation steps, of each weight from the boundary of two codes when it was rounded.
+        order: order in which inputs were quantised.
     """
 
     values: np.ndarray
@@ -52,7 +52,7 @@ class Paper:
     order: np.ndarray
 
     def differing(self, codes: np.ndarray) -> np.ndarray:
-        """For each row with other codes the margin of the first one: what comes after it only follows from it."""
+        """Return, for each row with different codes, the margin of the first of them: the later ones follow from it."""
         differs = (codes != self.codes)[:, self.order]
         rows = np.flatnonzero(differs.any(1))
         return self.margins[:, self.order][rows, differs[rows].argmax(1)]
@@ -86,5 +86,5 @@ def optimal_brain(
 
 
 def output_error(weight: np.ndarray, values: np.ndarray, x: np.ndarray) -> float:
-    """||x W^T - x Q^T||^2 / ||x W^T||^2."""
+    """Return ||x W^T - x Q^T||^2 / ||x W^T||^2."""
     return float(((x @ (weight - values).T) ** 2).sum() / ((x @ weight.T) ** 2).sum())

@@ -1,4 +1,4 @@
-"""The searches of AWQ and SmoothQuant's scales, against their equations in float64."""
+"""The scale searches of AWQ and SmoothQuant, against their equations in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +37,7 @@ def test_losses_are_those_of_outputs_in_float64():
 
 def test_clipping_loses_no_more_than_not_clipping():
     weight = WEIGHT.copy()
-    weight[:, 5] = 3.0  # an outlier whose input is nearly nothing
+    weight[:, 5] = 3.0  # an outlier whose input is nearly zero
     x = X.copy()
     x[:, 5] *= 1e-3
     gram = jnp.asarray(x.T @ x, jnp.float32)
@@ -54,5 +54,5 @@ def test_smoothing_balances_inputs_and_weights():
     inputs, weights = np.abs(X).max(0), np.abs(WEIGHT).max(0)
     s = np.asarray(smoothing(jnp.asarray(inputs, jnp.float32), jnp.asarray(weights, jnp.float32), 0.5))
     assert np.allclose(s, np.sqrt(inputs / weights), rtol=1e-4)
-    assert np.allclose(inputs / s, weights * s, rtol=1e-4)  # alpha = 1/2: both are equally hard
+    assert np.allclose(inputs / s, weights * s, rtol=1e-4)  # alpha = 1/2: both have the same range
     assert np.isfinite(np.asarray(smoothing(jnp.zeros(4), jnp.zeros(4), 0.5))).all()

@@ -1,4 +1,4 @@
-"""Made weights, written as each format has them, and read back by the adapters that other tools' files go through."""
+"""Quantised weights, written in each format and read back by the adapters that also read the files of other tools."""
 
 import json
 import pathlib
@@ -45,7 +45,7 @@ CASES = {
 
 
 def test_a_short_last_group_is_asked_for():
-    """compressed-tensors and AutoAWQ refuse such files; the index of GPTQ's has room for it."""
+    """compressed-tensors and AutoAWQ reject short last groups; the group index of GPTQ allows them."""
     assert "groups of 64 do not divide its 96 inputs" in Recipe("int4", group_size=64).refusal(32, 96)
     assert "groups of 64 do not divide its 96 inputs" in Recipe("awq", group_size=64).refusal(32, 96)
     assert not Recipe("int4", group_size=64, short_groups=True).refusal(32, 96)
@@ -53,7 +53,7 @@ def test_a_short_last_group_is_asked_for():
     assert not Recipe("int4", group_size=-1).refusal(32, 96)
 
 
-# What differs from others in what is made, not in how it is written, takes seconds to compile.
+# Cases that differ in how weights are made, not in how they are written, take seconds to compile.
 SLOW = {"gptq", "gptq order", "gptq packed", "awq", "nf4", "fp8 inputs"}
 
 
@@ -71,7 +71,7 @@ def test_what_is_written_is_read_back(name: str, tmp_path: pathlib.Path):
     own = read["block.0.up.weight"]
     assert own.shape == weight.shape
     assert np.array_equal(own.dense(), np.asarray(made.dequantize()))
-    if "order" not in made.parts:  # within a group columns may stand in another order
+    if "order" not in made.parts:  # columns may be reordered within a group
         assert np.array_equal(own.read("codes").astype(np.float32), np.asarray(made.parts["codes"]).astype(np.float32))
     assert getattr(own.layout, "activations", "") == getattr(made.layout, "activations", "")
 

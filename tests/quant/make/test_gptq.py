@@ -1,4 +1,4 @@
-"""GPTQ against the paper's equations in float64, and what must hold of it whatever the numbers."""
+"""GPTQ against the paper's equations in float64, and its invariants for any numbers."""
 
 import pathlib
 
@@ -14,7 +14,7 @@ from jaxinfer.types import walk_specs
 from jaxinfer.weights.tree import Path
 from tests.quant.make.references import Paper, correlated, optimal_brain, output_error
 
-BORDER = 1e-3  # steps: what float32 leaves open of a weight to which hundreds of corrections were added
+BORDER = 1e-3  # steps: rounding error in float32 of a weight after hundreds of corrections
 
 
 def problem(out: int, inputs: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -36,8 +36,8 @@ def plain_codes(made: Made) -> np.ndarray:
 
 
 def agree(made: Made, paper: Paper, weight: np.ndarray, gram: np.ndarray) -> None:
-    """The same codes, and the same error of the outputs. Corrections are added up in float32: where a row has other
-    codes, its first one lay on the border of two. The error is then no longer the same, but near."""
+    """Check for the same codes and output error. Corrections are summed in float32: where codes of
+    a row differ, the first one was near a tie of two codes, and the error is no longer the same, but near."""
     margins = paper.differing(plain_codes(made))
     assert len(margins) <= 2
     assert (margins < BORDER).all()
@@ -46,7 +46,7 @@ def agree(made: Made, paper: Paper, weight: np.ndarray, gram: np.ndarray) -> Non
 
 
 def energy(weight: np.ndarray, gram: np.ndarray) -> float:
-    """The squared outputs of a weight."""
+    """Return the squared norm of a weight's outputs."""
     return float((weight.astype(np.float64) @ gram * weight).sum())
 
 
@@ -55,9 +55,9 @@ def energy(weight: np.ndarray, gram: np.ndarray) -> float:
     [
         (256, 128, True, False, False),
         (256, 64, False, False, False),
-        (192, 64, True, True, False),  # blocks of a group's width
+        (192, 64, True, True, False),  # blocks as wide as a group
         (256, 32, False, True, True),
-        (172, 0, True, False, False),  # one scale for all, 128 does not divide
+        (172, 0, True, False, False),  # one group; 128 does not divide 172
         (256, 256, True, True, False),  # a group of two blocks
     ],
 )
@@ -83,7 +83,7 @@ def test_larger_ones_are_the_papers(seed: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [0, 32])
 def test_the_weights_of_a_trained_layer_are_the_papers(group: int, test_data: pathlib.Path):
-    """stories260K's first layer, with the Gram matrices that are made of its inputs."""
+    """stories260K's first layer, with the Gram matrices of its inputs."""
     layer, grams = first_layer(test_data / "models" / "stories260K" / "hf")
     found = linears(layer.specs)
     assert len(found) == 7
@@ -96,7 +96,7 @@ def test_the_weights_of_a_trained_layer_are_the_papers(group: int, test_data: pa
 
 
 def first_layer(folder: pathlib.Path) -> tuple[LayerWeights, dict[Path, np.ndarray]]:
-    """The layer, and the Gram matrices of what its weights are multiplied with."""
+    """Return the layer and the Gram matrices of the inputs of its weights."""
     model = load_model(str(folder), "float32", show_progress=False)
     specs = dict(walk_specs(model.specs["layers_0"]))
     values = {path: np.array(model.params["layers_0"][path[0]][path[1]]) for path in specs}

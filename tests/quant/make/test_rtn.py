@@ -1,4 +1,4 @@
-"""Rounding to nearest: against float64, on weights that the grid holds exactly, and against what other tools wrote."""
+"""Round-to-nearest: against float64, on weights that the grid holds exactly, and against the output of other tools."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -26,7 +26,7 @@ def test_integers_are_those_of_float64(bits: int, symmetric: bool, group: int):
     codes = steps.code(groups, scale, zero)
     assert (np.asarray(made.parts["codes"]).astype(np.float64).reshape(codes.shape) == codes).mean() > 0.999
     expected = ((codes - zero) * scale).reshape(WEIGHT.shape)
-    # where float32 rounded a tie to the other side, the value is a step away
+    # where float32 rounded a tie the other way, the value is a step away
     assert (np.abs(np.asarray(made.dequantize()) - expected) < 1e-5).mean() > 0.999
 
 
@@ -78,13 +78,13 @@ def test_float8_is_the_nearest_e4m3(scale_dtype: str):
     scale = (np.abs(WEIGHT).max(1, keepdims=True) / 448).astype(np.dtype(scale_dtype)).astype(np.float32)
     expected = np.clip(WEIGHT / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
     assert np.allclose(np.asarray(made.parts["scales"], np.float32), scale, rtol=1e-6)
-    # a scale that differs in its last bit moves the few values that lie in the middle of two
+    # a scale that differs in its last bit moves the few values halfway between two codes
     assert (np.abs(np.asarray(made.dequantize()) / expected - 1) < 1e-6).mean() > 0.999
     assert np.isfinite(np.asarray(made.dequantize())).all()
 
 
 def test_float8_blocks_share_a_scale():
-    weight = RNG.normal(size=(200, 256)).astype(np.float32)  # the second block of outputs is a part of one
+    weight = RNG.normal(size=(200, 256)).astype(np.float32)  # the second block of outputs is partial
     scales = np.asarray(float8(jnp.asarray(weight), (128, 128)).parts["scales"])
     for row in (0, 1):
         for column in (0, 1):
@@ -95,7 +95,7 @@ def test_float8_blocks_share_a_scale():
 
 @pytest.mark.parametrize(("kind", "table", "inputs"), [("nf4", NF4, 256), ("fp4", FP4, 256), ("nf4", NF4, 172)])
 def test_codebooks_take_the_nearest_entry(kind: str, table: np.ndarray, inputs: int):
-    weight = WEIGHT[:16, :inputs]  # 16 rows of 172: blocks of 64 numbers cross them
+    weight = WEIGHT[:16, :inputs]  # 16 rows of 172: blocks of 64 weights cross rows
     made = codebook(jnp.asarray(weight), kind)
     blocks = weight.reshape(-1, 64).astype(np.float64)
     scale = np.abs(blocks).max(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints for the tests: small ones by hand, and what a file says of a weight as plain numbers."""
+"""Quantised checkpoints for the tests: small handmade ones, and their dequantised weights."""
 
 import json
 import pathlib
@@ -18,7 +18,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def save(folder: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """A safetensors file of any dtype that there is, those of 8-bit floats among them."""
+    """Save a safetensors file of any supported dtype, including 8-bit floats."""
     header, data = {}, b""
     for name, value in tensors.items():
         raw = np.ascontiguousarray(value).tobytes()
@@ -31,7 +31,7 @@ def save(folder: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
 def weights_of(
     folder: pathlib.Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]
 ) -> tuple[Mapping[str, StoredWeight], set[str]]:
-    """What is read of a checkpoint that is written first."""
+    """Write a checkpoint and return its stored weights and the names of the tensors consumed."""
     save(folder, tensors)
     return quantized_weights(open_checkpoint(folder), {"quantization_config": config})
 
@@ -42,7 +42,7 @@ def config_of(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def numbers(weight: StoredWeight) -> np.ndarray:
-    """A weight in float32, columns where the inputs have them; all its parts are as its layout says."""
+    """Return a weight dequantised to float32, columns in input order, after checking its arrays against its layout."""
     layout, inputs = weight.layout, weight.shape[-1]
     arrays = {}
     for name, part in layout.parts(inputs).items():
@@ -61,7 +61,7 @@ def numbers(weight: StoredWeight) -> np.ndarray:
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
-    """Integers [rows, fields] as int32 words [rows, words]: each row one little-endian stream of bits."""
+    """Pack integers [rows, fields] into int32 words [rows, words]: each row is one little-endian bit stream."""
     rows = []
     for row in values.tolist():
         stream = sum(value << (bits * place) for place, value in enumerate(row))

@@ -1,6 +1,6 @@
-"""auto-round: each way in which its releases say how weights are packed.
+"""auto-round: each way in which its releases declare how weights are packed.
 
-By hand, 0.16.1's own packers were read bit for bit: 2 to 8 bits, zero points as they are and less one.
+The packers of 0.16.1 were compared by hand, bitwise: 2 to 8 bits, zero points stored as they are and minus one.
 """
 
 import pathlib

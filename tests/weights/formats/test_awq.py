@@ -1,4 +1,4 @@
-"""AWQ by hand, with a shorter last group, and what is refused."""
+"""Handmade AWQ checkpoints, with a shorter last group, and rejected ones."""
 
 import pathlib
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ CONFIG = {"quant_method": "awq", "bits": 4, "group_size": SIZE, "version": "gemm
 
 
 def packed(values: np.ndarray) -> np.ndarray:
-    """Eight outputs a word; the nibbles from the lowest hold outputs 0, 2, 4, 6, 1, 3, 5 and 7."""
+    """Pack eight outputs per word; the nibbles from the lowest hold outputs 0, 2, 4, 6, 1, 3, 5 and 7."""
     words = np.zeros((values.shape[0], values.shape[1] // 8), np.uint32)
     for row in range(values.shape[0]):
         for output in range(values.shape[1]):
@@ -52,7 +52,7 @@ def test_a_weight(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_spellings(tmp_path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Of llm-awq, AutoAWQ, GPTQModel and auto-round."""
+    """Config keys of llm-awq, AutoAWQ, GPTQModel and auto-round."""
     tensors, expected = made()
     np.testing.assert_array_equal(numbers(weights_of(tmp_path, tensors, config)[0]["a.weight"]), expected)
 

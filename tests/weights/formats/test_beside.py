@@ -1,4 +1,4 @@
-"""Folders that say how weights are stored in a file beside config.json."""
+"""Folders that declare the quantisation in a file next to config.json."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ def written(folder: pathlib.Path, tensors: dict[str, np.ndarray], **files: Any) 
         ({"quantize_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}, test_awq.made()),
         ({"quant_config": {**GPTQ, "quant_method": "gptq"}}, test_gptq.made(4)),
         ({"config": {"quantization_config": None}, "quantize_config": GPTQ}, test_gptq.made(4)),
-        # what config.json says counts
+        # config.json takes precedence
         ({"config": {"quantization_config": AWQ}, "quantize_config": GPTQ}, test_awq.made()),
         (
             {"config": {"text_config": {"quantization_config": {**GPTQ, "method": "gptq"}}}, "quant_config": AWQ},
@@ -45,7 +45,7 @@ def written(folder: pathlib.Path, tensors: dict[str, np.ndarray], **files: Any) 
 def test_where_it_is_said(tmp_path: pathlib.Path, files: dict[str, Any], made: Any) -> None:
     tensors, expected = made
     opened = open_files(written(tmp_path, tensors, **files))
-    if "text_config" in opened.config_json:  # as of a wrapper's, which puts both together
+    if "text_config" in opened.config_json:  # a wrapper's config, which is merged with its text_config
         opened = open_files(written(tmp_path, tensors, config=opened.config_json["text_config"]))
     assert opened.quantized
     specs = opened._stored[0]
@@ -70,7 +70,7 @@ def test_a_file_that_is_no_object(tmp_path: pathlib.Path, text: str) -> None:
 def test_a_file_of_other_weights_is_passed_over(
     said: dict[str, Any], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Somebody has dequantised the model, and left the file."""
+    """A dequantised model may still have the quantisation file."""
     opened = open_files(written(tmp_path, {"a.weight": np.ones((2, 2), np.float32)}, quantize_config=said))
     with caplog.at_level(logging.WARNING, logger="jaxinfer"):
         assert not opened.quantized

@@ -1,4 +1,4 @@
-"""bitsandbytes by hand: blocks that cross rows, codes in tensors of floats, and what is refused."""
+"""Handmade bitsandbytes checkpoints: blocks that cross rows, codes in float tensors, and rejected ones."""
 
 import json
 import pathlib
@@ -33,7 +33,7 @@ def text(state: object) -> np.ndarray:
 
 
 def made(state: Mapping[str, Any] = STATE) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Tensors, and the weight by the definition: value after value of the flattened one."""
+    """Return tensors, and the weight by definition: value by value of the flattened weight."""
     tensors = {
         "a.weight": (CODES[0::2] << 4 | CODES[1::2]).reshape(-1, 1),
         "a.weight.quant_map": TABLE,
@@ -58,7 +58,7 @@ def test_four_bits(tmp_path: pathlib.Path, state: Mapping[str, Any]) -> None:
     weights, consumed = weights_of(tmp_path, tensors, FOUR)
     assert consumed == tensors.keys()
     layout = weights["a.weight"].layout
-    assert (layout.group, layout.nested) == (8, 8 if state is DOUBLE else 0)  # common divisors of 40 and 16, and 64
+    assert (layout.group, layout.nested) == (8, 8 if state is DOUBLE else 0)  # gcds of 40 with 16 and with 64
     np.testing.assert_array_equal(numbers(weights["a.weight"]), expected)
 
 

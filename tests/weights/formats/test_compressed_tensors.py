@@ -1,4 +1,4 @@
-"""compressed-tensors: what no fixture has, by hand, and what is refused."""
+"""compressed-tensors: handmade checkpoints for cases without a fixture, and rejected ones."""
 
 import pathlib
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def config(form: str, weights: Mapping[str, Any], inputs: Any = None, **more: An
 
 
 def packed(bits: int, index: np.ndarray | None = None) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Asymmetric, with a shorter last group, and the weight by the definition."""
+    """Return tensors of an asymmetric weight with a shorter last group, and the weight by definition."""
     rng = np.random.default_rng(bits)
     groups = -(-INPUTS // SIZE)
     codes = rng.integers(0, 2**bits, (OUT, INPUTS))
@@ -100,7 +100,7 @@ def test_asymmetric_integers(tmp_path: pathlib.Path) -> None:
         (TOKENS, "float8_e4m3fn", 0, False),
         ({**TOKENS, "strategy": "tensor", "dynamic": False}, "float8_e4m3fn", 0, True),
         ({**TOKENS, "strategy": "group", "group_size": 8}, "float8_e4m3fn", 8, False),
-        ({**TOKENS, "strategy": "tensor"}, "", 0, False),  # one scale a batch: results would depend on it
+        ({**TOKENS, "strategy": "tensor"}, "", 0, False),  # one scale per batch would make results depend on the batch
         ({**TOKENS, "symmetric": False}, "", 0, False),
         ({**TOKENS, "type": "int"}, "", 0, False),
         ({**TOKENS, "num_bits": 4}, "", 0, False),

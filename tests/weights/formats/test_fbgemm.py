@@ -1,4 +1,4 @@
-"""FBGEMM's FP8: a scale for each output, experts in one tensor, a bound of the inputs, and what is refused."""
+"""FBGEMM's FP8: per-output scales, experts in one tensor, an upper bound of inputs, and rejected checkpoints."""
 
 import pathlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoints that other people's tools wrote: every dequantised tensor, bit for bit."""
+"""Checkpoints written by other tools: every dequantised tensor is bitwise identical."""
 
 import hashlib
 import json

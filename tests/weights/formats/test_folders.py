@@ -1,4 +1,4 @@
-"""Folders as people have them, whose formats no library here writes: loaded and served as their plain numbers are."""
+"""Folders in formats that no installed library writes: loaded and served as their dequantised weights are."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ _OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def mlx(tensors: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
-    """As mlx-lm has it: experts in one tensor, what has whole groups in 4 bits, but routers and values in 8 and 6."""
+    """Convert to mlx-lm's format: experts in one tensor, 4 bits for whole groups, 8 for routers, 6 for v_proj."""
     stored, plain, others = Tensors(), Tensors(), dict[str, Any]()
     for name, tensor in stacked(tensors).items():
         module, bits = name.removesuffix(".weight"), 4
@@ -88,7 +88,7 @@ def fbgemm(tensors: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
 
 
 def dynamic(tensors: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
-    """GPTQModel's, of which parts of one fused parameter differ: 8 bits, 4 bits, and plain numbers."""
+    """Convert to GPTQModel's format: projections of a fused parameter in 8 bits, 4 bits, and unquantized."""
     stored, plain = Tensors(), Tensors()
     for name, tensor in tensors.items():
         module, bits = name.removesuffix(".weight"), 8 if name.endswith(("q_proj.weight", "up_proj.weight")) else 4
@@ -113,7 +113,7 @@ def dynamic(tensors: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
 def folders(
     folder: pathlib.Path, case: str, convert: Callable[[Tensors], tuple[Tensors, Tensors, dict[str, Any]]]
 ) -> tuple[Model, Model]:
-    """The model of the folder in the format, and that of the same numbers."""
+    """Return the model of the quantised folder and that of its dequantised weights."""
     model = golden(case)
     stored, plain, said = convert(model.tensors())
     for name, tensors, config in (("stored", stored, model.config | said), ("plain", plain, model.config)):

@@ -1,4 +1,4 @@
-"""Which adapter reads a checkpoint."""
+"""Choice of the format adapter that reads a checkpoint."""
 
 import pathlib
 from typing import Any

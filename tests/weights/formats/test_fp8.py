@@ -1,4 +1,4 @@
-"""FP8 with blocks, partial ones at the edges too, with one scale, and what is refused."""
+"""FP8 with block scales (partial blocks at the edges included), with one scale, and rejected checkpoints."""
 
 import pathlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""GPTQ: every width and version by hand, and each way in which a file can be wrong."""
+"""GPTQ: handmade checkpoints of every width and version, and each kind of invalid file."""
 
 import pathlib
 import tracemalloc
@@ -17,7 +17,7 @@ OUT = 32
 def made(
     bits: int, inputs: int = 96, size: int = 32, index: np.ndarray | None = None, symmetric: bool = False
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Tensors of version 2, and the weight [out, in] by the definition, one value after another."""
+    """Return tensors of version 2, and the weight [out, in] by definition, value by value."""
     rng = np.random.default_rng(bits)
     groups = -(-inputs // size)
     group_of = np.arange(inputs) // size if index is None else index
@@ -44,7 +44,7 @@ def config(bits: int, size: int = 32, **more: Any) -> dict[str, Any]:
 
 
 def as_version_1(zeros: np.ndarray, bits: int, out: int) -> np.ndarray:
-    """One less in each field, subtracted from whole words; of fields that cross words, from each by itself."""
+    """Subtract one from each zero point, as version 1 stores them: per word, or per field where fields cross words."""
     if 32 % bits:
         rows, most = [int.from_bytes(row.tobytes(), "little") for row in zeros], 2**bits
         return pack(np.array([[((row >> bits * at) % most - 1) % most for at in range(out)] for row in rows]), bits)
@@ -59,7 +59,7 @@ def test_widths_and_versions(tmp_path: pathlib.Path, bits: int, version: int) ->
     tensors, expected = made(bits)
     if version == 1:
         tensors["a.qzeros"] = as_version_1(tensors["a.qzeros"], bits, OUT)
-    form = {} if version == 2 else {"checkpoint_format": None}  # absent: version 1
+    form = {} if version == 2 else {"checkpoint_format": None}  # no checkpoint_format: version 1
     weights, consumed = weights_of(tmp_path, tensors, config(bits, **form))
     assert consumed == tensors.keys()
     np.testing.assert_array_equal(numbers(weights["a.weight"]), expected)
@@ -70,7 +70,7 @@ def test_widths_and_versions(tmp_path: pathlib.Path, bits: int, version: int) ->
 @pytest.mark.parametrize("said", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_symmetric_ones_have_no_zeros(tmp_path: pathlib.Path, bits: int, said: str, stored: int) -> None:
-    """In whichever version they are stored, and whichever the configuration says."""
+    """Symmetric weights read the same in either stored version, and with either version in the config."""
     tensors, expected = made(bits, symmetric=True)
     if stored == 1:
         tensors["a.qzeros"] = as_version_1(tensors["a.qzeros"], bits, OUT)
@@ -86,7 +86,7 @@ def test_columns_in_another_order(tmp_path: pathlib.Path) -> None:
     assert weight.layout.ordered
     assert weight.inputs_digest
     np.testing.assert_array_equal(numbers(weight), expected)
-    # columns of a group stand side by side, and in the order of the inputs within it
+    # groups are contiguous, with columns in input order within each group
     order = weight.read("order")
     np.testing.assert_array_equal(order, [i for g in range(3) for i in range(96) if index[i] == g])
 

@@ -1,4 +1,4 @@
-"""What reading a quantised weight takes on the host: hardly more than the part that is asked for."""
+"""Host memory for reading a quantised weight: hardly more than the array that is read."""
 
 import pathlib
 import tracemalloc
@@ -16,7 +16,7 @@ SIZE = 1024
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "plain"])
 def test_a_part_is_made_without_wide_copies(kind: str, tmp_path: pathlib.Path):
-    """Numbers of 4 bits take a byte each on the host; unpacked as int32 all at once they would take four more."""
+    """4-bit codes take a byte each on the host; unpacked as int32 all at once they would take four more."""
     save(tmp_path, module(kind, "model.layers.0.mlp.down_proj", SIZE, SIZE, np.random.default_rng(0)))
     weights, _ = quantized_weights(open_checkpoint(tmp_path), {"quantization_config": FORMATS[kind]})
     (weight,) = weights.values()

@@ -1,4 +1,4 @@
-"""MLX by hand: every number of bits and every mode by their definitions, what differs by module, what is refused."""
+"""Handmade MLX checkpoints: every bit width and mode by definition, per-module settings, and rejected ones."""
 
 import json
 import pathlib
@@ -30,7 +30,7 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
 def affine(
     name: str, bits: int, group: int, outs: tuple[int, ...] = (OUT,), dtype: Any = ml_dtypes.bfloat16
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Tensors, and the weight as MLX's documentation defines it: scale * code + bias, here in float32."""
+    """Return tensors, and the weight by MLX's documentation: scale * code + bias, here in float32."""
     codes = RNG.integers(0, 1 << bits, (*outs, INPUTS))
     scales, biases = (RNG.normal(0, 0.1, (*outs, INPUTS // group)).astype(dtype) for _ in range(2))
     by_code = [np.repeat(value.astype(np.float32), group, axis=-1) for value in (scales, biases)]
@@ -67,7 +67,7 @@ def test_experts_are_one_tensor(tmp_path: pathlib.Path) -> None:
 def floats(mode: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
     group, bits = (16 if mode == "nvfp4" else 32), (8 if mode == "mxfp8" else 4)
     codes = RNG.integers(0, 1 << bits, (OUT, INPUTS))
-    codes[codes & 0x7F == 0x7F] = 0  # those that stand for NaN
+    codes[codes & 0x7F == 0x7F] = 0  # codes of NaN
     if mode == "nvfp4":
         scales = RNG.uniform(0.01, 2, (OUT, INPUTS // group)).astype(ml_dtypes.float8_e4m3fn)
         factors = scales.astype(np.float32)
@@ -88,7 +88,7 @@ def test_floats(tmp_path: pathlib.Path, mode: str, bits: int, group: int) -> Non
 
 
 def test_modules_that_differ(tmp_path: pathlib.Path) -> None:
-    """A module's own mode is affine where it names none, whatever that of all is; its bits and group likewise."""
+    """A module that names no mode is affine under any global mode; its bits and group size default likewise."""
     first, expected_first = floats("mxfp4")
     second, expected_second = affine("b", 8, 64)
     third, expected_third = affine("c.d", 6, 32)
@@ -144,7 +144,7 @@ def test_experts_with_biases_are_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_where_a_folder_says_it(tmp_path: pathlib.Path) -> None:
-    """mlx-lm writes the same under two names, one of which is that of other formats without a ``quant_method``."""
+    """mlx-lm writes the config under two names, one of them the key of other formats without a ``quant_method``."""
     said = {"group_size": 64, "bits": 4}
     whole = {"architectures": ["A"], "quantization": said, "quantization_config": said}
     (tmp_path / "config.json").write_text(json.dumps(whole))

@@ -1,4 +1,4 @@
-"""ModelOpt's exports, by the definition, and what is refused."""
+"""ModelOpt's exports against their definition, and rejected checkpoints."""
 
 import json
 import pathlib

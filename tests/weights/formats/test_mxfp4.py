@@ -1,4 +1,4 @@
-"""Experts of gpt-oss by hand."""
+"""Handmade MXFP4 experts of gpt-oss."""
 
 import pathlib
 

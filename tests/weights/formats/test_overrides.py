@@ -1,4 +1,4 @@
-"""Modules that differ from the rest of their checkpoint, as GPTQModel and auto-round say it."""
+"""Per-module settings that override those of the checkpoint, as GPTQModel and auto-round write them."""
 
 import pathlib
 from typing import Any
@@ -15,7 +15,7 @@ ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False
 
 
 def of_three(prefix: str = "") -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A module of 4 bits in groups of 32, one of 8 bits in groups of 48, and a head of 2 bits in one group."""
+    """Return a module of 4 bits in groups of 32, one of 8 bits in groups of 48, and a head of 2 bits in one group."""
     tensors, expected = {}, {}
     for name, bits, size in ((UP, 4, 32), (DOWN, 8, 48), (HEAD, 2, 96)):
         name = name.replace("model.", prefix) if prefix else name
@@ -38,7 +38,7 @@ def assert_read(folder: pathlib.Path, said: dict[str, Any], prefix: str = "") ->
     [
         {r"+:.*down_proj": {"bits": 8, "group_size": 48}, "+:lm_head": {"bits": 2, "group_size": -1}},
         {r"model\.layers\.0\.mlp\.down": {"bits": 8.0, "group_size": "48"}, "lm_head": {"bits": 2, "group_size": -1}},
-        # the first that matches counts, and nothing of another
+        # the first matching rule applies alone
         {
             r".*\.0\..*down_proj$": {"bits": 8, "group_size": 48},
             r".*proj": {},

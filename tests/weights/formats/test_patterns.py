@@ -1,4 +1,4 @@
-"""Patterns out of config.json on names of modules."""
+"""Regular expressions of config.json, matched with module names."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""Groups of compressed-tensors: which one a weight belongs to, and what is refused of them."""
+"""Config groups of compressed-tensors: the group of each weight, and rejected groups."""
 
 import time
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ WEIGHTS = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
 
 
 def schemes(*targets: list[str], **more: Any) -> Schemes:
-    """Groups of 4 and of 8 bits in turn."""
+    """Return groups of 4 and 8 bits in turn."""
     groups = {
         f"group_{i}": {"targets": names, "weights": {**WEIGHTS, "num_bits": 4 + i % 2 * 4}}
         for i, names in enumerate(targets)
@@ -25,8 +25,8 @@ def schemes(*targets: list[str], **more: Any) -> Schemes:
 @pytest.mark.parametrize(
     ("module", "bits"),
     [
-        ("model.layers.0.mlp.down_proj", 8),  # by its name, whatever comes first
-        ("model.layers.1.mlp.down_proj", 4),  # of two patterns the first
+        ("model.layers.0.mlp.down_proj", 8),  # its name takes precedence
+        ("model.layers.1.mlp.down_proj", 4),  # the first of two patterns
         ("model.layers.1.mlp.up_proj", 8),
         ("model.layers.1.self_attn.q_proj", 4),  # by its class
     ],

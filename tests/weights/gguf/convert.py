@@ -1,4 +1,4 @@
-"""What llama.cpp's converter does to a Hugging Face checkpoint, in short: the way there, to test the way back."""
+"""A short version of llama.cpp's converter from Hugging Face checkpoints to GGUF, to test the way back."""
 
 import math
 import re
@@ -97,11 +97,11 @@ _WINDOWED = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text")
 def converted(
     config: Json, tensors: Mapping[str, np.ndarray], eps: float, split_latents: bool = False
 ) -> tuple[dict[str, Any], Tensors]:
-    """Metadata and tensors of the GGUF file.
+    """Return metadata and tensors of the GGUF file.
 
     Args:
-        eps: of the norms, which config.json may leave out.
-        split_latents: DeepSeek's ``kv_b_proj`` in two parts, as newer converters write it.
+        eps: epsilon of the norms, which config.json may leave out.
+        split_latents: split DeepSeek's ``kv_b_proj`` into keys and values, as newer converters do.
     """
     kind = config["model_type"]
     arch = architecture(kind)

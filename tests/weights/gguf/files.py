@@ -1,4 +1,4 @@
-"""GGUF files for the tests, right and wrong ones."""
+"""GGUF files for the tests, valid and invalid."""
 
 import pathlib
 import struct
@@ -32,7 +32,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def typed(value: Any) -> bytes:
-    """A value behind the number of its type."""
+    """Return the bytes of a value after its type number."""
     number, raw = _numbered(value)
     return struct.pack("<I", number) + raw
 
@@ -68,7 +68,7 @@ def entry(name: str, shape: tuple[int, ...], number: int, offset: int) -> bytes:
 def gguf_bytes(
     metadata: Mapping[str, Any], tensors: "Mapping[str, np.ndarray | Blocks]", alignment: int = 32, version: int = 3
 ) -> bytes:
-    """A whole file."""
+    """Return the bytes of a whole file."""
     keys = dict(metadata) if alignment == 32 else {**metadata, "general.alignment": alignment}
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))
     head += b"".join(text(key) + typed(value) for key, value in keys.items())
@@ -89,7 +89,7 @@ def write_gguf(
 
 
 def q8_0(values: np.ndarray) -> Blocks:
-    """Rounded by the simplest rule."""
+    """Quantise to Q8_0 by round-to-nearest."""
     groups = values.astype(np.float32).reshape(-1, 32)
     scales = (np.abs(groups).max(-1, keepdims=True) / 127).astype("<f2")
     divisor = np.where(scales == 0, 1, scales).astype(np.float32)
@@ -97,7 +97,7 @@ def q8_0(values: np.ndarray) -> Blocks:
     return "Q8_0", values.shape, np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=-1).tobytes()
 
 
-# Where a block holds its float16 numbers, of kinds that files of fewer than four bits a weight mix.
+# Byte offsets of a block's float16 values, for kinds that are mixed in files of fewer than four bits a weight.
 HALVES = {
     "IQ1_S": (0,),
     "IQ2_XXS": (0,),
@@ -118,7 +118,7 @@ MIXED = ("IQ1_M", *HALVES)
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Blocks:
-    """Random bytes, but for scales such that a row's product with ones of its size is about 1."""
+    """Return random blocks, with scales such that a row's product with inputs of unit size is about 1."""
     elements, size = KINDS[kind].elements, KINDS[kind].bytes
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
     _set_scales(kind, blocks, 1.0)
@@ -131,7 +131,7 @@ def _set_scales(kind: str, blocks: np.ndarray, scale: float) -> None:
     raw = np.array([scale], "<f2")
     for at in HALVES.get(kind, ()):
         blocks[..., at : at + 2] = raw.view(np.uint8)
-    if kind == "IQ1_M":  # four bits of it in the highest ones of each of the last four words
+    if kind == "IQ1_M":  # four bits of the scale in the highest bits of each of the last four words
         words = np.ascontiguousarray(blocks[..., 48:]).view("<u2") & 0x0FFF
         quarters = (raw.view("<u2") >> np.arange(0, 16, 4, dtype="<u2")) << 12
         blocks[..., 48:] = (words | quarters).astype("<u2").view(np.uint8)
@@ -161,7 +161,7 @@ MIXED_TINY = {**TINY, "llama.embedding_length": 256, "llama.feed_forward_length"
 
 
 def tiny_tensors() -> "dict[str, np.ndarray | Blocks]":
-    """Those of `TINY`: one layer, its matrices in blocks of two kinds."""
+    """Return the tensors of `TINY`: one layer, with Q8_0 and float matrices."""
     rng = np.random.default_rng(0)
 
     def matrix(*shape: int) -> np.ndarray:
@@ -184,7 +184,7 @@ def tiny_tensors() -> "dict[str, np.ndarray | Blocks]":
 
 
 def mixed_tensors(experts: int = 0) -> "dict[str, np.ndarray | Blocks]":
-    """Those of `MIXED_TINY`, in blocks of seven kinds with codebooks and more, as files of few bits mix them."""
+    """Return the tensors of `MIXED_TINY`, in many kinds of blocks, as files of few bits a weight mix them."""
     rng, width = np.random.default_rng(3), 256
 
     def block(kind: str, *shape: int) -> Blocks:
@@ -210,7 +210,7 @@ def mixed_tensors(experts: int = 0) -> "dict[str, np.ndarray | Blocks]":
 
 
 def dequantized_logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarray:
-    """Float32 logits of weights that are plain numbers."""
+    """Return float32 logits of a model with dequantised weights."""
     model = abstract(dict(checkpoint.config_json), "float32", "fixture")
     specs = model.specs
     stored = StoredCheckpoint(checkpoint, checkpoint.weights, frozenset(), specs)
@@ -219,13 +219,13 @@ def dequantized_logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarra
 
 
 def logits_of(path: pathlib.Path, ids: list[int]) -> np.ndarray:
-    """Float32 logits [T, V] of a model as users load it."""
+    """Return float32 logits [T, V] of a model loaded through the public API."""
     model = load_model(str(path), "float32", show_progress=False)
     return np.asarray(model.apply(model.params, jnp.asarray(ids)))
 
 
 def saved(folder: pathlib.Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> pathlib.Path:
-    """A Hugging Face folder."""
+    """Save a Hugging Face folder and return it."""
     write_json(folder / "config.json", config)
     write_json(folder / "tokenizer.json", tokenizer_json(config["vocab_size"]))
     save_file(dict(tensors), folder / "model.safetensors")

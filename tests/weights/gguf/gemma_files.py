@@ -1,5 +1,5 @@
-"""What llama.cpp's converter makes of the tensors of Gemma 3n and Gemma 4, in short. Its own files have the same bytes:
-``tests/goldens/gguf`` holds their sums."""
+"""A short version of llama.cpp's conversion of Gemma 3n and Gemma 4 tensors. The files of the converter have the same
+bytes: ``tests/goldens/gguf`` has their checksums."""
 
 import re
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ _STREAMS = {"projections": "altup_proj.weight", "unembed_projections": "altup_un
 
 
 def tensors_of_file(config: Json, metadata: Json, tensors: Mapping[str, np.ndarray]) -> Tensors:
-    """The tensors of the GGUF file that has ``metadata``."""
+    """Return the tensors of the GGUF file that has ``metadata``."""
     made: Tensors = {}
     stacks: dict[str, list[np.ndarray]] = {}
     for name, tensor in tensors.items():

@@ -1,5 +1,5 @@
-"""What llama.cpp's converter makes of Qwen3-Next and Qwen3.5: restated from ``Qwen3NextModel`` and
-``_LinearAttentionVReorderBase`` of its text, with names and keys of its package ``gguf`` 0.19."""
+"""A restatement of llama.cpp's conversion of Qwen3-Next and Qwen3.5 (``Qwen3NextModel`` and
+``_LinearAttentionVReorderBase``), with names and keys of its package ``gguf`` 0.19."""
 
 import re
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _INNER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 def converted(config: Json, tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, Any], Tensors]:
-    """Metadata and tensors of the file."""
+    """Return metadata and tensors of the file."""
     made: Tensors = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
@@ -98,7 +98,7 @@ def _one(config: Json, name: str, tensor: np.ndarray) -> Tensors:
 
 
 def _kinds(config: Json, tensor: np.ndarray) -> list[np.ndarray]:
-    """Queries, keys, values and gates of all heads, of rows by key heads."""
+    """Split rows grouped by key head into queries, keys, values and gates of all heads."""
     keys, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
     parts = np.split(tensor.reshape(keys, -1, tensor.shape[-1]), [size, 2 * size, 2 * size + values], axis=1)

@@ -1,5 +1,5 @@
-"""What llama.cpp's converter makes of the tensors of newer architectures, in short. Its own files have the same bytes:
-``tests/goldens/gguf`` holds their sums."""
+"""A short version of llama.cpp's conversion of newer architectures' tensors. The files of the converter have the same
+bytes: ``tests/goldens/gguf`` has their checksums."""
 
 import re
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ _INNER = re.compile(r"(?:model|gpt_neox)\.layers\.(\d+)\.(.*)")
 
 
 def tensors_of_file(config: Json, tensors: Mapping[str, np.ndarray]) -> Tensors:
-    """The tensors of the GGUF file, without those of its rotary embedding."""
+    """Return the tensors of the GGUF file, without those of its rotary embedding."""
     made: Tensors = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
@@ -120,7 +120,7 @@ def _moved(config: Json, kind: str, stem: str, tensor: np.ndarray) -> np.ndarray
 
 
 def _stack(kind: str, ending: str, tensor: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """All experts' tensors of gpt-oss, whose gates and ups take turns, and of Llama 4, whose halves they are."""
+    """Return the expert tensors of gpt-oss, whose gate and up rows alternate, or of Llama 4, where they are halves."""
     bias, upright = ending.endswith("_bias"), tensor if ending.endswith("_bias") else tensor.swapaxes(1, 2)
     form = f"ffn_{{}}_exps.{'bias' if bias else 'weight'}"
     if ending.startswith("down_proj"):

@@ -1,4 +1,4 @@
-"""GGUF files: what llama.cpp wrote is read exactly, and weights come in the layouts that are exact."""
+"""GGUF files: those of llama.cpp are read exactly, and weights keep exact layouts."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def opened(path: pathlib.Path, *leave_out: str, **changes: Any) -> GgufCheckpoin
 
 
 def agrees(folder: pathlib.Path) -> None:
-    """From its storages the model has the logits that transformers has of the dequantised weights."""
+    """Check the logits of the stored weights against those of transformers with dequantised weights."""
     with np.load(folder / "expected.npz") as expected:
         ids, exact = expected["input_ids"].reshape(-1), expected["logits_dequant_f32"]
     model = load_model(str(folder / "model.gguf"), "float32", show_progress=False)
@@ -59,7 +59,7 @@ def test_logits_of_all(test_data: pathlib.Path) -> None:
 
 
 def test_stored_weights_are_the_files_own(test_data: pathlib.Path) -> None:
-    """Every layout, against the hashes of the file's maker; rows of queries and keys stand in another order there."""
+    """Every layout matches the hashes of the fixture's maker, after reordering the rows of queries and keys."""
     folder = test_data / "models" / "quantised" / "gguf-A1-ZOO2"
     sums = json.loads((folder / "MADE_BY.json").read_text())["sha256_of_dequantised_f32_le_bytes"]
     weights = open_gguf(folder / "model.gguf").weights
@@ -114,7 +114,7 @@ def test_a_layout_has_the_values_of_its_blocks(kind: str) -> None:
 
 
 def with_halves(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Every two bytes that could be a float16 are a small one, whatever the kind."""
+    """Return blocks with a small value in every two bytes that could be a float16, for any kind."""
     small = rng.integers(0, 0x30, blocks.shape, dtype=np.uint8)
     at = np.arange(blocks.shape[-1]) % 2 == 1
     return np.where(at, small, blocks)
@@ -221,7 +221,7 @@ def test_norms_and_vectors_in_blocks_are_numbers(path: pathlib.Path) -> None:
 
 
 def test_latents_in_blocks(path: pathlib.Path) -> None:
-    """Keys lie transposed: what is quantised along one dimension is a matrix along the other."""
+    """Keys are stored transposed: blocks along one dimension are read as a matrix along the other."""
     metadata = {key.replace("llama.", "deepseek2."): value for key, value in TINY.items()}
     latent = {
         "attention.kv_lora_rank": 64,

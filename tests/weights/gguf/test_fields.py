@@ -1,4 +1,4 @@
-"""Rotary embeddings that metadata describe: cosines and sines are those of llama.cpp's equations."""
+"""Rotary embeddings given by metadata: cosines and sines match llama.cpp's equations."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def angles(model: Described) -> np.ndarray:
 
 
 def reference(keys: dict[str, Any], factors: np.ndarray | None = None) -> np.ndarray:
-    """`rope_yarn` of ggml, and what llama.cpp gives it: hparams of `load_hparams`, and of them cparams."""
+    """Compute `rope_yarn` of ggml with the arguments that llama.cpp derives from the metadata (hparams, cparams)."""
     kind = keys.get("rope.scaling.type", "linear")
     divisor = keys.get(NEW, keys.get(OLD, 0.0)) or 1.0
     scale = 1.0 if kind == "none" else 1.0 / divisor

@@ -1,4 +1,4 @@
-"""GGUF files that lie: each is loaded or refused with one sentence, in little memory and time."""
+"""Malformed GGUF files: each is loaded or rejected with one sentence, in bounded memory and time."""
 
 import pathlib
 import random
@@ -56,7 +56,7 @@ def aligned(raw: bytes, alignment: int = 32) -> bytes:
 
 
 def two(first: int, second: int, count: int = 4, alignment: bytes = b"") -> bytes:
-    """Two tensors of F32 at two offsets."""
+    """Return a file of two F32 tensors at two offsets."""
     entries = entry("x", (count,), 0, first) + entry("y", (count,), 0, second)
     return aligned(head(2, 1 if alignment else 0) + alignment + entries) + ONES
 
@@ -140,7 +140,7 @@ def test_what_is_refused_says_which_and_why(path: pathlib.Path, number: int) -> 
 
 
 def test_every_other_number_of_ggml_is_read() -> None:
-    """0 to 42, as of August 2026."""
+    """Every type number from 0 to 42, as of August 2026, is read or listed as no type of files."""
     assert {*PLAIN, *BLOCKS} == set(range(43)) - NO_TYPES.keys()
 
 
@@ -198,7 +198,7 @@ MIXED = gguf_bytes(MIXED_TINY, mixed_tensors())
 
 
 def load(path: pathlib.Path) -> bool:
-    """Everything that a door does with a file; False where it is refused."""
+    """Load a file with config, tokenizer, template and tensors; return False where it is rejected."""
     try:
         checkpoint = open_gguf(path)
         abstract(dict(checkpoint.config_json), "float32", "mutant")
@@ -217,7 +217,7 @@ def load(path: pathlib.Path) -> bool:
 
 
 class bounded:  # noqa: N801  reads as a statement
-    """The block takes little memory and time."""
+    """A context manager that asserts bounds on the memory and time of its block."""
 
     def __init__(self, megabytes: int, seconds: float = 20.0) -> None:
         self._bytes, self._seconds = megabytes << 20, seconds
@@ -252,12 +252,12 @@ def test_truncated(path: pathlib.Path, whole: bytes, step: int) -> None:
 
 
 def described(whole: bytes) -> int:
-    """How many bytes of a file describe it."""
+    """Return the length in bytes of a file's header."""
     return whole.rindex(b"output_norm.weight") + 64
 
 
 def mutants(whole: bytes, seed: int, count: int) -> Iterator[bytes]:
-    """Bytes changed, numbers made large, pieces cut, doubled or exchanged; mostly where the file describes itself."""
+    """Yield mutants: bytes changed, numbers made large, slices cut, doubled or exchanged, mostly in the header."""
     chance, first = random.Random(seed), described(whole)
     for _ in range(count):
         content = bytearray(whole)

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 as GGUF there and back, in plain numbers and in blocks; what files cannot say is refused."""
+"""Qwen3-Next and Qwen3.5 as GGUF and back, dense and in blocks; settings that files cannot express are rejected."""
 
 import pathlib
 from typing import Any
@@ -36,7 +36,7 @@ def written(path: pathlib.Path, name: str, without: str = "", **changes: Any) ->
 
 
 def same_tensors(checkpoint: GgufCheckpoint, expected: dict[str, np.ndarray]) -> None:
-    """Bit for bit, but for norms, which one was added to, and decays, which were raised to powers of e."""
+    """Check that tensors are bitwise identical, except norms (stored plus one) and decays (stored as powers of e)."""
     assert checkpoint.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert checkpoint.tensors[name].shape == tensor.shape, name
@@ -50,7 +50,7 @@ def test_there_and_back(tmp_path: pathlib.Path, name: str) -> None:
     told = dict(checkpoint.config_json)
     family = family_for(case.config)
     assert family_for(told) is family
-    assert family.config(told) == family.config(case.config | {"norm_topk_prob": True})  # files cannot say otherwise
+    assert family.config(told) == family.config(case.config | {"norm_topk_prob": True})  # files have no norm_topk_prob
     same_tensors(checkpoint, case.tensors())
 
 
@@ -59,9 +59,9 @@ def test_every_architecture_has_a_case() -> None:
 
 
 def with_values(name: str, values: int) -> tuple[Golden, dict[str, Any], dict[str, np.ndarray]]:
-    """A case, its config and tensors with so many value heads a key head.
+    """Return a case, its config and tensors with ``values`` value heads per key head.
 
-    With two of two, an order and its inverse are the same.
+    With two key heads of two value heads, the reordering is its own inverse.
     """
     case = load(GOLDENS / name)
     sizes = {4: 2 * values, 8: 4 * values, 96: 48 * values, 160: 64 + 48 * values, 256: 64 + 96 * values}
@@ -71,7 +71,7 @@ def with_values(name: str, values: int) -> tuple[Golden, dict[str, Any], dict[st
 
 
 def _grown(name: str, shape: tuple[int, ...], sizes: dict[int, int]) -> tuple[int, ...]:
-    """Of two key heads of 16 and four value heads of 24, a recurrence's shape for as many as ``sizes`` are for."""
+    """Return the shape of a recurrence tensor, from two key heads of 16 and four value heads of 24 to ``sizes``."""
     if "linear_attn" not in name:
         return shape
     kept = shape[1:] if name.endswith("conv1d.weight") else tuple(sizes.get(size, size) for size in shape[1:])
@@ -85,15 +85,15 @@ def test_three_value_heads_of_a_key_head(tmp_path: pathlib.Path, name: str) -> N
 
 
 def rounded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Decays as a file rounds them: it has powers of e in float32, which alone moves logits by 3e-6."""
+    """Return decays as a file rounds them, to powers of e in float32, which alone moves logits by 3e-6."""
     return {key: np.log(np.exp(tensor)) if key.endswith("A_log") else tensor for key, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("values", [2, 3])
 @pytest.mark.parametrize("name", EACH)
 def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str, values: int) -> None:
-    """And, of the golden file's own heads, those of transformers, whatever a file rounds: with room for what that alone
-    moves, which no processor adds up like another."""
+    """Logits of the golden file's own heads also match transformers, within twice the bound: a file's rounding moves
+    logits, by amounts that depend on the processor's order of sums."""
     case, config, tensors = with_values(name, values)
     metadata, filed = converted(config, tensors)
     path = write_gguf(tmp_path / "model.gguf", metadata | TOKENIZER, filed)
@@ -116,7 +116,7 @@ def test_the_first_files_have_projections_in_one(tmp_path: pathlib.Path) -> None
 
 
 def test_what_predicts_further_tokens_is_passed_over(tmp_path: pathlib.Path) -> None:
-    """It is the layer behind the last, and has the names that the family ignores."""
+    """MTP layers follow the last layer and get names that the family ignores."""
     case = load(GOLDENS / "qwen3_5_text-dense")
     metadata, tensors = converted(case.config, case.tensors())
     metadata |= {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
@@ -129,7 +129,7 @@ def test_what_predicts_further_tokens_is_passed_over(tmp_path: pathlib.Path) -> 
 
 
 def in_blocks(path: pathlib.Path, name: str, value_dim: int) -> tuple[dict[str, np.ndarray], GgufCheckpoint]:
-    """The recurrence's matrices of a model of 64 numbers a token in Q8_0, and the plain tensors that they were."""
+    """Return the dense tensors of a model of hidden size 64, and a file with its recurrence matrices in Q8_0."""
     case = load(GOLDENS / name)
     values = 4 * value_dim
     config = case.config | {"hidden_size": 64, "linear_value_head_dim": value_dim}
@@ -153,7 +153,7 @@ def in_blocks(path: pathlib.Path, name: str, value_dim: int) -> tuple[dict[str, 
 @pytest.mark.parametrize("value_dim", [32, 24])
 @pytest.mark.parametrize("name", ["qwen3_next-hub", "qwen3_5_text-dense"])
 def test_blocks_are_moved_and_not_cut(tmp_path: pathlib.Path, name: str, value_dim: int) -> None:
-    """Where heads are not of whole blocks, a projection whose columns were moved becomes plain numbers."""
+    """A projection with reordered columns is dequantised where heads are not whole blocks."""
     plain, checkpoint = in_blocks(tmp_path, name, value_dim)
     inner = "model.layers.0.linear_attn."
     names = {inner + "out_proj.weight"} | {

@@ -1,4 +1,4 @@
-"""Experts whose gates and ups are one tensor in a checkpoint and two in a GGUF file: as numbers, and in blocks."""
+"""Experts whose gate and up are one tensor in a checkpoint and two in a GGUF file: dense, and in blocks."""
 
 import pathlib
 from typing import Any
@@ -99,14 +99,14 @@ def test_parts_of_two_kinds_are_numbers(tmp_path: pathlib.Path) -> None:
 
 
 def mxfp4(codes: np.ndarray, scales: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    """Blocks of codes [*out, in] and of exponents [*out, in / 32]: the first half of a block lies in low nibbles."""
+    """Return blocks of codes [*out, in] and exponents [*out, in / 32]; low nibbles have the first half of a block."""
     groups = codes.reshape(*scales.shape, 2, 16)
     nibbles = groups[..., 0, :] | groups[..., 1, :] << 4
     return "MXFP4", codes.shape, np.concatenate([scales[..., None], nibbles], axis=-1).astype(np.uint8).tobytes()
 
 
 def test_gpt_oss_as_it_was_published(tmp_path: pathlib.Path) -> None:
-    """The same codes and scales as of its folder, whose nibbles are neighbours and whose gates and ups take turns."""
+    """Codes and scales equal those of the published folder, which pairs adjacent nibbles and alternates gate and up."""
     codes = RNG.integers(0, 16, (EXPERTS, 2 * SIZE, WIDTH), np.uint8)
     scales = RNG.integers(100, 140, (EXPERTS, 2 * SIZE, WIDTH // 32), np.uint8)
     pairs = codes.reshape(EXPERTS, 2 * SIZE, WIDTH // 32, 16, 2)

@@ -1,4 +1,4 @@
-"""Each architecture there and back: a checkpoint as llama.cpp's converter writes it gives the same config and tensors.
+"""Each architecture as GGUF and back: files as llama.cpp's converter writes them give the same config and tensors.
 
 The checkpoints are those of the oracle's golden files; a case that a GGUF file cannot express is not listed.
 """
@@ -21,7 +21,7 @@ from tests.weights.gguf.convert import architecture, converted
 from tests.weights.gguf.files import write_gguf
 from tools.oracle.golden import Golden, load
 
-# What config.json must say besides, so that the file can: see `_score_size`.
+# Changes to config.json that a file needs to express it: see `_score_size`.
 CASES: dict[str, dict[str, Any]] = {
     "llama-head80": {},
     "llama-biases": {},
@@ -76,7 +76,7 @@ def check(case: Golden, config: dict[str, Any], checkpoint: GgufCheckpoint) -> N
     assert checkpoint.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert checkpoint.tensors[name].shape == tensor.shape, name
-        # a norm that one was added to and taken from is rounded twice
+        # adding and subtracting one rounds a norm twice
         slack = 2e-7 if "gemma" in config["model_type"] and name.endswith("norm.weight") else 0
         np.testing.assert_allclose(checkpoint.read(name), tensor, rtol=0, atol=slack, err_msg=name)
 
@@ -105,7 +105,7 @@ def test_every_architecture_has_a_case(repo: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (8.0, 64)])
 def test_factors_of_llama3(repo: pathlib.Path, tmp_path: pathlib.Path, factor: float, original: int) -> None:
-    """Those of the published models are recognised; others are taken as they are."""
+    """Factors of published models are recognised as Llama 3's; other factors are read as they are."""
     case = golden(repo, "llama-rope-llama3-hub")
     scaling = {
         "rope_type": "llama3",
@@ -124,7 +124,7 @@ def test_factors_of_llama3(repo: pathlib.Path, tmp_path: pathlib.Path, factor: f
 
 
 def test_gemma_by_its_layers(repo: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """No key says what scores are divided by."""
+    """No key gives the scale of attention scores."""
     case = golden(repo, "gemma3_text-six-layers")
     windows = [index % 3 != 2 for index in range(case.config["num_hidden_layers"])]
     checkpoint = reopened(

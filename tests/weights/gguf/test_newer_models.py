@@ -1,4 +1,4 @@
-"""Newer architectures there and back: metadata and tensors are those that llama.cpp's converter wrote."""
+"""Newer architectures as GGUF and back: metadata and tensors equal those that llama.cpp's converter wrote."""
 
 import hashlib
 import pathlib
@@ -26,7 +26,7 @@ GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "gguf"
 
 
 def converted(name: str) -> tuple[Converted, dict[str, np.ndarray]]:
-    """A case, and the tensors of its file."""
+    """Return a case and the tensors of its file."""
     case = read_converted(GOLDENS / f"{name}.json")
     tensors = tensors_of_file(case.config, case.checkpoint())
     return case, tensors | _rope_factors(case)
@@ -44,7 +44,7 @@ def _rope_factors(case: Converted) -> dict[str, np.ndarray]:
 def written(
     path: pathlib.Path, name: str, without: tuple[str, ...] = (), **changes: Any
 ) -> tuple[Converted, GgufCheckpoint]:
-    """A case's file opened. ``without``: keys, after the architecture's name; ``changes``: by key, None for none."""
+    """Write and open a case's file. ``without``: keys without the architecture's name; ``changes``: values by key."""
     case, tensors = converted(name)
     arch = case.metadata["general.architecture"]
     metadata = {**case.metadata, **{f"{arch}.{key}": value for key, value in changes.items()}}
@@ -54,7 +54,7 @@ def written(
 
 @pytest.mark.parametrize("name", CASES)
 def test_files_are_those_of_the_converter(name: str) -> None:
-    """But for the last bits of Llama 3's factors, which torch computes in float32."""
+    """All tensors except Llama 3's factors, whose last bits differ since torch computes them in float32."""
     case, tensors = converted(name)
     sums = {
         key: ["F32", list(tensor.shape), hashlib.sha256(tensor.tobytes()).hexdigest()[:16]]
@@ -86,11 +86,11 @@ def test_every_architecture_has_a_case() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What files say that the converter of these cases does not
+# Files that the converter does not write for these cases
 
 
 def test_mistral_small_is_a_llama(tmp_path: pathlib.Path) -> None:
-    """Its queries do not grow."""
+    """Without the key of temperature scaling, its queries are those of a Llama."""
     keys = ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
     _, checkpoint = written(tmp_path, "ministral3-hub", without=keys)
     assert checkpoint.config_json["architectures"] == ["LlamaForCausalLM"]
@@ -119,7 +119,7 @@ def test_norms_of_each_head(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", ["glm-hub", "phi-hub", "granite-biases"])
 def test_queries_keys_and_values_in_one(tmp_path: pathlib.Path, name: str) -> None:
-    """As the first files of ChatGLM and Phi-2 have them, and what the converter's --fuse-qkv writes."""
+    """Fused QKV tensors, as in the first files of ChatGLM and Phi-2, and in files of the converter's --fuse-qkv."""
     case, tensors = converted(name)
     for kind in ("weight", "bias"):
         for layer in range(2):
@@ -134,7 +134,7 @@ def test_queries_keys_and_values_in_one(tmp_path: pathlib.Path, name: str) -> No
 
 @pytest.mark.parametrize("name", ["glm4_moe-hub", "glm4_moe_lite-hub"])
 def test_layers_that_predict_further_tokens(tmp_path: pathlib.Path, name: str) -> None:
-    """They have names of the layer behind the last one, which the family passes over."""
+    """MTP layers get names of the layer after the last one, which the family ignores."""
     case, tensors = converted(name)
     more = {"blk.2.nextn.eh_proj.weight": np.ones((64, 128), np.float32), "blk.2.attn_norm.weight": np.ones(64, "f4")}
     checkpoint = open_gguf(write_gguf(tmp_path / "model.gguf", case.metadata, tensors | more))

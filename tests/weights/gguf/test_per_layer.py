@@ -1,4 +1,4 @@
-"""Gemma 3n and Gemma 4 as GGUF there and back, and what files cannot say."""
+"""Gemma 3n and Gemma 4 as GGUF and back, and rejected files."""
 
 import hashlib
 import pathlib
@@ -30,7 +30,7 @@ def answer(name: str) -> Converted:
 
 
 def filed(name: str) -> tuple[Golden, dict[str, Any], dict[str, np.ndarray]]:
-    """A case, and what its file has."""
+    """Return a case, and the metadata and tensors of its file."""
     case, told = load(GOLDENS / "models" / name), answer(name)
     return case, dict(told.metadata), tensors_of_file(told.config, told.metadata, case.tensors())
 
@@ -57,7 +57,7 @@ def test_files_are_those_of_the_converter(name: str) -> None:
 
 @pytest.mark.parametrize("name", PER_LAYER_CASES)
 def test_there_and_back(tmp_path: pathlib.Path, name: str) -> None:
-    """But for rows of padding, which files of Gemma 3n have behind the embeddings of each layer."""
+    """Equal tensors, except for padding rows of Gemma 3n's per-layer embedding table."""
     case, checkpoint = written(tmp_path, name)
     told, family = dict(checkpoint.config_json), family_for(case.config)
     assert family_for(told) is family
@@ -80,8 +80,8 @@ def filed_logits(
 
 @pytest.mark.parametrize("name", PER_LAYER_CASES)
 def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str) -> None:
-    """And those of transformers. A file of Gemma 3n has zeros where a token has no embeddings of each layer, and a
-    checkpoint the first token's: such tokens are left out."""
+    """Logits also match transformers. Tokens without per-layer embeddings are left out: a file of Gemma 3n has zeros
+    there, and a checkpoint uses the first token's."""
     case, metadata, tensors = filed(name)
     ids = case.prompt + case.greedy[:-1]
     known = case.config.get("vocab_size_per_layer_input", case.config["vocab_size"])
@@ -103,7 +103,7 @@ def _turned(stack: np.ndarray) -> np.ndarray:
 
 
 def _exchanged(stack: np.ndarray) -> np.ndarray:
-    """Ups before gates."""
+    """Return a stack with up before gate."""
     return np.concatenate(np.split(stack, 2, axis=1)[::-1], axis=1)
 
 
@@ -196,7 +196,7 @@ def test_frequencies_that_turn_behind_those_that_do_not(tmp_path: pathlib.Path) 
 
 
 def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As ``--fuse-qkv`` has them: of layers that have all three."""
+    """Return tensors as ``--fuse-qkv`` writes them: fused in layers that have all three."""
     made = dict(tensors)
     for value in [key for key in tensors if key.endswith(".attn_v.weight")]:
         names = [value.replace(".attn_v.", f".attn_{part}.") for part in "qkv"]
@@ -206,7 +206,7 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", PER_LAYER_CASES)
 def test_queries_keys_and_values_in_one(tmp_path: pathlib.Path, name: str) -> None:
-    """KV heads and their sizes differ from layer to layer."""
+    """KV heads and head sizes differ from layer to layer."""
     case, metadata, tensors = filed(name)
     apart, one = (open_gguf(write_gguf(tmp_path / "model.gguf", metadata, each)) for each in (tensors, fused(tensors)))
     assert one.config_json == apart.config_json
@@ -217,7 +217,7 @@ def test_queries_keys_and_values_in_one(tmp_path: pathlib.Path, name: str) -> No
 
 @pytest.mark.parametrize("rows", [64, 80, 112, 120])
 def test_rows_in_one_that_are_no_heads(tmp_path: pathlib.Path, rows: int) -> None:
-    """Four heads of 16, and nothing, half a pair, one and a half, or no whole number of them."""
+    """Fused: four query heads of 16, plus nothing, half a KV pair, one and a half, or no whole number of heads."""
     _, metadata, tensors = filed("gemma4_text-experts")
     made = fused(tensors)
     made["blk.0.attn_qkv.weight"] = np.zeros((rows, 48), np.float32)

@@ -1,4 +1,4 @@
-"""Each architecture in blocks: served from its storages, a model computes what it does from dequantised weights."""
+"""Each architecture with weights in blocks computes the same as with dequantised weights."""
 
 import pathlib
 from typing import Any
@@ -79,7 +79,7 @@ FAST = ("mixtral", "gpt2")
 
 
 def tensors_of(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Random, under the names that the family asks for."""
+    """Return random tensors under the names that the family reads."""
     family, rng = family_for(config), np.random.default_rng(5)
     made: dict[str, np.ndarray] = {}
 
@@ -124,7 +124,7 @@ def test_storages_compute_as_numbers_do(tmp_path: pathlib.Path, kind: str) -> No
 
 
 def all_of(kind: str) -> dict[str, Any]:
-    """The tensors of `MIXED_TINY`, every matrix in blocks of one kind."""
+    """Return the tensors of `MIXED_TINY`, every matrix in blocks of one kind."""
     rng = np.random.default_rng(8)
     return {
         name: random_blocks(kind, tensor[1], rng) if isinstance(tensor, tuple) else tensor
@@ -144,7 +144,7 @@ def computes_as_numbers_do(path: pathlib.Path) -> Model:
 
 @pytest.mark.parametrize("experts", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_file_of_many_kinds(tmp_path: pathlib.Path, experts: int) -> None:
-    """Tables, fused weights whose parts are of different kinds, and stacks of experts."""
+    """Embedding tables, fused weights with slices of different kinds, and stacked experts."""
     counts = {"llama.expert_count": experts, "llama.expert_used_count": 2} if experts else {}
     tensors = mixed_tensors(experts)
     path = write_gguf(tmp_path / "model.gguf", {**MIXED_TINY, **counts}, tensors)
@@ -154,7 +154,7 @@ def test_a_file_of_many_kinds(tmp_path: pathlib.Path, experts: int) -> None:
     model = computes_as_numbers_do(path)
     in_blocks = sum(len(tensor[2]) for tensor in tensors.values() if isinstance(tensor, tuple))
     held = [array.nbytes for array in jax.tree.leaves(model.params) if array.dtype == jnp.uint8]
-    assert sum(held) == in_blocks  # in memory, too, no byte more
+    assert sum(held) == in_blocks  # and takes no more bytes in memory
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Quantised weights in a manifest: described, read back, and refused where the words cannot be."""
+"""Quantised layouts in a manifest: written, read back, and rejected where they are invalid."""
 
 import pathlib
 from typing import Any
@@ -94,7 +94,7 @@ def _as_json(words: Any) -> Any:
 
 
 def test_scales_that_come_first() -> None:
-    """As parameters have them that an engine has made ready for a GPU."""
+    """Layouts of parameters that an engine has prepared for GPU kernels have their groups first."""
     last, first = (plain(Grouped("int4", 16, zeros=True, groups_first=value)) for value in (False, True))
     want = for_kernels(described(SPECS, {"block/out": last}, "float32"))
     assert described(SPECS, {"block/out": first}, "float32") == want
@@ -174,7 +174,7 @@ OTHERS = (
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_quantized_folder_stays_as_it_is(name: str, test_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Every array has the same bits in the same tree: whatever is computed of it is the same."""
+    """Every array is bitwise identical in the same tree, so that all results are the same."""
     folder, target = test_data / "models" / "quantised" / name, str(tmp_path / "new")
     source = str(folder / "model.gguf" if name.startswith("gguf") else folder)
     assert main([source, target]) == 0

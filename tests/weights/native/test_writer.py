@@ -1,4 +1,4 @@
-"""Converted folders: what is written comes back, Orbax reads it, and whatever is wrong with one is a sentence."""
+"""Converted folders: weights read back equal, Orbax reads them, and each defect gives an error of one sentence."""
 
 import contextlib
 import fcntl
@@ -72,7 +72,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def folder(original: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A copy, to be spoilt."""
+    """A copy of the folder, for tests that damage it."""
     return pathlib.Path(shutil.copytree(original, tmp_path / "model"))
 
 
@@ -135,16 +135,16 @@ def test_progress_reaches_the_end(original: pathlib.Path) -> None:
     assert told[-1][0] == told[-1][1] == read_manifest(original).nbytes
 
 
-# ---- chunks and parts
+# ---- chunks and slices
 
 
 @pytest.mark.parametrize(
     ("shape", "axes", "want"),
     [
-        ((4096, 1024), ("mlp", None), (512, 1024)),  # 8 MB of bfloat16: 8 pieces
+        ((4096, 1024), ("mlp", None), (512, 1024)),  # 8 MB of bfloat16: 8 chunks
         ((4096, 1024), (None, "mlp"), (4096, 128)),
-        ((1000, 8192), ("vocab", None), (125, 8192)),  # as many as divide it
-        ((1024, 1024), ("mlp", None), (512, 1024)),  # 2 MB: none below 1 MB
+        ((1000, 8192), ("vocab", None), (125, 8192)),  # the largest count that divides it
+        ((1024, 1024), ("mlp", None), (512, 1024)),  # 2 MB: no chunk below 1 MB
         ((4096, 4096), (None, None), (4096, 4096)),
         ((8, 2, 1024, 512), ("expert", None, "expert_mlp", None), (2, 2, 256, 512)),
         ((), (), ()),
@@ -177,7 +177,7 @@ def test_what_is_no_copy_is_none() -> None:
 
 
 def test_only_the_chunks_that_are_asked_for_are_read(folder: pathlib.Path) -> None:
-    """A chunk is deleted after it was looked at, and nobody who wants the others minds."""
+    """A missing chunk does not matter to readers of other chunks."""
     specs = {"a": ParamSpec((2048, 1024), ("mlp", None))}
     target = folder.with_name("chunked")
     save_params(target, {"a": jnp.ones((2048, 1024), "bfloat16")}, specs, CONFIG)
@@ -213,7 +213,7 @@ def test_any_damaged_byte_is_found(folder: pathlib.Path, at: int) -> None:
 
 
 def test_a_chunk_of_another_array_is_found(folder: pathlib.Path) -> None:
-    """Its own checksum is right."""
+    """The checksum of the file's own contents is right."""
     other = folder.with_name("other")
     save_params(other, jax.tree.map(lambda x: x * 2, random_params()), SPECS, CONFIG)
     shutil.copy(file_of(other, "embed/table"), file_of(folder, "embed/table"))
@@ -284,7 +284,7 @@ def test_a_manifest_that_cannot_be(folder: pathlib.Path, name: str) -> None:
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_manifests_cut_and_mutated_are_refused_or_read(folder: pathlib.Path, count: int) -> None:
-    """Never another error, and never more than a moment."""
+    """No other error, and no long runtime."""
     text, rng = (folder / MANIFEST).read_bytes(), np.random.default_rng(0)
     for data in [*cut(text), *(mutated(text, rng) for _ in range(count))]:
         (folder / MANIFEST).write_bytes(data)
@@ -297,7 +297,7 @@ def cut(text: bytes) -> list[bytes]:
 
 
 def mutated(text: bytes, rng: np.random.Generator) -> bytes:
-    """Three bytes are others: anything, or what means something in JSON."""
+    """Return text with three bytes replaced, by any byte or by one with a meaning in JSON."""
     data = bytearray(text)
     for at in rng.integers(0, len(text), 3):
         data[at] = rng.integers(0, 256) if rng.random() < 0.5 else ord(rng.choice(list('0123456789-"[]{}:,e')))
@@ -353,7 +353,7 @@ def test_a_run_goes_on_where_another_was_interrupted(tmp_path: pathlib.Path) -> 
     first, unnamed = list(read), target.with_name("model.unfinished")
     assert not target.exists()
     with (unnamed / UNFINISHED).open("a") as journal:
-        journal.write('{"arrays": {"bi')  # as a power cut leaves it
+        journal.write('{"arrays": {"bi')  # as after a power cut
     (unnamed / "params" / "bias.orbax-checkpoint-tmp-1").mkdir()
     with unfinished(target, {"of": 1}) as started:
         started.write(failing_leaves)

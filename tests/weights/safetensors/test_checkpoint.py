@@ -1,4 +1,4 @@
-"""Folders: one file, shards, and every way in which they can be incomplete."""
+"""Checkpoint folders: one file, shards, and every way in which they can be incomplete."""
 
 import pathlib
 from typing import Any

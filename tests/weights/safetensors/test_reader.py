@@ -1,4 +1,4 @@
-"""Reading one safetensors file: equal to the library's reading, and sentences for files that lie."""
+"""Reading of one safetensors file: equal to the library's results, and clear errors for malformed files."""
 
 import json
 import mmap

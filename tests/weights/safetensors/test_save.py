@@ -1,4 +1,4 @@
-"""Saving is the inverse of loading, and others read what it writes."""
+"""Saving is the inverse of loading, and other libraries read the files."""
 
 import json
 import pathlib
@@ -97,7 +97,7 @@ def test_parameters_that_do_not_fit_their_specs(tmp_path: pathlib.Path) -> None:
 
 
 def test_one_tensor_in_parts(tmp_path: pathlib.Path) -> None:
-    """A fused checkpoint tensor [d, 3 * heads * dim], whose thirds lie apart in the parameter."""
+    """A fused checkpoint tensor [d, 3 * heads * dim], whose thirds are separate slices of the parameter."""
     thirds = [slice(8 * index, 8 * index + 8) for index in range(3)]
     sources = tuple(
         Source("fused", (3, 24), reshape=(3, 2, 4), where=(slice(None), slice(None), i), part=(slice(None), third))
