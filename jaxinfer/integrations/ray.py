@@ -15,8 +15,7 @@ import pathlib
 import secrets
 import socket
 import tempfile
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -32,10 +31,10 @@ from starlette.types import Message as Event
 
 from jaxinfer.integrations.embedded import EmbeddedServer
 from jaxinfer.integrations.replicas.calls import STRANGER, Calls, Encoded
+from jaxinfer.integrations.replicas.health import Patience
 from jaxinfer.integrations.replicas.scaling import RUNNING, WAITING
 from jaxinfer.integrations.replicas.settings import deployment_options, parse
 from jaxinfer.serve.api.errors import Kind, ServeError
-from jaxinfer.serve.core.supervisor import READY
 from jaxinfer.serve.core.worker_node import Follower
 from jaxinfer.serve.frontend.preflight import check_early
 from jaxinfer.serve.http.errors import error_body
@@ -270,40 +269,3 @@ def _free_address() -> str:
 
 def _bundle(number: int) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(get_current_placement_group(), placement_group_bundle_index=number)
-
-
-class UnhealthyError(RuntimeError):
-    """The replica does not serve and cannot recover."""
-
-
-class Patience:
-    """Health check that gives an engine time to restart.
-
-    Args:
-        seconds: maximum time without a ready engine; the supervisor ends hanging starts earlier.
-        clock: in seconds.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._since: float | None = None
-
-    def look(self, state: str, failure: str | None) -> None:
-        """Record the engine's state.
-
-        Args:
-            state: engine state of the supervisor.
-            failure: message of a failure that no restart fixes.
-
-        Raises:
-            UnhealthyError: the engine has failed permanently, or was not ready for too long.
-        """
-        if failure is not None:
-            raise UnhealthyError(failure)
-        if state == READY:
-            self._since = None
-            return
-        now = self._clock()
-        self._since = now if self._since is None else self._since
-        if now - self._since > self._seconds:
-            raise UnhealthyError(f"the engine is {state}, and was not ready for {self._seconds:g} s")

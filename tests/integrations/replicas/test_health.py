@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.integrations.ray import Patience, UnhealthyError
+from jaxinfer.integrations.replicas.health import Patience, UnhealthyError
 from jaxinfer.serve.core.supervisor import DEAD, READY, STARTING, STOPPED
 
 
