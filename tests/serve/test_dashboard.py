@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxinfer.client import Client, InvalidRequest
 from jaxinfer.serve.telemetry.metrics import render
 from tests.serve.live import Live, live_fake
-from tests.serve.test_metrics import busy
+from tests.serve.telemetry.test_metrics import busy
 
 _NAME = re.compile(r"\b(jaxinfer:\w+|process_\w+)")
 # Suffixes of histogram and counter samples after the name of the family.

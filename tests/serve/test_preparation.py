@@ -15,7 +15,7 @@ from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
 from jaxinfer.types import Request
 from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, FakeEngine, fake_card, fake_library, fake_template
-from tests.serve.test_frontend import MESSAGES, refusal, served, whole
+from tests.serve.frontend.test_frontend import MESSAGES, refusal, served, whole
 
 
 class Gate:

@@ -14,7 +14,7 @@ from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.frontend.frontend import Frontend
 from tests.serve.fake_engine import Mischief
 from tests.serve.grpc.running import collected, failure, request, running
-from tests.serve.test_metrics import busy
+from tests.serve.telemetry.test_metrics import busy
 
 SLOW = Mischief(seconds=0.005)
 ENDLESS = {"max_tokens": 2000}

@@ -21,8 +21,8 @@ from jaxinfer.serve.runtime.logs import JsonFormatter, TextFormatter
 from jaxinfer.serve.telemetry.request_log import REFUSED, RequestLog
 from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.types import Request
+from tests.serve.frontend.test_frontend import MESSAGES, PROMPT, served, whole
 from tests.serve.live import live_fake
-from tests.serve.test_frontend import MESSAGES, PROMPT, served, whole
 
 SECRET = "the text of nobody's business"
 

@@ -11,7 +11,7 @@ from jaxinfer.serve.api.requests import Call, ServeLimits
 from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.frontend.scoring import check_continuations, score_all
 from jaxinfer.types import FinishReason
-from tests.serve.test_generation import delta, generation_of, scripted
+from tests.serve.frontend.test_generation import delta, generation_of, scripted
 
 CALL = Call([3])
 CONTEXT = [3]

@@ -11,7 +11,7 @@ from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import Call, Conversation, Usage
 from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.types import Request
-from tests.serve.test_frontend import PROMPT, served, whole
+from tests.serve.frontend.test_frontend import PROMPT, served, whole
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -13,8 +13,8 @@ from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import Call
 from jaxinfer.serve.settings import QUEUE, make_config
 from tests.serve.fake_engine import Mischief
+from tests.serve.frontend.test_frontend import served
 from tests.serve.http.support import run, serving
-from tests.serve.test_frontend import served
 
 SLOW = Mischief(seconds=0.01)
 SMALL = {"max_num_seqs": 2, "max_waiting_requests": 20, "max_waiting_sequences": 30, "max_waiting_tokens": 400}
