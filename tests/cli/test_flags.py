@@ -127,7 +127,7 @@ def test_a_class_without_documentation_has_flags_without_help():
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """A door.
+    """Settings of an entrance.
 
     Attributes:
         open: whether it is.

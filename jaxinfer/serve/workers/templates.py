@@ -143,7 +143,7 @@ class Pool:
         try:
             await self._start(helper)
             answer = await self._within(self.seconds, helper, helper.ask, question)
-            if answer is None and await asyncio.to_thread(getattr, helper, "was_taken_away"):
+            if answer is None and await asyncio.to_thread(getattr, helper, "killed_externally"):
                 raise self._unavailable("was killed by the system")
             return answer
         finally:
