@@ -244,7 +244,8 @@ def test_a_server_with_tenants_has_a_tokenizer_that_forgets(
 def test_a_template_of_a_request_is_compiled_whoever_sent_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     monkeypatch.setattr(chat_template, "_compile", lambda *given: compiled.append(given[2]) or COMPILE(*given))
-    asked = {"messages": [], "tools": None, "add_generation_prompt": True, "variables": {}, "template": "{{ 1 + 1 }}"}
+    asked = {"messages": [], "tools": None, "variables": {}, "template": "{{ 1 + 1 }}"}
+    asked |= {"add_generation_prompt": True, "continue_final_message": False}
     assert [template_helper._answer(asked, None, {"tokens": {}}) for _ in range(2)] == [b"+2"] * 2
     assert compiled == [asked["template"]] * 2
 
