@@ -19,6 +19,7 @@ from tools.oracle.golden import Golden, write_checkpoint
 
 SLACK = 1e-6
 TOP = 20
+GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "models"
 LIVE_ROOM = 3.0
 
 

@@ -10,11 +10,19 @@ import pytest
 
 from jaxinfer.llm import CompletionOutput, Logprob, RequestOutput
 from jaxinfer.weights.errors import CheckpointError
-from tests.models.parity import LIVE_ROOM, live_faults, load_case, logit_faults, serve, served_faults, teacher_forced
+from tests.models.parity import (
+    GOLDENS,
+    LIVE_ROOM,
+    live_faults,
+    load_case,
+    logit_faults,
+    serve,
+    served_faults,
+    teacher_forced,
+)
 from tools.oracle.cases import CASES
 from tools.oracle.golden import Golden, load, names
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "models"
 NAMES = [case.name for case in CASES]
 OVERLOOKED = {case.name: case.overlooked for case in CASES if case.overlooked}
 # Cases run through the engine and live in every check: biases, experts, windows and sinks; latents.
