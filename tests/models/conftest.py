@@ -31,9 +31,7 @@ def live_golden(
         asked = _asked([*command, fresh, *(f"--case={name}" for name in left)], repo)
         print(asked.stdout)
         left = [name for name in left if not (folder / name).exists()]
-        if (
-            left
-        ):  # the first one crashed, or no seed gave it clear margins: that of its record does
+        if left:  # the first one crashed, or no seed gave it clear margins: that of its record does
             name = left.pop(0)
             again = _asked([*command, load(GOLDENS / name).seed, f"--case={name}"], repo)
             if not (folder / name).exists():
