@@ -89,6 +89,7 @@ COMPUTES_NAMES = {
     "jaxinfer.gpu_check.kernels",
     "jaxinfer.gpu_check.peers",
     "jaxinfer.gpu_check.problem",
+    "jaxinfer.models",
     "jaxinfer.models.registry",
     "pallas_kernels.check.ops",
 }

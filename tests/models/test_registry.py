@@ -1,5 +1,7 @@
 """config.json: accepted fields and rejected values."""
 
+import importlib
+
 import pytest
 
 from jaxinfer.models.config import ConfigError
@@ -126,3 +128,23 @@ def test_glm_has_dense_layers_before_sparse_ones(kinds):
     shallow = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 8, "hidden_size": 16}
     with pytest.raises(ConfigError, match="mlp_layer_types"):
         FAMILIES["Glm4MoeLiteForCausalLM"].config({**shallow, "intermediate_size": 8, "mlp_layer_types": kinds})
+
+
+@pytest.mark.parametrize(("name", "package"), [("llama", "families"), ("gemma3n", "families"), ("eagle", "heads")])
+def test_former_names_of_modules_are_aliases(name: str, package: str) -> None:
+    own = importlib.import_module(f"jaxinfer.models.{package}.{name}")
+    assert importlib.import_module(f"jaxinfer.models.{name}") is own
+    assert own.__spec__ is not None
+    assert own.__spec__.name == own.__name__ == f"jaxinfer.models.{package}.{name}"
+
+
+def test_other_names_are_no_modules() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("jaxinfer.models.no_such_family")
+
+
+def test_a_family_is_found_by_its_constant() -> None:
+    registry = importlib.import_module("jaxinfer.models.registry")
+    assert registry.LLAMA is FAMILIES["LlamaForCausalLM"]
+    with pytest.raises(AttributeError):
+        registry.NO_SUCH_FAMILY  # noqa: B018
