@@ -193,7 +193,7 @@ class Doors:
     @classmethod
     def running(cls, upstreams: list[Upstream], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balancer]:
         folder, ports = tmp_path_factory.mktemp("doors"), [upstream.ports for upstream in upstreams]
-        balancer = cls.balancer(folder, ports, doors=["http_doors"])
+        balancer = cls.balancer(folder, ports, doors=["http_api"])
         yield balancer
         balancer.close()
 

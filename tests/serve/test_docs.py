@@ -28,7 +28,7 @@ from tests.serve.live import Live, live_fake
 PAGES = (
     "README.md",
     "docs/serving.md",
-    "docs/http_doors.md",
+    "docs/http_api.md",
     "docs/client.md",
     "docs/load_testing.md",
     "docs/deploying.md",
@@ -75,7 +75,7 @@ def commands(pages: dict[str, str], module: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("README.md", 1), ("docs/serving.md", 3), ("docs/client.md", 4), ("docs/http_doors.md", 1)]
+    ("name", "count"), [("README.md", 1), ("docs/serving.md", 3), ("docs/client.md", 4), ("docs/http_api.md", 1)]
 )
 def test_programs_run(name: str, count: int, pages: dict, server: Live, capsys: pytest.CaptureFixture[str]) -> None:
     programs = [block for block in blocks(pages[name], "python") if "localhost" in block]
