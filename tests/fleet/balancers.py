@@ -20,7 +20,7 @@ from tests.serve.core.fake_core import REPO
 from tests.serve.processes import wait_until
 
 HAPROXY, ENVOY = REPO / "configs/haproxy/haproxy.cfg", REPO / "configs/envoy/envoy.yaml"
-DOORS = ("http_api", "grpc_doors")
+DOORS = ("http_api", "grpc_api")
 
 
 class Balancer:

@@ -242,7 +242,7 @@ def test_the_proxy_leads_to_the_pods_and_is_found_itself(rendered: Rendered) -> 
         config = yaml.safe_load(rendered.one("ConfigMap", proxy=True)["data"]["envoy.yaml"])
         places = {each["name"]: each["load_assignment"]["endpoints"] for each in config["static_resources"]["clusters"]}
         (headless,) = (each for each in rendered.of_kind("Service") if each["metadata"]["name"].endswith("-grpc"))
-        for cluster, port in {"http_api": settings.http_port, "grpc_doors": settings.grpc_port}.items():
+        for cluster, port in {"http_api": settings.http_port, "grpc_api": settings.grpc_port}.items():
             place = {"address": headless["metadata"]["name"], "port_value": port}
             assert places[cluster] == [{"lb_endpoints": [{"endpoint": {"address": {"socket_address": place}}}]}]
         listening = [

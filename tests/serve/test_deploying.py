@@ -51,7 +51,7 @@ def test_haproxy_notices_within_the_delay(repo, production):
 def test_envoy_notices_within_the_delay(repo, production):
     text = (repo / "configs/envoy/envoy.yaml").read_text()
     clusters = yaml.safe_load(text)["static_resources"]["clusters"]
-    assert [cluster["name"] for cluster in clusters] == ["http_api", "grpc_doors"]
+    assert [cluster["name"] for cluster in clusters] == ["http_api", "grpc_api"]
     for (check,) in (cluster["health_checks"] for cluster in clusters):
         pause, seconds = float(check["interval"][:-1]), float(check["timeout"][:-1])
         assert check["unhealthy_threshold"] * (pause + seconds) < production.drain_delay
