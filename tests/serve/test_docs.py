@@ -21,7 +21,7 @@ from jaxinfer.serve.api.auth import SCOPES
 from jaxinfer.serve.api.errors import Kind
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.grpc import auth
-from jaxinfer.serve.http import app_state as http_door
+from jaxinfer.serve.http.app import ENDPOINTS, Endpoint
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.live import Live, live_fake
 
@@ -164,7 +164,13 @@ def test_the_table_of_scopes_has_every_scope_and_what_is_free(page: str) -> None
     told = {scope.strip("`"): what for scope, what in cells(page, "scope |")}
     assert tuple(told) == (*SCOPES, "none")
     free = [name.rpartition("/")[2] for name, scope in auth.SCOPES.items() if scope is None and "Health" not in name]
-    for name in [*free, *http_door.OPEN]:
+    for name in [*free, *(each.path for each in ENDPOINTS if each.scope is None)]:
         assert f"`{name}`" in told["none"]
     for name in [name.rpartition(".")[2] for name, scope in auth.SCOPES.items() if scope == "observe"]:
         assert f"`{name}`" in told["observe"]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
+def test_the_page_names_every_endpoint(page: str, endpoint: Endpoint) -> None:
+    path = endpoint.path.partition("{")[0].rstrip("/")
+    assert re.search(rf"{re.escape(path)}(?![\w/])", page)

@@ -105,11 +105,12 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 @contextlib.contextmanager
-def map_exceptions() -> Iterator[None]:
-    """Convert every exception raised inside to `ServeError`. Cancellation passes through."""
+def map_exceptions(*passed: type[Exception]) -> Iterator[None]:
+    """Convert every exception raised inside to `ServeError`. Cancellation passes through, and the types ``passed``."""
+    passed = (ServeError, *passed)
     try:
         yield
-    except ServeError:
+    except passed:
         raise
     except Exception as error:  # front end boundary: every fault gets an error response
         raise answer_to(error) from error

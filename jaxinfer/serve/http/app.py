@@ -8,7 +8,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -24,85 +24,69 @@ from jaxinfer.serve.core.supervisor import READY, Condition
 from jaxinfer.serve.http import completions, large_response, models, operations, requests
 from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
-from jaxinfer.serve.http.app_state import SCOPES, AppState
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.fields import Body, checked
-from jaxinfer.serve.http.middleware import AuthMiddleware, error_json, error_response
+from jaxinfer.serve.http.middleware import ADMIN, INFER, OBSERVE, AuthMiddleware, error_json, error_response
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.route import respond
 from jaxinfer.serve.telemetry.metrics import render
 
-_BODIES: Mapping[str, type[Body]] = {
-    "/v1/completions": requests.CompletionRequest,
-    "/v1/chat/completions": requests.ChatCompletionRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
-    "/tokenize": requests.TokenizeRequest,
-    "/detokenize": requests.DetokenizeRequest,
-    "/v1/load_lora_adapter": models.LoadLoRARequest,
-    "/v1/unload_lora_adapter": models.UnloadLoRARequest,
-}
-"""Request body of each POST route."""
 _SCHEMAS = "#/components/schemas/"
 
 type _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def build_app(door: AppState) -> AuthMiddleware:
-    """Build the ASGI application with all routes.
+class Endpoint(NamedTuple):
+    """A route.
 
-    Raises:
-        KeyError: a route has no entry in `SCOPES`.
+    Attributes:
+        scope: scope that an API key needs; None: no key.
+        about: its summary in OpenAPI; with a ``body`` that is the first line of the body's docstring.
+        body: request body of a POST route, which the handler parses.
+        responses: descriptions of answers besides 200, by status.
     """
+
+    path: str
+    scope: str | None
+    handler: _Handler
+    about: str = ""
+    body: type[Body] | None = None
+    method: str = "GET"
+    responses: dict[int | str, dict[str, Any]] | None = None
+
+
+def build_app(door: AppState) -> AuthMiddleware:
+    """Build the ASGI application with all routes."""
     app = FastAPI(title="jaxinfer", version=door.version, docs_url=None, redoc_url=None)
-    add_page(app)
-    _add_operations(app)
-    _add_routes(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return _gated(app, door)
+    return _built(app, door, ENDPOINTS)
 
 
 def build_metrics_app(door: AppState) -> AuthMiddleware:
     """Build the ASGI application that serves only /metrics, /health and /ready."""
-    app = FastAPI(openapi_url=None)
-    _add_operations(app)
-    return _gated(app, door)
+    return _built(FastAPI(openapi_url=None), door, OPERATIONS)
 
 
-def _gated(app: FastAPI, door: AppState) -> AuthMiddleware:
+def _built(app: FastAPI, door: AppState, endpoints: Sequence[Endpoint]) -> AuthMiddleware:
+    for endpoint in endpoints:
+        _add(app, endpoint)
     app.state.door = door
-    for route in app.routes:
-        SCOPES[route.path]  # type: ignore[attr-defined]
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_exception_handler(ServeError, _refused)
-    return AuthMiddleware(app, door)
+    return AuthMiddleware(app, door, SCOPES)
 
 
-def _add(app: FastAPI, path: str, handler: _Handler, **described: Any) -> None:
-    app.add_api_route(path, _answered(handler), **described)
-
-
-def _add_operations(app: FastAPI) -> None:
-    add = functools.partial(_add, app)
-    add("/health", _health, summary="Liveness check: state of the engine.")
-    add("/ready", _ready, summary="Readiness check.", responses={503: {"description": "Not ready."}})
-    add("/metrics", _metrics, summary="Prometheus metrics.")
-
-
-def _add_routes(app: FastAPI) -> None:
-    add = functools.partial(_add, app)
-    add("/version", _version, summary="Version of jaxinfer.")
-    add("/v1/models", models.list_models, summary="List the served model and its LoRA adapters.")
-    add("/v1/models/{model:path}", models.describe_model, summary="Describe the model or one LoRA adapter.")
-    reset = operations.reset_prefix_cache
-    add("/reset_prefix_cache", reset, methods=["POST"], summary="Clear the prefix cache. For operators.")
-    chats = (completions.complete, completions.chat, respond, create_message, count_tokens)
-    handlers = (*chats, _tokenize, _detokenize, models.load_lora, models.unload_lora)
-    for (path, body), handler in zip(_BODIES.items(), handlers, strict=True):
-        schema = {"schema": {"$ref": _SCHEMAS + body.__name__}}
-        described = {"requestBody": {"required": True, "content": {"application/json": schema}}}
-        add(path, handler, methods=["POST"], summary=(body.__doc__ or "").partition("\n")[0], openapi_extra=described)
+def _add(app: FastAPI, endpoint: Endpoint) -> None:
+    body, described = endpoint.body, dict[str, Any](summary=endpoint.about, responses=endpoint.responses)
+    if body is not None:
+        content = {"application/json": {"schema": {"$ref": _SCHEMAS + body.__name__}}}
+        extra = {"requestBody": {"required": True, "content": content}}
+        described = {"summary": (body.__doc__ or "").partition("\n")[0], "openapi_extra": extra}
+    if not described["summary"]:
+        described = {"include_in_schema": False}
+    method = "POST" if body is not None else endpoint.method
+    app.add_api_route(endpoint.path, _answered(endpoint.handler), methods=[method], **described)
 
 
 def _answered(handler: _Handler) -> _Handler:
@@ -110,7 +94,7 @@ def _answered(handler: _Handler) -> _Handler:
 
     @functools.wraps(handler)
     async def wrapper(request: Request) -> Response:
-        with map_exceptions():
+        with map_exceptions(HTTPException):
             return await handler(request)
 
     return wrapper
@@ -216,7 +200,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """Return FastAPI's schema with the request bodies added, since routes parse bodies themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        modes: Sequence[tuple[type[Body], Any]] = [(body, "validation") for body in _BODIES.values()]
+        bodies = [each.body for each in ENDPOINTS if each.body is not None]
+        modes: Sequence[tuple[type[Body], Any]] = [(body, "validation") for body in bodies]
         _, found = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
         components = schema.setdefault("components", {})
         components.setdefault("schemas", {}).update(found["$defs"])
@@ -247,12 +232,6 @@ _POLICY = (
 )
 
 
-def add_page(app: FastAPI) -> None:
-    """Serve the page at /docs and its static files below that path."""
-    app.add_api_route("/docs", _page, include_in_schema=False)
-    app.add_api_route("/docs/{file}", _file, include_in_schema=False)
-
-
 async def _page(request: Request) -> Response:
     """Return the Swagger UI page. URLs are relative because a proxy may serve the API under a path prefix."""
     answer = get_swagger_ui_html(
@@ -275,3 +254,38 @@ async def _file(request: Request) -> Response:
 
 def _folder() -> pathlib.Path:
     return pathlib.Path(str(importlib.resources.files("fastapi_swagger"))) / "resources"
+
+
+OPERATIONS = (
+    Endpoint("/health", None, _health, "Liveness check: state of the engine."),
+    Endpoint("/ready", None, _ready, "Readiness check.", responses={503: {"description": "Not ready."}}),
+    Endpoint("/metrics", OBSERVE, _metrics, "Prometheus metrics."),
+)
+ENDPOINTS = (
+    *OPERATIONS,
+    Endpoint("/docs", INFER, _page),
+    Endpoint("/docs/{file}", INFER, _file),
+    Endpoint("/version", INFER, _version, "Version of jaxinfer."),
+    Endpoint("/v1/models", INFER, models.list_models, "List the served model and its LoRA adapters."),
+    Endpoint("/v1/models/{model:path}", INFER, models.describe_model, "Describe the model or one LoRA adapter."),
+    Endpoint("/v1/completions", INFER, completions.complete, body=requests.CompletionRequest),
+    Endpoint("/v1/chat/completions", INFER, completions.chat, body=requests.ChatCompletionRequest),
+    Endpoint("/v1/responses", INFER, respond, body=ResponsesRequest),
+    Endpoint("/v1/messages", INFER, create_message, body=MessagesRequest),
+    Endpoint("/v1/messages/count_tokens", INFER, count_tokens, body=CountTokensRequest),
+    Endpoint("/tokenize", INFER, _tokenize, body=requests.TokenizeRequest),
+    Endpoint("/detokenize", INFER, _detokenize, body=requests.DetokenizeRequest),
+    Endpoint("/v1/load_lora_adapter", ADMIN, models.load_lora, body=models.LoadLoRARequest),
+    Endpoint("/v1/unload_lora_adapter", ADMIN, models.unload_lora, body=models.UnloadLoRARequest),
+    Endpoint(
+        "/reset_prefix_cache",
+        ADMIN,
+        operations.reset_prefix_cache,
+        "Clear the prefix cache. For operators.",
+        method="POST",
+    ),
+)
+"""All routes; that of a prefix (``{...}``) comes after those of longer paths."""
+
+SCOPES: Mapping[str, str | None] = {each.path: each.scope for each in ENDPOINTS} | {"/openapi.json": INFER}
+"""Scope that each route requires; a server for metrics alone checks the same ones."""

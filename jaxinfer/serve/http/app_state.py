@@ -1,4 +1,4 @@
-"""State shared by all HTTP routes, and the scope that each route requires."""
+"""State shared by all HTTP routes."""
 
 from __future__ import annotations
 
@@ -16,33 +16,6 @@ from jaxinfer.serve.telemetry.metrics import ServerMetrics
 from jaxinfer.serve.telemetry.request_log import RequestLog
 from jaxinfer.serve.workers.offload import BodyReader
 from jaxinfer.types import LoRARef
-
-INFER, OBSERVE, ADMIN = "infer", "observe", "admin"
-OPEN: Mapping[str, None] = {"/health": None, "/ready": None}
-
-SCOPES: Mapping[str, str | None] = {
-    **OPEN,
-    "/v1/completions": INFER,
-    "/v1/chat/completions": INFER,
-    "/v1/responses": INFER,
-    "/v1/messages": INFER,
-    "/v1/messages/count_tokens": INFER,
-    "/v1/models": INFER,
-    "/v1/models/{model:path}": INFER,
-    "/tokenize": INFER,
-    "/detokenize": INFER,
-    "/version": INFER,
-    "/docs": INFER,
-    "/openapi.json": INFER,
-    "/docs/{file}": INFER,
-    "/metrics": OBSERVE,
-    "/v1/load_lora_adapter": ADMIN,
-    "/v1/unload_lora_adapter": ADMIN,
-    "/reset_prefix_cache": ADMIN,
-}
-"""Scope that each route requires; None: no API key. A route that is not listed is rejected without a key, too."""
-
-_MODEL, _PAGE = "/v1/models/", "/docs/"
 
 
 @dataclasses.dataclass
@@ -111,15 +84,6 @@ class AppState:
     def failed(self, error: ServeError) -> None:
         """Count an error that was sent to a client."""
         self.metrics.http_errors.labels(error.kind.name.lower()).inc()
-
-
-def route_of(path: str) -> str | None:
-    """Return the entry of `SCOPES` that serves a path."""
-    if path in SCOPES:
-        return path
-    if path.startswith(_PAGE):
-        return "/docs/{file}"
-    return "/v1/models/{model:path}" if path.startswith(_MODEL) else None
 
 
 def fingerprint(frontend: Frontend, version: str, lora: LoRARef | None = None) -> str:

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxinfer.serve.api import ignored
 from jaxinfer.serve.api.errors import Kind, ServeError, answer_to, unavailable
 from jaxinfer.serve.http.anthropic import errors as anthropic
-from jaxinfer.serve.http.app_state import ADMIN, INFER, OPEN, SCOPES, AppState, route_of
+from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.errors import error_body, error_headers
 from jaxinfer.serve.telemetry.request_log import asked
 
@@ -28,6 +28,7 @@ ALLOWED = "jaxinfer.allowed"
 CERTIFICATE = "jaxinfer.certificate"
 """Scope key for the verified client certificate of the connection, as DER."""
 
+INFER, OBSERVE, ADMIN = "infer", "observe", "admin"
 _UNKNOWN = "other"  # metric label for unknown paths, which clients choose freely
 _MAX_ID = 128
 
@@ -35,19 +36,28 @@ _MAX_ID = 128
 class AuthMiddleware:
     """ASGI middleware around the application.
 
-    Without a key, only the routes in `door.OPEN` can be reached: routes that are not in `SCOPES` need a key, too.
+    Args:
+        scopes: scope that each route requires; None: no API key. An unknown path requires `INFER`: without a key nobody
+            learns which paths there are.
 
     Attributes:
         inner: the application.
     """
 
-    def __init__(self, app: FastAPI, door: AppState) -> None:
-        self.inner, self._door = app, door
+    def __init__(self, app: FastAPI, door: AppState, scopes: Mapping[str, str | None]) -> None:
+        self.inner, self._door, self._scopes = app, door, scopes
+        self._prefixes = {path.partition("{")[0]: path for path in scopes if "{" in path}
+
+    def _route(self, path: str) -> str | None:
+        """Return the route that serves a path."""
+        if path in self._scopes:
+            return path
+        return next((route for prefix, route in self._prefixes.items() if path.startswith(prefix)), None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        route = route_of(scope["path"])
+        route = self._route(scope["path"])
         answer = _Answer(send, request_id(Headers(scope=scope)), route, last=self._door.is_leaving)
         metrics = self._door.metrics
         named, leash = route or _UNKNOWN, _Leash()
@@ -68,12 +78,11 @@ class AuthMiddleware:
         """Authorise a request and watch its key within the context. Raises `ServeError` if it is not allowed."""
         state = scope.setdefault("state", {})
         state["request_id"], state["tenant"], state["route"] = request_id, "", route or _UNKNOWN
-        if route in OPEN:
+        needed = INFER if route is None else self._scopes[route]
+        if needed is None:
             return contextlib.nullcontext()
         if scope.get(CROWDED):
             raise unavailable("too many connections: try again later")
-        needed = INFER if route is None else SCOPES[route]
-        assert needed is not None
         if needed == ADMIN and not self._door.operated:
             raise ServeError(
                 Kind.FORBIDDEN, f"{route} is for operators, whom nothing tells apart here without api_keys"

@@ -23,7 +23,7 @@ from jaxinfer.serve.api.requests import Call
 from jaxinfer.serve.api.tenants import cache_scope
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.auth import SCOPES as RPC_SCOPES
-from jaxinfer.serve.http.app_state import SCOPES as ROUTES
+from jaxinfer.serve.http.app import SCOPES as ROUTES
 from jaxinfer.serve.workers import template_helper
 from jaxinfer.text import chat_template
 from jaxinfer.text.tokenizer import Tokenizer

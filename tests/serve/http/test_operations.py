@@ -9,7 +9,9 @@ from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core.async_engine import AsyncEngine, EngineDeadError
 from jaxinfer.serve.frontend.frontend import Frontend
-from jaxinfer.serve.http.app_state import ADMIN, SCOPES, AppState
+from jaxinfer.serve.http.app import SCOPES
+from jaxinfer.serve.http.app_state import AppState
+from jaxinfer.serve.http.middleware import ADMIN
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from tests.serve.fake_engine import Mischief, fake_tokenizer

@@ -10,7 +10,7 @@ from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.core.supervisor import Condition
 from jaxinfer.serve.http import completions
-from jaxinfer.serve.http.app_state import OPEN, SCOPES
+from jaxinfer.serve.http.app import SCOPES
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import events, post, raw, run, serving
 from tests.text.test_contents import NOT_TEXT
@@ -343,7 +343,7 @@ def test_every_route_has_a_scope_and_asks_for_a_key(tmp_path):
         async with serving(keys=path) as running, running.http() as client:
             routes = [route for route in running.routes if isinstance(route, Route)]
             assert {route.path for route in routes} == set(SCOPES)
-            assert {route for route, scope in SCOPES.items() if scope is None} == set(OPEN) == {"/health", "/ready"}
+            assert {route for route, scope in SCOPES.items() if scope is None} == {"/health", "/ready"}
             for route in routes:
                 for method in route.methods:
                     url = route.path.replace("{model:path}", "fake")

@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.http.anthropic.errors import ROUTES
-from jaxinfer.serve.http.app_state import SCOPES
+from jaxinfer.serve.http.app import SCOPES
 from tests.parsers.corpus import CASES
 from tests.parsers.corpus import TOOLS as CORPUS_TOOLS
 from tests.serve.fake_engine import Mischief
