@@ -9,18 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 class _FormerNames(MetaPathFinder, Loader):
     """Import of a family's module by its former name, directly in this package."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         if package != __name__ or name in ("families", "heads"):
             return None
