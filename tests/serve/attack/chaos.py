@@ -214,7 +214,7 @@ async def _quiet(victim: Victim, client: Doors, report: Report) -> None:
 
 def _faults_logged(log: str) -> list[str]:
     """Return the errors in the log that injected faults do not explain."""
-    found = re.findall(r"^.*(?:\n(?!\d{4}-).*)*Traceback(?:\n(?!\d{4}-).*)*|^.*internal error.*", log, re.MULTILINE)
+    found = re.findall(r"^.*(?:\n(?!\d{4}-).*)*Traceback.*(?:\n(?!\d{4}-).*)*|^.*internal error.*", log, re.MULTILINE)
     taken = r"\[Errno (24|28)\]|accept\(\) out of system resource"  # asyncio's message for EMFILE
     return [each for each in found if not re.search(taken, each)]
 
