@@ -37,8 +37,8 @@ class AuthMiddleware:
     """ASGI middleware around the application.
 
     Args:
-        scopes: scope that each route requires; None: no API key. An unknown path requires `INFER`: without a key nobody
-            learns which paths there are.
+        scopes: scope that each route requires; None: no API key. An unknown path requires `INFER`, so that clients
+            without a key cannot find out which paths exist.
 
     Attributes:
         inner: the application.
