@@ -7,7 +7,10 @@ The model is not trained on tools, so calls are forced (`tool_choice`): the engi
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -26,6 +29,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.config.aliases import demo_folder
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.live import Live, live
 
@@ -63,9 +67,13 @@ class Done:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """The demo model with greedy decoding by default: several clients raise an error for an answer cut at its limit."""
+    folder = tmp_path_factory.mktemp("greedy") / "demo"
+    shutil.copytree(demo_folder("demo") or "", folder)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     engine = EngineConfig(max_num_seqs=4, prefill_sizes=(64,))
-    with live(ServeConfig(model="demo", grpc_port=0, http_port=0, engine=engine)) as found:
+    with live(ServeConfig(model=str(folder), grpc_port=0, http_port=0, engine=engine)) as found:
         yield found
 
 
@@ -220,9 +228,15 @@ def test_openai_agents(url: str, api: str) -> None:
         for one in (weather, clock):  # the tool must be called; the answer to its result is free
             agent = agents.Agent("helper", instructions="ROMEO", model=model, tools=[one], model_settings=forced)
             assert isinstance((await agents.Runner.run(agent, QUESTION)).final_output, str)
-        both = agents.Agent("helper", model=model, tools=[weather, clock], model_settings=forced, output_type=Answer)
-        assert isinstance((await agents.Runner.run(both, QUESTION)).final_output, Answer)
-        plain = agents.Agent("helper", model=model, model_settings=agents.ModelSettings(max_tokens=30))
+        for seed in range(9):  # after the forced call, the model freely chooses between the tools and the answer
+            sampled = dataclasses.replace(forced, temperature=1.5, extra_body={"seed": seed})
+            both = agents.Agent("helper", model=model, tools=[weather, clock], model_settings=sampled, output_type=Answer)
+            with contextlib.suppress(agents.MaxTurnsExceeded):
+                assert isinstance((await agents.Runner.run(both, QUESTION)).final_output, Answer)
+                break
+        else:
+            pytest.fail("no seed ends with an answer")
+        plain = agents.Agent("helper", model=model, model_settings=agents.ModelSettings(max_tokens=MOST))
         result = agents.Runner.run_streamed(plain, QUESTION)
         return [event.type async for event in result.stream_events()]
 
@@ -261,7 +275,7 @@ def test_pydantic_ai(url: str, kind: Any) -> None:
     assert {name for name, _ in done.calls} == set(NAMES)
 
     async def streamed() -> list[str]:
-        plain = pydantic_ai.Agent(model, model_settings=pydantic_ai.ModelSettings(max_tokens=30))
+        plain = pydantic_ai.Agent(model, model_settings=pydantic_ai.ModelSettings(max_tokens=MOST))
         async with plain.run_stream(QUESTION) as result:
             return [text async for text in result.stream_text(delta=True)]
 
