@@ -109,17 +109,19 @@ def test_a_correction_changes_the_choice_and_not_the_weights():
     assert differs > 5
 
 
+@pytest.mark.parametrize("top_groups", [1, 2, 3])
 @pytest.mark.parametrize(("group_score", "taken"), [("max", 1), ("top2", 2)])
-def test_experts_are_chosen_within_the_best_groups(group_score: Any, taken: int):
+def test_experts_are_chosen_within_the_best_groups(group_score: Any, taken: int, top_groups: int):
     logits, correction = numbers(4, 40, 12), numbers(5, 12) - 3.0  # most scores are below 0
-    rule = RoutingRule(3, "sigmoid", groups=4, top_groups=2, group_score=group_score)
+    count = 3 * top_groups - 1  # all experts of the best groups but one
+    rule = RoutingRule(count, "sigmoid", groups=4, top_groups=top_groups, group_score=group_score)
     elsewhere = 0
     for token, got in zip(logits, routed(logits, rule, correction), strict=True):
         choice = 1 / (1 + np.exp(-token)) + correction
         of_groups = np.sort(choice.reshape(4, 3))[:, -taken:].sum(axis=1)
-        allowed = np.repeat(np.isin(np.arange(4), best(of_groups, 2)), 3)
-        assert list(got) == best(np.where(allowed, choice, -np.inf), 3)
-        elsewhere += list(got) != best(choice, 3)
+        allowed = np.repeat(np.isin(np.arange(4), best(of_groups, top_groups)), 3)
+        assert list(got) == best(np.where(allowed, choice, -np.inf), count)
+        elsewhere += list(got) != best(choice, count)
     assert elsewhere > 5
 
 

@@ -112,9 +112,10 @@ PHI_ROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
 
 
 def config_json(family: str, **changes: Any) -> dict[str, Any]:
-    common = {"num_experts_per_tok": 2, "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
+    common = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
-    return {**common, **heads, **FAMILIES[family], **changes}
+    chosen = {} if "moe_k" in FAMILIES[family] else {"num_experts_per_tok": 2}
+    return {**common, **heads, **chosen, **FAMILIES[family], **changes}
 
 
 def config(family: str, **changes: Any) -> SparseConfig:
