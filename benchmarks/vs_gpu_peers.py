@@ -105,7 +105,7 @@ def _peers(options: argparse.Namespace) -> list[Peer]:
     def run(python: str, module: str) -> tuple[str, ...]:
         return (python, "-m", f"benchmarks.gpu_peers.{module}")
 
-    ours = run(sys.executable, "jaxinfer_bare")
+    ours = (sys.executable, "-m", "jaxinfer.gpu_check.standins", "benchmarks.gpu_peers.jaxinfer_peer")
     peers = (
         Peer("jaxinfer", ours, keeps_cache=True),
         Peer("jaxinfer-relaxed", ours, {"exactness": "relaxed"}, keeps_cache=True),

@@ -62,7 +62,7 @@ LAYER = {
     "__main__": 13,
     "jaxinfer": 13,  # jaxinfer/__init__.py
     "tools": 14,
-    "benchmarks": 14,
+    "benchmarks": 15,
 }
 # Layers within a package: a module belongs to the longest matching name and may import names of lower layers only.
 LAYER_WITHIN = {
@@ -80,15 +80,15 @@ ENTRY_POINTS = LAYER["loading"]
 
 # Modules that may import by a computed name: the package for its lazy names; the command line, which reads a command's
 # flags before it imports what the command needs; the registry of families, which imports a family on lookup; the kernel
-# check, which finds ops by folders; the GPU check, which has a module for each section, names kernels by their path and
-# measures other engines where they are installed.
+# check, which finds ops by folders; the GPU check, which has a module for each section (in a checkout, also benchmarks)
+# and names kernels by their path.
 COMPUTES_NAMES = {
     "jaxinfer",
     "jaxinfer.cli.app",
     "jaxinfer.gpu_check.__main__",
     "jaxinfer.gpu_check.kernels",
-    "jaxinfer.gpu_check.peers",
     "jaxinfer.gpu_check.problem",
+    "jaxinfer.gpu_check.sections",
     "jaxinfer.models",
     "jaxinfer.models.registry",
     "pallas_kernels.check.ops",

@@ -128,7 +128,7 @@ REFUSED = {
     ),
     "a package and a tool": ({"jaxinfer/kv/a.py": "import tools.b", "tools/b.py": ""}, "upwards"),
     "a kernel and a benchmark": ({"pallas_kernels/a.py": "import benchmarks.b", "benchmarks/b.py": ""}, "upwards"),
-    "tools and benchmarks": ({"tools/a.py": "import benchmarks.b", "benchmarks/b.py": ""}, "sideways"),
+    "benchmarks in tools": ({"tools/a.py": "import benchmarks.b", "benchmarks/b.py": ""}, "upwards"),
     "tools in a circle": (
         {"tools/a.py": "import tools.b", "tools/b.py": "def f():\n    from tools import a"},
         "import cycle",

@@ -133,6 +133,7 @@ ENVIRONMENTS = {
     "devices": ("parallel/devices/",),
     "fleet": ("fleet/",),
     "interpreted": (
+        "benchmarks/gpu/test_all_sections",
         "gpu_check/test_gpu_check",
         "kernels/paged_attention/test_ampere",
         "kernels/paged_attention/test_hopper_",

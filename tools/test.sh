@@ -25,7 +25,7 @@ devices)
     exec env XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=8" "${run[@]}" "$@"
     ;;
 interpreted)
-    [ "$asked" -gt 0 ] || set -- tests/kernels tests/gpu_check/test_gpu_check*.py
+    [ "$asked" -gt 0 ] || set -- tests/kernels tests/benchmarks/gpu/test_all_sections.py tests/gpu_check/test_gpu_check*.py
     exec env NPROC=8 "${run[@]}" -m "interpreted and not slow and not parity and not fleet" "$@"
     ;;
 *)

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from jaxinfer.bench.datasets import prompt_material
 from jaxinfer.bench.figures import percentiles
-from jaxinfer.bench.traces import Trace, TraceRequest, prompt_tokens
+from jaxinfer.bench.prompts import Ids
+from jaxinfer.bench.traces import Trace, TraceRequest
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request, SequenceDelta
 
@@ -131,7 +133,7 @@ def arrivals(trace: Trace, vocab: int, seed: int, speed: float | None) -> Iterab
 def _maker(trace: Trace, request: TraceRequest, name: str, vocab: int, seed: int) -> Callable[[], Request]:
     def make() -> Request:
         params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True, seed=0)
-        return Request(name, tuple(prompt_tokens(trace, request, vocab, seed).tolist()), params)
+        return Request(name, tuple(prompt_material(trace, request, Ids(vocab), seed).tolist()), params)
 
     return make
 

@@ -28,6 +28,9 @@ class Lengths(NamedTuple):
     low: int
     high: int
 
+    def __str__(self) -> str:
+        return f"{self.low}" if self.low == self.high else f"{self.low}:{self.high}"
+
     def draw(self, rng: np.random.Generator) -> int:
         return int(rng.integers(self.low, self.high + 1))
 
@@ -159,14 +162,18 @@ def _longest(requests: Sequence[traces.TraceRequest]) -> int:
 
 
 def _trace(trace: traces.Trace, spec: Asked, seed: int) -> Iterator[Item]:
-    prompts = spec.prompts
     for request in trace.requests:
-        size = trace.block_tokens or request.prompt_len
-        blocks = [prompts.draw(size, np.random.default_rng((seed, block))) for block in request.blocks]
-        whole = np.concatenate(blocks)
-        share = request.prompt_len / (size * len(blocks))  # the last block may be partial
-        material = whole[: max(1, round(len(whole) * share))]
-        yield Item(prompts.build(material), request.prompt_len, request.output_len, request.arrival)
+        prompt = spec.prompts.build(prompt_material(trace, request, spec.prompts, seed))
+        yield Item(prompt, request.prompt_len, request.output_len, request.arrival)
+
+
+def prompt_material(trace: traces.Trace, request: traces.TraceRequest, prompts: Prompts, seed: int) -> np.ndarray:
+    """Return the pseudo-random material of a prompt; that of a block depends only on its number and ``seed``."""
+    size = trace.block_tokens or request.prompt_len
+    blocks = [prompts.draw(size, np.random.default_rng((seed, block))) for block in request.blocks]
+    whole = np.concatenate(blocks)
+    share = request.prompt_len / (size * len(blocks))  # the last block may be partial
+    return whole[: max(1, round(len(whole) * share))]
 
 
 def _needed(path: pathlib.Path | None, name: str) -> pathlib.Path:

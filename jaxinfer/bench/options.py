@@ -8,9 +8,10 @@ import pathlib
 import urllib.parse
 from collections.abc import Sequence
 
-from jaxinfer.bench.datasets import DATASETS, Lengths
+from jaxinfer.bench.datasets import DATASETS, DEFAULT_LENGTHS, Lengths
 from jaxinfer.bench.figures import MS, Goals
 from jaxinfer.bench.http_target import PATHS
+from jaxinfer.bench.traces import MOONCAKE_BLOCK
 from jaxinfer.cli.parser import Parser
 
 SCHEMES = ("grpc", "grpcs", "http", "https")
@@ -47,30 +48,26 @@ def _target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--target", type=_url, help="server: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
     group.add_argument("--model", help="model name in requests (default: the served model)")
-    group.add_argument(
-        "--endpoint", choices=sorted(PATHS), default="completions", help="HTTP endpoint (default completions)"
-    )
+    group.add_argument("--endpoint", choices=sorted(PATHS), default="completions", help="HTTP endpoint")
     group.add_argument("--api-key-file", type=pathlib.Path, help="file whose first line is the API key")
     group.add_argument("--ca-file", type=pathlib.Path, help="PEM file of trusted CAs, for TLS")
-    group.add_argument("--connections", type=_count, default=8, help="gRPC connections, used in turn (default 8)")
+    group.add_argument("--connections", type=_count, default=8, help="gRPC connections, used in turn")
     group.add_argument(
         "--metrics",
         type=_http,
         metavar="URL",
         help="Prometheus metrics of the server (default: /metrics of an HTTP target)",
     )
-    group.add_argument(
-        "--timeout", type=_positive, default=600.0, help="time limit of a request in seconds (default 600)"
-    )
+    group.add_argument("--timeout", type=_positive, default=600.0, help="time limit of a request in seconds")
     group.add_argument("--vocab-size", type=_count, help="over HTTP: send random token ids below it, not words")
-    group.add_argument("--temperature", type=_not_negative, default=0.0)
+    group.add_argument("--temperature", type=_not_negative, default=0.0, help="sampling temperature; 0: greedy")
 
 
 def _load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     how = group.add_mutually_exclusive_group()
     how.add_argument("--request-rate", type=_positive, help="open loop: requests per second; inf: all at once")
-    how.add_argument("--concurrency", type=_count, help=f"closed loop: concurrent users (default {DEFAULT_USERS})")
+    how.add_argument("--concurrency", type=_count, help=f"closed loop: concurrent users (default: {DEFAULT_USERS})")
     how.add_argument("--speed", type=_positive, help="open loop: speedup of a trace's arrivals")
     group.add_argument(
         "--burstiness",
@@ -79,40 +76,63 @@ def _load(parser: argparse.ArgumentParser) -> None:
         help="shape of the gamma distributed gaps; 1: Poisson, below: bursts, inf: even",
     )
     group.add_argument(
-        "--num-requests", type=_count, help=f"requests to send (default {DEFAULT_REQUESTS}, without --duration)"
+        "--num-requests", type=_count, help=f"requests to send (default: {DEFAULT_REQUESTS}, without --duration)"
     )
     group.add_argument("--duration", type=_positive, help="seconds during which requests are started")
-    group.add_argument("--warmup", type=int, default=0, help="warmup requests, not measured (default 0)")
-    group.add_argument("--seed", type=int, default=0, help="seed of arrivals, prompts and sampling (default 0)")
+    group.add_argument("--warmup", type=int, default=0, help="warmup requests, not measured")
+    group.add_argument("--seed", type=int, default=0, help="seed of arrivals, prompts and sampling")
 
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sweep")
     group.add_argument("--sweep", action="store_true", help="search for the highest sustainable rate")
+    group.add_argument("--sweep-precision", type=_positive, default=0.1, help="relative precision of the rate")
     group.add_argument(
-        "--sweep-precision", type=_positive, default=0.1, help="relative precision of the rate (default 0.1)"
+        "--sweep-max-rate",
+        type=_positive,
+        default=65536.0,
+        help="highest rate to try, in requests per second",
     )
-    group.add_argument("--sweep-max-rate", type=_positive, default=65536.0)
     group.add_argument(
-        "--good-share", type=_positive, default=0.9, help="minimum fraction of requests within --goodput (default 0.9)"
+        "--good-share",
+        type=_positive,
+        default=0.9,
+        help="minimum fraction of requests within --goodput",
     )
-    group.add_argument(
-        "--keep-up", type=_positive, default=0.9, help="minimum completion rate / arrival rate (default 0.9)"
-    )
+    group.add_argument("--keep-up", type=_positive, default=0.9, help="minimum completion rate / arrival rate")
 
 
 def _dataset(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument("--dataset", choices=sorted(DATASETS), default="random")
+    group.add_argument("--dataset", choices=sorted(DATASETS), default="random", help="data set of the requests")
     group.add_argument("--dataset-path", type=pathlib.Path, help="file of the data set, if it is read from a file")
-    group.add_argument("--input-len", type=_lengths, default=Lengths(128, 128), metavar="N|LOW:HIGH")
     group.add_argument(
-        "--output-len", type=_lengths, metavar="N|LOW:HIGH", help="output tokens (default 128, or the data set's)"
+        "--input-len",
+        type=_lengths,
+        default=DEFAULT_LENGTHS,
+        metavar="N|LOW:HIGH",
+        help="prompt tokens, after a shared prefix",
     )
-    group.add_argument("--prefix-len", type=_tokens, default=0, help="shared-prefix, sonnet: tokens of the prefix")
+    group.add_argument(
+        "--output-len",
+        type=_lengths,
+        metavar="N|LOW:HIGH",
+        help=f"output tokens (default: {DEFAULT_LENGTHS}, or the data set's)",
+    )
+    group.add_argument(
+        "--prefix-len",
+        type=_tokens,
+        default=0,
+        help="shared-prefix, sonnet: tokens of the prefix",
+    )
     group.add_argument("--groups", type=_count, default=1, help="shared-prefix: number of prefixes")
     group.add_argument("--scale", type=_positive, help="azure: factor of lengths (default: the longest fits)")
-    group.add_argument("--block-tokens", type=_count, default=512, help="mooncake: tokens per block (default 512)")
+    group.add_argument(
+        "--block-tokens",
+        type=_count,
+        default=MOONCAKE_BLOCK,
+        help="mooncake: tokens per block",
+    )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -127,10 +147,8 @@ def _report(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--out", type=pathlib.Path, help="JSON lines file: settings, each request, statistics")
     group.add_argument("--plot", type=pathlib.Path, help="PNG file: latencies and throughput over the rate")
-    group.add_argument(
-        "--max-lateness", type=_positive, default=10.0, help="maximum p99 delay of sends in ms (default 10)"
-    )
-    group.add_argument("--max-lag", type=_positive, default=10.0, help="maximum p99 event loop lag in ms (default 10)")
+    group.add_argument("--max-lateness", type=_positive, default=10.0, help="maximum p99 delay of sends in ms")
+    group.add_argument("--max-lag", type=_positive, default=10.0, help="maximum p99 event loop lag in ms")
     group.add_argument(
         "--self-test", action="store_true", help="measure the load generator, with a server of known latencies"
     )

@@ -8,9 +8,7 @@ import datetime
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 MOONCAKE_BLOCK = 512  # tokens per hash id of the Mooncake trace
 
@@ -147,12 +145,3 @@ def _fitting(name: str, requests: list[TraceRequest], block: int | None, scale: 
     if not fitting:
         raise TraceError(f"no request of the {name} trace fits into {max_len} tokens: a smaller scale, please")
     return Trace(name, fitting, block, scale, len(requests) - len(fitting))
-
-
-def prompt_tokens(trace: Trace, request: TraceRequest, vocab: int, seed: int) -> np.ndarray:
-    """Return pseudo-random tokens, int32 [prompt_len], that depend only on block and ``seed``."""
-    size = trace.block_tokens or request.prompt_len
-    blocks: Iterable[np.ndarray] = (
-        np.random.default_rng((seed, block)).integers(vocab, size=size, dtype=np.int32) for block in request.blocks
-    )
-    return np.concatenate(list(blocks))[: request.prompt_len]

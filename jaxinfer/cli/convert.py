@@ -34,7 +34,7 @@ def make_parser() -> Parser:
     parser.add_argument("destination", metavar="DST", type=pathlib.Path, help="output folder, which must not exist")
     group = parser.add_argument_group("output")
     add_dtype(group)
-    group.add_argument("--output-format", choices=FORMATS, default="orbax", help="output format (default: %(default)s)")
+    group.add_argument("--output-format", choices=FORMATS, default="orbax", help="output format")
     group.add_argument("--check-finite", action="store_true", help="reject weights with NaN or infinity")
     _add_quantisation(parser.add_argument_group("quantisation (docs/quantisation.md)"))
     return parser

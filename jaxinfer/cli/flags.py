@@ -115,7 +115,7 @@ def _flags(name: str) -> list[str]:
 def _help(text: str, default: object) -> str:
     """Append the default, unless the text mentions it or there is none. % is escaped for argparse."""
     plain = text.replace("`", "").replace("%", "%%")
-    if default is None or default is dataclasses.MISSING or "default" in plain:
+    if default in (None, dataclasses.MISSING, "", ()) or "default" in plain:
         return plain
     if isinstance(default, tuple):
         return f"{plain} (default: {' '.join(map(str, default))})"

@@ -138,6 +138,14 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32, width=width)
 
     @override
+    def _get_help_string(self, action: argparse.Action) -> str:
+        """Append the default, unless the text mentions it or there is none."""
+        text, default = action.help or "", action.default
+        if "default" in text or default is None or default is False or default in ("", [], argparse.SUPPRESS):
+            return text
+        return f"{text} (default: %(default){'g' if isinstance(default, float) else 's'})"
+
+    @override
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)  # do not split flags
 
@@ -159,7 +167,7 @@ class _WholeFormatter(_Formatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         others = [option for option in action.option_strings if option not in own_flags(action)]
         positive = [option for option in others if not option.startswith("--no-")]
-        return (action.help or "") + (f" [also {', '.join(positive)}]" if positive else "")
+        return super()._get_help_string(action) + (f" [also {', '.join(positive)}]" if positive else "")
 
 
 def _with_default(text: str, default: str | None) -> str:

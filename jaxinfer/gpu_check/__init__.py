@@ -1,1 +1,1 @@
-"""Benchmarks and checks of jaxinfer on the local GPU: ``python -m jaxinfer.gpu_check``. See docs/gpu.md."""
+"""Checks of jaxinfer on the local GPU: ``python -m jaxinfer.gpu_check``. See docs/gpu.md."""

@@ -1,4 +1,4 @@
-"""``jaxinfer check-gpu [--only NAME,...] [--out DIR] [--quick]``: benchmarks and checks of jaxinfer on the local GPU.
+"""``jaxinfer check-gpu [--only NAME,...] [--out DIR] [--quick]``: checks and benchmarks of jaxinfer on the local GPU.
 
 Each section runs in its own process with its own time limit. If a step hangs or crashes, the results name it and a new
 process continues after that step. A section writes its records to a file next to the results file as it runs; the
@@ -23,63 +23,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.parser import Parser
 from jaxinfer.gpu_check import standins
 from jaxinfer.gpu_check.goals import has_times, verdicts
 from jaxinfer.gpu_check.report import Report, read_records
+from jaxinfer.gpu_check.sections import BENCHMARKS, ROOT, all_sections
 from jaxinfer.gpu_check.table import NOT_A_GPU, markdown, no_times
 from pallas_kernels.supervise import Ended, Journal, supervise
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "jaxinfer.gpu_check")  # of the process of a section
-
-
-class Section(NamedTuple):
-    """A section of the check.
-
-    Attributes:
-        module: module or module:function; without a function, `run` of the module.
-        seconds: time limit of the whole section.
-        patience: seconds without output after which a step counts as hung; compilation is included.
-        memory: fraction of GPU memory that JAX preallocates; peers need memory for their own libraries.
-        asked: False: the section runs only if ``--only`` names it.
-    """
-
-    name: str
-    module: str
-    seconds: int
-    patience: float = 60
-    memory: float = 0.92
-    asked: bool = True
-
-
-# In execution order. The default sections together take less than ten minutes. Engine startup may wait a minute for a
-# kernel on trial that hangs, so the sections that start an engine have a longer patience.
-SECTIONS = (
-    Section("device", "device", 10),
-    Section("copy", "bandwidth", 15),
-    Section("gemm", "gemm", 25),
-    Section("parity", "parity", 75, patience=20),
-    Section("kernels", "kernels", 80, patience=20),
-    Section("step", "step", 110, patience=40),
-    Section("engine", "throughput", 100, patience=90),
-    Section("relaxed", "throughput:run_relaxed", 90, patience=80),
-    Section("demo", "demo", 45),
-    Section("peers", "peers", 40, patience=20, memory=0.05),
-    Section("parity-all", "parity:run_all", 300, patience=30, asked=False),
-    Section("identity", "identity", 200, patience=120, asked=False),
-    Section("formats", "formats", 400, patience=120, asked=False),
-    Section("rows", "rows", 90, patience=30, asked=False),
-    Section("agree", "agree", 60, patience=30, asked=False),
-    Section("server", "server", 400, patience=200, asked=False),
-)
-_ABOUT = """Check and benchmark jaxinfer on this machine's GPU: bandwidth, matmuls, every kernel against float64, the
-step of an 8B model, the engine end to end, the text of the demo model. Takes less than ten minutes."""
+SECTIONS = all_sections()
+_ABOUT = """Check this machine's GPU: every kernel against float64 and timed, the text of the demo model. In a source
+checkout, benchmark it too: bandwidth, matmuls, the step of an 8B model, the engine. Takes less than ten minutes."""
 BY_NAME = {section.name: section for section in SECTIONS}
 NAMES = tuple(BY_NAME)
+COLUMNS = {section.name: section.columns for section in SECTIONS}
 UNASKED = tuple(section.name for section in SECTIONS if section.asked)
 # From NVIDIA's datasheets, keyed by a substring of JAX's device kind: memory bandwidth, and dense bfloat16 throughput.
 DATASHEET = {
@@ -88,6 +49,7 @@ DATASHEET = {
     "A100-SXM4-80GB": {"gb_s": 2039.0, "tflop_s": 312.0},
 }
 QUICK_PATIENCE = 4  # factor on the limits: a quick run may be on a slow machine, where the limits protect nothing
+_ELSEWHERE = f"the benchmark sections are in {BENCHMARKS} of a source checkout: run the command there"
 CPU_NOTE = f"{NOT_A_GPU[0].upper()}{NOT_A_GPU[1:]}."
 
 
@@ -131,11 +93,13 @@ class Results:
     def put(self, name: str, section: Mapping[str, Any]) -> None:
         self.content["sections"][name] = {**section, "git": self.content["git"]}
         self.content["sections"] = {
-            each: self.content["sections"][each] for each in NAMES if each in self.content["sections"]
+            each: self.content["sections"][each]
+            for each in dict.fromkeys((*NAMES, *self.content["sections"]))
+            if each in self.content["sections"]
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _rewrite(self.path, json.dumps(self.content, indent=1) + "\n")
-        _rewrite(self.path.with_suffix(".md"), markdown(self.content))
+        _rewrite(self.path.with_suffix(".md"), markdown(self.content, COLUMNS))
 
     def limits(self) -> dict[str, dict[str, float]]:
         """Return the limits of this device (measured, datasheet) and the rates of the engine, see `Report.limits`."""
@@ -254,7 +218,7 @@ def section_main(arguments: argparse.Namespace) -> None:
         alone=arguments.alone,
         answers=importlib.import_module("jaxinfer.gpu_check.device").answers,
     )
-    getattr(importlib.import_module(f"jaxinfer.gpu_check.{module}"), function or "run")(report)
+    getattr(importlib.import_module(module), function or "run")(report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -311,14 +275,11 @@ def summary(results: Results, names: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("jaxinfer check-gpu", _ABOUT, ("jaxinfer check-gpu --only copy,gemm",), ("only", "out", "quick"))
+    parser = Parser("jaxinfer check-gpu", _ABOUT, ("jaxinfer check-gpu --only parity,demo",), ("only", "out", "quick"))
     group = parser.add_argument_group("sections and output")
-    group.add_argument(
-        "--only", type=_names, default=UNASKED, metavar="NAME,...", help=f"sections to run: {', '.join(NAMES)}"
-    )
-    group.add_argument(
-        "--out", default=str(_results()), metavar="DIR", help="folder of the results (default: %(default)s)"
-    )
+    sections = f"sections to run, of {', '.join(NAMES)} (default: {', '.join(UNASKED)})"
+    group.add_argument("--only", type=_names, default=UNASKED, metavar="NAME,...", help=sections)
+    group.add_argument("--out", default=str(_results()), metavar="DIR", help="folder of the results")
     group.add_argument("--quick", action="store_true", help="smoke test with tiny sizes, also without a GPU")
     for hidden in ("--section", "--records", "--limits"):
         group.add_argument(hidden, help=argparse.SUPPRESS)
@@ -338,7 +299,8 @@ def _names(text: str) -> tuple[str, ...]:
     chosen = tuple(text.split(","))
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown section {', '.join(unknown)}; known: {', '.join(NAMES)}")
+        said = f"unknown section {', '.join(unknown)}; known: {', '.join(NAMES)}"
+        raise argparse.ArgumentTypeError(said + ("" if (ROOT / BENCHMARKS).is_dir() else f"; {_ELSEWHERE}"))
     return chosen
 
 

@@ -92,7 +92,7 @@ def _one_row(device: str, goal: float, floor: float | None = None) -> Goal:
 
 
 GOALS: tuple[Goal, ...] = (
-    # Floors of kernels: the values measured on an H100 on 2026-11-22, less 3 %.
+    # Floors of kernels are bounds against regressions on an H100.
     _decode(64, 4096, 0.97, 0.87),
     _decode(8, 4096, 0.88, 0.69),
     _one_row(rates.H100, 0.013, 0.0191),

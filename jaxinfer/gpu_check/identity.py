@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
-from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model
+from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model, start_engine
 from jaxinfer.gpu_check.report import Report
-from jaxinfer.gpu_check.throughput import planned
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request
@@ -35,7 +34,7 @@ def run(report: Report) -> None:
     if not report.wanted("together"):
         return
     with report.attempt("together"):
-        engine = planned(model, config, report)
+        engine = start_engine(model, config, report)
         expected = answers(engine, requests)
         _in_one_engine(report, engine, requests, expected)
         del engine
@@ -89,7 +88,7 @@ def _preempted(
     report: Report, name: str, model: Model, config: EngineConfig, requests: Requests, expected: Answers
 ) -> None:
     """Compare the answers on a pool that is too small. Without a preemption the comparison proves nothing and fails."""
-    engine = planned(model, config, report)
+    engine = start_engine(model, config, report)
     _compare(report, name, expected, answers(engine, requests))
     counted = dict(engine.stats().preemptions)
     report.put(f"{name}: preemptions", ok=sum(counted.values()) > 0, **counted)

@@ -8,42 +8,16 @@ from typing import Any
 from jaxinfer.gpu_check.goals import has_times, verdicts
 
 NOT_A_GPU = "not a GPU: only that it runs was checked"
-_PARITY = ("ok", "worst_vector", "bound", "same_bits_twice", "same_bits_reversed", "same_bits_alone")
-_ENGINE = ("output_tokens_s", "all_tokens_s", "step_ms", "share_of_copy", "seconds_to_first_token", "seconds_to_start")
-_LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
-# Columns of each section besides the key. A record without any of them gets its own line.
-COLUMNS: Mapping[str, Sequence[str]] = {
-    "copy": ("gb_s", "best_ms"),
-    "gemm": ("tflop_s", "best_ms", "relative_error"),
-    "parity": _PARITY,
-    "parity-all": _PARITY,
-    "kernels": ("best_ms", "gb_s", "share_of_copy", "tflop_s", "share_of_gemm"),
-    "peers": ("best_ms", "gb_s", "share_of_copy", "tflop_s", "share_of_gemm"),
-    "step": (
-        "best_ms",
-        "tokens_s",
-        "share_of_copy",
-        "share_of_gemm",
-        "kernels_of_mosaic",
-        "pool_copies",
-        "page_out_ms",
-        "page_in_ms",
-    ),
-    "engine": _ENGINE,
-    "relaxed": _ENGINE,
-    "formats": _ENGINE,
-    "identity": ("ok", "requests", "recompute", "swap"),
-    "rows": ("classes", "row_depends_on_slot_at"),
-    "agree": ("ok", "same_bits_decoded", "same_bits_as_drafts", "promised"),
-    "demo": ("seconds", "tokens", "equal_tokens"),
-    "server": ("ok", "output_tokens_s", "of_engine", *_LATENCIES, "seconds_to_ready", "seconds_to_start"),
-}
 # Figures of a CPU are only in the JSON file, which tests read; in a table they would look like results.
 _FIGURES = ("ok", "same_bits", "kernels_of", "pool_copies", "equal_tokens", "classes", "row_depends")
 
 
-def markdown(content: Mapping[str, Any]) -> str:
-    """Write the content of a results file in Markdown."""
+def markdown(content: Mapping[str, Any], columns: Mapping[str, Sequence[str]]) -> str:
+    """Write the content of a results file in Markdown.
+
+    Args:
+        columns: columns of the table of each section.
+    """
     device, on_gpu = content["device"], content["device"]["platform"] != "cpu"
     lines = [f"# {device['kind']}, {content['date']}", ""]
     if not on_gpu:
@@ -56,8 +30,9 @@ def markdown(content: Mapping[str, Any]) -> str:
     lines += _goals(content) if figures else []
     lines += _side_by_side(content["sections"]) if figures else []
     for name, section in content["sections"].items():
-        if name in COLUMNS:
-            lines += _table(name, section["records"], figures=figures)
+        if columns.get(name):
+            shown = [each for each in columns[name] if figures or each.startswith(_FIGURES)]
+            lines += _table(name, section["records"], shown)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -99,8 +74,7 @@ def _side_by_side(sections: Mapping[str, Any]) -> list[str]:
     return ["## Kernels and peers side by side, in ms", "", *_grid(["", *paths], rows), ""] if rows else []
 
 
-def _table(name: str, records: Sequence[Mapping[str, Any]], *, figures: bool) -> list[str]:
-    columns = [each for each in COLUMNS[name] if figures or each.startswith(_FIGURES)]
+def _table(name: str, records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
     used = [column for column in columns if any(column in record for record in records)]
     rows = [
         [record["key"], *(_cell(record.get(column)) for column in used)] for record in records if _any(record, used)

@@ -88,13 +88,22 @@ def test_azure(azure: pathlib.Path) -> None:
     assert [len(item.prompt) for item in items] == [10, 20, 30, 40, 50]
 
 
-def test_mooncake_prompts_are_those_of_the_replay(tmp_path: pathlib.Path) -> None:
+def tokens_by_hand(request: traces.TraceRequest) -> list[int]:
+    """Return 16 tokens below 50 for each block, which depend on its number and the seed 4 alone."""
+    return [
+        token
+        for block in request.blocks
+        for token in np.random.default_rng((4, block)).integers(50, size=16, dtype=np.int32).tolist()
+    ]
+
+
+def test_prompts_of_mooncake_consist_of_their_blocks(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     rows = [{"timestamp": 1000 * i, "input_length": 700, "output_length": 64, "hash_ids": [0, i]} for i in range(3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     items = some("mooncake", Asked(Ids(50), 1.0, path=path, block_tokens=16), seed=4)
     trace = traces.scale_mooncake(traces.read_mooncake(path), 1000, 16)
-    expected = [traces.prompt_tokens(trace, request, 50, 4).tolist() for request in trace.requests]
+    expected = [tokens_by_hand(request)[: request.prompt_len] for request in trace.requests]
     assert [item.prompt for item in items] == expected
     assert [item.due for item in items] == [0.0, 1.0, 2.0]
     words = some("mooncake", Asked(Words(2.0), 2.0, path=path, block_tokens=16))

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.traces.ideal import BatchingBound, LRUHits, lru_hits, unique_pages
+from jaxinfer.bench.datasets import prompt_material
+from jaxinfer.bench.prompts import Ids
 from jaxinfer.bench.traces import (
     Trace,
     TraceError,
     TraceRequest,
-    prompt_tokens,
     read_azure,
     read_mooncake,
     scale_azure,
@@ -82,17 +83,17 @@ def test_mooncake_blocks(mooncake: list[TraceRequest]) -> None:
     trace = scale_mooncake(mooncake, 1000, block_tokens=16)
     assert [request.arrival for request in trace.requests] == [0.0, 2.5]
     assert lengths(trace) == [(2 * 16 + 2, 1), (32, 18)]  # the third block has 76 of 512 tokens
-    first, second = (prompt_tokens(trace, request, 1000, SEED) for request in trace.requests)
+    first, second = (prompt_material(trace, request, Ids(1000), SEED) for request in trace.requests)
     assert (first[:16] == second[:16]).all()
     assert (first[16:32] != second[16:32]).any()
-    assert (prompt_tokens(trace, trace.requests[0], 1000, SEED + 1)[:16] != first[:16]).any()
+    assert (prompt_material(trace, trace.requests[0], Ids(1000), SEED + 1)[:16] != first[:16]).any()
     assert first.dtype == np.int32
     assert first.max() < 1000
 
 
 def test_azure_prompts_share_nothing(azure: list[TraceRequest]) -> None:
     trace = scale_azure(azure, 400)
-    first, second, _ = (prompt_tokens(trace, request, 32_000, SEED) for request in trace.requests)
+    first, second, _ = (prompt_material(trace, request, Ids(32_000), SEED) for request in trace.requests)
     assert len(first) == 300
     assert (first[:60] != second).any()
 
@@ -148,7 +149,7 @@ def naive_lru(trace: Trace, page_size: int, pages: int) -> LRUHits:
     used: dict[bytes, int] = {}
     asked = hits = time = 0
     for request in trace.requests:
-        tokens = prompt_tokens(trace, request, 1 << 30, SEED)
+        tokens = prompt_material(trace, request, Ids(1 << 30), SEED)
         path = [tokens[:end].tobytes() for end in range(page_size, len(tokens) + 1, page_size)]
         asked += len(tokens) - 1
         for page in path:
@@ -181,7 +182,7 @@ def test_lru_is_what_it_says(trace: Trace, page_size: int, pages: int) -> None:
 
 @given(traces(), st.integers(1, 4))
 def test_unique_pages_are_those_with_different_tokens(trace: Trace, page_size: int) -> None:
-    prompts = [prompt_tokens(trace, request, 1 << 30, SEED) for request in trace.requests]
+    prompts = [prompt_material(trace, request, Ids(1 << 30), SEED) for request in trace.requests]
     pages = {t[:end].tobytes() for t in prompts for end in range(page_size, len(t) + 1, page_size)}
     assert unique_pages(trace, page_size) == len(pages)
 

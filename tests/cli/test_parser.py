@@ -1,8 +1,12 @@
 """Tests of mistyped flags and of flag names of other engines."""
 
+import importlib
+
 import pytest
 
 from jaxinfer.cli import chat, compile, control, convert, generate, serve
+from jaxinfer.cli.app import COMMANDS
+from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import ALIASES, HINTS
 from jaxinfer.quant.make.recipe import METHODS
@@ -188,3 +192,36 @@ def test_gibibytes_may_have_another_unit(text: str, gib: float):
 
 def test_one_letter_may_be_followed_by_its_value():
     assert generate.parse(["-n3"]).n == 3
+
+
+@pytest.mark.parametrize(
+    ("default", "text"),
+    [
+        (600.0, " (default: 600)"),
+        (0, " (default: 0)"),
+        ("demo", " (default: demo)"),
+        *((each, "") for each in (None, False, "", [])),
+    ],
+)
+def test_the_help_shows_a_default_once(default: object, text: str):
+    parser = Parser("jaxinfer test", "Test.")
+    parser.add_argument("--seconds", default=default, help="limit")
+    parser.add_argument("--told", default=default, help="limit (default: the model's)")
+    lines = parser.format_help().splitlines()
+    assert f"limit{text}" in [line.partition("VALUE")[2].strip() for line in lines if "--seconds" in line]
+    assert [line for line in lines if line.endswith("limit (default: the model's)")]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_has_a_help_text_and_no_empty_default(name: str, monkeypatch: pytest.MonkeyPatch):
+    def stop(parser: Parser, *_: object) -> None:
+        pages.append((parser.format_help(), [action.option_strings for action in parser._actions if not action.help]))
+        parser.exit()
+
+    pages: list[tuple[str, list[object]]] = []
+    monkeypatch.setattr(Parser, "parse_args", stop)
+    with pytest.raises(SystemExit):
+        importlib.import_module(COMMANDS[name].flags).parse([])
+    ((text, without),) = pages
+    assert without == []
+    assert "default: )" not in text

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.gpu_check.stored import stored
 from jaxinfer.models.model import Model, abstract
 from tests.engine.test_states import CONFIG
 from tests.fakes import llama_json, random_head
+from tools.check_programs.stored import stored
 
 
 def llama(**changes: Any) -> Model:

@@ -34,11 +34,11 @@ def test_it_needs_jax_flax_and_numpy_alone(repo):
     hidden = {module for module, of in distributions.items() if not there & {plain(each) for each in of}}
     hidden -= {"jaxinfer", "pallas_kernels"}
     assert {"jaxtyping", "llguidance", "tokenizers"} <= hidden
-    sections = {f"jaxinfer.gpu_check.{section.module.partition(':')[0]}" for section in gpu_check.SECTIONS}
+    sections = {section.module.partition(":")[0] for section in gpu_check.SECTIONS}
     modules = [
         *sections,
         "jaxinfer.gpu_check.greedy",
-        "jaxinfer.gpu_check.start",
+        "benchmarks.gpu.start",
         "benchmarks.vs_gpu_peers",
         "benchmarks.gpu_peers.jaxinfer_peer",
     ]

@@ -1,7 +1,6 @@
 """gpu_check runs end to end without a GPU, keeps records of a killed section, and never reports a CPU as a GPU."""
 
 import dataclasses
-import importlib.util
 import json
 import time
 
@@ -11,11 +10,12 @@ import numpy as np
 import pytest
 
 from jaxinfer.gpu_check import __main__ as gpu_check
-from jaxinfer.gpu_check import bandwidth, demo, kernels, llama, parity, peers, rows, throughput, workloads
+from jaxinfer.gpu_check import demo, kernels, parity, workloads
 from jaxinfer.gpu_check.measure import Inside, deviation
 from jaxinfer.gpu_check.problem import MOSAIC, Problem
 from jaxinfer.gpu_check.problems import FIRST, PROBLEMS
 from jaxinfer.gpu_check.report import Report, read_records
+from jaxinfer.gpu_check.sections import Section
 from jaxinfer.gpu_check.table import NOT_A_GPU, markdown
 from pallas_kernels.check.ops import op_folders
 from pallas_kernels.choice import Target
@@ -67,32 +67,6 @@ def test_the_table_of_a_cpu_has_no_figures(results):
     table = path.with_suffix(".md").read_text()
     assert NOT_A_GPU in table
     assert "gb_s" not in table
-
-
-@pytest.mark.slow
-def test_every_section_runs(tmp_path):
-    _, content = quick_run(tmp_path, "--only", ",".join(gpu_check.NAMES))
-    assert tuple(content["sections"]) == gpu_check.NAMES
-    errors = {key: record.get("error") for s in content["sections"] for key, record in records_of(content, s).items()}
-    assert not any(errors.values()), errors
-    assert all(record["classes"] for record in records_of(content, "rows").values())
-    assert len(records_of(content, "parity")) == 2 * FIRST
-    checked = records_of(content, "parity-all")
-    assert len(checked) == 2 * len(PROBLEMS)
-    assert all(record["ok"] for record in checked.values())
-    assert all(record["interpreted"] == (record["path"] == "mosaic") for record in checked.values())
-    steps = [record for key, record in records_of(content, "step").items() if "context" in key]
-    assert all(record["share_of_copy"] > 0 for record in steps)
-    assert any("share_of_gemm" in record for record in records_of(content, "step").values())
-    for section in ("engine", "relaxed", "formats"):
-        assert any(record.get("output_tokens_s", 0) > 0 for record in records_of(content, section).values())
-    assert all(record["ok"] for record in records_of(content, "identity").values())
-    served = records_of(content, "server")
-    assert all(served[str(load)]["of_engine"] > 0 for load in throughput.QUICK_LOADS)
-    assert served["start, warm"]["seconds_to_ready"] < served["start, cold"]["seconds_to_ready"]
-    tokens = records_of(content, "demo")
-    if (demo.DEMO / "config.json").is_file():
-        assert len(tokens["float32"]["token_ids"]) == demo.QUICK_TOKENS
 
 
 def the_problem(text):
@@ -267,40 +241,6 @@ def test_bytes_and_operations_by_hand():
     assert workloads.Dense(3, 128, 2).bytes == 2 * (256 + 3 * 130)
     assert workloads.Dense(3, 128, 2, gated=True).operations == 2 * 3 * 128 * 4
     assert workloads.States(3, 2, 1, 2, 4, 8).bytes == 3 * (2 * 4 * 2 * 4 * 8 + 2 * (2 * (4 + 4 + 16) + 4 * 16))
-    shape = {**llama.TINY, "num_hidden_layers": 2}
-    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96
-    assert llama.prefill_operations(shape, 3, 1) == 2 * (layer + 2 * 64 * 32) + 4 * 64 * 4
-
-
-def test_rows_have_the_kernel_beside_xla_where_it_runs(report, monkeypatch):
-    def run():
-        rows.run(report)
-        return {name: record["classes"] for name, record in written(report).items()}
-
-    assert set(run()) == {"qkv", "gate_up"}
-    monkeypatch.setattr(rows, "lowering_target", lambda: Target("gpu", (9, 0)))
-    asked = []
-    monkeypatch.setattr(rows.dense, "matmul", lambda x, w, **how: asked.append(how) or x[:, :1] + w[:1, 0])
-    monkeypatch.setattr(
-        rows.quant_matmul, "matmul", lambda x, codes, scales, **how: asked.append(how) or x[:, :1] + scales[0, 0]
-    )
-    wide = [(name, 128, n, transposed) for name, _, n, transposed in rows.QUICK_PROJECTIONS]
-    monkeypatch.setattr(rows, "QUICK_PROJECTIONS", wide)
-    found = run()
-    assert found["qkv, by the kernel"] == found["gate_up, by the kernel"] == [[1, 2, 3, 4, 8]]
-    assert found["qkv, int4 by its kernel"] == found["gate_up, int4 by its kernel"] == [[1, 2, 3, 4, 8]]
-    assert {"path": "mosaic"} in asked
-    assert {"layout": "in first", "path": "mosaic"} in asked
-    assert {"layout": "in last", "path": "mosaic"} in asked
-
-
-def test_peers_that_are_not_there(report, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else found(name, *rest)
-    )
-    peers.run(report)
-    assert written(report) == {"torch": {"key": "torch", "skipped": "not installed"}}
 
 
 def test_agreement_ends_at_the_first_difference():
@@ -314,19 +254,13 @@ def test_without_a_gpu_only_quick_runs(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_unknown_section():
-    with pytest.raises(SystemExit) as stop:
-        gpu_check.parse(["--only", "copy,speed"])
-    assert stop.value.code == 2
-
-
 def sections(monkeypatch, section):
     monkeypatch.setattr(gpu_check, "BY_NAME", {section.name: section})
     monkeypatch.setattr(gpu_check, "QUICK_PATIENCE", 1)
 
 
 def test_a_section_that_hangs_is_stopped(monkeypatch, tmp_path):
-    sections(monkeypatch, gpu_check.Section("copy", "bandwidth", 0.3))
+    sections(monkeypatch, Section("copy", "benchmarks.gpu.bandwidth", 0.3))
     start = time.monotonic()
     section = gpu_check.run_section("copy", True, {}, tmp_path / "part")
     assert section["status"] == "stopped after 0.3 s"
@@ -334,7 +268,7 @@ def test_a_section_that_hangs_is_stopped(monkeypatch, tmp_path):
 
 
 def test_a_section_that_crashes_is_told(monkeypatch, tmp_path):
-    sections(monkeypatch, gpu_check.Section("nowhere", "nowhere", 60))
+    sections(monkeypatch, Section("nowhere", "nowhere", 60))
     section = gpu_check.run_section("nowhere", True, {}, tmp_path / "part")
     assert section["status"].startswith("failed")
     assert "Traceback" in section["stderr"]
@@ -396,36 +330,6 @@ def test_the_data_sheet_is_that_of_the_device(tmp_path, kind, gb_s):
     assert results.limits()["gb_s"].get("datasheet") == gb_s
 
 
-def test_rows_go_on_with_what_an_earlier_process_found(tmp_path, monkeypatch):
-    def run(waves):
-        again = Report(tmp_path / "records", seconds=60, quick=True, limits={})
-        monkeypatch.setattr(rows, "QUICK_WAVES", waves)
-        rows.run(again)
-        return written(again)["qkv"]
-
-    monkeypatch.setattr(rows, "QUICK_PROJECTIONS", rows.QUICK_PROJECTIONS[:1])
-    waves = rows.QUICK_WAVES
-    first, both = run(waves[:1]), run(waves)
-    assert sorted(row for each in both["classes"] for row in each) == [1, 2, 3, 4, 8]
-    assert {row: both["best_ms"][row] for row in first["best_ms"]} == first["best_ms"]
-    assert first["bits"].items() < both["bits"].items()
-    monkeypatch.setattr(rows, "_measure", None)
-    assert run(waves) == both
-
-
-def test_the_best_of_a_copy_is_that_of_all_processes(tmp_path, monkeypatch):
-    def run(best):
-        again = Report(tmp_path / "records", seconds=60, quick=True, limits={})
-        monkeypatch.setattr(bandwidth, "_measure", lambda report, mib, key: best)
-        bandwidth.run(again)
-        return written(again)["best"]["gb_s"]
-
-    monkeypatch.setattr(bandwidth, "QUICK_MIB", (1,))
-    assert run(100.0) == 100.0
-    monkeypatch.setattr(bandwidth, "QUICK_MIB", (1, 2))
-    assert run(90.0) == 100.0
-
-
 def test_what_a_run_that_was_cut_off_had_written_is_kept(tmp_path):
     part = results_of(tmp_path).part("kernels")
     Report(part, seconds=1, quick=False, limits={}).put("decode", best_ms=0.5)
@@ -449,8 +353,9 @@ def test_kernels_and_peers_stand_side_by_side():
 
     sections = {"kernels": section(mosaic=0.25, xla=2.0), "peers": section(FlashInfer=0.5)}
     content = {"device": H100, "date": "2026-01-01", "quick": False, "git": {"commit": "abc"}, "sections": sections}
-    assert "|  | mosaic | xla | FlashInfer |\n|---|---|---|---|\n| decode | 0.25 | 2 | 0.5 |" in markdown(content)
-    assert "side by side" not in markdown({**content, "device": {"kind": "cpu", "platform": "cpu"}})
+    table = "|  | mosaic | xla | FlashInfer |\n|---|---|---|---|\n| decode | 0.25 | 2 | 0.5 |"
+    assert table in markdown(content, gpu_check.COLUMNS)
+    assert "side by side" not in markdown({**content, "device": {"kind": "cpu", "platform": "cpu"}}, gpu_check.COLUMNS)
 
 
 def test_the_table_tells_what_went_wrong():
@@ -460,7 +365,7 @@ def test_the_table_tells_what_went_wrong():
     ]
     section = {"status": "failed (exit 1)", "seconds": 3.0, "records": records}
     content = {"device": H100, "date": "2026-01-01", "quick": False, "git": {"commit": "abc"}}
-    table = markdown({**content, "sections": {"parity": section}})
+    table = markdown({**content, "sections": {"parity": section}}, gpu_check.COLUMNS)
     assert "| one | **no** | 0.5 |" in table
     assert "- two: RuntimeError: no | kernel\n" in table
     assert "| parity | failed (exit 1) | 3.0 | 1 |" in table

@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfer.gpu_check import __main__ as gpu_check
 from jaxinfer.gpu_check.report import Report, read_records
+from jaxinfer.gpu_check.sections import Section
 
 STAND_IN = pathlib.Path(__file__).with_name("stand_in.py")
 
@@ -18,7 +19,9 @@ def section(monkeypatch, tmp_path):
     """Return a function that runs section copy with given steps; it returns the section and its records by key."""
 
     def run(steps, seconds=600.0, patience=4.0, threads=1):
-        monkeypatch.setitem(gpu_check.BY_NAME, "copy", gpu_check.Section("copy", "stand_in", seconds, patience))
+        monkeypatch.setitem(
+            gpu_check.BY_NAME, "copy", Section("copy", "jaxinfer.gpu_check.stand_in", seconds, patience)
+        )
         monkeypatch.setattr(gpu_check, "QUICK_PATIENCE", 1)
         monkeypatch.setattr(gpu_check, "COMMAND", (sys.executable, str(STAND_IN)))
         monkeypatch.setenv("STAND_IN_STEPS", json.dumps(steps))

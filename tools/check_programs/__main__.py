@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from jaxinfer.config.speculative import HEADS
-from jaxinfer.gpu_check.stored import WEIGHTS
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
 from tools.check_programs import shipped, topologies
 from tools.check_programs.rules import of_partitioner
+from tools.check_programs.stored import WEIGHTS
 from tools.check_programs.topologies import TOPOLOGIES
 from tools.check_programs.work import GPUS, MODELS, PATHS, Finding, Part, Work
 

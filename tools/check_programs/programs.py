@@ -27,7 +27,6 @@ from jaxinfer.engine.execution.memory import Needs, stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
-from jaxinfer.gpu_check.stored import dequantized, stored
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model
@@ -38,6 +37,7 @@ from tools.check_programs.expected import Expected, expected
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.moves import of_moves
 from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
+from tools.check_programs.stored import dequantized, stored
 from tools.check_programs.work import Part, Program, Work
 
 PAGE = 64

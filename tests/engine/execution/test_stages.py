@@ -6,10 +6,10 @@ import pytest
 
 from jaxinfer.engine.execution.stages import cut, draft_stages, unshared
 from jaxinfer.gpu_check.llama import TINY
-from jaxinfer.gpu_check.stored import stored
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.model import abstract
 from tests.fakes import random_head, random_model
+from tools.check_programs.stored import stored
 
 
 @pytest.mark.parametrize("kind", [None, "nf4"])

@@ -6,13 +6,13 @@ import tomllib
 
 import pytest
 
+from benchmarks.gpu import server, throughput
+from benchmarks.gpu.checkpoint import write_checkpoint
+from benchmarks.gpu_peers.loads import Load
 from jaxinfer.cli.serve import parse
 from jaxinfer.gpu_check import __main__ as gpu_check
-from jaxinfer.gpu_check import server, throughput
-from jaxinfer.gpu_check.checkpoint import write_checkpoint
 from jaxinfer.gpu_check.llama import TINY
 from jaxinfer.gpu_check.report import Report, read_records
-from jaxinfer.gpu_check.throughput import Load
 from jaxinfer.loading import load_model
 from jaxinfer.serve.settings import QUEUE
 from tests.serve.processes import fake_server

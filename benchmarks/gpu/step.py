@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu import swap
+from benchmarks.gpu.bounds import bytes_per_token, prefill_operations, weight_bytes
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import StepState, make_programs
-from jaxinfer.gpu_check import swap
-from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, bytes_per_token, prefill_operations, random_model, weight_bytes
+from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model
 from jaxinfer.gpu_check.measure import fill, time_calls
 from jaxinfer.gpu_check.report import Report
 from jaxinfer.kv.pool import LayerPool, new_pools, pages_of

@@ -8,9 +8,9 @@ import pytest
 from jax.dtypes import itemsize_bits
 
 from jaxinfer.gpu_check.llama import TINY
-from jaxinfer.gpu_check.stored import WEIGHTS, dequantized, stored
 from jaxinfer.models.model import abstract
 from jaxinfer.quant import is_stored
+from tools.check_programs.stored import WEIGHTS, dequantized, stored
 
 BITS = {"int8": 8, "int8-activations": 8, "int4": 4, "fp8": 8, "nf4": 4}
 

@@ -21,14 +21,15 @@ from typing import Any
 
 import jax
 
-from jaxinfer.gpu_check.checkpoint import write_checkpoint
+from benchmarks.gpu.checkpoint import write_checkpoint
+from benchmarks.gpu.throughput import QUICK_LOADS, title
+from benchmarks.gpu_peers.loads import Load, parse_loads
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY
 from jaxinfer.gpu_check.report import Report
-from jaxinfer.gpu_check.throughput import QUICK_LOADS, Load
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Section engine has the same loads.
-LOADS = (Load(64, 512, 256), Load(1, 512, 256), Load(256, 512, 256), Load(8, 512, 256))
+LOADS = parse_loads("64x512+256,1x512+256,256x512+256,8x512+256")
 # Packages that server and load generator import in addition to those of gpu_check.
 NEEDED = (
     *("grpcio", "protobuf", "grpcio-health-checking", "grpcio-reflection", "googleapis-common-protos"),
@@ -145,13 +146,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _measure(report: Report, port: int, load: Load, out: pathlib.Path) -> None:
-    if not report.time_for(str(load), _RESERVE_S):
+    key = title(load)
+    if not report.time_for(key, _RESERVE_S):
         return
-    with report.attempt(str(load)):
+    with report.attempt(key):
         figures = _figures(_generate(port, load, out, report.left()))
-        engine = report.limits.get("output_tokens_s", {}).get(str(load))
+        engine = report.limits.get("output_tokens_s", {}).get(key)
         share = {} if engine is None else {"of_engine": round(figures["output_tokens_s"] / engine, 4)}
-        report.put(str(load), **figures, **share)
+        report.put(key, **figures, **share)
 
 
 def _generate(port: int, load: Load, out: pathlib.Path, seconds: float) -> dict[str, Any]:
@@ -207,8 +209,8 @@ def _start_engines(report: Report, folder: pathlib.Path) -> None:
 
 
 def _start_engine(cache: pathlib.Path, report: Report) -> dict[str, Any]:
-    """Run `jaxinfer.gpu_check.start` in a separate process and return its output."""
-    module = ["jaxinfer.gpu_check.standins", "jaxinfer.gpu_check.start"]
+    """Run `benchmarks.gpu.start` in a separate process and return its output."""
+    module = ["jaxinfer.gpu_check.standins", "benchmarks.gpu.start"]
     command = [sys.executable, "-m", *module, str(cache), *(["--quick"] if report.quick else [])]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=report.left())

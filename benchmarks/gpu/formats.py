@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, filled
-from jaxinfer.gpu_check.report import Report
-from jaxinfer.gpu_check.stored import stored
-from jaxinfer.gpu_check.throughput import Load, measure, settings
-from jaxinfer.models.model import abstract
+import jax
+import jax.numpy as jnp
 
-LOADS = (Load(64, 512, 128), Load(1, 512, 64))
-QUICK_LOADS = (Load(2, 20, 4),)
+from benchmarks.gpu.throughput import measure, settings
+from benchmarks.gpu_peers.loads import parse_loads
+from jaxinfer.gpu_check.llama import LLAMA_8B, TINY
+from jaxinfer.gpu_check.measure import fill
+from jaxinfer.gpu_check.report import Report
+from jaxinfer.models.model import Model, abstract
+from tools.check_programs.stored import stored
+
+LOADS, QUICK_LOADS = parse_loads("64x512+128,1x512+64"), parse_loads("2x20+4")
 _START_S = 60.0
 
 MIXTRAL = {
@@ -59,7 +63,7 @@ _TINY_MIXTURE = {
 
 
 class Format(NamedTuple):
-    """A model and its formats. ``weights`` is one of `jaxinfer.gpu_check.stored.WEIGHTS`; None: unquantized."""
+    """A model and its formats. ``weights`` is one of `tools.check_programs.stored.WEIGHTS`; None: unquantized."""
 
     name: str
     config: Mapping[str, Any]
@@ -87,7 +91,7 @@ def run(report: Report) -> None:
         with report.attempt(each.name):
             loads = QUICK_LOADS if report.quick else LOADS
             model = abstract(_small(each.config) if report.quick else dict(each.config), "bfloat16")
-            model = filled(stored(model, each.weights) if each.weights else model, number)
+            model = _filled(stored(model, each.weights) if each.weights else model, number)
             measure(report, f"{each.name}: ", model, settings(loads, kv_cache_dtype=each.cache), loads)
 
 
@@ -95,3 +99,20 @@ def _small(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["model_type"] == "llama":
         return {**TINY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
     return {**config, **_TINY_MIXTURE, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+
+
+def _filled(model: Model, seed: int) -> Model:
+    """Fill a model of abstract parameters, also quantised ones, with random numbers on the device; wait for them."""
+    leaves, tree = jax.tree.flatten(model.params)
+    params = [_random_numbers(leaf, 1000 * seed + number) for number, leaf in enumerate(leaves)]
+    jax.block_until_ready(params)
+    return model.replace(params=jax.tree.unflatten(tree, params))
+
+
+def _random_numbers(leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    """Return random codes over the full integer range; values near 0.02 for floating-point vectors and scales."""
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        least, most = int(jnp.iinfo(leaf.dtype).min), int(jnp.iinfo(leaf.dtype).max)
+        middle, half = (least + most + 1) / 2, (most - least) / 2
+        return (fill(seed, leaf.shape, jnp.float32, half) + middle).astype(leaf.dtype)
+    return fill(seed, leaf.shape, leaf.dtype, 0.03)

@@ -8,32 +8,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-
+from benchmarks.gpu.bounds import bytes_per_token, weight_bytes
+from benchmarks.gpu_peers.loads import Load, parse_loads
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
-from jaxinfer.engine.distributed.make import make_engine
-from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, bytes_per_token, random_model, weight_bytes
+from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model, start_engine
 from jaxinfer.gpu_check.report import Report
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request
 
-
-class Load(NamedTuple):
-    requests: int
-    prompt: int
-    output: int
-
-    def __str__(self) -> str:
-        return f"{self.requests} requests, {self.prompt} + {self.output} tokens"
-
-
 # The most informative first: those that the time does not suffice for are skipped from the end.
-LOADS = (Load(64, 512, 256), Load(1, 512, 256), Load(256, 1024, 256), Load(8, 512, 256), Load(256, 512, 256))
-QUICK_LOADS = (Load(2, 20, 4),)
+LOADS = parse_loads("64x512+256,1x512+256,256x1024+256,8x512+256,256x512+256")
+QUICK_LOADS = parse_loads("2x20+4")
 _RESERVE_S = 8.0
 
 
@@ -70,27 +59,22 @@ def settings(loads: tuple[Load, ...], **changes: Any) -> EngineConfig:
 
 def measure(report: Report, name: str, model: Model, config: EngineConfig, loads: tuple[Load, ...]) -> None:
     """Start an engine and run the loads; keys of records begin with ``name``."""
-    wanted = [load for load in loads if report.wanted(f"{name}{load}")]
+    wanted = {f"{name}{title(load)}": load for load in loads if report.wanted(f"{name}{title(load)}")}
     if not wanted:
         return
     start = time.perf_counter()
-    engine = planned(model, config, report)
+    engine = start_engine(model, config, report)
     report.put(f"{name}engine", seconds_to_start=round(time.perf_counter() - start, 1), **_settings(engine))
-    for load in wanted:
-        if not report.time_for(f"{name}{load}", _RESERVE_S):
+    for key, load in wanted.items():
+        if not report.time_for(key, _RESERVE_S):
             return
-        with report.attempt(f"{name}{load}"):
-            report.put(f"{name}{load}", **_measure(report, engine, model.with_cache(config.kv_cache_dtype), load))
+        with report.attempt(key):
+            report.put(key, **_measure(report, engine, model.with_cache(config.kv_cache_dtype), load))
 
 
-def planned(model: Model, config: EngineConfig, report: Report | None = None) -> EngineCore:
-    """Make an engine whose pool takes the remaining memory, unless ``config`` sets its size."""
-
-    def compiled(done: int, total: int) -> None:
-        if report is not None:
-            report.goes_on(f"{done} of {total} programs")
-
-    return make_engine(model, config, jax.default_backend(), compiled)
+def title(load: Load) -> str:
+    """Return the key of a load's record."""
+    return f"{load.requests} requests, {load.prompt} + {load.output} tokens"
 
 
 def _settings(engine: EngineCore) -> dict[str, Any]:
@@ -108,10 +92,8 @@ def _settings(engine: EngineCore) -> dict[str, Any]:
 def _measure(report: Report, engine: EngineCore, model: Model, load: Load) -> dict[str, Any]:
     """Run one load with greedy sampling, without a warm-up: everything was compiled at startup."""
     sampling = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
-    vocab = model.config.vocab_size
-    for index in range(load.requests):
-        prompt = tuple((7919 * index + 31 * at * at + at) % (vocab - 1) + 1 for at in range(load.prompt))
-        engine.add(Request(f"{load} {index}", prompt, sampling))
+    for index, prompt in enumerate(load.prompts("engine", model.config.vocab_size)):
+        engine.add(Request(f"{load} {index}", tuple(prompt), sampling))
     start, first, produced, full = time.perf_counter(), None, 0, list[float]()
     while engine.has_work:
         if report.left() < 1 and not report.quick:

@@ -1,4 +1,4 @@
-"""``python -m jaxinfer.gpu_check.start CACHE [--quick]``: seconds of an engine start, as a line of JSON.
+"""``python -m benchmarks.gpu.start CACHE [--quick]``: seconds of an engine start, as a line of JSON.
 
 The model has the 8B shape and random weights, as in section engine; ``CACHE``: the compilation cache folder.
 """
@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
+
+from benchmarks.gpu.throughput import LOADS, QUICK_LOADS, settings
 from jaxinfer.compilations import use_compilation_cache
+from jaxinfer.engine.distributed.make import make_engine
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model
-from jaxinfer.gpu_check.throughput import LOADS, QUICK_LOADS, planned, settings
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -20,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
     use_compilation_cache(cache)
     model = random_model(TINY if quick else LLAMA_8B)
     begun = time.perf_counter()
-    planned(model, settings(QUICK_LOADS if quick else LOADS))
+    make_engine(model, settings(QUICK_LOADS if quick else LOADS), jax.default_backend())
     print(json.dumps({"seconds_to_start": round(time.perf_counter() - begun, 2)}))
 
 

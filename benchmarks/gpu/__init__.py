@@ -1,0 +1,1 @@
+"""Benchmarks among the sections of `jaxinfer check-gpu`, which a checkout has; see docs/gpu.md."""
