@@ -21,20 +21,27 @@ def common(model: Described) -> Json:
     return {**sizes(model), "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"), "hidden_act": "silu"}
 
 
-def sizes(model: Described) -> Json:
-    """Return the fields of `common` that do not depend on norm and activation."""
-    heads, head_dim = model.heads, _head_dim(model)
-    if model.count("attention.value_length", head_dim) != head_dim:
-        raise model.bad("attention.value_length", model.get("attention.value_length"))
+def frame(model: Described) -> Json:
+    """Return the fields shared by almost all models."""
     return {
         "vocab_size": model.rows("token_embd.weight"),
         "hidden_size": model.count("embedding_length"),
-        "intermediate_size": model.count("feed_forward_length", 0) or None,
         "num_hidden_layers": model.layers,
-        "num_attention_heads": heads,
+        "num_attention_heads": model.heads,
+        "max_position_embeddings": model.count("context_length"),
+    }
+
+
+def sizes(model: Described) -> Json:
+    """Return the fields of `common` that do not depend on norm and activation."""
+    head_dim = _head_dim(model)
+    if model.count("attention.value_length", head_dim) != head_dim:
+        raise model.bad("attention.value_length", model.get("attention.value_length"))
+    return {
+        **frame(model),
+        "intermediate_size": model.count("feed_forward_length", 0) or None,
         "num_key_value_heads": model.kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": model.count("context_length"),
         **_rope(model, head_dim),
     }
 
@@ -206,12 +213,3 @@ def layer_types(model: Described, every: int) -> list[str]:
     if len(windows) < model.layers:
         raise model.bad("attention.sliding_window_pattern", windows)
     return ["sliding_attention" if window else "full_attention" for window in windows[: model.layers]]
-
-
-def biases(model: Described, **tensors: str) -> Json:
-    """Return which biases exist, from the first layer's tensors, by their config.json fields."""
-    return {name: model.has(f"blk.0.{tensor}.bias") for name, tensor in tensors.items()}
-
-
-def named(architecture: str, model_type: str) -> Json:
-    return {"architectures": [architecture], "model_type": model_type}

@@ -17,7 +17,7 @@ from jaxinfer.formats.gguf import GgufError, GgufTensor, Header
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf.blocks import layout_of, numbers, part_of
-from jaxinfer.weights.gguf.name_rules import Target
+from jaxinfer.weights.gguf.tensor_names import Target
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import TensorInfo
 
@@ -200,8 +200,10 @@ def stored_weight(plain: Plain) -> StoredWeight:
 
 
 def stored_part(plain: Plain, part: str) -> np.ndarray:
-    """Return an array of the layout of a matrix in blocks."""
+    """Return an array of the layout of a matrix, or of a stack of them, in blocks: [..., out, ...]."""
+    blocks = plain.stored()
     try:
-        return part_of(plain.source.kind, part, plain.stored())
+        array = part_of(plain.source.kind, part, blocks.reshape(-1, *blocks.shape[-2:]))
     except CheckpointError as error:
         raise CheckpointError(f"tensor {quoted(plain.name)} of {plain.file.path} has {error}") from None
+    return array.reshape(*plain.shape[:-1], *array.shape[1:])
