@@ -1,6 +1,7 @@
 """Decoder common to all families: from token ids through embeddings and blocks to hidden states and logits.
 
-The module of a family is a `Decoder` that defines a block and the input common to all blocks (`context`).
+The module of a family is a `Decoder` that names its block (`Block`) and defines the input common to all blocks
+(`context`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,38 @@ from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul_transposed, plus_bias, take
+from jaxinfer.types import LayerSpec
+
+
+class Block(Layer):
+    """A decoder layer: attention and MLP, each after a norm.
+
+    A family's `setup` makes ``attention_norm``, ``attention``, ``mlp_norm`` and ``mlp``.
+    """
+
+    config: Any
+    layer: LayerSpec
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
+        x = x + mixed
+        return x + self.feed_forward(self.mlp_norm(x)), cache
+
+    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return self.mlp(x)
+
+
+class ParallelBlock(Block):
+    """A decoder layer: attention and MLP read the same normalised input. `setup` makes one ``norm``."""
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        normal = self.norm(x)
+        mixed, cache = self.attention(normal, rope, attend, cache)
+        return mixed + self.feed_forward(normal) + x, cache
 
 
 class Decoder(Layer):
@@ -37,6 +70,10 @@ class Decoder(Layer):
     config: Any
     overrides: tuple[tuple[int, Callable[..., Layer]], ...] = ()
     taps: tuple[int, ...] = ()
+
+    block_type: ClassVar[Any] = Block
+    block_fields: ClassVar[tuple[str, ...]] = ("layers",)
+    """Fields of the config with an entry for each layer, which its block takes after the config."""
 
     head_bias: ClassVar[bool] = False
     embeddings: ClassVar[tuple[str, ...]] = ("embed",)
@@ -57,7 +94,9 @@ class Decoder(Layer):
 
         Blocks with equal attributes share one compiled function.
         """
-        raise NotImplementedError
+        own = (getattr(self.config, name)[index] for name in self.block_fields)
+        block: Layer = (override or self.block_type)(self.config, *own, parent=None)
+        return block
 
     def context(self, positions: Int[Array, "*batch"]) -> Any:
         """Return the input common to all blocks: the angles of rotary embeddings.

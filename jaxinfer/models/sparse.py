@@ -143,10 +143,8 @@ class SparseBlock(Layer):
 
 class Sparse(Decoder):
     config: SparseConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or SparseBlock)(cfg, cfg.layers[index], cfg.sparse[index], parent=None)
+    block_type = SparseBlock
+    block_fields = ("layers", "sparse")
 
     def context(self, positions: Int[Array, "*batch"]) -> SparseContext:
         return SparseContext(self.config.rope.angles(positions, self.config.head_dim), positions >= 0)

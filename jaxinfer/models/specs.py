@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,21 @@ def fused_qkv(
     if kind == "weight":
         return ParamSpec((d, kv_heads, group + 2, head_dim), ("embed", *axes), sources=sources, inputs=0)
     return ParamSpec((kv_heads, group + 2, head_dim), axes, init="zeros", sources=sources)
+
+
+def grouped_attention(prefix: str, d: int, heads: int, kv_heads: int, head_dim: int, bias: bool) -> dict[str, Any]:
+    """Return the parameters of `Attention` from a fused projection that is grouped by KV head (queries, key, value)."""
+    axes, form = ("kv_heads", "group", "head_dim"), (kv_heads, heads // kv_heads + 2, head_dim)
+    fused = Source(f"{prefix}.query_key_value.weight", (math.prod(form), d), transpose=True, reshape=(d, *form))
+    tree: dict[str, Any] = {
+        "qkv": ParamSpec((d, *form), ("embed", *axes), sources=(fused,), inputs=0),
+        "out": linear(f"{prefix}.dense.weight", (d, d), ("heads", "embed")),
+    }
+    if bias:
+        fused_bias = Source(f"{prefix}.query_key_value.bias", (math.prod(form),), reshape=form)
+        tree["qkv_bias"] = ParamSpec(form, axes, init="zeros", sources=(fused_bias,))
+        tree["out_bias"] = plain(f"{prefix}.dense.bias", (d,), ("embed",), "zeros")
+    return tree
 
 
 def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True) -> dict[str, Any]:

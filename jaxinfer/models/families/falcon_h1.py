@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -131,9 +131,7 @@ class FalconH1Block(Layer):
 
 class FalconH1(Llama):
     config: FalconH1Config
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or FalconH1Block)(self.config, self.config.layers[index], parent=None)
+    block_type = FalconH1Block
 
     def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
         x = super().embed(tokens, positions)

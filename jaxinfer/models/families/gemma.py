@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, layer_rope, rope_config, sliding_layers
-from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.decoder import Block, Decoder
 from jaxinfer.models.families.llama import attention_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, rms_norm
@@ -165,14 +165,13 @@ def two_ropes(read: ConfigReader, max_position: int, head_dim: int) -> tuple[Rop
     return rope, local
 
 
-class GemmaBlock(Layer):
+class GemmaBlock(Block):
     """A decoder layer. Subclass it and name it in `Gemma.overrides` to change what a layer does.
 
     ``local`` selects one of the two rotary embeddings.
     """
 
     config: GemmaConfig
-    layer: LayerSpec
     local: bool
 
     def setup(self) -> None:
@@ -201,18 +200,13 @@ class GemmaBlock(Layer):
         changed = self.feed_forward(self.mlp_norm(x))
         return x + (self.mlp_out_norm(changed) if self.config.sandwich else changed), cache
 
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class Gemma(Decoder):
     """The Gemma decoder: see `Decoder`. Its context is the cosines and sines of both rotary embeddings."""
 
     config: GemmaConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or GemmaBlock)(cfg, cfg.layers[index], cfg.local[index], parent=None)
+    block_type = GemmaBlock
+    block_fields = ("layers", "local")
 
     def context(self, positions: Int[Array, "*batch"]) -> tuple[Any, Any]:
         cfg = self.config

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -245,12 +245,10 @@ class Gemma3n(PerLayerDecoder):
     """
 
     config: Gemma3nConfig
+    block_type = Gemma3nBlock
+    block_fields = ("layers", "sparsity")
 
     embeddings = (*PerLayerDecoder.embeddings, "streams_in")
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or Gemma3nBlock)(cfg, cfg.layers[index], cfg.sparsity[index], parent=None)
 
     def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Context]:
         if self.taps:

@@ -7,7 +7,7 @@ parallel to the MLP.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -233,9 +233,7 @@ class Gemma4(PerLayerDecoder):
     """The Gemma4 decoder: see `PerLayerDecoder`."""
 
     config: Gemma4Config
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or Gemma4Block)(self.config, self.config.layers[index], parent=None)
+    block_type = Gemma4Block
 
 
 def param_specs(cfg: Gemma4Config) -> ParamTree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
 from jaxinfer.models.family import Family
@@ -83,9 +82,7 @@ class Granite(Llama):
     """The Granite decoder: see `Decoder`."""
 
     config: GraniteConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or GraniteBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = GraniteBlock
 
     def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
         x = super().embed(tokens, positions)

@@ -4,13 +4,12 @@ some."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
@@ -132,9 +131,7 @@ class GraniteHybridBlock(SparseBlock):
 
 class GraniteHybrid(granite_moe.GraniteMoe):
     config: GraniteHybridConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return super().block(index, override or GraniteHybridBlock)
+    block_type = GraniteHybridBlock
 
 
 def param_specs(cfg: GraniteHybridConfig) -> ParamTree:

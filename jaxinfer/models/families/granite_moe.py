@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
 from jaxinfer.layers.moe import RoutingRule
 from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
@@ -87,9 +86,7 @@ class GraniteMoe(Sparse):
     """The GraniteMoe decoder: see `Decoder`."""
 
     config: GraniteMoeConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return super().block(index, override or GraniteMoeBlock)
+    block_type = GraniteMoeBlock
 
     def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
         x = super().embed(tokens, positions)

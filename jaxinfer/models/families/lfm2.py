@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -211,9 +211,7 @@ class Lfm2Block(SparseBlock):
 
 class Lfm2(sparse.Sparse):
     config: Lfm2Config
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return super().block(index, override or Lfm2Block)
+    block_type = Lfm2Block
 
 
 def param_specs(cfg: Lfm2Config) -> ParamTree:

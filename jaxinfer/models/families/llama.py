@@ -7,13 +7,10 @@ One decoder: RMSNorm, rotary grouped-query attention, gated MLP, with switches f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
-from jaxtyping import Array, Float
-
-from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.attention import Attention
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
@@ -28,7 +25,7 @@ from jaxinfer.models.config import (
     rope_config,
     sliding_layers,
 )
-from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.decoder import Block, Decoder
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, heads_norm, linear, plain, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
@@ -125,11 +122,10 @@ def _windows(read: ConfigReader, model_type: str) -> list[int | None]:
     return [window if near else None for near in local]
 
 
-class LlamaBlock(Layer):
+class LlamaBlock(Block):
     """A decoder layer. Subclass it and name it in `Llama.overrides` to change what a layer does."""
 
     config: LlamaConfig
-    layer: LayerSpec
 
     kind: ClassVar[type[Attention]] = Attention
 
@@ -153,24 +149,12 @@ class LlamaBlock(Layer):
         """Make the feed-forward network."""
         return GatedMLP(self.config.activation, self.config.mlp_bias)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
-        x = x + mixed
-        return x + self.feed_forward(self.mlp_norm(x)), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class Llama(Decoder):
     """The Llama decoder: see `Decoder`. Its context is the cosines and sines of the rotary embedding."""
 
     config: LlamaConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or LlamaBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = LlamaBlock
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:

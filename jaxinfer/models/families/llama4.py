@@ -6,7 +6,7 @@ RoPE layers attend within chunks of the text. Within one chunk that is full atte
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -164,10 +164,8 @@ class Llama4(Sparse):
 
     config: Llama4Config
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        kind = cfg.layers[index], cfg.sparse[index], cfg.rotated[index]
-        return (override or Llama4Block)(cfg, *kind, parent=None)
+    block_type = Llama4Block
+    block_fields = ("layers", "sparse", "rotated")
 
     def context(self, positions: Int[Array, "*batch"]) -> Any:
         cfg = self.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, param_specs
 from jaxinfer.models.family import Family
@@ -84,9 +83,7 @@ class Ministral(Llama):
     """The Ministral decoder: see `Decoder`."""
 
     config: MinistralConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or MinistralBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = MinistralBlock
 
     def context(self, positions: Int[Array, "*batch"]) -> Any:
         cfg = self.config

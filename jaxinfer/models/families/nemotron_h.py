@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -217,10 +217,8 @@ class NemotronHBlock(Layer):
 
 class NemotronH(Decoder):
     config: NemotronHConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or NemotronHBlock)(cfg, cfg.layers[index], cfg.kinds[index], parent=None)
+    block_type = NemotronHBlock
+    block_fields = ("layers", "kinds")
 
     def context(self, positions: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
         """Return which tokens are real: padding is routed to no expert."""

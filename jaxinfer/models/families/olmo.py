@@ -6,18 +6,17 @@ OLMo 3 adds sliding windows in three of four layers, with a separate rotary embe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import SLIDING_WINDOW, ConfigReader, layer_rope, sliding_layers
-from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.decoder import Block, Decoder
 from jaxinfer.models.families.llama import LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, heads_norm, rms_norm
@@ -91,11 +90,10 @@ def _ropes(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**top, **wide, **(read.fields.get("rope_scaling") or {})}, {"rope_theta": _THETA3, **near}
 
 
-class OlmoBlock(Layer):
+class OlmoBlock(Block):
     """A decoder layer."""
 
     config: OlmoConfig
-    layer: LayerSpec
 
     def setup(self) -> None:
         cfg = self.config
@@ -112,17 +110,12 @@ class OlmoBlock(Layer):
         x = x + self.attention_out_norm(mixed)
         return x + self.mlp_out_norm(self.feed_forward(x)), cache
 
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class Olmo(Decoder):
     """The Olmo decoder: see `Decoder`. Its context is the cosines and sines of both rotary embeddings."""
 
     config: OlmoConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or OlmoBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = OlmoBlock
 
     def context(self, positions: Int[Array, "*batch"]) -> tuple[Any, Any]:
         cfg = self.config

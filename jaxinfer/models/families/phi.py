@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-from jaxtyping import Array, Float
-
-from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.attention import Attention
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigError, ConfigReader, DecoderConfig, decoder_fields, rope_config
-from jaxinfer.models.decoder import LayerNormDecoder
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, partial_rope
+from jaxinfer.models.decoder import LayerNormDecoder, ParallelBlock
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, layer_norm, linear, plain, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
@@ -49,27 +45,15 @@ class PhiConfig(DecoderConfig):
         return PhiConfig(
             **fields,
             layers=(LayerSpec(),) * read.positive("num_hidden_layers"),
-            rope=_rope(read, fields["max_position"], fields["head_dim"]),
+            rope=partial_rope(read, fields),
             qk_norm=read.flag("qk_layernorm", False),
         )
 
 
-def _rope(read: ConfigReader, max_position: int, head_dim: int) -> RopeConfig:
-    rope = rope_config(read, max_position, head_dim, partial=True)
-    size = int(head_dim * rope.partial)
-    if size == 0 or size % 2:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor = {rope.partial} rotates {size} of {head_dim} numbers of a head: "
-            "it must be an even number of them"
-        )
-    return rope
-
-
-class PhiBlock(Layer):
+class PhiBlock(ParallelBlock):
     """A decoder layer: attention and MLP read the same normalised input."""
 
     config: PhiConfig
-    layer: LayerSpec
 
     def setup(self) -> None:
         cfg, eps = self.config, self.config.norm_eps if self.config.qk_norm else None
@@ -78,23 +62,11 @@ class PhiBlock(Layer):
         self.attention = Attention(*sizes, qkv_bias=True, out_bias=True, qk_norm_eps=eps, qk_layer_norm=True)
         self.mlp = MLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        normal = self.norm(x)
-        mixed, cache = self.attention(normal, rope, attend, cache)
-        return mixed + self.feed_forward(normal) + x, cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class Phi(LayerNormDecoder):
     config: PhiConfig
+    block_type = PhiBlock
     head_bias = True
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or PhiBlock)(self.config, self.config.layers[index], parent=None)
 
 
 def param_specs(cfg: PhiConfig) -> ParamTree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.layers.base import Layer
@@ -87,9 +87,7 @@ class PhiMoe(Sparse):
     """The PhiMoe decoder: see `Decoder`."""
 
     config: PhiMoeConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return super().block(index, override or PhiMoeBlock)
+    block_type = PhiMoeBlock
 
     def final_norm(self) -> Layer:
         return LayerNorm(self.config.norm_eps, parent=None)

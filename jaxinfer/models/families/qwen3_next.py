@@ -6,7 +6,7 @@ Norm scales are stored minus 1 (`RMSNorm.offset`), except those of the gated nor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -209,10 +209,8 @@ class Qwen3NextBlock(SparseBlock):
 
 class Qwen3Next(sparse.Sparse):
     config: Qwen3NextConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or Qwen3NextBlock)(cfg, cfg.layers[index], cfg.sparse[index], parent=None)
+    block_type = Qwen3NextBlock
+    block_fields = ("layers", "sparse")
 
     def final_norm(self) -> Layer:
         return RMSNorm(self.config.norm_eps, 1.0, parent=None)

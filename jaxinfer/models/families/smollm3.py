@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
 from jaxinfer.models.config import ConfigReader, sliding_layers
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
 from jaxinfer.models.family import Family
@@ -81,10 +80,8 @@ class SmolLM3(Llama):
     """The SmolLM3 decoder: see `Decoder`."""
 
     config: SmolLM3Config
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or SmolLM3Block)(cfg, cfg.layers[index], cfg.rotated[index], parent=None)
+    block_type = SmolLM3Block
+    block_fields = ("layers", "rotated")
 
 
 SMOLLM3 = Family(SmolLM3Config.from_json, param_specs, cache_spec, SmolLM3)

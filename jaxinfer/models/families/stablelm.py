@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
-from jaxinfer.models.decoder import LayerNormDecoder
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, partial_rope
+from jaxinfer.models.decoder import Block, LayerNormDecoder
 from jaxinfer.models.families.cohere import HeadNormAttention
-from jaxinfer.models.families.glm import even_rotation
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, layer_norm, linear
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
@@ -55,23 +53,20 @@ class StableLmConfig(DecoderConfig):
         """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS, {"rms_norm_eps": "layer_norm_eps"})
         fields = decoder_fields(read, cut_heads=True)
-        rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
-        even_rotation(fields["head_dim"], rope.partial)
         return StableLmConfig(
             **fields,
             layers=(LayerSpec(),) * read.positive("num_hidden_layers"),
-            rope=rope,
+            rope=partial_rope(read, fields),
             qkv_bias=read.flag("use_qkv_bias", False),
             head_norms=read.flag("qk_layernorm", False),
             parallel=read.flag("use_parallel_residual", False),
         )
 
 
-class StableLmBlock(Layer):
+class StableLmBlock(Block):
     """A decoder layer."""
 
     config: StableLmConfig
-    layer: LayerSpec
 
     def setup(self) -> None:
         cfg = self.config
@@ -90,15 +85,10 @@ class StableLmBlock(Layer):
         x = x + mixed
         return x + self.feed_forward(normal if self.config.parallel else self.mlp_norm(x)), cache
 
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class StableLm(LayerNormDecoder):
     config: StableLmConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or StableLmBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = StableLmBlock
 
 
 def param_specs(cfg: StableLmConfig) -> ParamTree:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-from jaxtyping import Array, Float
-
-from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.decoder import LayerNormDecoder
-from jaxinfer.models.families.llama import LlamaConfig, attention_specs, llama_fields
+from jaxinfer.models.families.llama import LlamaBlock, LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, layer_norm, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
@@ -45,35 +41,19 @@ def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
     return LlamaConfig(**{**fields, "layers": layers, "mlp_bias": fields["qkv_bias"]})
 
 
-class Starcoder2Block(Layer):
+class Starcoder2Block(LlamaBlock):
     """A decoder layer."""
 
-    config: LlamaConfig
-    layer: LayerSpec
+    def norm(self) -> Layer:
+        return LayerNorm(self.config.norm_eps)
 
-    def setup(self) -> None:
-        cfg = self.config
-        sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
-        self.attention_norm, self.mlp_norm = LayerNorm(cfg.norm_eps), LayerNorm(cfg.norm_eps)
-        self.attention = Attention(*sizes, cfg.qkv_bias, cfg.out_bias)
-        self.mlp = MLP(cfg.activation, cfg.mlp_bias)
-
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
-        x = x + mixed
-        return x + self.feed_forward(self.mlp_norm(x)), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
+    def network(self) -> Layer:
+        return MLP(self.config.activation, self.config.mlp_bias)
 
 
 class Starcoder2(LayerNormDecoder):
     config: LlamaConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or Starcoder2Block)(self.config, self.config.layers[index], parent=None)
+    block_type = Starcoder2Block
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
