@@ -55,6 +55,17 @@ class ParallelBlock(Block):
         return mixed + self.feed_forward(normal) + x, cache
 
 
+class PostNormBlock(Block):
+    """A decoder layer with norms after attention and MLP: `setup` makes ``attention_out_norm`` and ``mlp_out_norm``."""
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        mixed, cache = self.attention(x, rope, attend, cache)
+        x = x + self.attention_out_norm(mixed)
+        return x + self.mlp_out_norm(self.feed_forward(x)), cache
+
+
 class Decoder(Layer):
     """Decoder model as a pure function of its parameters.
 

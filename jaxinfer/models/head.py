@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
+from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.quant import take
+from jaxinfer.quant import matmul_transposed, take
 from jaxinfer.types import LayerSpec, ParamTree
 
 
@@ -97,7 +99,11 @@ class DraftHead(Layer):
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         """Compute logits of the token after the pair, float32."""
-        raise NotImplementedError
+        return matmul_transposed(hidden, self.weight("head")["table"]).astype(jnp.float32)
+
+    def normed(self, x: Float[Array, "*batch d"], name: str = "final_norm") -> Float[Array, "*batch d"]:
+        norm: Any = RMSNorm(self.config.norm_eps, parent=None).apply
+        return norm({"params": self.weight(name)}, x)
 
     def guesses(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch heads vocab"]:
         """Compute logits of the tokens after the pair, float32, for a head that is not ``recurrent``."""

@@ -113,6 +113,22 @@ def fused_qkv(
     return ParamSpec((kv_heads, group + 2, head_dim), axes, init="zeros", sources=sources)
 
 
+def attention(
+    cfg: Any, prefix: str, *, qkv_bias: bool = False, out_bias: bool = False, out: str = "o_proj"
+) -> dict[str, Any]:
+    """Return the projections of `Attention` from q_proj, k_proj, v_proj and ``out``."""
+    d, sizes = cfg.hidden_size, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
+    tree: dict[str, Any] = {
+        "qkv": fused_qkv(prefix, *sizes),
+        "out": linear(f"{prefix}.{out}.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
+    }
+    if qkv_bias:
+        tree["qkv_bias"] = fused_qkv(prefix, *sizes, kind="bias")
+    if out_bias:
+        tree["out_bias"] = plain(f"{prefix}.{out}.bias", (d,), ("embed",), "zeros")
+    return tree
+
+
 def grouped_attention(prefix: str, d: int, heads: int, kv_heads: int, head_dim: int, bias: bool) -> dict[str, Any]:
     """Return the parameters of `Attention` from a fused projection that is grouped by KV head (queries, key, value)."""
     axes, form = ("kv_heads", "group", "head_dim"), (kv_heads, heads // kv_heads + 2, head_dim)

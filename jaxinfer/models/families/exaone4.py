@@ -15,7 +15,7 @@ from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigReader, sliding_layers
-from jaxinfer.models.decoder import Block
+from jaxinfer.models.decoder import PostNormBlock
 from jaxinfer.models.families.llama import Llama, LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.families.olmo import local_layers, windowed
 from jaxinfer.models.family import Family
@@ -61,7 +61,7 @@ def _layers(read: ConfigReader) -> tuple[tuple[LayerSpec, ...], bool]:
     return windowed(read, local), False
 
 
-class Exaone4Block(Block):
+class Exaone4Block(PostNormBlock):
     """A decoder layer. ``rotated``: whether it has rotary embeddings."""
 
     config: Exaone4Config
@@ -77,9 +77,7 @@ class Exaone4Block(Block):
     def __call__(
         self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(x, rope if self.rotated else None, attend, cache)
-        x = x + self.attention_out_norm(mixed)
-        return x + self.mlp_out_norm(self.feed_forward(x)), cache
+        return super().__call__(x, rope if self.rotated else None, attend, cache)
 
 
 class Exaone4(Llama):

@@ -17,7 +17,7 @@ from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, 
 from jaxinfer.models.decoder import LayerNormDecoder, ParallelBlock
 from jaxinfer.models.families.gpt2 import GENERAL_NAMES, IGNORE, NAMES
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, layer_norm, linear, plain_mlp
+from jaxinfer.models.specs import attention, cache_spec, decoder, layer_norm, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
 
 _DEFAULTS = {
@@ -85,13 +85,9 @@ def param_specs(cfg: GPTJConfig) -> ParamTree:
 
 def _block_specs(cfg: GPTJConfig, prefix: str) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.mlp"
-    attention = {
-        "qkv": fused_qkv(f"{prefix}.attn", d, cfg.heads, cfg.heads, cfg.head_dim),
-        "out": linear(f"{prefix}.attn.out_proj.weight", (d, d), ("heads", "embed")),
-    }
     return {
         "norm": layer_norm(f"{prefix}.ln_1", d),
-        "attention": attention,
+        "attention": attention(cfg, f"{prefix}.attn", out="out_proj"),
         "mlp": plain_mlp(f"{mlp}.fc_in", f"{mlp}.fc_out", d, cfg.intermediate_size),
     }
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec
@@ -78,11 +79,8 @@ class GraniteBlock(LlamaBlock):
         return x + self.feed_forward(self.mlp_norm(x)) * share, cache
 
 
-class Granite(Llama):
-    """The Granite decoder: see `Decoder`."""
-
-    config: GraniteConfig
-    block_type = GraniteBlock
+class ScaledDecoder(Decoder):
+    """A decoder with Granite's factors of embeddings and logits."""
 
     def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
         x = super().embed(tokens, positions)
@@ -90,6 +88,13 @@ class Granite(Llama):
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         return super().head(hidden) / self.config.logits_scaling
+
+
+class Granite(ScaledDecoder, Llama):
+    """The Granite decoder: see `Decoder`."""
+
+    config: GraniteConfig
+    block_type = GraniteBlock
 
 
 GRANITE = Family(GraniteConfig.from_json, param_specs, cache_spec, Granite)

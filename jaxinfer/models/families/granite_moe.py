@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.moe import RoutingRule
@@ -82,18 +81,11 @@ class GraniteMoeBlock(SparseBlock):
         return x + self.mlp(self.mlp_norm(x), context.live) * share, cache
 
 
-class GraniteMoe(Sparse):
+class GraniteMoe(granite.ScaledDecoder, Sparse):
     """The GraniteMoe decoder: see `Decoder`."""
 
     config: GraniteMoeConfig
     block_type = GraniteMoeBlock
-
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        x = super().embed(tokens, positions)
-        return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
-
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        return super().head(hidden) / self.config.logits_scaling
 
 
 def param_specs(cfg: GraniteMoeConfig) -> ParamTree:

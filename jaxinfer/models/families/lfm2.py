@@ -21,10 +21,10 @@ from jaxinfer.models.families.deepseek import count_of
 from jaxinfer.models.family import Family
 from jaxinfer.models.sparse import SparseBlock, SparseConfig
 from jaxinfer.models.specs import (
+    attention,
     cache_spec,
     correction_bias,
     decoder,
-    fused_qkv,
     gated_experts,
     gated_mlp,
     linear,
@@ -231,10 +231,9 @@ def param_specs(cfg: Lfm2Config) -> ParamTree:
 
 
 def _attention_specs(cfg: Lfm2Config, prefix: str) -> dict[str, Any]:
-    prefix, d = f"{prefix}.self_attn", cfg.hidden_size
+    prefix = f"{prefix}.self_attn"
     return {
-        "qkv": fused_qkv(prefix, d, cfg.heads, cfg.kv_heads, cfg.head_dim),
-        "out": linear(f"{prefix}.out_proj.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
+        **attention(cfg, prefix, out="out_proj"),
         "q_norm": rms_norm(f"{prefix}.q_layernorm", cfg.head_dim),
         "k_norm": rms_norm(f"{prefix}.k_layernorm", cfg.head_dim),
     }

@@ -27,7 +27,7 @@ from jaxinfer.models.config import (
 )
 from jaxinfer.models.decoder import Block, Decoder
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, heads_norm, linear, plain, rms_norm
+from jaxinfer.models.specs import attention, cache_spec, decoder, gated_mlp, heads_norm, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 # Defaults of transformers for fields missing from config.json.
@@ -179,15 +179,8 @@ def block_specs(cfg: Any, prefix: str, mlp: dict[str, Any]) -> dict[str, Any]:
 def attention_specs(cfg: Any, prefix: str, norms: str = "ones") -> dict[str, Any]:
     """Return `Attention` parameters from q_proj, k_proj, v_proj and o_proj; ``cfg`` has the size and switch fields of
     `LlamaConfig`. ``norms``: initialisation of the QK norm."""
-    d, dim, sizes = cfg.hidden_size, cfg.head_dim, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
-    tree: dict[str, Any] = {
-        "qkv": fused_qkv(prefix, *sizes),
-        "out": linear(f"{prefix}.o_proj.weight", (cfg.heads * dim, d), ("heads", "embed")),
-    }
-    if cfg.qkv_bias:
-        tree["qkv_bias"] = fused_qkv(prefix, *sizes, kind="bias")
-    if cfg.out_bias:
-        tree["out_bias"] = plain(f"{prefix}.o_proj.bias", (d,), ("embed",), "zeros")
+    dim = cfg.head_dim
+    tree = attention(cfg, prefix, qkv_bias=cfg.qkv_bias, out_bias=cfg.out_bias)
     if cfg.qk_norm:
         tree |= {name: rms_norm(f"{prefix}.{name}", dim, norms) for name in ("q_norm", "k_norm")}
     if cfg.qk_norm and getattr(cfg, "qk_norm_whole", False):

@@ -25,7 +25,16 @@ from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, 
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.deepseek import require_only, routed_experts, v3_rule
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, correction_bias, decoder, fused_qkv, linear, plain, plain_mlp, rms_norm
+from jaxinfer.models.specs import (
+    attention,
+    cache_spec,
+    correction_bias,
+    decoder,
+    linear,
+    plain,
+    plain_mlp,
+    rms_norm,
+)
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
@@ -242,13 +251,7 @@ def _mamba_specs(cfg: NemotronHConfig, prefix: str) -> dict[str, Any]:
 
 
 def _attention_specs(cfg: NemotronHConfig, prefix: str) -> dict[str, Any]:
-    out = (cfg.heads * cfg.head_dim, cfg.hidden_size)
-    return {
-        "mixer": {
-            "qkv": fused_qkv(prefix, cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim),
-            "out": linear(f"{prefix}.o_proj.weight", out, ("heads", "embed")),
-        }
-    }
+    return {"mixer": attention(cfg, prefix)}
 
 
 def _dense_specs(cfg: NemotronHConfig, prefix: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import SLIDING_WINDOW, ConfigReader, layer_rope, sliding_layers
-from jaxinfer.models.decoder import Block, Decoder
+from jaxinfer.models.decoder import Decoder, PostNormBlock
 from jaxinfer.models.families.llama import LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, heads_norm, rms_norm
@@ -90,7 +90,7 @@ def _ropes(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**top, **wide, **(read.fields.get("rope_scaling") or {})}, {"rope_theta": _THETA3, **near}
 
 
-class OlmoBlock(Block):
+class OlmoBlock(PostNormBlock):
     """A decoder layer."""
 
     config: OlmoConfig
@@ -106,9 +106,7 @@ class OlmoBlock(Block):
     def __call__(
         self, x: Float[Array, "*batch d"], ropes: tuple[Any, Any], attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(x, ropes[self.layer.window is not None], attend, cache)
-        x = x + self.attention_out_norm(mixed)
-        return x + self.mlp_out_norm(self.feed_forward(x)), cache
+        return super().__call__(x, ropes[self.layer.window is not None], attend, cache)
 
 
 class Olmo(Decoder):

@@ -13,7 +13,7 @@ from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, partial_rope
 from jaxinfer.models.decoder import LayerNormDecoder, ParallelBlock
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, layer_norm, linear, plain, plain_mlp
+from jaxinfer.models.specs import attention, cache_spec, decoder, layer_norm, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
 
 # Defaults of transformers for fields missing from config.json.
@@ -84,13 +84,7 @@ def _block_specs(cfg: PhiConfig, prefix: str) -> dict[str, Any]:
 
 
 def _attention_specs(cfg: PhiConfig, prefix: str) -> dict[str, Any]:
-    d, sizes = cfg.hidden_size, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
-    tree: dict[str, Any] = {
-        "qkv": fused_qkv(prefix, *sizes),
-        "qkv_bias": fused_qkv(prefix, *sizes, kind="bias"),
-        "out": linear(f"{prefix}.dense.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
-        "out_bias": plain(f"{prefix}.dense.bias", (d,), ("embed",), "zeros"),
-    }
+    tree = attention(cfg, prefix, qkv_bias=True, out_bias=True, out="dense")
     if cfg.qk_norm:
         tree["q_norm"] = layer_norm(f"{prefix}.q_layernorm", cfg.head_dim)
         tree["k_norm"] = layer_norm(f"{prefix}.k_layernorm", cfg.head_dim)

@@ -17,7 +17,7 @@ from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, 
 from jaxinfer.models.decoder import Block, LayerNormDecoder
 from jaxinfer.models.families.cohere import HeadNormAttention
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, layer_norm, linear
+from jaxinfer.models.specs import attention, cache_spec, decoder, gated_mlp, layer_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 # Defaults of transformers for fields missing from config.json.
@@ -108,13 +108,7 @@ def _block_specs(cfg: StableLmConfig, prefix: str) -> dict[str, Any]:
 
 
 def _attention_specs(cfg: StableLmConfig, prefix: str) -> dict[str, Any]:
-    d, sizes = cfg.hidden_size, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
-    tree: dict[str, Any] = {
-        "qkv": fused_qkv(prefix, *sizes),
-        "out": linear(f"{prefix}.o_proj.weight", (d, d), ("heads", "embed")),
-    }
-    if cfg.qkv_bias:
-        tree["qkv_bias"] = fused_qkv(prefix, *sizes, kind="bias")
+    tree = attention(cfg, prefix, qkv_bias=cfg.qkv_bias)
     if cfg.head_norms:
         tree["q_norm"] = _head_norms(f"{prefix}.q_layernorm", cfg.heads, cfg.head_dim)
         tree["k_norm"] = _head_norms(f"{prefix}.k_layernorm", cfg.kv_heads, cfg.head_dim)

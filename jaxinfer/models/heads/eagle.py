@@ -215,9 +215,6 @@ class Eagle(DraftHead):
             caches.append(kept)
         return x, None if cache is None else caches
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        return matmul_transposed(hidden, self.weight("head")["table"]).astype(jnp.float32)
-
 
 class Eagle3(DraftHead):
     """EAGLE-3 head: ``fc`` fuses the inputs of three layers into one state; logits are over the draft vocabulary.
@@ -230,10 +227,10 @@ class Eagle3(DraftHead):
 
     def first(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch d"]:
         if self.config.norm_before_fc:
-            features = self._normed(features, "fc_norm")
+            features = self.normed(features, "fc_norm")
         if self.config.fc_norm:
             parts = jnp.split(features, 3, axis=-1)
-            normal = [self._normed(part, f"fc_norm_{index}") for index, part in enumerate(parts)]
+            normal = [self.normed(part, f"fc_norm_{index}") for index, part in enumerate(parts)]
             features = jnp.concatenate(normal, axis=-1)
         return matmul(features, self.weight("fc"))
 
@@ -249,19 +246,15 @@ class Eagle3(DraftHead):
         layer: Any = EagleLayer(self.config, self.config.layers[0], wide=True, parent=None).apply
         entering = hidden, self.embed(tokens).astype(hidden.dtype), rope, attend, _of(cache, 0)
         x, kept = layer({"params": self.weight("layers_0")}, *entering)
-        return self._normed(x) if self.config.norm_output else x, None if cache is None else [kept]
+        return self.normed(x) if self.config.norm_output else x, None if cache is None else [kept]
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        normal = hidden if self.config.norm_output else self._normed(hidden)
+        normal = hidden if self.config.norm_output else self.normed(hidden)
         logits = gathered_logits(matmul_transposed(normal, self.weight("head")["table"]).astype(jnp.float32))
         if self.config.draft_vocab == self.config.vocab_size:
             return logits
         places = self.weight(MAP)
         return jnp.where(places >= 0, jnp.take(logits, jnp.maximum(places, 0), axis=-1), -jnp.inf)
-
-    def _normed(self, x: Float[Array, "*batch d"], name: str = "final_norm") -> Float[Array, "*batch d"]:
-        norm: Any = RMSNorm(self.config.norm_eps, parent=None).apply
-        return norm({"params": self.weight(name)}, x)
 
 
 def _of(cache: Any, index: int) -> Any:

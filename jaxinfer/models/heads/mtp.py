@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.families.deepseek import DeepseekBlock, DeepseekConfig, block_specs
 from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
@@ -20,7 +19,7 @@ from jaxinfer.models.family import HeadFamily
 from jaxinfer.models.head import DraftHead, HeadConfig, HeadFiles
 from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import linear, rms_norm, vocabulary
-from jaxinfer.quant import matmul, matmul_transposed
+from jaxinfer.quant import matmul
 from jaxinfer.types import CacheSpec, ParamTree
 
 
@@ -74,19 +73,12 @@ class Mtp(DraftHead):
     ) -> tuple[Float[Array, "*batch d"], Any]:
         cfg, block = self.config, self.config.block
         embedded = jnp.where(positions[..., None] == 0, 0, self.embed(tokens)).astype(hidden.dtype)
-        both = jnp.concatenate([self._normed("enorm", embedded), self._normed("hnorm", hidden)], axis=-1)
+        both = jnp.concatenate([self.normed(embedded, "enorm"), self.normed(hidden, "hnorm")], axis=-1)
         layer: Any = DeepseekBlock(block, cfg.layers[0], cfg.dense, parent=None).apply
         context = SparseContext(block.rope.angles(positions, block.rope_dim), positions >= 0)
         entering = matmul(both, self.weight("project")), context, attend, None if cache is None else cache[0]
         x, kept = layer({"params": self.weight("layer")}, *entering)
-        return self._normed("final_norm", x), None if cache is None else [kept]
-
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        return matmul_transposed(hidden, self.weight("head")["table"]).astype(jnp.float32)
-
-    def _normed(self, name: str, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        norm: Any = RMSNorm(self.config.norm_eps, parent=None).apply
-        return norm({"params": self.weight(name)}, x)
+        return self.normed(x), None if cache is None else [kept]
 
 
 def param_specs(cfg: MtpConfig) -> ParamTree:
