@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
+from jaxtyping import Array, Float
+
+Hidden = Float[Array, "*batch d"]
+"""Hidden states of tokens."""
+
+HiddenAndCache = tuple[Hidden, Any]
+"""Hidden states, and the cache of a layer with the new keys and values."""
 
 
 class Layer(nn.Module):

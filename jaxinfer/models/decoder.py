@@ -16,7 +16,7 @@ from flax.core.scope import is_filter_empty, subtract_filters
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
@@ -33,23 +33,19 @@ class Block(Layer):
     config: Any
     layer: LayerSpec
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + mixed
         return x + self.feed_forward(self.mlp_norm(x)), cache
 
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    def feed_forward(self, x: Hidden) -> Hidden:
         return self.mlp(x)
 
 
 class ParallelBlock(Block):
     """A decoder layer: attention and MLP read the same normalised input. `setup` makes one ``norm``."""
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.norm(x)
         mixed, cache = self.attention(normal, rope, attend, cache)
         return mixed + self.feed_forward(normal) + x, cache
@@ -58,9 +54,7 @@ class ParallelBlock(Block):
 class PostNormBlock(Block):
     """A decoder layer with norms after attention and MLP: `setup` makes ``attention_out_norm`` and ``mlp_out_norm``."""
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(x, rope, attend, cache)
         x = x + self.attention_out_norm(mixed)
         return x + self.mlp_out_norm(self.feed_forward(x)), cache
@@ -138,26 +132,26 @@ class Decoder(Layer):
         """Make the final norm, unbound like `block`. Its parameters are ``final_norm``."""
         return RMSNorm(self.config.norm_eps, parent=None)
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
         del positions
         return take(self.weight("embed")["table"], tokens)
 
     def __call__(
         self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    ) -> HiddenAndCache:
         """Return hidden states after the final norm, and the caches (one per layer) with the new keys and values."""
         return self.forward(self.embed(tokens, positions), positions, attend, cache)
 
     def forward(
         self, x: Float[Array, "*batch embedded"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    ) -> HiddenAndCache:
         """Run the decoder from embeddings, for gradients with respect to them."""
         x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)))
         return all_tokens(self.normed(x)), caches
 
     def part(
         self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    ) -> HiddenAndCache:
         """Run a pipeline stage: a range of layers. The first takes tokens, the others the output of the previous stage.
 
         ``cache`` has one entry for each of these layers. Parameters of other stages may be missing (`owns`).
@@ -217,11 +211,11 @@ class Decoder(Layer):
         """Return the hidden states of the value passed between blocks."""
         return carried
 
-    def normed(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    def normed(self, x: Hidden) -> Hidden:
         final: Any = self.final_norm().apply
         return final({"params": self.weight("final_norm")}, x)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         """Compute logits, float32. The table is [vocab, d], tied or not."""
         table = self.weight("embed" if self.config.tied else "head")["table"]
         logits = matmul_transposed(hidden, table)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.quant import matmul_transposed, take
@@ -74,21 +74,21 @@ class DraftHead(Layer):
 
     recurrent: ClassVar[bool] = True
 
-    def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Int[Array, "*batch"]) -> Hidden:
         return take(self.weight("embed")["table"], tokens)
 
-    def first(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch d"]:
+    def first(self, features: Float[Array, "*batch features"]) -> Hidden:
         """Map a feature of the target model to an input of the head."""
         return features
 
     def __call__(
         self,
         tokens: Int[Array, "*batch"],
-        hidden: Float[Array, "*batch d"],
+        hidden: Hidden,
         positions: Int[Array, "*batch"],
         attend: Attend,
         cache: Any,
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    ) -> HiddenAndCache:
         """Compute the state of each pair, which `head` reads and which may be fed back, and the caches.
 
         Args:
@@ -97,11 +97,11 @@ class DraftHead(Layer):
         """
         raise NotImplementedError
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         """Compute logits of the token after the pair, float32."""
         return matmul_transposed(hidden, self.weight("head")["table"]).astype(jnp.float32)
 
-    def normed(self, x: Float[Array, "*batch d"], name: str = "final_norm") -> Float[Array, "*batch d"]:
+    def normed(self, x: Hidden, name: str = "final_norm") -> Hidden:
         norm: Any = RMSNorm(self.config.norm_eps, parent=None).apply
         return norm({"params": self.weight(name)}, x)
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, Layer
 from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.layers.norm import RMSNorm, unit_rms
 from jaxinfer.layers.rope import RopeConfig, rotate
@@ -111,7 +111,7 @@ class NormedAttention(Attention):
         if self.layer.source is None:
             self.k_norm = RMSNorm(self.qk_norm_eps)
 
-    def _project(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch heads_or_kv_heads *members"]:
+    def _project(self, x: Hidden) -> Float[Array, "*batch heads_or_kv_heads *members"]:
         return matmul(x, self.weight("qkv" if self.layer.source is None else "q"))
 
     def _attended(
@@ -135,7 +135,7 @@ class EmbeddingGate(Layer):
     def setup(self) -> None:
         self.norm = RMSNorm(self.eps)
 
-    def __call__(self, x: Float[Array, "*batch d"], embedding: Float[Array, "*batch size"]) -> Float[Array, "*batch d"]:
+    def __call__(self, x: Hidden, embedding: Float[Array, "*batch size"]) -> Hidden:
         gate = matmul(x, self.weight("gate")).astype(jnp.float32)
         hidden = ACTIVATIONS[self.activation](gate).astype(x.dtype) * embedding
         return self.norm(matmul(hidden, self.weight("out")))
@@ -192,7 +192,7 @@ class PerLayerDecoder(Decoder):
     def told(self, context: Context, index: int) -> Context:
         return context._replace(embeddings=context.embeddings[..., index, :]) if self.config.per_layer_size else context
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         logits, cap = super().head(hidden), self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

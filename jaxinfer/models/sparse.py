@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, ClampedGLU, MoE, RoutingRule
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
@@ -132,9 +132,7 @@ class SparseBlock(Layer):
         beside = (cfg.activation, cfg.shared_gate) if shared else (None, False)
         return MoE(cfg.rule, cfg.glu, cfg.expert_bias, cfg.corrected, *beside)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache)
         x = x + mixed
         normal = self.mlp_norm(x)

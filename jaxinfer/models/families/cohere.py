@@ -13,7 +13,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import HeadLayerNorm, LayerNorm
 from jaxinfer.models.config import ConfigReader
@@ -93,9 +93,7 @@ class CohereBlock(Block):
         self.attention = HeadNormAttention(*sizes, cfg.qkv_bias, cfg.out_bias, qk_norm_eps=eps, interleaved=True)
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.norm(x)
         mixed, cache = self.attention(normal, rope if self.rotated else None, attend, cache)
         return x + mixed + self.feed_forward(normal), cache
@@ -111,7 +109,7 @@ class Cohere(Llama):
     def final_norm(self) -> Layer:
         return LayerNorm(self.config.norm_eps, bias=False, parent=None)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         return super().head(hidden) * self.config.logit_scale
 
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mla import LatentAttention
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, MoE, RoutingRule
@@ -263,13 +263,11 @@ class DeepseekBlock(Layer):
         switches = {"scale": cfg.scale, "bias": cfg.attention_bias, "interleaved": cfg.interleaved}
         return kind(layer=self.layer, **sizes, **switches, **options)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache)
         return self.fed_forward(x + mixed, context), cache
 
-    def fed_forward(self, x: Float[Array, "*batch d"], context: SparseContext) -> Float[Array, "*batch d"]:
+    def fed_forward(self, x: Hidden, context: SparseContext) -> Hidden:
         normal = self.mlp_norm(x)
         return x + (self.mlp(normal) if self.dense else self.mlp(normal, context.live))
 

@@ -9,9 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigReader, sliding_layers
@@ -74,9 +73,7 @@ class Exaone4Block(PostNormBlock):
         self.attention_out_norm, self.mlp_out_norm = RMSNorm(cfg.norm_eps), RMSNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         return super().__call__(x, rope if self.rotated else None, attend, cache)
 
 

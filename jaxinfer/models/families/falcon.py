@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -173,9 +174,7 @@ class FalconBlock(Block):
             self.mlp_norm = LayerNorm(cfg.norm_eps)
         self.mlp = MLP(cfg.activation, cfg.bias)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         normal, rope = self.attention_norm(x), context
         if self.config.rope is None:
             attend, rope = _with_bias(attend, context), None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
@@ -117,9 +117,7 @@ class FalconH1Block(Layer):
         self.mamba = Mamba2(cfg.mamba, self.layer, cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation, cfg.mlp_bias, cfg.mlp_gate)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any) -> HiddenAndCache:
         cfg, normal = self.config, self.attention_norm(x)
         pages = None if cache is None else cache.pages
         attended, pages = self.attention(normal * cfg.attention_in, rope, attend, pages)
@@ -133,11 +131,11 @@ class FalconH1(Llama):
     config: FalconH1Config
     block_type = FalconH1Block
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
         x = super().embed(tokens, positions)
         return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         return super().head(hidden) * self.config.logits_multiplier
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -192,9 +192,7 @@ class GemmaBlock(Block):
         )
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], ropes: tuple[Any, Any], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, ropes: tuple[Any, Any], attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), ropes[self.local], attend, cache)
         x = x + (self.attention_out_norm(mixed) if self.config.sandwich else mixed)
         changed = self.feed_forward(self.mlp_norm(x))
@@ -213,7 +211,7 @@ class Gemma(Decoder):
         wide = cfg.rope.angles(positions, cfg.head_dim)
         return wide, wide if cfg.local_rope == cfg.rope else cfg.local_rope.angles(positions, cfg.head_dim)
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
         """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype, as the checkpoints were trained."""
         x = super().embed(tokens, positions)
         return x * jnp.asarray(math.sqrt(self.config.hidden_size), x.dtype)
@@ -221,7 +219,7 @@ class Gemma(Decoder):
     def final_norm(self) -> Layer:
         return RMSNorm(self.config.norm_eps, _OFFSET, parent=None)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         logits, cap = super().head(hidden), self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, MoE, Routing, RoutingRule, route
 from jaxinfer.layers.norm import RMSNorm, unit_rms
@@ -207,9 +207,7 @@ class Gemma4Block(Layer):
         if cfg.per_layer_size:
             self.embedding = EmbeddingGate(cfg.activation, eps)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: Context, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: Context, attend: Attend, cache: Any) -> HiddenAndCache:
         rope = context.ropes[self.layer.window is not None]
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + self.attention_out_norm(mixed)
@@ -218,7 +216,7 @@ class Gemma4Block(Layer):
             x = x + self.embedding(x, context.embeddings)
         return x * self.weight("scale"), cache
 
-    def feed_forward(self, x: Float[Array, "*batch d"], context: Context) -> Float[Array, "*batch d"]:
+    def feed_forward(self, x: Hidden, context: Context) -> Hidden:
         changed = self.mlp(self.mlp_norm(x))
         if not self.config.experts:
             return changed

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigReader, decoder_fields, partial_rope
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, block_specs
@@ -71,8 +71,8 @@ class GlmBlock(LlamaBlock):
             self.attention_out_norm, self.mlp_out_norm = (RMSNorm(self.config.norm_eps) for _ in range(2))
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, x: Hidden, rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + (self.attention_out_norm(mixed) if self.config.sandwich else mixed)
         changed = self.feed_forward(self.mlp_norm(x))

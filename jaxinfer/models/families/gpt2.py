@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxinfer.layers.attention import Attention
+from jaxinfer.layers.base import Hidden
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
@@ -94,7 +95,7 @@ class GPT2(LayerNormDecoder):
     def context(self, positions: Int[Array, "*batch"]) -> None:
         del positions
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
         return super().embed(tokens, positions) + take(self.weight("positions")["table"], positions)
 
 

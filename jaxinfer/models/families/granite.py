@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
@@ -71,8 +72,8 @@ class GraniteBlock(LlamaBlock):
         return {"scale": self.config.scale}
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, x: Hidden, rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         share = self.config.residual_multiplier
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + mixed * share
@@ -82,11 +83,11 @@ class GraniteBlock(LlamaBlock):
 class ScaledDecoder(Decoder):
     """A decoder with Granite's factors of embeddings and logits."""
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
         x = super().embed(tokens, positions)
         return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         return super().head(hidden) / self.config.logits_scaling
 
 

@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
@@ -116,9 +115,7 @@ class GraniteHybridBlock(SparseBlock):
         )
         self.mlp: Any = self._experts() if self.sparse else GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         normal, share = self.attention_norm(x), self.config.residual_multiplier
         if self.layer.attends:
             mixed, cache = self.attention(normal, context.rope if self.config.rotated else None, attend, cache)

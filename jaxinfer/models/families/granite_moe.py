@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.moe import RoutingRule
 from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
@@ -72,9 +71,7 @@ class GraniteMoeBlock(SparseBlock):
     def options(self) -> dict[str, Any]:
         return {"scale": self.config.scale}
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         share = self.config.residual_multiplier
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache)
         x = x + mixed * share

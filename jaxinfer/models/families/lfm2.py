@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxinfer.layers.attention import Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
@@ -176,9 +176,7 @@ class ShortConv(Layer):
     layer: LayerSpec
     bias: bool
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Any, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Any, cache: Any) -> HiddenAndCache:
         """Mix the last tokens into each token; called like `Attention`."""
         del rope
         rows, gated = x.shape[:-1], self._biased(matmul(all_tokens(x), self.weight("gated")), "gated_bias")

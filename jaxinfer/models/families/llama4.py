@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
@@ -149,9 +149,7 @@ class Llama4Block(Layer):
         cfg = self.config
         return MoE(cfg.rule, cfg.glu, shared_activation=cfg.activation, scaled_inputs=True)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: Context, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: Context, attend: Attend, cache: Any) -> HiddenAndCache:
         rope, temperature = (context.rope, None) if self.rotated else (None, context.temperature)
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache, temperature)
         x = x + mixed

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, param_specs
 from jaxinfer.models.family import Family
@@ -71,9 +72,7 @@ class Context(NamedTuple):
 class MinistralBlock(LlamaBlock):
     """A decoder layer."""
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache, context.temperature)
         x = x + mixed
         return x + self.feed_forward(self.mlp_norm(x)), cache

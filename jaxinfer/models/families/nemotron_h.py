@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.moe import MoE, RoutingRule, Ungated, run_sharded_experts
@@ -174,7 +174,7 @@ class LatentMoE(MoE):
 
     latent_bias: bool = False
 
-    def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def __call__(self, x: Hidden, live: Bool[Array, "*batch"]) -> Hidden:
         flat = all_tokens(x).reshape(-1, x.shape[-1])
         routing, nobody = self.routing(flat), jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
@@ -209,9 +209,7 @@ class NemotronHBlock(Layer):
         make = MoE if cfg.latent is None else functools.partial(LatentMoE, latent_bias=cfg.mlp_bias)
         return make(cfg.rule, Ungated(cfg.activation), correction=True)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, live: Bool[Array, "*batch"], attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.norm(x)
         if self.kind == MAMBA:
             mixed, cache = self.mixer(normal, attend, cache)

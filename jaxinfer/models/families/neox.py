@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -78,9 +78,7 @@ class NeoXBlock(Block):
         self.attention = Attention(cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer, cfg.bias, cfg.bias)
         self.mlp = MLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any) -> HiddenAndCache:
         if not self.config.parallel:
             return super().__call__(x, rope, attend, cache)
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)

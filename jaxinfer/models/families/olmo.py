@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -103,9 +104,7 @@ class OlmoBlock(PostNormBlock):
         self.attention_out_norm, self.mlp_out_norm = RMSNorm(cfg.norm_eps), RMSNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], ropes: tuple[Any, Any], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, ropes: tuple[Any, Any], attend: Attend, cache: Any) -> HiddenAndCache:
         return super().__call__(x, ropes[self.layer.window is not None], attend, cache)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.delta_net import GatedDeltaNet, states
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
@@ -159,7 +159,7 @@ class GatedAttention(Attention):
 
     def __call__(
         self,
-        x: Float[Array, "*batch d"],
+        x: Hidden,
         rope: tuple[jax.Array, jax.Array] | None,
         attend: Attend,
         cache: Any,
@@ -194,9 +194,7 @@ class Qwen3NextBlock(SparseBlock):
         sizes = cfg.key_heads, cfg.values, cfg.key_dim, cfg.value_dim
         return GatedDeltaNet(*sizes, self.layer, cfg.norm_eps, cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.attention_norm(x)
         if self.layer.attends:
             mixed, cache = self.attention(normal, context.rope, attend, cache)

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.models.config import ConfigReader, sliding_layers
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
 from jaxinfer.models.family import Family
@@ -70,9 +69,7 @@ class SmolLM3Block(LlamaBlock):
 
     rotated: bool = True
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         return super().__call__(x, rope if self.rotated else None, attend, cache)
 
 

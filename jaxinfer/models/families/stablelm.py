@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -77,9 +77,7 @@ class StableLmBlock(Block):
             self.mlp_norm = LayerNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.attention_norm(x)
         mixed, cache = self.attention(normal, rope, attend, cache)
         x = x + mixed

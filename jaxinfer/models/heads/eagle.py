@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -175,8 +175,8 @@ class EagleLayer(Layer):
             self.hidden_norm = RMSNorm(cfg.norm_eps)
 
     def __call__(
-        self, x: Float[Array, "*batch d"], embedded: Any, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, x: Hidden, embedded: Any, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         residual = x
         if self.wide:
             normal = self.hidden_norm(x)
@@ -200,11 +200,11 @@ class Eagle(DraftHead):
     def __call__(
         self,
         tokens: Int[Array, "*batch"],
-        hidden: Float[Array, "*batch d"],
+        hidden: Hidden,
         positions: Int[Array, "*batch"],
         attend: Attend,
         cache: Any,
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    ) -> HiddenAndCache:
         x = matmul(jnp.concatenate([self.embed(tokens).astype(hidden.dtype), hidden], axis=-1), self.weight("fc"))
         if self.config.fc_bias:
             x = x + self.weight("fc_bias").astype(x.dtype)
@@ -225,7 +225,7 @@ class Eagle3(DraftHead):
 
     config: EagleConfig
 
-    def first(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch d"]:
+    def first(self, features: Float[Array, "*batch features"]) -> Hidden:
         if self.config.norm_before_fc:
             features = self.normed(features, "fc_norm")
         if self.config.fc_norm:
@@ -237,18 +237,18 @@ class Eagle3(DraftHead):
     def __call__(
         self,
         tokens: Int[Array, "*batch"],
-        hidden: Float[Array, "*batch d"],
+        hidden: Hidden,
         positions: Int[Array, "*batch"],
         attend: Attend,
         cache: Any,
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    ) -> HiddenAndCache:
         rope = self.config.rope.angles(positions, self.config.head_dim)
         layer: Any = EagleLayer(self.config, self.config.layers[0], wide=True, parent=None).apply
         entering = hidden, self.embed(tokens).astype(hidden.dtype), rope, attend, _of(cache, 0)
         x, kept = layer({"params": self.weight("layers_0")}, *entering)
         return self.normed(x) if self.config.norm_output else x, None if cache is None else [kept]
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         normal = hidden if self.config.norm_output else self.normed(hidden)
         logits = gathered_logits(matmul_transposed(normal, self.weight("head")["table"]).astype(jnp.float32))
         if self.config.draft_vocab == self.config.vocab_size:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxinfer.layers.base import Hidden
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.family import HeadFamily
 from jaxinfer.models.head import DraftHead, HeadConfig, HeadFiles
@@ -70,7 +71,7 @@ class Medusa(DraftHead):
     def guesses(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch heads vocab"]:
         return jnp.stack([self._guess(features, index) for index in range(self.config.guesses)], axis=-2)
 
-    def _guess(self, x: Float[Array, "*batch d"], index: int) -> Float[Array, "*batch vocab"]:
+    def _guess(self, x: Hidden, index: int) -> Float[Array, "*batch vocab"]:
         own = self.weight(f"head_{index}")
         for layer in range(self.config.depth):
             block = own[f"block_{layer}"]

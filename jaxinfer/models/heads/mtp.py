@@ -9,9 +9,10 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.families.deepseek import DeepseekBlock, DeepseekConfig, block_specs
 from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
@@ -66,11 +67,11 @@ class Mtp(DraftHead):
     def __call__(
         self,
         tokens: Int[Array, "*batch"],
-        hidden: Float[Array, "*batch d"],
+        hidden: Hidden,
         positions: Int[Array, "*batch"],
         attend: Attend,
         cache: Any,
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    ) -> HiddenAndCache:
         cfg, block = self.config, self.config.block
         embedded = jnp.where(positions[..., None] == 0, 0, self.embed(tokens)).astype(hidden.dtype)
         both = jnp.concatenate([self.normed(embedded, "enorm"), self.normed(hidden, "hnorm")], axis=-1)
