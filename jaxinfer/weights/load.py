@@ -64,6 +64,30 @@ def on_devices(sharding: jax.sharding.Sharding, spec: ParamSpec, fill: Fill) -> 
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, parts)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """An array of a checkpoint that is read anew on every conversion to numpy."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fill: Fill
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        value = self.fill(())
+        return value if dtype is None else value.astype(dtype, copy=False)
+
+
+def deferred(dtype: np.dtype[Any]) -> Place:
+    """Return a ``place`` for `load_params` that leaves every parameter unread. ``dtype``: dtype of the model."""
+
+    def place(path: Path, spec: ParamSpec, fill: Fill) -> Deferred:
+        del path
+        return Deferred(spec.shape, dtype_of(spec, dtype), fill)
+
+    return place
+
+
 def load_params(
     folder: str | pathlib.Path | Tensors | ConvertedCheckpoint,
     specs: ParamTree,
