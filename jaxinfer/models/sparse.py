@@ -21,7 +21,7 @@ from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.llama import block_specs
-from jaxinfer.models.specs import decoder, gated_mlp
+from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 
@@ -148,15 +148,20 @@ class Sparse(Decoder):
         return SparseContext(self.config.rope.angles(positions, self.config.head_dim), positions >= 0)
 
 
-def param_specs(cfg: SparseConfig, experts: Callable[[SparseConfig, str], dict[str, Any]]) -> ParamTree:
+def param_specs(
+    cfg: SparseConfig,
+    experts: Callable[[SparseConfig, str], dict[str, Any]],
+    norm: Callable[[str, int], dict[str, Any]] = rms_norm,
+) -> ParamTree:
     """Return every parameter with its shape, logical axes and source checkpoint tensors.
 
     Args:
         experts: returns the parameters of `MoE` for the layer whose tensor names start with a prefix.
+        norm: returns the parameters of a norm.
     """
 
     def block(index: int, prefix: str) -> dict[str, Any]:
         dense = f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size
-        return block_specs(cfg, prefix, experts(cfg, prefix) if cfg.sparse[index] else gated_mlp(*dense))
+        return block_specs(cfg, prefix, experts(cfg, prefix) if cfg.sparse[index] else gated_mlp(*dense), norm)
 
-    return decoder(cfg, block)
+    return decoder(cfg, block, final_norm=norm("model.norm", cfg.hidden_size))

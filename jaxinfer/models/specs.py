@@ -54,6 +54,22 @@ def cache_spec(cfg: DecoderConfig) -> CacheSpec:
     return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
 
 
+def pre_norm(
+    prefix: str,
+    d: int,
+    attention: dict[str, Any],
+    mlp: dict[str, Any],
+    norm: Callable[[str, int], dict[str, Any]] = rms_norm,
+) -> dict[str, Any]:
+    """Return the parameters of a `Block` with the usual names of its norms."""
+    return {
+        "attention_norm": norm(f"{prefix}.input_layernorm", d),
+        "attention": attention,
+        "mlp_norm": norm(f"{prefix}.post_attention_layernorm", d),
+        "mlp": mlp,
+    }
+
+
 def decoder(
     cfg: Any,
     block: Callable[[int, str], dict[str, Any]],

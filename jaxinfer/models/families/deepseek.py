@@ -27,6 +27,7 @@ from jaxinfer.models.specs import (
     gated_mlp,
     linear,
     plain,
+    pre_norm,
     rms_norm,
 )
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
@@ -289,12 +290,8 @@ def param_specs(cfg: DeepseekConfig) -> ParamTree:
 
 def block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.mlp"
-    return {
-        "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
-        "attention": _attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": gated_mlp(mlp, d, cfg.intermediate_size) if dense else moe_specs(cfg, mlp),
-    }
+    network = gated_mlp(mlp, d, cfg.intermediate_size) if dense else moe_specs(cfg, mlp)
+    return pre_norm(prefix, d, _attention_specs(cfg, f"{prefix}.self_attn"), network)
 
 
 def moe_specs(cfg: Any, prefix: str) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigReader, decoder_fields, partial_rope
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, block_specs
-from jaxinfer.models.families.phi3 import gate_up
+from jaxinfer.models.families.phi3 import fused_mlp
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, linear, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 # Defaults of transformers for fields missing from config.json.
@@ -91,12 +91,8 @@ def param_specs(cfg: GlmConfig) -> ParamTree:
 
 
 def _block_specs(cfg: GlmConfig, prefix: str) -> dict[str, Any]:
-    d, hidden = cfg.hidden_size, cfg.intermediate_size
-    mlp = {
-        "gate_up": gate_up(f"{prefix}.mlp.gate_up_proj.weight", d, hidden),
-        "down": linear(f"{prefix}.mlp.down_proj.weight", (hidden, d), ("mlp", "embed")),
-    }
-    tree = block_specs(cfg, prefix, mlp)
+    d = cfg.hidden_size
+    tree = block_specs(cfg, prefix, fused_mlp(f"{prefix}.mlp", d, cfg.intermediate_size))
     if cfg.sandwich:
         tree["attention_out_norm"] = rms_norm(f"{prefix}.post_self_attn_layernorm", d)
         tree["mlp_out_norm"] = rms_norm(f"{prefix}.post_mlp_layernorm", d)

@@ -18,10 +18,10 @@ from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
 from jaxinfer.models.families import granite, granite_moe
 from jaxinfer.models.families.deepseek import count_of
 from jaxinfer.models.families.granite_moe import GraniteMoeConfig
-from jaxinfer.models.families.llama import attention_specs
+from jaxinfer.models.families.llama import block_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.sparse import SparseBlock, SparseContext
-from jaxinfer.models.specs import cache_spec, decoder, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, pre_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 _DEFAULTS = mamba.DEFAULTS | {
@@ -133,18 +133,12 @@ class GraniteHybrid(granite_moe.GraniteMoe):
 
 def param_specs(cfg: GraniteHybridConfig) -> ParamTree:
     """Return every parameter with its shape, logical axes and source checkpoint tensors."""
-    d = cfg.hidden_size
 
     def block(index: int, prefix: str) -> dict[str, Any]:
-        attends = cfg.layers[index].attends
-        return {
-            "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
-            "attention": attention_specs(cfg, f"{prefix}.self_attn")
-            if attends
-            else mamba.mamba_specs(cfg.mamba, f"{prefix}.mamba", d),
-            "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-            "mlp": _mlp_specs(cfg, prefix),
-        }
+        if cfg.layers[index].attends:
+            return block_specs(cfg, prefix, _mlp_specs(cfg, prefix))
+        mixer = mamba.mamba_specs(cfg.mamba, f"{prefix}.mamba", cfg.hidden_size)
+        return pre_norm(prefix, cfg.hidden_size, mixer, _mlp_specs(cfg, prefix))
 
     return decoder(cfg, block)
 

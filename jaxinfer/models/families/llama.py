@@ -7,7 +7,7 @@ One decoder: RMSNorm, rotary grouped-query attention, gated MLP, with switches f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from jaxinfer.layers.attention import Attention
@@ -27,7 +27,7 @@ from jaxinfer.models.config import (
 )
 from jaxinfer.models.decoder import Block, Decoder
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import attention, cache_spec, decoder, gated_mlp, heads_norm, rms_norm
+from jaxinfer.models.specs import attention, cache_spec, decoder, gated_mlp, heads_norm, pre_norm, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 # Defaults of transformers for fields missing from config.json.
@@ -166,14 +166,11 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
     return decoder(cfg, block)
 
 
-def block_specs(cfg: Any, prefix: str, mlp: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a pre-norm layer: `attention_specs` and ``mlp``, each after an `RMSNorm`."""
-    return {
-        "attention_norm": rms_norm(f"{prefix}.input_layernorm", cfg.hidden_size),
-        "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", cfg.hidden_size),
-        "mlp": mlp,
-    }
+def block_specs(
+    cfg: Any, prefix: str, mlp: dict[str, Any], norm: Callable[[str, int], dict[str, Any]] = rms_norm
+) -> dict[str, Any]:
+    """Return the parameters of a pre-norm layer: `attention_specs` and ``mlp``, each after a norm."""
+    return pre_norm(prefix, cfg.hidden_size, attention_specs(cfg, f"{prefix}.self_attn"), mlp, norm)
 
 
 def attention_specs(cfg: Any, prefix: str, norms: str = "ones") -> dict[str, Any]:

@@ -20,10 +20,10 @@ from jaxinfer.layers.moe import MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
-from jaxinfer.models.families.llama import attention_specs
+from jaxinfer.models.families.llama import block_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.sparse import Sparse, SparseConfig
-from jaxinfer.models.specs import cache_spec, decoder, fused_experts, gated_mlp, plain, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, fused_experts, gated_mlp, plain
 from jaxinfer.types import LayerSpec, ParamTree
 
 _DEFAULTS = {
@@ -185,12 +185,8 @@ def param_specs(cfg: Llama4Config) -> ParamTree:
 
 def _block_specs(cfg: Llama4Config, index: int, prefix: str) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.feed_forward"
-    return {
-        "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
-        "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": _experts(cfg, mlp) if cfg.sparse[index] else gated_mlp(mlp, d, cfg.intermediate_size),
-    }
+    experts = _experts(cfg, mlp) if cfg.sparse[index] else gated_mlp(mlp, d, cfg.intermediate_size)
+    return block_specs(cfg, prefix, experts)
 
 
 def _experts(cfg: Llama4Config, prefix: str) -> dict[str, Any]:

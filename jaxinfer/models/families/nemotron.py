@@ -10,7 +10,7 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader, decoder_fields, partial_rope
-from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, attention_specs
+from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, block_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, layer_norm, plain_mlp, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
@@ -58,14 +58,8 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
 
     def block(_: int, prefix: str) -> dict[str, Any]:
         mlp = f"{prefix}.mlp"
-        return {
-            "attention_norm": _norm(f"{prefix}.input_layernorm", cfg.hidden_size),
-            "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-            "mlp_norm": _norm(f"{prefix}.post_attention_layernorm", cfg.hidden_size),
-            "mlp": plain_mlp(
-                f"{mlp}.up_proj", f"{mlp}.down_proj", cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias
-            ),
-        }
+        sizes = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias
+        return block_specs(cfg, prefix, plain_mlp(f"{mlp}.up_proj", f"{mlp}.down_proj", *sizes), _norm)
 
     return decoder(cfg, block, final_norm=_norm("model.norm", cfg.hidden_size))
 

@@ -16,7 +16,7 @@ from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, partial_rope
 from jaxinfer.models.decoder import Block, LayerNormDecoder
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, grouped_attention, layer_norm, plain_mlp, vocabulary
+from jaxinfer.models.specs import cache_spec, decoder, grouped_attention, layer_norm, plain_mlp, pre_norm, vocabulary
 from jaxinfer.types import LayerSpec, ParamTree
 
 # Defaults of transformers for fields missing from config.json.
@@ -103,12 +103,9 @@ def param_specs(cfg: NeoXConfig) -> ParamTree:
 
 def _block_specs(cfg: NeoXConfig, prefix: str) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.mlp"
-    return {
-        "attention_norm": layer_norm(f"{prefix}.input_layernorm", d),
-        "attention": grouped_attention(f"{prefix}.attention", d, cfg.heads, cfg.heads, cfg.head_dim, cfg.bias),
-        "mlp_norm": layer_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": plain_mlp(f"{mlp}.dense_h_to_4h", f"{mlp}.dense_4h_to_h", d, cfg.intermediate_size),
-    }
+    attention = grouped_attention(f"{prefix}.attention", d, cfg.heads, cfg.heads, cfg.head_dim, cfg.bias)
+    network = plain_mlp(f"{mlp}.dense_h_to_4h", f"{mlp}.dense_4h_to_h", d, cfg.intermediate_size)
+    return pre_norm(prefix, d, attention, network, layer_norm)
 
 
 NEOX = Family(NeoXConfig.from_json, param_specs, cache_spec, NeoX, IGNORE, "gpt_neox.")

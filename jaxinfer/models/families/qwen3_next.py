@@ -24,7 +24,7 @@ from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
 from jaxinfer.models.families import qwen_moe
 from jaxinfer.models.family import Family
 from jaxinfer.models.sparse import SparseBlock, SparseConfig, SparseContext
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, linear, plain, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, linear, plain, pre_norm, rms_norm
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, plus_bias
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
@@ -220,14 +220,13 @@ def param_specs(cfg: Qwen3NextConfig) -> ParamTree:
 
     def block(index: int, prefix: str) -> dict[str, Any]:
         of_attention = _attention_specs if cfg.layers[index].attends else _linear_specs
-        return {
-            "attention_norm": rms_norm(f"{prefix}.input_layernorm", d, "zeros"),
-            "attention": of_attention(cfg, prefix),
-            "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d, "zeros"),
-            "mlp": _mlp_specs(cfg, index, prefix),
-        }
+        return pre_norm(prefix, d, of_attention(cfg, prefix), _mlp_specs(cfg, index, prefix), _norm)
 
-    return decoder(cfg, block, final_norm=rms_norm("model.norm", d, "zeros"))
+    return decoder(cfg, block, final_norm=_norm("model.norm", d))
+
+
+def _norm(prefix: str, size: int) -> dict[str, Any]:
+    return rms_norm(prefix, size, "zeros")
 
 
 def _mlp_specs(cfg: Qwen3NextConfig, index: int, prefix: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.decoder import LayerNormDecoder
-from jaxinfer.models.families.llama import LlamaBlock, LlamaConfig, attention_specs, llama_fields
+from jaxinfer.models.families.llama import LlamaBlock, LlamaConfig, block_specs, llama_fields
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, layer_norm, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
@@ -57,19 +57,13 @@ class Starcoder2(LayerNormDecoder):
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
-    return decoder(
-        cfg, lambda _, prefix: _block_specs(cfg, prefix), final_norm=layer_norm("model.norm", cfg.hidden_size)
-    )
 
+    def block(_: int, prefix: str) -> dict[str, Any]:
+        mlp = f"{prefix}.mlp"
+        sizes = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias
+        return block_specs(cfg, prefix, plain_mlp(f"{mlp}.c_fc", f"{mlp}.c_proj", *sizes), layer_norm)
 
-def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
-    d, mlp = cfg.hidden_size, f"{prefix}.mlp"
-    return {
-        "attention_norm": layer_norm(f"{prefix}.input_layernorm", d),
-        "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": layer_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": plain_mlp(f"{mlp}.c_fc", f"{mlp}.c_proj", d, cfg.intermediate_size, cfg.mlp_bias),
-    }
+    return decoder(cfg, block, final_norm=layer_norm("model.norm", cfg.hidden_size))
 
 
 STARCODER2 = Family(config_from_json, param_specs, cache_spec, Starcoder2)
