@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+Tokens = Int[Array, "*batch"]
+"""Token ids."""
+
+Positions = Int[Array, "*batch"]
+"""Positions of tokens in their sequences; -1: padding."""
 
 Hidden = Float[Array, "*batch d"]
 """Hidden states of tokens."""

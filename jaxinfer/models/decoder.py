@@ -13,10 +13,10 @@ from typing import Any, ClassVar, SupportsIndex
 import jax
 import jax.numpy as jnp
 from flax.core.scope import is_filter_empty, subtract_filters
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
@@ -103,14 +103,14 @@ class Decoder(Layer):
         block: Layer = (override or self.block_type)(self.config, *own, parent=None)
         return block
 
-    def context(self, positions: Int[Array, "*batch"]) -> Any:
+    def context(self, positions: Positions) -> Any:
         """Return the input common to all blocks: the angles of rotary embeddings.
 
         Padding has position -1: its results must be finite, and are not used.
         """
         return self.config.rope.angles(positions, self.config.head_dim)
 
-    def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Any]:
+    def entered(self, x: Array, positions: Positions) -> tuple[Array, Any]:
         """Return the input of the first block, made from embeddings, and the input common to all blocks (`context`)."""
         return x, self.context(positions)
 
@@ -132,26 +132,22 @@ class Decoder(Layer):
         """Make the final norm, unbound like `block`. Its parameters are ``final_norm``."""
         return RMSNorm(self.config.norm_eps, parent=None)
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         del positions
         return take(self.weight("embed")["table"], tokens)
 
-    def __call__(
-        self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
-    ) -> HiddenAndCache:
+    def __call__(self, tokens: Tokens, positions: Positions, attend: Attend, cache: Any) -> HiddenAndCache:
         """Return hidden states after the final norm, and the caches (one per layer) with the new keys and values."""
         return self.forward(self.embed(tokens, positions), positions, attend, cache)
 
     def forward(
-        self, x: Float[Array, "*batch embedded"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
+        self, x: Float[Array, "*batch embedded"], positions: Positions, attend: Attend, cache: Any
     ) -> HiddenAndCache:
         """Run the decoder from embeddings, for gradients with respect to them."""
         x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)))
         return all_tokens(self.normed(x)), caches
 
-    def part(
-        self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
-    ) -> HiddenAndCache:
+    def part(self, x: Array, positions: Positions, attend: Attend, cache: Any, layers: range) -> HiddenAndCache:
         """Run a pipeline stage: a range of layers. The first takes tokens, the others the output of the previous stage.
 
         ``cache`` has one entry for each of these layers. Parameters of other stages may be missing (`owns`).
@@ -169,9 +165,7 @@ class Decoder(Layer):
             return layers.start == 0 or (last and name == "embed" and self.config.tied)
         return last
 
-    def blocks(
-        self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
-    ) -> tuple[Array, Any]:
+    def blocks(self, x: Array, positions: Positions, attend: Attend, cache: Any, layers: range) -> tuple[Array, Any]:
         """Run these layers; ``cache`` has one entry for each layer that stores keys and values."""
         overrides, specs = dict(self.overrides), self.config.layers
         compiled: dict[Any, Callable[..., Any]] = {}

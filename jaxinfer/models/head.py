@@ -11,10 +11,10 @@ from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.quant import matmul_transposed, take
@@ -74,7 +74,7 @@ class DraftHead(Layer):
 
     recurrent: ClassVar[bool] = True
 
-    def embed(self, tokens: Int[Array, "*batch"]) -> Hidden:
+    def embed(self, tokens: Tokens) -> Hidden:
         return take(self.weight("embed")["table"], tokens)
 
     def first(self, features: Float[Array, "*batch features"]) -> Hidden:
@@ -82,12 +82,7 @@ class DraftHead(Layer):
         return features
 
     def __call__(
-        self,
-        tokens: Int[Array, "*batch"],
-        hidden: Hidden,
-        positions: Int[Array, "*batch"],
-        attend: Attend,
-        cache: Any,
+        self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
     ) -> HiddenAndCache:
         """Compute the state of each pair, which `head` reads and which may be fed back, and the caches.
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, Layer
+from jaxinfer.layers.base import Hidden, Layer, Positions, Tokens
 from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.layers.norm import RMSNorm, unit_rms
 from jaxinfer.layers.rope import RopeConfig, rotate
@@ -161,12 +161,12 @@ class PerLayerDecoder(Decoder):
     def bound(self) -> str | None:
         return "embeddings of their own" if self.config.per_layer_size else super().bound
 
-    def context(self, positions: Int[Array, "*batch"]) -> Context:
+    def context(self, positions: Positions) -> Context:
         cfg = self.config
         wide, near = head_dims(cfg.layers, cfg.head_dim)
         return Context((cfg.rope.angles(positions, wide), cfg.local_rope.angles(positions, near)), positions >= 0)
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d_and_all"]:
+    def embed(self, tokens: Tokens, positions: Positions) -> Float[Array, "*batch d_and_all"]:
         """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype; per-layer embeddings are appended."""
         cfg = self.config
         x = _scaled(super().embed(tokens, positions), cfg.hidden_size)
@@ -176,7 +176,7 @@ class PerLayerDecoder(Decoder):
         own = _scaled(take(self.weight("layer_embed")["table"], known), cfg.per_layer_size)
         return jnp.concatenate([x, own], axis=-1)
 
-    def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Context]:
+    def entered(self, x: Array, positions: Positions) -> tuple[Array, Context]:
         cfg, context = self.config, self.context(positions)
         if not cfg.per_layer_size:
             return x, context

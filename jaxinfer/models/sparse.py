@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, ClampedGLU, MoE, RoutingRule
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
@@ -144,7 +144,7 @@ class Sparse(Decoder):
     block_type = SparseBlock
     block_fields = ("layers", "sparse")
 
-    def context(self, positions: Int[Array, "*batch"]) -> SparseContext:
+    def context(self, positions: Positions) -> SparseContext:
         return SparseContext(self.config.rope.angles(positions, self.config.head_dim), positions >= 0)
 
 

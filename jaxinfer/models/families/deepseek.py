@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtyping import Array, Int
-
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mla import LatentAttention
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, MoE, RoutingRule
@@ -280,7 +278,7 @@ class Deepseek(Decoder):
         make = override or DeepseekBlock
         return make(self.config, self.config.layers[index], index < self.config.dense, parent=None)
 
-    def context(self, positions: Int[Array, "*batch"]) -> SparseContext:
+    def context(self, positions: Positions) -> SparseContext:
         return SparseContext(self.config.rope.angles(positions, self.config.rope_dim), positions >= 0)
 
 

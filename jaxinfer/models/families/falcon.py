@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, HiddenAndCache
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -110,7 +110,7 @@ def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
     return np.exp2(-np.asarray(powers)).astype(np.float32)
 
 
-def alibi_bias(positions: Int[Array, "*batch"], heads: int) -> Float[Array, "*batch heads"]:
+def alibi_bias(positions: Positions, heads: int) -> Float[Array, "*batch heads"]:
     """Return the ALiBi bias of the keys at ``positions``, float32.
 
     Slopes, positions and bias are each rounded to bfloat16, whatever the model dtype, as in training. XLA may remove a
@@ -191,7 +191,7 @@ class Falcon(LayerNormDecoder):
     config: FalconConfig
     block_type = FalconBlock
 
-    def context(self, positions: Int[Array, "*batch"]) -> Any:
+    def context(self, positions: Positions) -> Any:
         if self.config.rope is not None:
             return self.config.rope.angles(positions, self.config.head_dim)
         return alibi_bias(positions, self.config.heads)

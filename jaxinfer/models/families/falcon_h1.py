@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
@@ -131,7 +131,7 @@ class FalconH1(Llama):
     config: FalconH1Config
     block_type = FalconH1Block
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         x = super().embed(tokens, positions)
         return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
 

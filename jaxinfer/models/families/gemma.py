@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -206,12 +206,12 @@ class Gemma(Decoder):
     block_type = GemmaBlock
     block_fields = ("layers", "local")
 
-    def context(self, positions: Int[Array, "*batch"]) -> tuple[Any, Any]:
+    def context(self, positions: Positions) -> tuple[Any, Any]:
         cfg = self.config
         wide = cfg.rope.angles(positions, cfg.head_dim)
         return wide, wide if cfg.local_rope == cfg.rope else cfg.local_rope.angles(positions, cfg.head_dim)
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype, as the checkpoints were trained."""
         x = super().embed(tokens, positions)
         return x * jnp.asarray(math.sqrt(self.config.hidden_size), x.dtype)

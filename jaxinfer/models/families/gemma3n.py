@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigReader, sliding_layers
@@ -248,7 +248,7 @@ class Gemma3n(PerLayerDecoder):
 
     embeddings = (*PerLayerDecoder.embeddings, "streams_in")
 
-    def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Context]:
+    def entered(self, x: Array, positions: Positions) -> tuple[Array, Context]:
         if self.taps:
             raise ValueError("a draft head that reads the layers' inputs is not supported: they are several streams")
         x, context = super().entered(x, positions)

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Int
-
 from jaxinfer.layers.attention import Attention
-from jaxinfer.layers.base import Hidden
+from jaxinfer.layers.base import Hidden, Positions, Tokens
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
@@ -92,10 +90,10 @@ class GPT2(LayerNormDecoder):
     block_fields = ("layers", "scales")
     embeddings: ClassVar[tuple[str, ...]] = ("embed", "positions")
 
-    def context(self, positions: Int[Array, "*batch"]) -> None:
+    def context(self, positions: Positions) -> None:
         del positions
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         return super().embed(tokens, positions) + take(self.weight("positions")["table"], positions)
 
 

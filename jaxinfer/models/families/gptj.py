@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Int
 
 from jaxinfer.layers.attention import Attention
+from jaxinfer.layers.base import Positions
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig, rope_angles
@@ -68,7 +68,7 @@ class GPTJ(LayerNormDecoder):
     block_type = GPTJBlock
     head_bias = True
 
-    def context(self, positions: Int[Array, "*batch"]) -> tuple[jax.Array, jax.Array]:
+    def context(self, positions: Positions) -> tuple[jax.Array, jax.Array]:
         return rope_angles(positions, RopeConfig().inverse_frequencies(self.config.rotary_dim))
 
 

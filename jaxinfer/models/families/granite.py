@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Hidden, HiddenAndCache
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions, Tokens
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
@@ -83,7 +83,7 @@ class GraniteBlock(LlamaBlock):
 class ScaledDecoder(Decoder):
     """A decoder with Granite's factors of embeddings and logits."""
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Hidden:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         x = super().embed(tokens, positions)
         return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
@@ -165,7 +165,7 @@ class Llama4(Sparse):
     block_type = Llama4Block
     block_fields = ("layers", "sparse", "rotated")
 
-    def context(self, positions: Int[Array, "*batch"]) -> Any:
+    def context(self, positions: Positions) -> Any:
         cfg = self.config
         turns = jnp.floor((positions.astype(jnp.float32) + 1.0) / cfg.floor_scale)  # padding has position -1
         temperature = 1.0 + cfg.growth * jnp.log1p(turns) if cfg.tuned else None

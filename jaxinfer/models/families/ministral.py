@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Hidden, HiddenAndCache
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, param_specs
 from jaxinfer.models.family import Family
@@ -84,7 +84,7 @@ class Ministral(Llama):
     config: MinistralConfig
     block_type = MinistralBlock
 
-    def context(self, positions: Int[Array, "*batch"]) -> Any:
+    def context(self, positions: Positions) -> Any:
         cfg = self.config
         turns = jnp.floor(positions.astype(jnp.float32) / cfg.rope.original_max_position)
         temperature = 1.0 + cfg.beta * jnp.log1p(jnp.maximum(turns, 0.0))  # padding has position -1

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.moe import MoE, RoutingRule, Ungated, run_sharded_experts
@@ -227,7 +227,7 @@ class NemotronH(Decoder):
     block_type = NemotronHBlock
     block_fields = ("layers", "kinds")
 
-    def context(self, positions: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
+    def context(self, positions: Positions) -> Bool[Array, "*batch"]:
         """Return which tokens are real: padding is routed to no expert."""
         return positions >= 0
 

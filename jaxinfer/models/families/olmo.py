@@ -9,10 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtyping import Array, Int
-
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, HiddenAndCache
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -114,7 +112,7 @@ class Olmo(Decoder):
     config: OlmoConfig
     block_type = OlmoBlock
 
-    def context(self, positions: Int[Array, "*batch"]) -> tuple[Any, Any]:
+    def context(self, positions: Positions) -> tuple[Any, Any]:
         cfg = self.config
         wide = cfg.rope.angles(positions, cfg.head_dim)
         return wide, wide if cfg.local_rope == cfg.rope else cfg.local_rope.angles(positions, cfg.head_dim)

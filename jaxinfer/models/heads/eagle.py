@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -198,12 +198,7 @@ class Eagle(DraftHead):
     config: EagleConfig
 
     def __call__(
-        self,
-        tokens: Int[Array, "*batch"],
-        hidden: Hidden,
-        positions: Int[Array, "*batch"],
-        attend: Attend,
-        cache: Any,
+        self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
     ) -> HiddenAndCache:
         x = matmul(jnp.concatenate([self.embed(tokens).astype(hidden.dtype), hidden], axis=-1), self.weight("fc"))
         if self.config.fc_bias:
@@ -235,12 +230,7 @@ class Eagle3(DraftHead):
         return matmul(features, self.weight("fc"))
 
     def __call__(
-        self,
-        tokens: Int[Array, "*batch"],
-        hidden: Hidden,
-        positions: Int[Array, "*batch"],
-        attend: Attend,
-        cache: Any,
+        self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
     ) -> HiddenAndCache:
         rope = self.config.rope.angles(positions, self.config.head_dim)
         layer: Any = EagleLayer(self.config, self.config.layers[0], wide=True, parent=None).apply

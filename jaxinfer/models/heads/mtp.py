@@ -9,10 +9,9 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Hidden, HiddenAndCache
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions, Tokens
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.families.deepseek import DeepseekBlock, DeepseekConfig, block_specs
 from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
@@ -65,12 +64,7 @@ class Mtp(DraftHead):
     config: MtpConfig
 
     def __call__(
-        self,
-        tokens: Int[Array, "*batch"],
-        hidden: Hidden,
-        positions: Int[Array, "*batch"],
-        attend: Attend,
-        cache: Any,
+        self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
     ) -> HiddenAndCache:
         cfg, block = self.config, self.config.block
         embedded = jnp.where(positions[..., None] == 0, 0, self.embed(tokens)).astype(hidden.dtype)
