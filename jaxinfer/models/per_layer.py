@@ -20,7 +20,7 @@ from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.specs import fused_qkv, linear, plain, rms_norm
 from jaxinfer.quant import matmul, take
-from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source
+from jaxinfer.types import LayerSpec, ParamSpec, Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -199,11 +199,6 @@ class PerLayerDecoder(Decoder):
 
 def _scaled(x: jax.Array, size: int) -> jax.Array:
     return x * jnp.asarray(math.sqrt(size), x.dtype)
-
-
-def cache_spec(cfg: PerLayerConfig) -> CacheSpec:
-    """Return the spec of the KV cache of the layers that store keys and values."""
-    return CacheSpec(tuple(layer for layer in cfg.layers if layer.source is None), cfg.kv_heads, cfg.head_dim)
 
 
 def embedding_specs(cfg: PerLayerConfig) -> dict[str, Any]:

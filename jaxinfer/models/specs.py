@@ -50,8 +50,8 @@ def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
 
 
 def cache_spec(cfg: DecoderConfig) -> CacheSpec:
-    """Return the spec of a KV cache that stores keys and values unchanged."""
-    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
+    """Return the spec of a KV cache that stores keys and values unchanged, of the layers that have their own."""
+    return CacheSpec(tuple(layer for layer in cfg.layers if layer.source is None), cfg.kv_heads, cfg.head_dim)
 
 
 def pre_norm(

@@ -28,7 +28,6 @@ from jaxinfer.models.per_layer import (
     EmbeddingGate,
     PerLayerConfig,
     PerLayerDecoder,
-    cache_spec,
     common_fields,
     embedding_specs,
     gate_specs,
@@ -36,7 +35,7 @@ from jaxinfer.models.per_layer import (
     sandwich_specs,
     with_sources,
 )
-from jaxinfer.models.specs import decoder, gated_mlp, linear, plain, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, linear, plain, rms_norm
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, matmul_transposed
 from jaxinfer.types import LayerSpec, ParamTree

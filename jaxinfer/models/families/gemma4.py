@@ -26,7 +26,6 @@ from jaxinfer.models.per_layer import (
     EmbeddingGate,
     PerLayerConfig,
     PerLayerDecoder,
-    cache_spec,
     common_fields,
     embedding_specs,
     gate_specs,
@@ -35,7 +34,7 @@ from jaxinfer.models.per_layer import (
     sandwich_specs,
     with_sources,
 )
-from jaxinfer.models.specs import decoder, gated_mlp, plain, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, plain, rms_norm
 from jaxinfer.quant import matmul_transposed
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 

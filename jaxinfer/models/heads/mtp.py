@@ -18,9 +18,9 @@ from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
 from jaxinfer.models.family import HeadFamily
 from jaxinfer.models.head import DraftHead, HeadConfig, HeadFiles
 from jaxinfer.models.sparse import SparseContext
-from jaxinfer.models.specs import linear, rms_norm, vocabulary
+from jaxinfer.models.specs import cache_spec, linear, rms_norm, vocabulary
 from jaxinfer.quant import matmul
-from jaxinfer.types import CacheSpec, ParamTree
+from jaxinfer.types import ParamTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -87,10 +87,6 @@ def param_specs(cfg: MtpConfig) -> ParamTree:
         "final_norm": rms_norm(f"{prefix}.shared_head.norm", d),
         "head": vocabulary(f"{prefix}.shared_head.head.weight", cfg.vocab_size, d),
     }
-
-
-def cache_spec(cfg: MtpConfig) -> CacheSpec:
-    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
 
 
 MTP = HeadFamily(config, param_specs, cache_spec, Mtp, ("*",))
