@@ -141,8 +141,8 @@ class SparseBlock(Layer):
 
 class Sparse(Decoder):
     config: SparseConfig
-    block_type = SparseBlock
-    block_fields = ("layers", "sparse")
+    block_type: ClassVar[Any] = SparseBlock
+    block_fields: ClassVar[tuple[str, ...]] = ("layers", "sparse")
 
     def context(self, positions: Positions) -> SparseContext:
         return SparseContext(self.config.rope.angles(positions, self.config.head_dim), positions >= 0)

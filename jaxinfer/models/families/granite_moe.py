@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Hidden, HiddenAndCache
@@ -82,7 +82,7 @@ class GraniteMoe(granite.ScaledDecoder, Sparse):
     """The GraniteMoe decoder: see `Decoder`."""
 
     config: GraniteMoeConfig
-    block_type = GraniteMoeBlock
+    block_type: ClassVar[Any] = GraniteMoeBlock
 
 
 def param_specs(cfg: GraniteMoeConfig) -> ParamTree:

@@ -154,7 +154,7 @@ class Llama(Decoder):
     """The Llama decoder: see `Decoder`. Its context is the cosines and sines of the rotary embedding."""
 
     config: LlamaConfig
-    block_type = LlamaBlock
+    block_type: ClassVar[Any] = LlamaBlock
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:

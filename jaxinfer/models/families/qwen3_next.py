@@ -208,7 +208,6 @@ class Qwen3NextBlock(SparseBlock):
 class Qwen3Next(sparse.Sparse):
     config: Qwen3NextConfig
     block_type = Qwen3NextBlock
-    block_fields = ("layers", "sparse")
 
     def final_norm(self) -> Layer:
         return RMSNorm(self.config.norm_eps, 1.0, parent=None)

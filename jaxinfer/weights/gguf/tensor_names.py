@@ -207,7 +207,7 @@ class Names:
             return Target(original)
         full = name if not kind or name.endswith(_WITHOUT_KIND) else f"{name}.{kind}"
         shift = self.shift if stem.endswith("norm") and kind == "weight" else 0.0
-        changes = {
+        changes: dict[str, Any] = {
             field: functools.partial(change, model) if field in ("order", "columns") else change
             for field, change in self.changes.get(stem, {}).items()
         }
