@@ -52,8 +52,7 @@ from jaxinfer.text.intake import recommended_sampling
 from jaxinfer.types import HEAD, ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
-from jaxinfer.weights.lazy import deferred
-from jaxinfer.weights.load import Progress, auto_dtype
+from jaxinfer.weights.load import Progress, auto_dtype, deferred
 from jaxinfer.weights.open import open_model_files
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
@@ -321,7 +320,7 @@ def write_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
 def open_model(
     name: str, dtype: str = "auto", *, check_finite: bool = False, progress: Progress | None = None
 ) -> tuple[ModelFiles, Model]:
-    """Return the files of a named model, and the model with lazily read parameters (`jaxinfer.weights.lazy.Deferred`),
+    """Return the files of a named model, and the model with lazily read parameters (`jaxinfer.weights.load.Deferred`),
     for conversion one by one. Arguments are those of `load_model`.
 
     Raises:

@@ -122,7 +122,7 @@ SLOW_FILES = (
     "weights/gguf/test_hybrids.py",
     "weights/gguf/test_fused_tensors.py",
     "weights/gguf/test_newer_models.py",
-    "weights/gguf/test_per_layer.py",
+    "weights/gguf/test_gemma.py",
     "weights/gguf/test_storages.py",
     "weights/test_hostile_folders.py",
     "weights/test_quantized.py",

@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+Tokens = Int[Array, "*batch"]
+"""Token ids."""
+
+Positions = Int[Array, "*batch"]
+"""Positions of tokens in their sequences; -1: padding."""
+
+Hidden = Float[Array, "*batch d"]
+"""Hidden states of tokens."""
+
+HiddenAndCache = tuple[Hidden, Any]
+"""Hidden states, and the cache of a layer with the new keys and values."""
 
 
 class Layer(nn.Module):

@@ -223,6 +223,23 @@ def rope_config(
     return layer_rope(read, scaling, max_position, head_dim, partial)
 
 
+def partial_rope(read: ConfigReader, fields: Mapping[str, Any]) -> RopeConfig:
+    """Read the rotary embedding of a family that rotates a part of each head.
+
+    Raises:
+        ConfigError: a field is invalid, or the part is not a positive even number of dims.
+    """
+    dim = fields["head_dim"]
+    rope = rope_config(read, fields["max_position"], dim, partial=True)
+    size = int(dim * rope.partial)
+    if size == 0 or size % 2:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor = {rope.partial} rotates {size} of {dim} numbers of a head: "
+            "it must be an even number of them"
+        )
+    return rope
+
+
 def layer_rope(
     read: ConfigReader,
     scaling: Mapping[str, Any],

@@ -1,6 +1,7 @@
 """Decoder common to all families: from token ids through embeddings and blocks to hidden states and logits.
 
-The module of a family is a `Decoder` that defines a block and the input common to all blocks (`context`).
+The module of a family is a `Decoder` that names its block (`Block`) and defines the input common to all blocks
+(`context`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,51 @@ from typing import Any, ClassVar, SupportsIndex
 import jax
 import jax.numpy as jnp
 from flax.core.scope import is_filter_empty, subtract_filters
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul_transposed, plus_bias, take
+from jaxinfer.types import LayerSpec
+
+
+class Block(Layer):
+    """A decoder layer: attention and MLP, each after a norm.
+
+    A family's `setup` makes ``attention_norm``, ``attention``, ``mlp_norm`` and ``mlp``.
+    """
+
+    config: Any
+    layer: LayerSpec
+
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
+        mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
+        x = x + mixed
+        return x + self.feed_forward(self.mlp_norm(x)), cache
+
+    def feed_forward(self, x: Hidden) -> Hidden:
+        return self.mlp(x)
+
+
+class ParallelBlock(Block):
+    """A decoder layer: attention and MLP read the same normalised input. `setup` makes one ``norm``."""
+
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
+        normal = self.norm(x)
+        mixed, cache = self.attention(normal, rope, attend, cache)
+        return mixed + self.feed_forward(normal) + x, cache
+
+
+class PostNormBlock(Block):
+    """A decoder layer with norms after attention and MLP: `setup` makes ``attention_out_norm`` and ``mlp_out_norm``."""
+
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
+        mixed, cache = self.attention(x, rope, attend, cache)
+        x = x + self.attention_out_norm(mixed)
+        return x + self.mlp_out_norm(self.feed_forward(x)), cache
 
 
 class Decoder(Layer):
@@ -37,6 +75,10 @@ class Decoder(Layer):
     config: Any
     overrides: tuple[tuple[int, Callable[..., Layer]], ...] = ()
     taps: tuple[int, ...] = ()
+
+    block_type: ClassVar[Any] = Block
+    block_fields: ClassVar[tuple[str, ...]] = ("layers",)
+    """Fields of the config with an entry for each layer, which its block takes after the config."""
 
     head_bias: ClassVar[bool] = False
     embeddings: ClassVar[tuple[str, ...]] = ("embed",)
@@ -57,16 +99,18 @@ class Decoder(Layer):
 
         Blocks with equal attributes share one compiled function.
         """
-        raise NotImplementedError
+        own = (getattr(self.config, name)[index] for name in self.block_fields)
+        block: Layer = (override or self.block_type)(self.config, *own, parent=None)
+        return block
 
-    def context(self, positions: Int[Array, "*batch"]) -> Any:
+    def context(self, positions: Positions) -> Any:
         """Return the input common to all blocks: the angles of rotary embeddings.
 
         Padding has position -1: its results must be finite, and are not used.
         """
         return self.config.rope.angles(positions, self.config.head_dim)
 
-    def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Any]:
+    def entered(self, x: Array, positions: Positions) -> tuple[Array, Any]:
         """Return the input of the first block, made from embeddings, and the input common to all blocks (`context`)."""
         return x, self.context(positions)
 
@@ -88,26 +132,22 @@ class Decoder(Layer):
         """Make the final norm, unbound like `block`. Its parameters are ``final_norm``."""
         return RMSNorm(self.config.norm_eps, parent=None)
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         del positions
         return take(self.weight("embed")["table"], tokens)
 
-    def __call__(
-        self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, tokens: Tokens, positions: Positions, attend: Attend, cache: Any) -> HiddenAndCache:
         """Return hidden states after the final norm, and the caches (one per layer) with the new keys and values."""
         return self.forward(self.embed(tokens, positions), positions, attend, cache)
 
     def forward(
-        self, x: Float[Array, "*batch embedded"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, x: Float[Array, "*batch embedded"], positions: Positions, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         """Run the decoder from embeddings, for gradients with respect to them."""
         x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)))
         return all_tokens(self.normed(x)), caches
 
-    def part(
-        self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def part(self, x: Array, positions: Positions, attend: Attend, cache: Any, layers: range) -> HiddenAndCache:
         """Run a pipeline stage: a range of layers. The first takes tokens, the others the output of the previous stage.
 
         ``cache`` has one entry for each of these layers. Parameters of other stages may be missing (`owns`).
@@ -125,9 +165,7 @@ class Decoder(Layer):
             return layers.start == 0 or (last and name == "embed" and self.config.tied)
         return last
 
-    def blocks(
-        self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
-    ) -> tuple[Array, Any]:
+    def blocks(self, x: Array, positions: Positions, attend: Attend, cache: Any, layers: range) -> tuple[Array, Any]:
         """Run these layers; ``cache`` has one entry for each layer that stores keys and values."""
         overrides, specs = dict(self.overrides), self.config.layers
         compiled: dict[Any, Callable[..., Any]] = {}
@@ -167,11 +205,11 @@ class Decoder(Layer):
         """Return the hidden states of the value passed between blocks."""
         return carried
 
-    def normed(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    def normed(self, x: Hidden) -> Hidden:
         final: Any = self.final_norm().apply
         return final({"params": self.weight("final_norm")}, x)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         """Compute logits, float32. The table is [vocab, d], tied or not."""
         table = self.weight("embed" if self.config.tied else "head")["table"]
         logits = matmul_transposed(hidden, table)

@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
+from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.quant import take
+from jaxinfer.quant import matmul_transposed, take
 from jaxinfer.types import LayerSpec, ParamTree
 
 
@@ -72,21 +74,16 @@ class DraftHead(Layer):
 
     recurrent: ClassVar[bool] = True
 
-    def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Tokens) -> Hidden:
         return take(self.weight("embed")["table"], tokens)
 
-    def first(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch d"]:
+    def first(self, features: Float[Array, "*batch features"]) -> Hidden:
         """Map a feature of the target model to an input of the head."""
         return features
 
     def __call__(
-        self,
-        tokens: Int[Array, "*batch"],
-        hidden: Float[Array, "*batch d"],
-        positions: Int[Array, "*batch"],
-        attend: Attend,
-        cache: Any,
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         """Compute the state of each pair, which `head` reads and which may be fed back, and the caches.
 
         Args:
@@ -95,9 +92,13 @@ class DraftHead(Layer):
         """
         raise NotImplementedError
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         """Compute logits of the token after the pair, float32."""
-        raise NotImplementedError
+        return matmul_transposed(hidden, self.weight("head")["table"]).astype(jnp.float32)
+
+    def normed(self, x: Hidden, name: str = "final_norm") -> Hidden:
+        norm: Any = RMSNorm(self.config.norm_eps, parent=None).apply
+        return norm({"params": self.weight(name)}, x)
 
     def guesses(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch heads vocab"]:
         """Compute logits of the tokens after the pair, float32, for a head that is not ``recurrent``."""

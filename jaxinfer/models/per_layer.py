@@ -9,10 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, Layer, Positions, Tokens
 from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.layers.norm import RMSNorm, unit_rms
 from jaxinfer.layers.rope import RopeConfig, rotate
@@ -20,7 +20,7 @@ from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.specs import fused_qkv, linear, plain, rms_norm
 from jaxinfer.quant import matmul, take
-from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source
+from jaxinfer.types import LayerSpec, ParamSpec, Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -111,7 +111,7 @@ class NormedAttention(Attention):
         if self.layer.source is None:
             self.k_norm = RMSNorm(self.qk_norm_eps)
 
-    def _project(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch heads_or_kv_heads *members"]:
+    def _project(self, x: Hidden) -> Float[Array, "*batch heads_or_kv_heads *members"]:
         return matmul(x, self.weight("qkv" if self.layer.source is None else "q"))
 
     def _attended(
@@ -135,7 +135,7 @@ class EmbeddingGate(Layer):
     def setup(self) -> None:
         self.norm = RMSNorm(self.eps)
 
-    def __call__(self, x: Float[Array, "*batch d"], embedding: Float[Array, "*batch size"]) -> Float[Array, "*batch d"]:
+    def __call__(self, x: Hidden, embedding: Float[Array, "*batch size"]) -> Hidden:
         gate = matmul(x, self.weight("gate")).astype(jnp.float32)
         hidden = ACTIVATIONS[self.activation](gate).astype(x.dtype) * embedding
         return self.norm(matmul(hidden, self.weight("out")))
@@ -161,12 +161,12 @@ class PerLayerDecoder(Decoder):
     def bound(self) -> str | None:
         return "embeddings of their own" if self.config.per_layer_size else super().bound
 
-    def context(self, positions: Int[Array, "*batch"]) -> Context:
+    def context(self, positions: Positions) -> Context:
         cfg = self.config
         wide, near = head_dims(cfg.layers, cfg.head_dim)
         return Context((cfg.rope.angles(positions, wide), cfg.local_rope.angles(positions, near)), positions >= 0)
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d_and_all"]:
+    def embed(self, tokens: Tokens, positions: Positions) -> Float[Array, "*batch d_and_all"]:
         """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype; per-layer embeddings are appended."""
         cfg = self.config
         x = _scaled(super().embed(tokens, positions), cfg.hidden_size)
@@ -176,7 +176,7 @@ class PerLayerDecoder(Decoder):
         own = _scaled(take(self.weight("layer_embed")["table"], known), cfg.per_layer_size)
         return jnp.concatenate([x, own], axis=-1)
 
-    def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Context]:
+    def entered(self, x: Array, positions: Positions) -> tuple[Array, Context]:
         cfg, context = self.config, self.context(positions)
         if not cfg.per_layer_size:
             return x, context
@@ -192,18 +192,13 @@ class PerLayerDecoder(Decoder):
     def told(self, context: Context, index: int) -> Context:
         return context._replace(embeddings=context.embeddings[..., index, :]) if self.config.per_layer_size else context
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         logits, cap = super().head(hidden), self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _scaled(x: jax.Array, size: int) -> jax.Array:
     return x * jnp.asarray(math.sqrt(size), x.dtype)
-
-
-def cache_spec(cfg: PerLayerConfig) -> CacheSpec:
-    """Return the spec of the KV cache of the layers that store keys and values."""
-    return CacheSpec(tuple(layer for layer in cfg.layers if layer.source is None), cfg.kv_heads, cfg.head_dim)
 
 
 def embedding_specs(cfg: PerLayerConfig) -> dict[str, Any]:

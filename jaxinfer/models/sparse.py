@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, ClampedGLU, MoE, RoutingRule
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
@@ -21,7 +21,7 @@ from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.llama import block_specs
-from jaxinfer.models.specs import decoder, gated_mlp
+from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 
@@ -132,9 +132,7 @@ class SparseBlock(Layer):
         beside = (cfg.activation, cfg.shared_gate) if shared else (None, False)
         return MoE(cfg.rule, cfg.glu, cfg.expert_bias, cfg.corrected, *beside)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache)
         x = x + mixed
         normal = self.mlp_norm(x)
@@ -143,24 +141,27 @@ class SparseBlock(Layer):
 
 class Sparse(Decoder):
     config: SparseConfig
+    block_type: ClassVar[Any] = SparseBlock
+    block_fields: ClassVar[tuple[str, ...]] = ("layers", "sparse")
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or SparseBlock)(cfg, cfg.layers[index], cfg.sparse[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> SparseContext:
+    def context(self, positions: Positions) -> SparseContext:
         return SparseContext(self.config.rope.angles(positions, self.config.head_dim), positions >= 0)
 
 
-def param_specs(cfg: SparseConfig, experts: Callable[[SparseConfig, str], dict[str, Any]]) -> ParamTree:
+def param_specs(
+    cfg: SparseConfig,
+    experts: Callable[[SparseConfig, str], dict[str, Any]],
+    norm: Callable[[str, int], dict[str, Any]] = rms_norm,
+) -> ParamTree:
     """Return every parameter with its shape, logical axes and source checkpoint tensors.
 
     Args:
         experts: returns the parameters of `MoE` for the layer whose tensor names start with a prefix.
+        norm: returns the parameters of a norm.
     """
 
     def block(index: int, prefix: str) -> dict[str, Any]:
         dense = f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size
-        return block_specs(cfg, prefix, experts(cfg, prefix) if cfg.sparse[index] else gated_mlp(*dense))
+        return block_specs(cfg, prefix, experts(cfg, prefix) if cfg.sparse[index] else gated_mlp(*dense), norm)
 
-    return decoder(cfg, block)
+    return decoder(cfg, block, final_norm=norm("model.norm", cfg.hidden_size))

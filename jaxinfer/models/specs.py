@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +50,24 @@ def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
 
 
 def cache_spec(cfg: DecoderConfig) -> CacheSpec:
-    """Return the spec of a KV cache that stores keys and values unchanged."""
-    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
+    """Return the spec of a KV cache that stores keys and values unchanged, of the layers that have their own."""
+    return CacheSpec(tuple(layer for layer in cfg.layers if layer.source is None), cfg.kv_heads, cfg.head_dim)
+
+
+def pre_norm(
+    prefix: str,
+    d: int,
+    attention: dict[str, Any],
+    mlp: dict[str, Any],
+    norm: Callable[[str, int], dict[str, Any]] = rms_norm,
+) -> dict[str, Any]:
+    """Return the parameters of a `Block` with the usual names of its norms."""
+    return {
+        "attention_norm": norm(f"{prefix}.input_layernorm", d),
+        "attention": attention,
+        "mlp_norm": norm(f"{prefix}.post_attention_layernorm", d),
+        "mlp": mlp,
+    }
 
 
 def decoder(
@@ -110,6 +127,37 @@ def fused_qkv(
     if kind == "weight":
         return ParamSpec((d, kv_heads, group + 2, head_dim), ("embed", *axes), sources=sources, inputs=0)
     return ParamSpec((kv_heads, group + 2, head_dim), axes, init="zeros", sources=sources)
+
+
+def attention(
+    cfg: Any, prefix: str, *, qkv_bias: bool = False, out_bias: bool = False, out: str = "o_proj"
+) -> dict[str, Any]:
+    """Return the projections of `Attention` from q_proj, k_proj, v_proj and ``out``."""
+    d, sizes = cfg.hidden_size, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
+    tree: dict[str, Any] = {
+        "qkv": fused_qkv(prefix, *sizes),
+        "out": linear(f"{prefix}.{out}.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
+    }
+    if qkv_bias:
+        tree["qkv_bias"] = fused_qkv(prefix, *sizes, kind="bias")
+    if out_bias:
+        tree["out_bias"] = plain(f"{prefix}.{out}.bias", (d,), ("embed",), "zeros")
+    return tree
+
+
+def grouped_attention(prefix: str, d: int, heads: int, kv_heads: int, head_dim: int, bias: bool) -> dict[str, Any]:
+    """Return the parameters of `Attention` from a fused projection that is grouped by KV head (queries, key, value)."""
+    axes, form = ("kv_heads", "group", "head_dim"), (kv_heads, heads // kv_heads + 2, head_dim)
+    fused = Source(f"{prefix}.query_key_value.weight", (math.prod(form), d), transpose=True, reshape=(d, *form))
+    tree: dict[str, Any] = {
+        "qkv": ParamSpec((d, *form), ("embed", *axes), sources=(fused,), inputs=0),
+        "out": linear(f"{prefix}.dense.weight", (d, d), ("heads", "embed")),
+    }
+    if bias:
+        fused_bias = Source(f"{prefix}.query_key_value.bias", (math.prod(form),), reshape=form)
+        tree["qkv_bias"] = ParamSpec(form, axes, init="zeros", sources=(fused_bias,))
+        tree["out_bias"] = plain(f"{prefix}.dense.bias", (d,), ("embed",), "zeros")
+    return tree
 
 
 def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True) -> dict[str, Any]:

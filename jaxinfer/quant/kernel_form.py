@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxinfer.quant.ggml import E2M1_VALUES
 from jaxinfer.quant.layouts import Codebook, Float4, Grouped
 from jaxinfer.quant.storage import Quantized, map_stored, rounds_tokens
 from jaxinfer.types import ParamSpec
 from pallas_kernels import quant_matmul
 from pallas_kernels.choice import Choice, Wish
 from pallas_kernels.grouped_matmul import Groups
-from pallas_kernels.quant_matmul.reference import E2M1
 
-_MXFP4 = Codebook((*E2M1, *(-number for number in E2M1)), Float4().group, "float8_e8m0fnu")
+_MXFP4 = Codebook(E2M1_VALUES, Float4().group, "float8_e8m0fnu")
 
 
 def for_kernels(tree: Any, gemm: Wish = "xla") -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _LONGEST = 120
 
 
@@ -18,3 +20,8 @@ def listed(names: list[str], most: int = 5) -> str:
     """Return the first ``most`` names, quoted, and the number of names left out."""
     first = ", ".join(quoted(name) for name in names[:most])
     return first if len(names) <= most else f"{first} and {len(names) - most} more"
+
+
+def shape_text(shape: Sequence[int | None]) -> str:
+    """Format a shape; None is any extent."""
+    return f"[{', '.join('*' if size is None else str(size) for size in shape)}]"

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs, walk_specs
-from jaxinfer.weights.buffers import all_finite, new_buffer
-from jaxinfer.weights.errors import CheckpointError, listed, quoted
+from jaxinfer.weights.buffers import all_finite, copy_blocks, new_buffer
+from jaxinfer.weights.errors import CheckpointError, listed, quoted, shape_text
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
 from jaxinfer.weights.safetensors.reader import TensorInfo
@@ -30,6 +30,7 @@ from jaxinfer.weights.tree import (
     dtype_of,
     overlap,
     placed_size,
+    shape_at,
     target_dtype,
 )
 
@@ -40,7 +41,6 @@ HARMLESS = ("*rotary_emb.inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_c
 
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
 _CONFIG_DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float32"}
-_BLOCK = 128  # rows and columns of a block of a transposing copy; two blocks fit in the L2 cache
 
 
 def on_default_device(path: Path, spec: ParamSpec, fill: Fill) -> jax.Array:
@@ -62,6 +62,30 @@ def on_devices(sharding: jax.sharding.Sharding, spec: ParamSpec, fill: Fill) -> 
         _wait(some)
         parts += some
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """An array of a checkpoint that is read anew on every conversion to numpy."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fill: Fill
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        value = self.fill(())
+        return value if dtype is None else value.astype(dtype, copy=False)
+
+
+def deferred(dtype: np.dtype[Any]) -> Place:
+    """Return a ``place`` for `load_params` that leaves every parameter unread. ``dtype``: dtype of the model."""
+
+    def place(path: Path, spec: ParamSpec, fill: Fill) -> Deferred:
+        del path
+        return Deferred(spec.shape, dtype_of(spec, dtype), fill)
+
+    return place
 
 
 def load_params(
@@ -184,13 +208,11 @@ def _check_tensors(checkpoint: Tensors, parameters: Sequence[tuple[Path, ParamSp
         info = checkpoint.tensors[source.name]
         label = f"tensor {quoted(source.name)} of {checkpoint.folder}"
         if info.shape != source.shape:
-            raise CheckpointError(f"{label} has shape {_form(info.shape)} where config.json asks {_form(source.shape)}")
+            raise CheckpointError(
+                f"{label} has shape {shape_text(info.shape)} where config.json asks {shape_text(source.shape)}"
+            )
         if info.dtype not in _FLOATS and info.dtype != part:
             raise CheckpointError(f"{label} is stored as {info.dtype}: only F16, BF16, F32 and F64 weights are read")
-
-
-def _form(shape: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 @dataclasses.dataclass
@@ -205,7 +227,7 @@ class _Filler:
     done: int = 0
 
     def fill(self, spec: ParamSpec, index: Index) -> np.ndarray:
-        buffer = new_buffer(_shape_of(spec.shape, index), dtype_of(spec, self.target))
+        buffer = new_buffer(shape_at(spec.shape, index), dtype_of(spec, self.target))
         for source in spec.sources:
             met = overlap(spec.shape, index, source.where)
             if met is not None:
@@ -220,7 +242,7 @@ class _Filler:
         try:
             # a finite value that overflows the target dtype is an error; NaN and infinity pass through
             with np.errstate(over="raise", invalid="ignore"):
-                _copy(part, tensor)
+                copy_blocks(part, tensor)
         except FloatingPointError:
             raise CheckpointError(f"{self._label(info)} holds values too large for {part.dtype.name}") from None
         self.checkpoint.release(source.name)
@@ -232,20 +254,3 @@ class _Filler:
 
     def _label(self, info: TensorInfo) -> str:
         return f"tensor {quoted(info.name)} of {self.checkpoint.folder}"
-
-
-def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    parts = zip(index or (slice(None),) * len(shape), shape, strict=True)
-    return tuple(len(range(*part.indices(size))) for part, size in parts)
-
-
-def _copy(part: np.ndarray, tensor: np.ndarray) -> None:
-    """Copy a tensor into a buffer; a transposed tensor in blocks, which is two to three times as fast."""
-    if tensor.ndim < 2 or tensor.flags.c_contiguous:
-        part[...] = tensor
-        return
-    columns = max(1, _BLOCK // max(1, math.prod(tensor.shape[2:])))
-    for row in range(0, tensor.shape[0], _BLOCK):
-        for column in range(0, tensor.shape[1], columns):
-            block = (slice(row, row + _BLOCK), slice(column, column + columns))
-            part[block] = tensor[block]

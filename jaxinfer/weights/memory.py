@@ -12,8 +12,7 @@ import numpy as np
 
 from jaxinfer.types import ParamTree
 from jaxinfer.weights.formats import quantized_weights
-from jaxinfer.weights.lazy import deferred
-from jaxinfer.weights.load import load_params
+from jaxinfer.weights.load import deferred, load_params
 from jaxinfer.weights.quantized import StoredCheckpoint, storages
 from jaxinfer.weights.safetensors.reader import TensorInfo
 from jaxinfer.weights.safetensors.writer import CODES
@@ -60,7 +59,7 @@ def as_loaded(
         dtype: dtype of the model.
 
     Returns:
-        The specs with quantised storages, and their arrays as `jaxinfer.weights.lazy.Deferred`.
+        The specs with quantised storages, and their arrays as `jaxinfer.weights.load.Deferred`.
 
     Raises:
         CheckpointError: see `quantized_weights`, `storages` and `load_params`.

@@ -12,31 +12,24 @@ import rich.progress
 from jaxinfer.weights.load import Progress
 
 
-@contextlib.contextmanager
-def loading_bar(title: str = "loading weights") -> Iterator[Progress | None]:
+def loading_bar(title: str = "loading weights") -> contextlib.AbstractContextManager[Progress | None]:
     """Yield a ``progress`` callback for ``load_params`` that draws a bar on stderr; None if stderr is not a terminal.
 
     The bar disappears when the block ends.
     """
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with _bar(title, rich.progress.DownloadColumn(binary_units=True), rich.progress.TransferSpeedColumn()) as show:
-        yield show
+    return _bar(title, rich.progress.DownloadColumn(binary_units=True), rich.progress.TransferSpeedColumn())
 
 
-@contextlib.contextmanager
-def counting_bar(title: str) -> Iterator[Progress | None]:
+def counting_bar(title: str) -> contextlib.AbstractContextManager[Progress | None]:
     """Yield a ``progress`` callback as `loading_bar` does, for items counted one by one instead of bytes."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with _bar(title, rich.progress.MofNCompleteColumn()) as show:
-        yield show
+    return _bar(title, rich.progress.MofNCompleteColumn())
 
 
 @contextlib.contextmanager
-def _bar(title: str, *amount: rich.progress.ProgressColumn) -> Iterator[Progress]:
+def _bar(title: str, *amount: rich.progress.ProgressColumn) -> Iterator[Progress | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
     text = rich.progress.TextColumn("{task.description}")
     columns = (text, rich.progress.BarColumn(), *amount, rich.progress.TimeRemainingColumn())
     console = rich.console.Console(stderr=True)

@@ -8,6 +8,7 @@ parts; `StoredCheckpoint` exposes these parts as tensors, so that they are loade
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -82,10 +83,10 @@ class StoredCheckpoint:
             for part, form in {**weight.parts, **weight.input_parts}.items():
                 label = name + _BETWEEN + part
                 if label in wanted:
-                    self._add(infos, label, form.dtype, wanted[label][0], _Part(weight, part))
+                    self._add(infos, label, form.dtype, wanted[label][0], functools.partial(weight.read, part))
             if name in wanted or not any(label.startswith(name + _BETWEEN) for label in infos):
                 shape, upright = wanted.get(name, (weight.shape, True))
-                self._add(infos, name, "F32", shape, _Dense(weight, upright))
+                self._add(infos, name, "F32", shape, functools.partial(_dense, weight, upright))
         for name in [name for name in infos if name not in wanted and self._adds_nothing(name, weights)]:
             del infos[name]
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(infos)
@@ -121,23 +122,9 @@ class StoredCheckpoint:
             self._plain.release(name)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    weight: StoredWeight
-    name: str
-
-    def __call__(self) -> np.ndarray:
-        return self.weight.read(self.name)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dense:
-    weight: StoredWeight
-    upright: bool
-
-    def __call__(self) -> np.ndarray:
-        numbers = self.weight.dense()
-        return numbers if self.upright else np.swapaxes(numbers, -1, -2)
+def _dense(weight: StoredWeight, upright: bool) -> np.ndarray:
+    numbers = weight.dense()
+    return numbers if upright else np.swapaxes(numbers, -1, -2)
 
 
 def _required(specs: ParamTree) -> dict[str, tuple[tuple[int, ...], bool]]:

@@ -128,3 +128,30 @@ def check_spec(path: Path, spec: ParamSpec) -> None:
 
 def _shape_only(shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.zeros((), np.bool_), shape)
+
+
+def whole_index(index: Index, shape: tuple[int, ...]) -> Index:
+    """Return the index with a start and a stop for every dimension."""
+    parts = index or (slice(None),) * len(shape)
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
+
+
+def shape_at(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """Return the shape of the slice of a parameter at an index."""
+    return tuple(each.stop - each.start for each in whole_index(index, shape))
+
+
+def leaf_of(params: Any, path: Path, spec: ParamSpec) -> Any:
+    """Return the array at a path of nested parameters.
+
+    Raises:
+        ValueError: it is missing, or has another shape than its spec.
+    """
+    value = params
+    for key in path:
+        value = dict(value.items()).get(key) if hasattr(value, "items") else None
+    if value is None:
+        raise ValueError(f"the parameters lack {'/'.join(path)}")
+    if tuple(value.shape) != spec.shape:
+        raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
+    return value

@@ -14,7 +14,6 @@ import pytest
 
 from jaxinfer.types import ParamSpec, Source, walk_specs
 from jaxinfer.weights import checkpoint_dtype, load_params
-from jaxinfer.weights.load import _copy
 from jaxinfer.weights.tree import TARGETS, Fill, Path, overlap
 from tests.weights.files import EVERYTHING, refused, tiny_specs, tiny_tensors, write_index, write_sharded, write_tensors
 
@@ -239,14 +238,6 @@ def test_progress_counts_checkpoint_bytes(folder: pathlib.Path) -> None:
 def test_specs_that_contradict_themselves(folder: pathlib.Path, sources: tuple[Source, ...], pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         load_params(folder, {"x": ParamSpec((2, 4), (None, None), sources=sources)}, "float32", keep)
-
-
-@pytest.mark.parametrize("shape", [(300, 257), (129, 3, 50), (257, 2, 3, 7), (1, 300), (300, 1)])
-def test_blocked_copies_are_copies(shape: tuple[int, ...]) -> None:
-    tensor = np.arange(np.prod(shape), dtype=np.float32).reshape(shape[::-1]).T
-    part = np.full((*shape, 2), -1, np.float32)[..., 0]
-    _copy(part, tensor)
-    np.testing.assert_array_equal(part, tensor)
 
 
 def big_specs(tensors: int, rows: int, columns: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -68,8 +68,7 @@ class ApertusBlock(LlamaBlock):
 class Apertus(Llama):
     """The Apertus decoder: see `Decoder`."""
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or ApertusBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = ApertusBlock
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:

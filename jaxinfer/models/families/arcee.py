@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.layers.base import Layer
@@ -32,8 +32,7 @@ class ArceeBlock(LlamaBlock):
 class Arcee(Llama):
     """The Arcee decoder: see `Decoder`."""
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or ArceeBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = ArceeBlock
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:

@@ -7,21 +7,22 @@ layers without a window have no position embedding (NoPE).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import HeadLayerNorm, LayerNorm
 from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.decoder import Block
 from jaxinfer.models.families.llama import Llama, LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.families.olmo import local_layers, windowed
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, rms_norm
-from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
+from jaxinfer.types import ParamSpec, ParamTree, Source
 
 # Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
@@ -79,11 +80,10 @@ class HeadNormAttention(Attention):
         return HeadLayerNorm(eps)
 
 
-class CohereBlock(Layer):
+class CohereBlock(Block):
     """A decoder layer: attention and MLP read the same normalised input. ``rotated``: whether it uses RoPE."""
 
     config: CohereConfig
-    layer: LayerSpec
     rotated: bool
 
     def setup(self) -> None:
@@ -93,30 +93,23 @@ class CohereBlock(Layer):
         self.attention = HeadNormAttention(*sizes, cfg.qkv_bias, cfg.out_bias, qk_norm_eps=eps, interleaved=True)
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.norm(x)
         mixed, cache = self.attention(normal, rope if self.rotated else None, attend, cache)
         return x + mixed + self.feed_forward(normal), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
 
 
 class Cohere(Llama):
     """The Cohere decoder: see `Decoder`."""
 
     config: CohereConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or CohereBlock)(cfg, cfg.layers[index], cfg.rotated[index], parent=None)
+    block_type = CohereBlock
+    block_fields = ("layers", "rotated")
 
     def final_norm(self) -> Layer:
         return LayerNorm(self.config.norm_eps, bias=False, parent=None)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         return super().head(hidden) * self.config.logit_scale
 
 

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtyping import Array, Float, Int
-
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mla import LatentAttention
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, MoE, RoutingRule
@@ -27,6 +25,7 @@ from jaxinfer.models.specs import (
     gated_mlp,
     linear,
     plain,
+    pre_norm,
     rms_norm,
 )
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
@@ -263,13 +262,11 @@ class DeepseekBlock(Layer):
         switches = {"scale": cfg.scale, "bias": cfg.attention_bias, "interleaved": cfg.interleaved}
         return kind(layer=self.layer, **sizes, **switches, **options)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache)
         return self.fed_forward(x + mixed, context), cache
 
-    def fed_forward(self, x: Float[Array, "*batch d"], context: SparseContext) -> Float[Array, "*batch d"]:
+    def fed_forward(self, x: Hidden, context: SparseContext) -> Hidden:
         normal = self.mlp_norm(x)
         return x + (self.mlp(normal) if self.dense else self.mlp(normal, context.live))
 
@@ -281,7 +278,7 @@ class Deepseek(Decoder):
         make = override or DeepseekBlock
         return make(self.config, self.config.layers[index], index < self.config.dense, parent=None)
 
-    def context(self, positions: Int[Array, "*batch"]) -> SparseContext:
+    def context(self, positions: Positions) -> SparseContext:
         return SparseContext(self.config.rope.angles(positions, self.config.rope_dim), positions >= 0)
 
 
@@ -291,12 +288,8 @@ def param_specs(cfg: DeepseekConfig) -> ParamTree:
 
 def block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.mlp"
-    return {
-        "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
-        "attention": _attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": gated_mlp(mlp, d, cfg.intermediate_size) if dense else moe_specs(cfg, mlp),
-    }
+    network = gated_mlp(mlp, d, cfg.intermediate_size) if dense else moe_specs(cfg, mlp)
+    return pre_norm(prefix, d, _attention_specs(cfg, f"{prefix}.self_attn"), network)
 
 
 def moe_specs(cfg: Any, prefix: str) -> dict[str, Any]:

@@ -9,10 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float
-
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, Layer
 from jaxinfer.layers.dsa import SparseLatentAttention
 from jaxinfer.models.config import ConfigReader, aliased
 from jaxinfer.models.families import deepseek
@@ -97,7 +95,7 @@ def _indexed(read: ConfigReader) -> tuple[bool, ...]:
 class Carried(NamedTuple):
     """Value passed between blocks: hidden states, and the last token selection (None: all tokens)."""
 
-    x: Float[Array, "*batch d"]
+    x: Hidden
     chosen: Any = None
 
 
@@ -129,10 +127,10 @@ class DeepseekSparse(Deepseek):
     def begins(self, index: int) -> bool:
         return self.config.indexed[index]
 
-    def carried(self, x: Float[Array, "*batch d"]) -> Carried:
+    def carried(self, x: Hidden) -> Carried:
         return Carried(x)
 
-    def hidden(self, carried: Carried) -> Float[Array, "*batch d"]:
+    def hidden(self, carried: Carried) -> Hidden:
         return carried.x
 
 

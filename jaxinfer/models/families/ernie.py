@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.layers.base import Layer
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
 from jaxinfer.models.family import Family
@@ -48,8 +47,7 @@ class ErnieBlock(LlamaBlock):
 class Ernie(Llama):
     """The Ernie decoder: see `Decoder`."""
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or ErnieBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = ErnieBlock
 
 
 ERNIE = Family(config_from_json, param_specs, cache_spec, Ernie)

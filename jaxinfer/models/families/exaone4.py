@@ -6,16 +6,15 @@ The large model has sliding windows in three of four layers; the other layers ha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigReader, sliding_layers
+from jaxinfer.models.decoder import PostNormBlock
 from jaxinfer.models.families.llama import Llama, LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.families.olmo import local_layers, windowed
 from jaxinfer.models.family import Family
@@ -61,11 +60,10 @@ def _layers(read: ConfigReader) -> tuple[tuple[LayerSpec, ...], bool]:
     return windowed(read, local), False
 
 
-class Exaone4Block(Layer):
+class Exaone4Block(PostNormBlock):
     """A decoder layer. ``rotated``: whether it has rotary embeddings."""
 
     config: Exaone4Config
-    layer: LayerSpec
     rotated: bool
 
     def setup(self) -> None:
@@ -75,25 +73,16 @@ class Exaone4Block(Layer):
         self.attention_out_norm, self.mlp_out_norm = RMSNorm(cfg.norm_eps), RMSNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(x, rope if self.rotated else None, attend, cache)
-        x = x + self.attention_out_norm(mixed)
-        return x + self.mlp_out_norm(self.feed_forward(x)), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
+        return super().__call__(x, rope if self.rotated else None, attend, cache)
 
 
 class Exaone4(Llama):
     """The Exaone4 decoder: see `Decoder`."""
 
     config: Exaone4Config
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or Exaone4Block)(cfg, cfg.layers[index], cfg.rotated[index], parent=None)
+    block_type = Exaone4Block
+    block_fields = ("layers", "rotated")
 
 
 def param_specs(cfg: Exaone4Config) -> ParamTree:

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed, rope_config
-from jaxinfer.models.decoder import LayerNormDecoder
+from jaxinfer.models.decoder import Block, LayerNormDecoder
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import decoder, layer_norm, linear, plain, plain_mlp
-from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
+from jaxinfer.models.specs import decoder, grouped_attention, layer_norm, plain_mlp
+from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 _NAMES = {
     "intermediate_size": "ffn_hidden_size",
@@ -110,7 +110,7 @@ def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
     return np.exp2(-np.asarray(powers)).astype(np.float32)
 
 
-def alibi_bias(positions: Int[Array, "*batch"], heads: int) -> Float[Array, "*batch heads"]:
+def alibi_bias(positions: Positions, heads: int) -> Float[Array, "*batch heads"]:
     """Return the ALiBi bias of the keys at ``positions``, float32.
 
     Slopes, positions and bias are each rounded to bfloat16, whatever the model dtype, as in training. XLA may remove a
@@ -160,11 +160,10 @@ def _beside(x: Float[Array, "*batch heads dim"], last: Float[Array, "*batch head
     return jnp.concatenate([x, last, zeros], axis=-1)
 
 
-class FalconBlock(Layer):
+class FalconBlock(Block):
     """A decoder layer. ``context``: cosines and sines of rotary embeddings, or the ALiBi bias of the keys."""
 
     config: FalconConfig
-    layer: LayerSpec
 
     def setup(self) -> None:
         cfg = self.config
@@ -175,9 +174,7 @@ class FalconBlock(Layer):
             self.mlp_norm = LayerNorm(cfg.norm_eps)
         self.mlp = MLP(cfg.activation, cfg.bias)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         normal, rope = self.attention_norm(x), context
         if self.config.rope is None:
             attend, rope = _with_bias(attend, context), None
@@ -189,17 +186,12 @@ class FalconBlock(Layer):
             normal = self.mlp_norm(x)
         return self.feed_forward(normal) + mixed + x, cache
 
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class Falcon(LayerNormDecoder):
     config: FalconConfig
+    block_type = FalconBlock
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or FalconBlock)(self.config, self.config.layers[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> Any:
+    def context(self, positions: Positions) -> Any:
         if self.config.rope is not None:
             return self.config.rope.angles(positions, self.config.head_dim)
         return alibi_bias(positions, self.config.heads)
@@ -227,27 +219,11 @@ def _block_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
         attention_norm, mlp_norm = "ln_attn", "ln_mlp"
     tree = {
         "attention_norm": layer_norm(f"{prefix}.{attention_norm}", d),
-        "attention": _attention_specs(cfg, f"{prefix}.self_attention"),
+        "attention": grouped_attention(f"{prefix}.self_attention", d, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.bias),
         "mlp": plain_mlp(f"{mlp}.dense_h_to_4h", f"{mlp}.dense_4h_to_h", d, cfg.intermediate_size, cfg.bias),
     }
     if cfg.norms == 2:
         tree["mlp_norm"] = layer_norm(f"{prefix}.{mlp_norm}", d)
-    return tree
-
-
-def _attention_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
-    """Return the parameters of `Attention`; in all layouts the fused projection is by KV head (queries, key, value)."""
-    d, axes = cfg.hidden_size, ("kv_heads", "group", "head_dim")
-    form = (cfg.kv_heads, cfg.heads // cfg.kv_heads + 2, cfg.head_dim)
-    fused = Source(f"{prefix}.query_key_value.weight", (math.prod(form), d), transpose=True, reshape=(d, *form))
-    tree: dict[str, Any] = {
-        "qkv": ParamSpec((d, *form), ("embed", *axes), sources=(fused,), inputs=0),
-        "out": linear(f"{prefix}.dense.weight", (d, d), ("heads", "embed")),
-    }
-    if cfg.bias:
-        bias = Source(f"{prefix}.query_key_value.bias", (math.prod(form),), reshape=form)
-        tree["qkv_bias"] = ParamSpec(form, axes, init="zeros", sources=(bias,))
-        tree["out_bias"] = plain(f"{prefix}.dense.bias", (d,), ("embed",), "zeros")
     return tree
 
 

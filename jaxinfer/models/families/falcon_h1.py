@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
@@ -117,9 +117,7 @@ class FalconH1Block(Layer):
         self.mamba = Mamba2(cfg.mamba, self.layer, cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation, cfg.mlp_bias, cfg.mlp_gate)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any) -> HiddenAndCache:
         cfg, normal = self.config, self.attention_norm(x)
         pages = None if cache is None else cache.pages
         attended, pages = self.attention(normal * cfg.attention_in, rope, attend, pages)
@@ -131,15 +129,13 @@ class FalconH1Block(Layer):
 
 class FalconH1(Llama):
     config: FalconH1Config
+    block_type = FalconH1Block
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or FalconH1Block)(self.config, self.config.layers[index], parent=None)
-
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         x = super().embed(tokens, positions)
         return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         return super().head(hidden) * self.config.logits_multiplier
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, layer_rope, rope_config, sliding_layers
-from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.decoder import Block, Decoder
 from jaxinfer.models.families.llama import attention_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, rms_norm
@@ -165,14 +165,13 @@ def two_ropes(read: ConfigReader, max_position: int, head_dim: int) -> tuple[Rop
     return rope, local
 
 
-class GemmaBlock(Layer):
+class GemmaBlock(Block):
     """A decoder layer. Subclass it and name it in `Gemma.overrides` to change what a layer does.
 
     ``local`` selects one of the two rotary embeddings.
     """
 
     config: GemmaConfig
-    layer: LayerSpec
     local: bool
 
     def setup(self) -> None:
@@ -193,33 +192,26 @@ class GemmaBlock(Layer):
         )
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], ropes: tuple[Any, Any], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, ropes: tuple[Any, Any], attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), ropes[self.local], attend, cache)
         x = x + (self.attention_out_norm(mixed) if self.config.sandwich else mixed)
         changed = self.feed_forward(self.mlp_norm(x))
         return x + (self.mlp_out_norm(changed) if self.config.sandwich else changed), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
 
 
 class Gemma(Decoder):
     """The Gemma decoder: see `Decoder`. Its context is the cosines and sines of both rotary embeddings."""
 
     config: GemmaConfig
+    block_type = GemmaBlock
+    block_fields = ("layers", "local")
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or GemmaBlock)(cfg, cfg.layers[index], cfg.local[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> tuple[Any, Any]:
+    def context(self, positions: Positions) -> tuple[Any, Any]:
         cfg = self.config
         wide = cfg.rope.angles(positions, cfg.head_dim)
         return wide, wide if cfg.local_rope == cfg.rope else cfg.local_rope.angles(positions, cfg.head_dim)
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype, as the checkpoints were trained."""
         x = super().embed(tokens, positions)
         return x * jnp.asarray(math.sqrt(self.config.hidden_size), x.dtype)
@@ -227,7 +219,7 @@ class Gemma(Decoder):
     def final_norm(self) -> Layer:
         return RMSNorm(self.config.norm_eps, _OFFSET, parent=None)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         logits, cap = super().head(hidden), self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigReader, sliding_layers
@@ -28,7 +28,6 @@ from jaxinfer.models.per_layer import (
     EmbeddingGate,
     PerLayerConfig,
     PerLayerDecoder,
-    cache_spec,
     common_fields,
     embedding_specs,
     gate_specs,
@@ -36,7 +35,7 @@ from jaxinfer.models.per_layer import (
     sandwich_specs,
     with_sources,
 )
-from jaxinfer.models.specs import decoder, gated_mlp, linear, plain, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, linear, plain, rms_norm
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, matmul_transposed
 from jaxinfer.types import LayerSpec, ParamTree
@@ -176,13 +175,13 @@ class AltUp(Layer):
         return total.astype(x.dtype)
 
     def corrected(
-        self, predicted: Float[Array, "*batch streams d"], computed: Float[Array, "*batch d"]
+        self, predicted: Float[Array, "*batch streams d"], computed: Hidden
     ) -> Float[Array, "*batch streams d"]:
         shares = matmul_transposed(self._routed(computed), self.weight("correction")) + 1.0
         change = computed - predicted[..., self.active, :]
         return predicted + shares[..., None] * change[..., None, :]
 
-    def _routed(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch streams"]:
+    def _routed(self, x: Hidden) -> Float[Array, "*batch streams"]:
         routed = matmul_transposed(self.norm(x) * (1.0 / x.shape[-1]), self.weight("router"))
         return jnp.tanh(routed.astype(jnp.float32)).astype(x.dtype)
 
@@ -195,7 +194,7 @@ class LowRank(Layer):
     def setup(self) -> None:
         self.norm = RMSNorm(self.eps)
 
-    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    def __call__(self, x: Hidden) -> Hidden:
         return x + self.norm(matmul(matmul(x, self.weight("left")), self.weight("right")))
 
 
@@ -227,9 +226,7 @@ class Gemma3nBlock(Layer):
         added = self.embedding(first, context.embeddings)
         return x.at[..., 1:, :].add(added[..., None, :]), cache
 
-    def computed(
-        self, x: Float[Array, "*batch d"], context: Context, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def computed(self, x: Hidden, context: Context, attend: Attend, cache: Any) -> HiddenAndCache:
         """Compute the active stream: attention, the low-rank path, the MLP."""
         normal = self.attention_norm(x)
         mixed, cache = self.attention(normal, context.ropes[self.layer.window is not None], attend, cache)
@@ -245,14 +242,12 @@ class Gemma3n(PerLayerDecoder):
     """
 
     config: Gemma3nConfig
+    block_type = Gemma3nBlock
+    block_fields = ("layers", "sparsity")
 
     embeddings = (*PerLayerDecoder.embeddings, "streams_in")
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or Gemma3nBlock)(cfg, cfg.layers[index], cfg.sparsity[index], parent=None)
-
-    def entered(self, x: Array, positions: Int[Array, "*batch"]) -> tuple[Array, Context]:
+    def entered(self, x: Array, positions: Positions) -> tuple[Array, Context]:
         if self.taps:
             raise ValueError("a draft head that reads the layers' inputs is not supported: they are several streams")
         x, context = super().entered(x, positions)
@@ -260,14 +255,14 @@ class Gemma3n(PerLayerDecoder):
         others = [_as_large(matmul(x, weights[name]), x) for name in _names(self.config)]
         return jnp.stack([x, *others], axis=-2), context
 
-    def normed(self, x: Float[Array, "*batch streams d"]) -> Float[Array, "*batch d"]:
+    def normed(self, x: Float[Array, "*batch streams d"]) -> Hidden:
         first, weights = x[..., 0, :], self.weight("streams_out")
         streams = enumerate(_names(self.config), start=1)
         others = [_as_large(matmul(x[..., stream, :], weights[name]), first) for stream, name in streams]
         return super().normed(jnp.mean(jnp.stack([first, *others], axis=-2), axis=-2))
 
 
-def _as_large(x: Float[Array, "*batch d"], other: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+def _as_large(x: Hidden, other: Hidden) -> Hidden:
     """Rescale ``x`` to the root mean square of ``other``."""
     have, want = (jnp.mean(jnp.square(each.astype(jnp.float32)), -1, keepdims=True) for each in (x, other))
     return (x * (jnp.sqrt(want) / jnp.sqrt(jnp.maximum(have, _LEAST_SQUARE)))).astype(x.dtype)

@@ -7,14 +7,14 @@ parallel to the MLP.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, MoE, Routing, RoutingRule, route
 from jaxinfer.layers.norm import RMSNorm, unit_rms
@@ -26,7 +26,6 @@ from jaxinfer.models.per_layer import (
     EmbeddingGate,
     PerLayerConfig,
     PerLayerDecoder,
-    cache_spec,
     common_fields,
     embedding_specs,
     gate_specs,
@@ -35,7 +34,7 @@ from jaxinfer.models.per_layer import (
     sandwich_specs,
     with_sources,
 )
-from jaxinfer.models.specs import decoder, gated_mlp, plain, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, plain, rms_norm
 from jaxinfer.quant import matmul_transposed
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
@@ -207,9 +206,7 @@ class Gemma4Block(Layer):
         if cfg.per_layer_size:
             self.embedding = EmbeddingGate(cfg.activation, eps)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: Context, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: Context, attend: Attend, cache: Any) -> HiddenAndCache:
         rope = context.ropes[self.layer.window is not None]
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + self.attention_out_norm(mixed)
@@ -218,7 +215,7 @@ class Gemma4Block(Layer):
             x = x + self.embedding(x, context.embeddings)
         return x * self.weight("scale"), cache
 
-    def feed_forward(self, x: Float[Array, "*batch d"], context: Context) -> Float[Array, "*batch d"]:
+    def feed_forward(self, x: Hidden, context: Context) -> Hidden:
         changed = self.mlp(self.mlp_norm(x))
         if not self.config.experts:
             return changed
@@ -233,9 +230,7 @@ class Gemma4(PerLayerDecoder):
     """The Gemma4 decoder: see `PerLayerDecoder`."""
 
     config: Gemma4Config
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or Gemma4Block)(self.config, self.config.layers[index], parent=None)
+    block_type = Gemma4Block
 
 
 def param_specs(cfg: Gemma4Config) -> ParamTree:

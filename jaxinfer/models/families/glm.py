@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.models.config import ConfigError, ConfigReader, decoder_fields, rope_config
+from jaxinfer.models.config import ConfigReader, decoder_fields, partial_rope
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, block_specs
-from jaxinfer.models.families.phi3 import gate_up
+from jaxinfer.models.families.phi3 import fused_mlp
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, linear, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 # Defaults of transformers for fields missing from config.json.
@@ -49,21 +48,12 @@ class GlmConfig(LlamaConfig):
         read = ConfigReader(config, _DEFAULTS)
         sandwich = read.choice("model_type", "glm", ("glm", "glm4")) == "glm4"
         fields = decoder_fields(read)
-        rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
-        even_rotation(fields["head_dim"], rope.partial)
-        layers = (LayerSpec(),) * read.positive("num_hidden_layers")
         return GlmConfig(
-            **fields, layers=layers, rope=rope, qkv_bias=read.flag("attention_bias", True), sandwich=sandwich
-        )
-
-
-def even_rotation(head_dim: int, partial: float) -> None:
-    """Raise ConfigError unless this fraction of a head is a positive even number of dims."""
-    size = int(head_dim * partial)
-    if size == 0 or size % 2:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor = {partial} rotates {size} of {head_dim} numbers of a head: "
-            "it must be an even number of them"
+            **fields,
+            layers=(LayerSpec(),) * read.positive("num_hidden_layers"),
+            rope=partial_rope(read, fields),
+            qkv_bias=read.flag("attention_bias", True),
+            sandwich=sandwich,
         )
 
 
@@ -81,8 +71,8 @@ class GlmBlock(LlamaBlock):
             self.attention_out_norm, self.mlp_out_norm = (RMSNorm(self.config.norm_eps) for _ in range(2))
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, x: Hidden, rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + (self.attention_out_norm(mixed) if self.config.sandwich else mixed)
         changed = self.feed_forward(self.mlp_norm(x))
@@ -93,9 +83,7 @@ class Glm(Llama):
     """The Glm decoder: see `Decoder`."""
 
     config: GlmConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or GlmBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = GlmBlock
 
 
 def param_specs(cfg: GlmConfig) -> ParamTree:
@@ -103,12 +91,8 @@ def param_specs(cfg: GlmConfig) -> ParamTree:
 
 
 def _block_specs(cfg: GlmConfig, prefix: str) -> dict[str, Any]:
-    d, hidden = cfg.hidden_size, cfg.intermediate_size
-    mlp = {
-        "gate_up": gate_up(f"{prefix}.mlp.gate_up_proj.weight", d, hidden),
-        "down": linear(f"{prefix}.mlp.down_proj.weight", (hidden, d), ("mlp", "embed")),
-    }
-    tree = block_specs(cfg, prefix, mlp)
+    d = cfg.hidden_size
+    tree = block_specs(cfg, prefix, fused_mlp(f"{prefix}.mlp", d, cfg.intermediate_size))
     if cfg.sandwich:
         tree["attention_out_norm"] = rms_norm(f"{prefix}.post_self_attn_layernorm", d)
         tree["mlp_out_norm"] = rms_norm(f"{prefix}.post_mlp_layernorm", d)

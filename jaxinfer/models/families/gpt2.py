@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float, Int
-
-from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.attention import Attention
+from jaxinfer.layers.base import Hidden, Positions, Tokens
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
-from jaxinfer.models.decoder import LayerNormDecoder
+from jaxinfer.models.decoder import Block, LayerNormDecoder
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, layer_norm, plain
 from jaxinfer.quant import take
@@ -69,11 +67,10 @@ def _scales(read: ConfigReader, count: int, head_dim: int) -> tuple[float, ...]:
     return tuple(scale / (index + 1) if by_layer else scale for index in range(count))
 
 
-class GPT2Block(Layer):
+class GPT2Block(Block):
     """A decoder layer. ``scale``: score scale of its attention."""
 
     config: GPT2Config
-    layer: LayerSpec
     scale: float
 
     def setup(self) -> None:
@@ -84,30 +81,19 @@ class GPT2Block(Layer):
         self.mlp_norm = LayerNorm(cfg.norm_eps)
         self.mlp = MLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: None, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(self.attention_norm(x), context, attend, cache)
-        x = x + mixed
-        return x + self.feed_forward(self.mlp_norm(x)), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class GPT2(LayerNormDecoder):
     """The GPT2 decoder: see `Decoder`. ``positions`` {table [max_position, d]} is added to the embeddings."""
 
     config: GPT2Config
+    block_type = GPT2Block
+    block_fields = ("layers", "scales")
     embeddings: ClassVar[tuple[str, ...]] = ("embed", "positions")
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or GPT2Block)(self.config, self.config.layers[index], self.config.scales[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> None:
+    def context(self, positions: Positions) -> None:
         del positions
 
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         return super().embed(tokens, positions) + take(self.weight("positions")["table"], positions)
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int
 
-from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.attention import Attention
+from jaxinfer.layers.base import Positions
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig, rope_angles
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
-from jaxinfer.models.decoder import LayerNormDecoder
+from jaxinfer.models.decoder import LayerNormDecoder, ParallelBlock
 from jaxinfer.models.families.gpt2 import GENERAL_NAMES, IGNORE, NAMES
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, layer_norm, linear, plain_mlp
+from jaxinfer.models.specs import attention, cache_spec, decoder, layer_norm, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
 
 _DEFAULTS = {
@@ -52,11 +51,10 @@ def _rotary_dim(read: ConfigReader, head_dim: int) -> int:
     return size
 
 
-class GPTJBlock(Layer):
+class GPTJBlock(ParallelBlock):
     """A decoder layer: attention and MLP read the same normalised input."""
 
     config: GPTJConfig
-    layer: LayerSpec
 
     def setup(self) -> None:
         cfg = self.config
@@ -64,25 +62,13 @@ class GPTJBlock(Layer):
         self.attention = Attention(cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer, interleaved=True)
         self.mlp = MLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        normal = self.norm(x)
-        mixed, cache = self.attention(normal, rope, attend, cache)
-        return mixed + self.feed_forward(normal) + x, cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class GPTJ(LayerNormDecoder):
     config: GPTJConfig
+    block_type = GPTJBlock
     head_bias = True
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or GPTJBlock)(self.config, self.config.layers[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> tuple[jax.Array, jax.Array]:
+    def context(self, positions: Positions) -> tuple[jax.Array, jax.Array]:
         return rope_angles(positions, RopeConfig().inverse_frequencies(self.config.rotary_dim))
 
 
@@ -99,13 +85,9 @@ def param_specs(cfg: GPTJConfig) -> ParamTree:
 
 def _block_specs(cfg: GPTJConfig, prefix: str) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.mlp"
-    attention = {
-        "qkv": fused_qkv(f"{prefix}.attn", d, cfg.heads, cfg.heads, cfg.head_dim),
-        "out": linear(f"{prefix}.attn.out_proj.weight", (d, d), ("heads", "embed")),
-    }
     return {
         "norm": layer_norm(f"{prefix}.ln_1", d),
-        "attention": attention,
+        "attention": attention(cfg, f"{prefix}.attn", out="out_proj"),
         "mlp": plain_mlp(f"{mlp}.fc_in", f"{mlp}.fc_out", d, cfg.intermediate_size),
     }
 

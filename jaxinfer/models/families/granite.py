@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions, Tokens
 from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec
@@ -71,28 +72,30 @@ class GraniteBlock(LlamaBlock):
         return {"scale": self.config.scale}
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, x: Hidden, rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         share = self.config.residual_multiplier
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
         x = x + mixed * share
         return x + self.feed_forward(self.mlp_norm(x)) * share, cache
 
 
-class Granite(Llama):
-    """The Granite decoder: see `Decoder`."""
+class ScaledDecoder(Decoder):
+    """A decoder with Granite's factors of embeddings and logits."""
 
-    config: GraniteConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or GraniteBlock)(self.config, self.config.layers[index], parent=None)
-
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
         x = super().embed(tokens, positions)
         return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
         return super().head(hidden) / self.config.logits_scaling
+
+
+class Granite(ScaledDecoder, Llama):
+    """The Granite decoder: see `Decoder`."""
+
+    config: GraniteConfig
+    block_type = GraniteBlock
 
 
 GRANITE = Family(GraniteConfig.from_json, param_specs, cache_spec, Granite)

@@ -4,13 +4,11 @@ some."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
@@ -20,10 +18,10 @@ from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
 from jaxinfer.models.families import granite, granite_moe
 from jaxinfer.models.families.deepseek import count_of
 from jaxinfer.models.families.granite_moe import GraniteMoeConfig
-from jaxinfer.models.families.llama import attention_specs
+from jaxinfer.models.families.llama import block_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.sparse import SparseBlock, SparseContext
-from jaxinfer.models.specs import cache_spec, decoder, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, pre_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 _DEFAULTS = mamba.DEFAULTS | {
@@ -117,9 +115,7 @@ class GraniteHybridBlock(SparseBlock):
         )
         self.mlp: Any = self._experts() if self.sparse else GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         normal, share = self.attention_norm(x), self.config.residual_multiplier
         if self.layer.attends:
             mixed, cache = self.attention(normal, context.rope if self.config.rotated else None, attend, cache)
@@ -132,25 +128,17 @@ class GraniteHybridBlock(SparseBlock):
 
 class GraniteHybrid(granite_moe.GraniteMoe):
     config: GraniteHybridConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return super().block(index, override or GraniteHybridBlock)
+    block_type = GraniteHybridBlock
 
 
 def param_specs(cfg: GraniteHybridConfig) -> ParamTree:
     """Return every parameter with its shape, logical axes and source checkpoint tensors."""
-    d = cfg.hidden_size
 
     def block(index: int, prefix: str) -> dict[str, Any]:
-        attends = cfg.layers[index].attends
-        return {
-            "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
-            "attention": attention_specs(cfg, f"{prefix}.self_attn")
-            if attends
-            else mamba.mamba_specs(cfg.mamba, f"{prefix}.mamba", d),
-            "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-            "mlp": _mlp_specs(cfg, prefix),
-        }
+        if cfg.layers[index].attends:
+            return block_specs(cfg, prefix, _mlp_specs(cfg, prefix))
+        mixer = mamba.mamba_specs(cfg.mamba, f"{prefix}.mamba", cfg.hidden_size)
+        return pre_norm(prefix, cfg.hidden_size, mixer, _mlp_specs(cfg, prefix))
 
     return decoder(cfg, block)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.moe import RoutingRule
 from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
@@ -74,29 +71,18 @@ class GraniteMoeBlock(SparseBlock):
     def options(self) -> dict[str, Any]:
         return {"scale": self.config.scale}
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         share = self.config.residual_multiplier
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache)
         x = x + mixed * share
         return x + self.mlp(self.mlp_norm(x), context.live) * share, cache
 
 
-class GraniteMoe(Sparse):
+class GraniteMoe(granite.ScaledDecoder, Sparse):
     """The GraniteMoe decoder: see `Decoder`."""
 
     config: GraniteMoeConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return super().block(index, override or GraniteMoeBlock)
-
-    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        x = super().embed(tokens, positions)
-        return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
-
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        return super().head(hidden) / self.config.logits_scaling
+    block_type: ClassVar[Any] = GraniteMoeBlock
 
 
 def param_specs(cfg: GraniteMoeConfig) -> ParamTree:

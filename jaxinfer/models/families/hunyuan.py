@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxinfer.layers.attention import Attention
-from jaxinfer.layers.base import Layer
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, block_specs, llama_fields
 from jaxinfer.models.family import Family
@@ -69,8 +68,7 @@ class HunyuanBlock(LlamaBlock):
 class Hunyuan(Llama):
     """The Hunyuan decoder: see `Decoder`."""
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or HunyuanBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = HunyuanBlock
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:

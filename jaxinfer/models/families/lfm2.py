@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxinfer.layers.attention import Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
@@ -21,10 +21,10 @@ from jaxinfer.models.families.deepseek import count_of
 from jaxinfer.models.family import Family
 from jaxinfer.models.sparse import SparseBlock, SparseConfig
 from jaxinfer.models.specs import (
+    attention,
     cache_spec,
     correction_bias,
     decoder,
-    fused_qkv,
     gated_experts,
     gated_mlp,
     linear,
@@ -176,9 +176,7 @@ class ShortConv(Layer):
     layer: LayerSpec
     bias: bool
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Any, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Any, cache: Any) -> HiddenAndCache:
         """Mix the last tokens into each token; called like `Attention`."""
         del rope
         rows, gated = x.shape[:-1], self._biased(matmul(all_tokens(x), self.weight("gated")), "gated_bias")
@@ -211,9 +209,7 @@ class Lfm2Block(SparseBlock):
 
 class Lfm2(sparse.Sparse):
     config: Lfm2Config
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return super().block(index, override or Lfm2Block)
+    block_type = Lfm2Block
 
 
 def param_specs(cfg: Lfm2Config) -> ParamTree:
@@ -233,10 +229,9 @@ def param_specs(cfg: Lfm2Config) -> ParamTree:
 
 
 def _attention_specs(cfg: Lfm2Config, prefix: str) -> dict[str, Any]:
-    prefix, d = f"{prefix}.self_attn", cfg.hidden_size
+    prefix = f"{prefix}.self_attn"
     return {
-        "qkv": fused_qkv(prefix, d, cfg.heads, cfg.kv_heads, cfg.head_dim),
-        "out": linear(f"{prefix}.out_proj.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
+        **attention(cfg, prefix, out="out_proj"),
         "q_norm": rms_norm(f"{prefix}.q_layernorm", cfg.head_dim),
         "k_norm": rms_norm(f"{prefix}.k_layernorm", cfg.head_dim),
     }

@@ -10,10 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import jax
-from jaxtyping import Array, Float
-
-from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.attention import Attention
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
@@ -28,9 +25,9 @@ from jaxinfer.models.config import (
     rope_config,
     sliding_layers,
 )
-from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.decoder import Block, Decoder
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, heads_norm, linear, plain, rms_norm
+from jaxinfer.models.specs import attention, cache_spec, decoder, gated_mlp, heads_norm, pre_norm, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
 # Defaults of transformers for fields missing from config.json.
@@ -125,11 +122,10 @@ def _windows(read: ConfigReader, model_type: str) -> list[int | None]:
     return [window if near else None for near in local]
 
 
-class LlamaBlock(Layer):
+class LlamaBlock(Block):
     """A decoder layer. Subclass it and name it in `Llama.overrides` to change what a layer does."""
 
     config: LlamaConfig
-    layer: LayerSpec
 
     kind: ClassVar[type[Attention]] = Attention
 
@@ -153,24 +149,12 @@ class LlamaBlock(Layer):
         """Make the feed-forward network."""
         return GatedMLP(self.config.activation, self.config.mlp_bias)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
-        x = x + mixed
-        return x + self.feed_forward(self.mlp_norm(x)), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class Llama(Decoder):
     """The Llama decoder: see `Decoder`. Its context is the cosines and sines of the rotary embedding."""
 
     config: LlamaConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or LlamaBlock)(self.config, self.config.layers[index], parent=None)
+    block_type: ClassVar[Any] = LlamaBlock
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
@@ -182,28 +166,18 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
     return decoder(cfg, block)
 
 
-def block_specs(cfg: Any, prefix: str, mlp: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a pre-norm layer: `attention_specs` and ``mlp``, each after an `RMSNorm`."""
-    return {
-        "attention_norm": rms_norm(f"{prefix}.input_layernorm", cfg.hidden_size),
-        "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", cfg.hidden_size),
-        "mlp": mlp,
-    }
+def block_specs(
+    cfg: Any, prefix: str, mlp: dict[str, Any], norm: Callable[[str, int], dict[str, Any]] = rms_norm
+) -> dict[str, Any]:
+    """Return the parameters of a pre-norm layer: `attention_specs` and ``mlp``, each after a norm."""
+    return pre_norm(prefix, cfg.hidden_size, attention_specs(cfg, f"{prefix}.self_attn"), mlp, norm)
 
 
 def attention_specs(cfg: Any, prefix: str, norms: str = "ones") -> dict[str, Any]:
     """Return `Attention` parameters from q_proj, k_proj, v_proj and o_proj; ``cfg`` has the size and switch fields of
     `LlamaConfig`. ``norms``: initialisation of the QK norm."""
-    d, dim, sizes = cfg.hidden_size, cfg.head_dim, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
-    tree: dict[str, Any] = {
-        "qkv": fused_qkv(prefix, *sizes),
-        "out": linear(f"{prefix}.o_proj.weight", (cfg.heads * dim, d), ("heads", "embed")),
-    }
-    if cfg.qkv_bias:
-        tree["qkv_bias"] = fused_qkv(prefix, *sizes, kind="bias")
-    if cfg.out_bias:
-        tree["out_bias"] = plain(f"{prefix}.o_proj.bias", (d,), ("embed",), "zeros")
+    dim = cfg.head_dim
+    tree = attention(cfg, prefix, qkv_bias=cfg.qkv_bias, out_bias=cfg.out_bias)
     if cfg.qk_norm:
         tree |= {name: rms_norm(f"{prefix}.{name}", dim, norms) for name in ("q_norm", "k_norm")}
     if cfg.qk_norm and getattr(cfg, "qk_norm_whole", False):

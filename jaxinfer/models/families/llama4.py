@@ -6,24 +6,24 @@ RoPE layers attend within chunks of the text. Within one chunk that is full atte
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
-from jaxinfer.models.families.llama import attention_specs
+from jaxinfer.models.families.llama import block_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.sparse import Sparse, SparseConfig
-from jaxinfer.models.specs import cache_spec, decoder, fused_experts, gated_mlp, plain, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, fused_experts, gated_mlp, plain
 from jaxinfer.types import LayerSpec, ParamTree
 
 _DEFAULTS = {
@@ -149,9 +149,7 @@ class Llama4Block(Layer):
         cfg = self.config
         return MoE(cfg.rule, cfg.glu, shared_activation=cfg.activation, scaled_inputs=True)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: Context, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: Context, attend: Attend, cache: Any) -> HiddenAndCache:
         rope, temperature = (context.rope, None) if self.rotated else (None, context.temperature)
         mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache, temperature)
         x = x + mixed
@@ -164,12 +162,10 @@ class Llama4(Sparse):
 
     config: Llama4Config
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        kind = cfg.layers[index], cfg.sparse[index], cfg.rotated[index]
-        return (override or Llama4Block)(cfg, *kind, parent=None)
+    block_type = Llama4Block
+    block_fields = ("layers", "sparse", "rotated")
 
-    def context(self, positions: Int[Array, "*batch"]) -> Any:
+    def context(self, positions: Positions) -> Any:
         cfg = self.config
         turns = jnp.floor((positions.astype(jnp.float32) + 1.0) / cfg.floor_scale)  # padding has position -1
         temperature = 1.0 + cfg.growth * jnp.log1p(turns) if cfg.tuned else None
@@ -189,12 +185,8 @@ def param_specs(cfg: Llama4Config) -> ParamTree:
 
 def _block_specs(cfg: Llama4Config, index: int, prefix: str) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.feed_forward"
-    return {
-        "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
-        "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": _experts(cfg, mlp) if cfg.sparse[index] else gated_mlp(mlp, d, cfg.intermediate_size),
-    }
+    experts = _experts(cfg, mlp) if cfg.sparse[index] else gated_mlp(mlp, d, cfg.intermediate_size)
+    return block_specs(cfg, prefix, experts)
 
 
 def _experts(cfg: Llama4Config, prefix: str) -> dict[str, Any]:

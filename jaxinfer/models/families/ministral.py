@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, param_specs
 from jaxinfer.models.family import Family
@@ -72,9 +72,7 @@ class Context(NamedTuple):
 class MinistralBlock(LlamaBlock):
     """A decoder layer."""
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache, context.temperature)
         x = x + mixed
         return x + self.feed_forward(self.mlp_norm(x)), cache
@@ -84,11 +82,9 @@ class Ministral(Llama):
     """The Ministral decoder: see `Decoder`."""
 
     config: MinistralConfig
+    block_type = MinistralBlock
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or MinistralBlock)(self.config, self.config.layers[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> Any:
+    def context(self, positions: Positions) -> Any:
         cfg = self.config
         turns = jnp.floor(positions.astype(jnp.float32) / cfg.rope.original_max_position)
         temperature = 1.0 + cfg.beta * jnp.log1p(jnp.maximum(turns, 0.0))  # padding has position -1

@@ -3,14 +3,14 @@ squared ReLU and no gate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
-from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
-from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, attention_specs
+from jaxinfer.models.config import ConfigReader, decoder_fields, partial_rope
+from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, block_specs
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, layer_norm, plain_mlp, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
@@ -25,13 +25,10 @@ def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
     """Read config.json; raises as `decoder_fields` does."""
     read = ConfigReader(config, _DEFAULTS, _NAMES)
     fields, bias = decoder_fields(read), read.flag("attention_bias", False)
-    rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
-    size = int(fields["head_dim"] * rope.partial)
-    read.require(size > 0 and size % 2 == 0, "partial_rotary_factor", f"rotates {size} numbers: must be an even number")
     return LlamaConfig(
         **fields,
         layers=(LayerSpec(),) * read.positive("num_hidden_layers"),
-        rope=rope,
+        rope=partial_rope(read, fields),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=read.flag("mlp_bias", False),
@@ -54,22 +51,15 @@ class Nemotron(Llama):
     def final_norm(self) -> Layer:
         return LayerNorm(self.config.norm_eps, offset=_OFFSET, parent=None)
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or NemotronBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = NemotronBlock
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
 
     def block(_: int, prefix: str) -> dict[str, Any]:
         mlp = f"{prefix}.mlp"
-        return {
-            "attention_norm": _norm(f"{prefix}.input_layernorm", cfg.hidden_size),
-            "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-            "mlp_norm": _norm(f"{prefix}.post_attention_layernorm", cfg.hidden_size),
-            "mlp": plain_mlp(
-                f"{mlp}.up_proj", f"{mlp}.down_proj", cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias
-            ),
-        }
+        sizes = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias
+        return block_specs(cfg, prefix, plain_mlp(f"{mlp}.up_proj", f"{mlp}.down_proj", *sizes), _norm)
 
     return decoder(cfg, block, final_norm=_norm("model.norm", cfg.hidden_size))
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.moe import MoE, RoutingRule, Ungated, run_sharded_experts
@@ -25,7 +25,16 @@ from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, 
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.deepseek import require_only, routed_experts, v3_rule
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, correction_bias, decoder, fused_qkv, linear, plain, plain_mlp, rms_norm
+from jaxinfer.models.specs import (
+    attention,
+    cache_spec,
+    correction_bias,
+    decoder,
+    linear,
+    plain,
+    plain_mlp,
+    rms_norm,
+)
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
@@ -165,7 +174,7 @@ class LatentMoE(MoE):
 
     latent_bias: bool = False
 
-    def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def __call__(self, x: Hidden, live: Bool[Array, "*batch"]) -> Hidden:
         flat = all_tokens(x).reshape(-1, x.shape[-1])
         routing, nobody = self.routing(flat), jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
@@ -200,9 +209,7 @@ class NemotronHBlock(Layer):
         make = MoE if cfg.latent is None else functools.partial(LatentMoE, latent_bias=cfg.mlp_bias)
         return make(cfg.rule, Ungated(cfg.activation), correction=True)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, live: Bool[Array, "*batch"], attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.norm(x)
         if self.kind == MAMBA:
             mixed, cache = self.mixer(normal, attend, cache)
@@ -217,12 +224,10 @@ class NemotronHBlock(Layer):
 
 class NemotronH(Decoder):
     config: NemotronHConfig
+    block_type = NemotronHBlock
+    block_fields = ("layers", "kinds")
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or NemotronHBlock)(cfg, cfg.layers[index], cfg.kinds[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
+    def context(self, positions: Positions) -> Bool[Array, "*batch"]:
         """Return which tokens are real: padding is routed to no expert."""
         return positions >= 0
 
@@ -244,13 +249,7 @@ def _mamba_specs(cfg: NemotronHConfig, prefix: str) -> dict[str, Any]:
 
 
 def _attention_specs(cfg: NemotronHConfig, prefix: str) -> dict[str, Any]:
-    out = (cfg.heads * cfg.head_dim, cfg.hidden_size)
-    return {
-        "mixer": {
-            "qkv": fused_qkv(prefix, cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim),
-            "out": linear(f"{prefix}.o_proj.weight", out, ("heads", "embed")),
-        }
-    }
+    return {"mixer": attention(cfg, prefix)}
 
 
 def _dense_specs(cfg: NemotronHConfig, prefix: str) -> dict[str, Any]:

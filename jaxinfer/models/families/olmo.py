@@ -6,18 +6,16 @@ OLMo 3 adds sliding windows in three of four layers, with a separate rotary embe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtyping import Array, Float, Int
-
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import SLIDING_WINDOW, ConfigReader, layer_rope, sliding_layers
-from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.decoder import Decoder, PostNormBlock
 from jaxinfer.models.families.llama import LlamaConfig, attention_specs, llama_fields
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, heads_norm, rms_norm
@@ -91,11 +89,10 @@ def _ropes(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**top, **wide, **(read.fields.get("rope_scaling") or {})}, {"rope_theta": _THETA3, **near}
 
 
-class OlmoBlock(Layer):
+class OlmoBlock(PostNormBlock):
     """A decoder layer."""
 
     config: OlmoConfig
-    layer: LayerSpec
 
     def setup(self) -> None:
         cfg = self.config
@@ -105,26 +102,17 @@ class OlmoBlock(Layer):
         self.attention_out_norm, self.mlp_out_norm = RMSNorm(cfg.norm_eps), RMSNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], ropes: tuple[Any, Any], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(x, ropes[self.layer.window is not None], attend, cache)
-        x = x + self.attention_out_norm(mixed)
-        return x + self.mlp_out_norm(self.feed_forward(x)), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
+    def __call__(self, x: Hidden, ropes: tuple[Any, Any], attend: Attend, cache: Any) -> HiddenAndCache:
+        return super().__call__(x, ropes[self.layer.window is not None], attend, cache)
 
 
 class Olmo(Decoder):
     """The Olmo decoder: see `Decoder`. Its context is the cosines and sines of both rotary embeddings."""
 
     config: OlmoConfig
+    block_type = OlmoBlock
 
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or OlmoBlock)(self.config, self.config.layers[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> tuple[Any, Any]:
+    def context(self, positions: Positions) -> tuple[Any, Any]:
         cfg = self.config
         wide = cfg.rope.angles(positions, cfg.head_dim)
         return wide, wide if cfg.local_rope == cfg.rope else cfg.local_rope.angles(positions, cfg.head_dim)

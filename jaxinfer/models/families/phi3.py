@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
 from jaxinfer.models.families.llama import Llama, LlamaConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, linear, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, linear, pre_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 # Defaults of transformers for fields missing from config.json.
@@ -56,18 +56,11 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
 
 def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
     d, hidden = cfg.hidden_size, cfg.intermediate_size
-    return {
-        "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
-        "attention": {
-            "qkv": _qkv(cfg, f"{prefix}.self_attn.qkv_proj.weight"),
-            "out": linear(f"{prefix}.self_attn.o_proj.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
-        },
-        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": {
-            "gate_up": gate_up(f"{prefix}.mlp.gate_up_proj.weight", d, hidden),
-            "down": linear(f"{prefix}.mlp.down_proj.weight", (hidden, d), ("mlp", "embed")),
-        },
+    attention = {
+        "qkv": _qkv(cfg, f"{prefix}.self_attn.qkv_proj.weight"),
+        "out": linear(f"{prefix}.self_attn.o_proj.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
     }
+    return pre_norm(prefix, d, attention, fused_mlp(f"{prefix}.mlp", d, hidden))
 
 
 def _qkv(cfg: LlamaConfig, name: str) -> ParamSpec:
@@ -89,11 +82,14 @@ def _qkv(cfg: LlamaConfig, name: str) -> ParamSpec:
     )
 
 
-def gate_up(name: str, d: int, hidden: int) -> ParamSpec:
-    """Return the ``gate_up`` of `GatedMLP` from one tensor: rows of the gate, then of up."""
-    rows = (slice(0, hidden), slice(hidden, 2 * hidden))
+def fused_mlp(prefix: str, d: int, hidden: int) -> dict[str, Any]:
+    """Return the parameters of `GatedMLP`; one tensor has the rows of the gate, then of up."""
+    name, rows = f"{prefix}.gate_up_proj.weight", (slice(0, hidden), slice(hidden, 2 * hidden))
     sources = tuple(Source(name, (2 * hidden, d), where=(index,), part=(part,)) for index, part in enumerate(rows))
-    return ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=sources, inputs=-1)
+    return {
+        "gate_up": ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=sources, inputs=-1),
+        "down": linear(f"{prefix}.down_proj.weight", (hidden, d), ("mlp", "embed")),
+    }
 
 
 PHI3 = Family(config_from_json, param_specs, cache_spec, Llama)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.layers.base import Layer
@@ -87,9 +87,7 @@ class PhiMoe(Sparse):
     """The PhiMoe decoder: see `Decoder`."""
 
     config: PhiMoeConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return super().block(index, override or PhiMoeBlock)
+    block_type = PhiMoeBlock
 
     def final_norm(self) -> Layer:
         return LayerNorm(self.config.norm_eps, parent=None)
@@ -106,12 +104,7 @@ def module(cfg: PhiMoeConfig) -> PhiMoe:
 
 
 def param_specs(cfg: PhiMoeConfig) -> ParamTree:
-    tree: dict[str, Any] = {**sparse.param_specs(cfg, mixtral.experts)}
-    tree["final_norm"] = layer_norm("model.norm", cfg.hidden_size)
-    for index in range(len(cfg.layers)):
-        names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        for ours, theirs in names.items():
-            tree[f"layers_{index}"][ours] = layer_norm(f"model.layers.{index}.{theirs}", cfg.hidden_size)
+    tree: dict[str, Any] = {**sparse.param_specs(cfg, mixtral.experts, layer_norm)}
     if cfg.head_bias:
         bias = plain("lm_head.bias", (cfg.vocab_size,), ("vocab",), "zeros")
         tree["head"] = {**tree.get("head", {}), "bias": bias}

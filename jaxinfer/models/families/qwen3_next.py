@@ -6,7 +6,7 @@ Norm scales are stored minus 1 (`RMSNorm.offset`), except those of the gated nor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer
 from jaxinfer.layers.delta_net import GatedDeltaNet, states
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
@@ -24,7 +24,7 @@ from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
 from jaxinfer.models.families import qwen_moe
 from jaxinfer.models.family import Family
 from jaxinfer.models.sparse import SparseBlock, SparseConfig, SparseContext
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, linear, plain, rms_norm
+from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, linear, plain, pre_norm, rms_norm
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, plus_bias
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
@@ -159,7 +159,7 @@ class GatedAttention(Attention):
 
     def __call__(
         self,
-        x: Float[Array, "*batch d"],
+        x: Hidden,
         rope: tuple[jax.Array, jax.Array] | None,
         attend: Attend,
         cache: Any,
@@ -194,9 +194,7 @@ class Qwen3NextBlock(SparseBlock):
         sizes = cfg.key_heads, cfg.values, cfg.key_dim, cfg.value_dim
         return GatedDeltaNet(*sizes, self.layer, cfg.norm_eps, cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, context: SparseContext, attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.attention_norm(x)
         if self.layer.attends:
             mixed, cache = self.attention(normal, context.rope, attend, cache)
@@ -209,10 +207,7 @@ class Qwen3NextBlock(SparseBlock):
 
 class Qwen3Next(sparse.Sparse):
     config: Qwen3NextConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or Qwen3NextBlock)(cfg, cfg.layers[index], cfg.sparse[index], parent=None)
+    block_type = Qwen3NextBlock
 
     def final_norm(self) -> Layer:
         return RMSNorm(self.config.norm_eps, 1.0, parent=None)
@@ -224,14 +219,13 @@ def param_specs(cfg: Qwen3NextConfig) -> ParamTree:
 
     def block(index: int, prefix: str) -> dict[str, Any]:
         of_attention = _attention_specs if cfg.layers[index].attends else _linear_specs
-        return {
-            "attention_norm": rms_norm(f"{prefix}.input_layernorm", d, "zeros"),
-            "attention": of_attention(cfg, prefix),
-            "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d, "zeros"),
-            "mlp": _mlp_specs(cfg, index, prefix),
-        }
+        return pre_norm(prefix, d, of_attention(cfg, prefix), _mlp_specs(cfg, index, prefix), _norm)
 
-    return decoder(cfg, block, final_norm=rms_norm("model.norm", d, "zeros"))
+    return decoder(cfg, block, final_norm=_norm("model.norm", d))
+
+
+def _norm(prefix: str, size: int) -> dict[str, Any]:
+    return rms_norm(prefix, size, "zeros")
 
 
 def _mlp_specs(cfg: Qwen3NextConfig, index: int, prefix: str) -> dict[str, Any]:

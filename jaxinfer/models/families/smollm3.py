@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.models.config import ConfigReader, sliding_layers
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, llama_fields, param_specs
 from jaxinfer.models.family import Family
@@ -71,9 +69,7 @@ class SmolLM3Block(LlamaBlock):
 
     rotated: bool = True
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: Any, attend: Attend, cache: Any) -> HiddenAndCache:
         return super().__call__(x, rope if self.rotated else None, attend, cache)
 
 
@@ -81,10 +77,8 @@ class SmolLM3(Llama):
     """The SmolLM3 decoder: see `Decoder`."""
 
     config: SmolLM3Config
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        cfg = self.config
-        return (override or SmolLM3Block)(cfg, cfg.layers[index], cfg.rotated[index], parent=None)
+    block_type = SmolLM3Block
+    block_fields = ("layers", "rotated")
 
 
 SMOLLM3 = Family(SmolLM3Config.from_json, param_specs, cache_spec, SmolLM3)

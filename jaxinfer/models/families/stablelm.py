@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
-from jaxinfer.models.decoder import LayerNormDecoder
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, partial_rope
+from jaxinfer.models.decoder import Block, LayerNormDecoder
 from jaxinfer.models.families.cohere import HeadNormAttention
-from jaxinfer.models.families.glm import even_rotation
 from jaxinfer.models.family import Family
-from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, layer_norm, linear
+from jaxinfer.models.specs import attention, cache_spec, decoder, gated_mlp, layer_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 # Defaults of transformers for fields missing from config.json.
@@ -55,23 +53,20 @@ class StableLmConfig(DecoderConfig):
         """Read config.json; raises as `decoder_fields` does."""
         read = ConfigReader(config, _DEFAULTS, {"rms_norm_eps": "layer_norm_eps"})
         fields = decoder_fields(read, cut_heads=True)
-        rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
-        even_rotation(fields["head_dim"], rope.partial)
         return StableLmConfig(
             **fields,
             layers=(LayerSpec(),) * read.positive("num_hidden_layers"),
-            rope=rope,
+            rope=partial_rope(read, fields),
             qkv_bias=read.flag("use_qkv_bias", False),
             head_norms=read.flag("qk_layernorm", False),
             parallel=read.flag("use_parallel_residual", False),
         )
 
 
-class StableLmBlock(Layer):
+class StableLmBlock(Block):
     """A decoder layer."""
 
     config: StableLmConfig
-    layer: LayerSpec
 
     def setup(self) -> None:
         cfg = self.config
@@ -82,23 +77,16 @@ class StableLmBlock(Layer):
             self.mlp_norm = LayerNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation)
 
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    def __call__(self, x: Hidden, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any) -> HiddenAndCache:
         normal = self.attention_norm(x)
         mixed, cache = self.attention(normal, rope, attend, cache)
         x = x + mixed
         return x + self.feed_forward(normal if self.config.parallel else self.mlp_norm(x)), cache
 
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
-
 
 class StableLm(LayerNormDecoder):
     config: StableLmConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or StableLmBlock)(self.config, self.config.layers[index], parent=None)
+    block_type = StableLmBlock
 
 
 def param_specs(cfg: StableLmConfig) -> ParamTree:
@@ -118,13 +106,7 @@ def _block_specs(cfg: StableLmConfig, prefix: str) -> dict[str, Any]:
 
 
 def _attention_specs(cfg: StableLmConfig, prefix: str) -> dict[str, Any]:
-    d, sizes = cfg.hidden_size, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
-    tree: dict[str, Any] = {
-        "qkv": fused_qkv(prefix, *sizes),
-        "out": linear(f"{prefix}.o_proj.weight", (d, d), ("heads", "embed")),
-    }
-    if cfg.qkv_bias:
-        tree["qkv_bias"] = fused_qkv(prefix, *sizes, kind="bias")
+    tree = attention(cfg, prefix, qkv_bias=cfg.qkv_bias)
     if cfg.head_norms:
         tree["q_norm"] = _head_norms(f"{prefix}.q_layernorm", cfg.heads, cfg.head_dim)
         tree["k_norm"] = _head_norms(f"{prefix}.k_layernorm", cfg.kv_heads, cfg.head_dim)

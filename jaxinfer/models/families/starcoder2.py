@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-from jaxtyping import Array, Float
-
-from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.decoder import LayerNormDecoder
-from jaxinfer.models.families.llama import LlamaConfig, attention_specs, llama_fields
+from jaxinfer.models.families.llama import LlamaBlock, LlamaConfig, block_specs, llama_fields
 from jaxinfer.models.family import Family
 from jaxinfer.models.specs import cache_spec, decoder, layer_norm, plain_mlp
 from jaxinfer.types import LayerSpec, ParamTree
@@ -45,51 +41,29 @@ def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
     return LlamaConfig(**{**fields, "layers": layers, "mlp_bias": fields["qkv_bias"]})
 
 
-class Starcoder2Block(Layer):
+class Starcoder2Block(LlamaBlock):
     """A decoder layer."""
 
-    config: LlamaConfig
-    layer: LayerSpec
+    def norm(self) -> Layer:
+        return LayerNorm(self.config.norm_eps)
 
-    def setup(self) -> None:
-        cfg = self.config
-        sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
-        self.attention_norm, self.mlp_norm = LayerNorm(cfg.norm_eps), LayerNorm(cfg.norm_eps)
-        self.attention = Attention(*sizes, cfg.qkv_bias, cfg.out_bias)
-        self.mlp = MLP(cfg.activation, cfg.mlp_bias)
-
-    def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(self.attention_norm(x), rope, attend, cache)
-        x = x + mixed
-        return x + self.feed_forward(self.mlp_norm(x)), cache
-
-    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        return self.mlp(x)
+    def network(self) -> Layer:
+        return MLP(self.config.activation, self.config.mlp_bias)
 
 
 class Starcoder2(LayerNormDecoder):
     config: LlamaConfig
-
-    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        return (override or Starcoder2Block)(self.config, self.config.layers[index], parent=None)
+    block_type = Starcoder2Block
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
-    return decoder(
-        cfg, lambda _, prefix: _block_specs(cfg, prefix), final_norm=layer_norm("model.norm", cfg.hidden_size)
-    )
 
+    def block(_: int, prefix: str) -> dict[str, Any]:
+        mlp = f"{prefix}.mlp"
+        sizes = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias
+        return block_specs(cfg, prefix, plain_mlp(f"{mlp}.c_fc", f"{mlp}.c_proj", *sizes), layer_norm)
 
-def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
-    d, mlp = cfg.hidden_size, f"{prefix}.mlp"
-    return {
-        "attention_norm": layer_norm(f"{prefix}.input_layernorm", d),
-        "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": layer_norm(f"{prefix}.post_attention_layernorm", d),
-        "mlp": plain_mlp(f"{mlp}.c_fc", f"{mlp}.c_proj", d, cfg.intermediate_size, cfg.mlp_bias),
-    }
+    return decoder(cfg, block, final_norm=layer_norm("model.norm", cfg.hidden_size))
 
 
 STARCODER2 = Family(config_from_json, param_specs, cache_spec, Starcoder2)

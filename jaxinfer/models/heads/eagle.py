@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
-from jaxinfer.layers.base import Layer
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
@@ -175,8 +175,8 @@ class EagleLayer(Layer):
             self.hidden_norm = RMSNorm(cfg.norm_eps)
 
     def __call__(
-        self, x: Float[Array, "*batch d"], embedded: Any, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, x: Hidden, embedded: Any, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         residual = x
         if self.wide:
             normal = self.hidden_norm(x)
@@ -198,13 +198,8 @@ class Eagle(DraftHead):
     config: EagleConfig
 
     def __call__(
-        self,
-        tokens: Int[Array, "*batch"],
-        hidden: Float[Array, "*batch d"],
-        positions: Int[Array, "*batch"],
-        attend: Attend,
-        cache: Any,
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         x = matmul(jnp.concatenate([self.embed(tokens).astype(hidden.dtype), hidden], axis=-1), self.weight("fc"))
         if self.config.fc_bias:
             x = x + self.weight("fc_bias").astype(x.dtype)
@@ -214,9 +209,6 @@ class Eagle(DraftHead):
             x, kept = layer({"params": self.weight(f"layers_{index}")}, x, None, rope, attend, _of(cache, index))
             caches.append(kept)
         return x, None if cache is None else caches
-
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        return matmul_transposed(hidden, self.weight("head")["table"]).astype(jnp.float32)
 
 
 class Eagle3(DraftHead):
@@ -228,40 +220,31 @@ class Eagle3(DraftHead):
 
     config: EagleConfig
 
-    def first(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch d"]:
+    def first(self, features: Float[Array, "*batch features"]) -> Hidden:
         if self.config.norm_before_fc:
-            features = self._normed(features, "fc_norm")
+            features = self.normed(features, "fc_norm")
         if self.config.fc_norm:
             parts = jnp.split(features, 3, axis=-1)
-            normal = [self._normed(part, f"fc_norm_{index}") for index, part in enumerate(parts)]
+            normal = [self.normed(part, f"fc_norm_{index}") for index, part in enumerate(parts)]
             features = jnp.concatenate(normal, axis=-1)
         return matmul(features, self.weight("fc"))
 
     def __call__(
-        self,
-        tokens: Int[Array, "*batch"],
-        hidden: Float[Array, "*batch d"],
-        positions: Int[Array, "*batch"],
-        attend: Attend,
-        cache: Any,
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         rope = self.config.rope.angles(positions, self.config.head_dim)
         layer: Any = EagleLayer(self.config, self.config.layers[0], wide=True, parent=None).apply
         entering = hidden, self.embed(tokens).astype(hidden.dtype), rope, attend, _of(cache, 0)
         x, kept = layer({"params": self.weight("layers_0")}, *entering)
-        return self._normed(x) if self.config.norm_output else x, None if cache is None else [kept]
+        return self.normed(x) if self.config.norm_output else x, None if cache is None else [kept]
 
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        normal = hidden if self.config.norm_output else self._normed(hidden)
+    def head(self, hidden: Hidden) -> Float[Array, "*batch vocab"]:
+        normal = hidden if self.config.norm_output else self.normed(hidden)
         logits = gathered_logits(matmul_transposed(normal, self.weight("head")["table"]).astype(jnp.float32))
         if self.config.draft_vocab == self.config.vocab_size:
             return logits
         places = self.weight(MAP)
         return jnp.where(places >= 0, jnp.take(logits, jnp.maximum(places, 0), axis=-1), -jnp.inf)
-
-    def _normed(self, x: Float[Array, "*batch d"], name: str = "final_norm") -> Float[Array, "*batch d"]:
-        norm: Any = RMSNorm(self.config.norm_eps, parent=None).apply
-        return norm({"params": self.weight(name)}, x)
 
 
 def _of(cache: Any, index: int) -> Any:

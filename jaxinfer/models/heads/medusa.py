@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxinfer.layers.base import Hidden
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.family import HeadFamily
 from jaxinfer.models.head import DraftHead, HeadConfig, HeadFiles
-from jaxinfer.models.specs import matrix, plain, vocabulary
+from jaxinfer.models.specs import cache_spec, matrix, plain, vocabulary
 from jaxinfer.parallel.mesh import gathered_logits
 from jaxinfer.quant import matmul_transposed
-from jaxinfer.types import CacheSpec, ParamTree
+from jaxinfer.types import ParamTree
 
 _LINEAR = re.compile(r"^(?P<prefix>(?:medusa_head\.)?)(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight$")
 
@@ -70,7 +71,7 @@ class Medusa(DraftHead):
     def guesses(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch heads vocab"]:
         return jnp.stack([self._guess(features, index) for index in range(self.config.guesses)], axis=-2)
 
-    def _guess(self, x: Float[Array, "*batch d"], index: int) -> Float[Array, "*batch vocab"]:
+    def _guess(self, x: Hidden, index: int) -> Float[Array, "*batch vocab"]:
         own = self.weight(f"head_{index}")
         for layer in range(self.config.depth):
             block = own[f"block_{layer}"]
@@ -94,11 +95,6 @@ def _guess_specs(cfg: MedusaConfig, prefix: str) -> dict[str, Any]:
         )
         tree[f"block_{layer}"] = {"weight": weight, "bias": bias}
     return {**tree, **vocabulary(f"{prefix}.{cfg.depth}.weight", cfg.vocab_size, d)}
-
-
-def cache_spec(cfg: MedusaConfig) -> CacheSpec:
-    """Return the spec of an empty cache: each position is drafted from independently."""
-    return CacheSpec((), cfg.kv_heads, cfg.head_dim)
 
 
 MEDUSA = HeadFamily(config, param_specs, cache_spec, Medusa)

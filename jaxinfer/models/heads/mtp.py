@@ -9,19 +9,18 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
-from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions, Tokens
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.families.deepseek import DeepseekBlock, DeepseekConfig, block_specs
 from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
 from jaxinfer.models.family import HeadFamily
 from jaxinfer.models.head import DraftHead, HeadConfig, HeadFiles
 from jaxinfer.models.sparse import SparseContext
-from jaxinfer.models.specs import linear, rms_norm, vocabulary
-from jaxinfer.quant import matmul, matmul_transposed
-from jaxinfer.types import CacheSpec, ParamTree
+from jaxinfer.models.specs import cache_spec, linear, rms_norm, vocabulary
+from jaxinfer.quant import matmul
+from jaxinfer.types import ParamTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,28 +64,16 @@ class Mtp(DraftHead):
     config: MtpConfig
 
     def __call__(
-        self,
-        tokens: Int[Array, "*batch"],
-        hidden: Float[Array, "*batch d"],
-        positions: Int[Array, "*batch"],
-        attend: Attend,
-        cache: Any,
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+        self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
+    ) -> HiddenAndCache:
         cfg, block = self.config, self.config.block
         embedded = jnp.where(positions[..., None] == 0, 0, self.embed(tokens)).astype(hidden.dtype)
-        both = jnp.concatenate([self._normed("enorm", embedded), self._normed("hnorm", hidden)], axis=-1)
+        both = jnp.concatenate([self.normed(embedded, "enorm"), self.normed(hidden, "hnorm")], axis=-1)
         layer: Any = DeepseekBlock(block, cfg.layers[0], cfg.dense, parent=None).apply
         context = SparseContext(block.rope.angles(positions, block.rope_dim), positions >= 0)
         entering = matmul(both, self.weight("project")), context, attend, None if cache is None else cache[0]
         x, kept = layer({"params": self.weight("layer")}, *entering)
-        return self._normed("final_norm", x), None if cache is None else [kept]
-
-    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        return matmul_transposed(hidden, self.weight("head")["table"]).astype(jnp.float32)
-
-    def _normed(self, name: str, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        norm: Any = RMSNorm(self.config.norm_eps, parent=None).apply
-        return norm({"params": self.weight(name)}, x)
+        return self.normed(x), None if cache is None else [kept]
 
 
 def param_specs(cfg: MtpConfig) -> ParamTree:
@@ -100,10 +87,6 @@ def param_specs(cfg: MtpConfig) -> ParamTree:
         "final_norm": rms_norm(f"{prefix}.shared_head.norm", d),
         "head": vocabulary(f"{prefix}.shared_head.head.weight", cfg.vocab_size, d),
     }
-
-
-def cache_spec(cfg: MtpConfig) -> CacheSpec:
-    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
 
 
 MTP = HeadFamily(config, param_specs, cache_spec, Mtp, ("*",))

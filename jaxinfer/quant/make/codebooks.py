@@ -52,7 +52,4 @@ NF4 = np.asarray(
 # bitsandbytes' 4-bit floats: sign, then a nonstandard order, divided by the largest (12).
 _FP4_SIZES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = np.asarray([*_FP4_SIZES, *(-size for size in _FP4_SIZES)], np.float32) / np.float32(12)
-# E2M1 (OCP Microscaling Formats 1.0).
-_MX4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MX4 = np.asarray([*_MX4_SIZES, *(-size for size in _MX4_SIZES)], np.float32)
 DYNAMIC = _dynamic()

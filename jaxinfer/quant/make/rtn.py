@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxinfer.quant.ggml import E2M1_VALUES
 from jaxinfer.quant.layouts import Codebook, Grouped, Parts
-from jaxinfer.quant.make.codebooks import DYNAMIC, FP4, MX4, NF4
+from jaxinfer.quant.make.codebooks import DYNAMIC, FP4, NF4
 from jaxinfer.quant.make.grid import IntegerGrid, Made
 
 FP8_MAX = 448.0  # E4M3 without infinities (Micikevicius et al. 2022)
@@ -176,7 +177,7 @@ def mxfp4(weight: Float[Array, "out k"]) -> MadeCodebook:
     if weight.shape[1] % MX_BLOCK:
         raise ValueError(f"blocks of {MX_BLOCK} do not divide {weight.shape[1]} inputs")
     codes, scales = _mxfp4(weight)
-    layout = Codebook(tuple(float(value) for value in MX4), MX_BLOCK, "float8_e8m0fnu")
+    layout = Codebook(E2M1_VALUES, MX_BLOCK, "float8_e8m0fnu")
     return MadeCodebook("mxfp4", layout, {"codes": codes, "scales": scales})
 
 

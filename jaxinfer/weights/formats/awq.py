@@ -43,7 +43,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
         own.choice("bits", (_BITS,), _BITS)
         return own.groups(size)
 
-    modules = [name.removesuffix(_END) for name in tensors.ending(_END)]
+    modules = tensors.modules(_END)
     return {f"{module}.weight": _weight(tensors, module, group_size(module)) for module in modules}
 
 

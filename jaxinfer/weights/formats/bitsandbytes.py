@@ -38,7 +38,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
         CheckpointError: the configuration is unknown, or tensors do not match it.
     """
     if config.flag("load_in_8bit", False):
-        modules = [name.removesuffix(".SCB") for name in tensors.ending(".SCB")]
+        modules = tensors.modules(".SCB")
         outliers = config.number("llm_int8_threshold", 6.0)
         return {f"{module}.weight": _int8(tensors, module, outliers) for module in modules}
     if not config.flag("load_in_4bit", False):

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxinfer.quant.layouts import Codebook, Grouped
+from jaxinfer.quant.layouts import Grouped
 from jaxinfer.weights.formats import mxfp4
 from jaxinfer.weights.formats.columns import columns_of
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.fp8 import CACHE_SCALES, FP8, block_weight, channel_weight
-from jaxinfer.weights.formats.packing import by_rows, fields, lowered, nibbles, signed
+from jaxinfer.weights.formats.packing import by_rows, fields, lowered, signed
 from jaxinfer.weights.formats.schemes import Scheme, Schemes
-from jaxinfer.weights.formats.tensors import E2M1, FLOATS, POWERS, RawTensors, dtype_name, pieces
+from jaxinfer.weights.formats.tensors import FLOATS, RawTensors, dtype_name, pieces
 from jaxinfer.weights.quantized import StoredWeight
 
-_NVFP4_GROUP = 16
-_NVFP4 = Codebook(E2M1, _NVFP4_GROUP, FP8, divided=True)
 _WORD = 32
 _PACKED, _PLAIN = ".weight_packed", ".weight_scale"
 
@@ -46,17 +44,17 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
 
 def _weight(tensors: RawTensors, module: str, scheme: Scheme) -> StoredWeight:
     tensors.drop_one(f"{module}.input_global_scale")
+    codes, scales = f"{module}{_PACKED}", f"{module}{_PLAIN}"
     match scheme.format:
         case "pack-quantized":
             return _packed(tensors, module, scheme)
         case "nvfp4-pack-quantized":
-            return _nvfp4(tensors, module)
+            return mxfp4.nvfp4_weight(tensors, codes, scales, f"{module}.weight_global_scale", np.asarray)
         case "mxfp4-pack-quantized":
-            return _mxfp4(tensors, module)
-    scales = f"{module}.weight_scale"
-    codes, dtype = (FP8, "F8_E4M3") if scheme.format == "float-quantized" else ("int8", "I8")
+            return mxfp4.packed_weight(tensors, codes, scales)
+    kind, dtype = (FP8, "F8_E4M3") if scheme.format == "float-quantized" else ("int8", "I8")
     layout = Grouped(
-        codes,
+        kind,
         1,
         zeros=not scheme.symmetric,
         activations=scheme.activations,
@@ -110,34 +108,3 @@ def _inputs(tensors: RawTensors, module: str, packed: tuple[int, int], each: int
     if out != packed[0] or inputs < 1 or pieces(inputs, each) != packed[1]:
         raise tensors.wrong(name, f"says [{out}, {inputs}], which {packed[0]} rows of {packed[1]} words do not hold")
     return inputs
-
-
-def _nvfp4(tensors: RawTensors, module: str) -> StoredWeight:
-    codes, scales, whole = (f"{module}.weight_{p}" for p in ("packed", "scale", "global_scale"))
-    out, half = tensors.take(codes, ("U8",), (None, None)).shape
-    tensors.take(scales, ("F8_E4M3",), (out, pieces(half * 2, _NVFP4_GROUP)))
-    tensors.take_one(whole, ("F32",))
-    _check_groups(tensors, codes, half * 2, _NVFP4_GROUP)
-    parts = {
-        "codes": lambda: tensors.read(codes, nibbles),
-        "scales": lambda: tensors.scales(scales),
-        "divisor": lambda: np.full((out, 1), tensors.one(whole, positive=True)),
-    }
-    return tensors.stored((out, half * 2), _NVFP4, parts, (codes, scales, whole))
-
-
-def _mxfp4(tensors: RawTensors, module: str) -> StoredWeight:
-    codes, scales = f"{module}.weight_packed", f"{module}.weight_scale"
-    out, half = tensors.take(codes, ("U8",), (None, None)).shape
-    tensors.take(scales, ("U8",), (out, pieces(half * 2, mxfp4.GROUP)))
-    _check_groups(tensors, codes, half * 2, mxfp4.GROUP)
-    parts = {
-        "codes": lambda: tensors.read(codes, nibbles),
-        "scales": lambda: tensors.scales(scales, lambda tensor: tensor.copy().view(POWERS)),
-    }
-    return tensors.stored((out, half * 2), mxfp4.LAYOUT, parts, (codes, scales))
-
-
-def _check_groups(tensors: RawTensors, codes: str, inputs: int, group: int) -> None:
-    if inputs % group:
-        raise tensors.wrong(codes, f"has {inputs} inputs, which are no groups of {group}")

@@ -34,7 +34,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
     if not bound:
         raise config.refused("activation_scale_ub", ("positive numbers",))
     layout = Grouped(FP8, 1, activations=FP8, activation_bound=bound)
-    modules = [name.removesuffix(_END) for name in tensors.ending(_END)]
+    modules = tensors.modules(_END)
     found = {
         f"{module}.weight": channel_weight(tensors, module, f"{module}{_END}", layout, _CODES, "") for module in modules
     }

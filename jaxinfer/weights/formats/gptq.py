@@ -77,7 +77,7 @@ def modules(tensors: RawTensors, config: Fields, whole: Scheme, known: tuple[int
         bits, symmetric = own.choice("bits", known, whole.bits), own.flag("sym", whole.symmetric)
         return Scheme(bits, own.groups(whole.size), symmetric, whole.first, own.flag("desc_act", whole.ordered))
 
-    names = [name.removesuffix(_END) for name in tensors.ending(_END)]
+    names = tensors.modules(_END)
     return {f"{name}.weight": _weight(tensors, name, scheme(name)) for name in names}
 
 

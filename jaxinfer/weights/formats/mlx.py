@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxinfer.quant.ggml import E2M1_VALUES
 from jaxinfer.quant.layouts import Codebook, Grouped, Layout
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.fp8 import FP8
 from jaxinfer.weights.formats.packing import by_rows, nibbles, signed
-from jaxinfer.weights.formats.tensors import E2M1, FLOATS, POWERS, RawTensors, dtype_name
+from jaxinfer.weights.formats.tensors import FLOATS, POWERS, RawTensors, dtype_name
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import DTYPES
 
@@ -51,9 +52,9 @@ _MODES: Mapping[str, _Mode] = MappingProxyType(
 # Layout of modes without biases, and the dtype of the scales' bytes.
 _FLOATS: Mapping[str, tuple[Layout, np.dtype[Any]]] = MappingProxyType(
     {
-        "mxfp4": (Codebook(E2M1, 32, POWERS.name), POWERS),
+        "mxfp4": (Codebook(E2M1_VALUES, 32, POWERS.name), POWERS),
         "mxfp8": (Grouped(FP8, 32, POWERS.name), POWERS),
-        "nvfp4": (Codebook(E2M1, 16, FP8), DTYPES["F8_E4M3"]),
+        "nvfp4": (Codebook(E2M1_VALUES, 16, FP8), DTYPES["F8_E4M3"]),
     }
 )
 
@@ -81,7 +82,7 @@ def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
     """
     config = Fields(config.values, FIELD)
     whole = _scheme(config)
-    modules = [name.removesuffix(_END) for name in tensors.ending(_END)]
+    modules = tensors.modules(_END)
     return {f"{module}.weight": _weight(tensors, module, _scheme_of(config, module, whole)) for module in modules}
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.weights.buffers import copy_blocks
+
 _UNITS = {3: 3, 5: 5, 6: 3, 7: 7}  # bytes that hold whole fields of these bits; other widths divide a byte
-_ROWS = 128  # rows at a time: two blocks of a transposing copy fit in the L2 cache
+_ROWS = 128  # rows unpacked at a time
 
 
 def fields(words: np.ndarray, bits: int) -> np.ndarray:
@@ -60,12 +62,9 @@ def nibbles(stored: np.ndarray, high_first: bool = False) -> np.ndarray:
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:
-    """Return a transposed copy, made in blocks: two to three times as fast as in one step."""
+    """Return a transposed copy."""
     result = np.empty(matrix.shape[::-1], matrix.dtype)
-    for row in range(0, matrix.shape[0], _ROWS):
-        for column in range(0, matrix.shape[1], _ROWS):
-            part = matrix[row : row + _ROWS, column : column + _ROWS]
-            result[column : column + _ROWS, row : row + _ROWS] = part.T
+    copy_blocks(result, matrix.T)
     return result
 
 

@@ -10,15 +10,13 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.quant.layouts import Layout
-from jaxinfer.weights.errors import CheckpointError, quoted
+from jaxinfer.weights.errors import CheckpointError, quoted, shape_text
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.checkpoint import Tensors
 from jaxinfer.weights.safetensors.reader import DTYPES, TensorInfo
 
 FLOATS = ("F16", "BF16", "F32")
 POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
-# Values of the 4-bit float of the OCP Microscaling formats (E2M1), sign in the highest bit.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 Parts = Mapping[str, Callable[[], np.ndarray]]
 
@@ -54,7 +52,7 @@ class RawTensors:
             raise self.wrong(name, f"is stored as {info.dtype} where its format has {' or '.join(dtypes)}")
         fits = all(have > 0 if want is None else have == want for have, want in zip(info.shape, shape, strict=False))
         if len(info.shape) != len(shape) or not fits:
-            raise self.wrong(name, f"has shape {_form(info.shape)} where its format asks {_form(shape)}")
+            raise self.wrong(name, f"has shape {shape_text(info.shape)} where its format asks {shape_text(shape)}")
         self.taken.add(name)
         return info
 
@@ -66,6 +64,10 @@ class RawTensors:
         """Return the shape of a tensor; () if it is absent."""
         info = self._checkpoint.tensors.get(name)
         return () if info is None else info.shape
+
+    def modules(self, suffix: str) -> list[str]:
+        """Return the names of the tensors with a suffix, without it."""
+        return [name.removesuffix(suffix) for name in self.ending(suffix)]
 
     def drop(self, *suffixes: str) -> None:
         """Mark unused tensors with one of these suffixes as taken."""
@@ -130,7 +132,3 @@ def spread(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, int], g
 
 def _digest(arrays: Sequence[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest() if arrays else ""
-
-
-def _form(shape: Sequence[int | None]) -> str:
-    return f"[{', '.join('*' if size is None else str(size) for size in shape)}]"

@@ -15,11 +15,10 @@ import numpy as np
 
 from jaxinfer.formats.gguf import GgufError, Metadata
 from jaxinfer.weights.errors import CheckpointError, quoted
-from jaxinfer.weights.gguf.config import config_json
-from jaxinfer.weights.gguf.fused_tensors import Joined, LatentUp, Latest, Rows
+from jaxinfer.weights.gguf.architectures import architecture_of
+from jaxinfer.weights.gguf.fused_tensors import Joined, Latest, joined
 from jaxinfer.weights.gguf.header_view import Described
-from jaxinfer.weights.gguf.name_rules import Target
-from jaxinfer.weights.gguf.tensor_names import joins, targets
+from jaxinfer.weights.gguf.tensor_names import Target
 from jaxinfer.weights.gguf.tensors import GgufFile, Plain, stored_weight
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import TensorInfo
@@ -50,14 +49,15 @@ class GgufCheckpoint:
             {name: file.tensors[name].shape for name, file in homes.items()},
             lambda name: Plain(homes[name], name, Target(name)).read(),
         )
+        architecture = architecture_of(self._model)
+        self._names = architecture.names
         self.config_json: Mapping[str, Any] = MappingProxyType(
-            {**config_json(self._model), "torch_dtype": _usual_dtype(homes)}
+            {**architecture.config_json(self._model), "torch_dtype": _usual_dtype(homes)}
         )
-        self._plain: dict[str, Plain | LatentUp | Joined | Rows] = {}
+        self._plain: dict[str, Plain | Joined] = {}
         weights: dict[str, StoredWeight] = {}
         for name, file in homes.items():
             self._sort(file, name, weights)
-        self._join_latents(homes)
         self._join(homes, weights)
         self.weights: Mapping[str, StoredWeight] = MappingProxyType(weights)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
@@ -77,7 +77,7 @@ class GgufCheckpoint:
         self._plain[name].release()
 
     def _sort(self, file: GgufFile, name: str, weights: dict[str, StoredWeight]) -> None:
-        for target in targets(self._model, name):
+        for target in self._names.targets(self._model, name):
             if target.name in self._plain or target.name in weights:
                 raise CheckpointError(f"{file.path} holds {quoted(target.name)} twice, as {quoted(name)} at last")
             if len(self._plain) + len(weights) >= MAX_NAMES:
@@ -88,32 +88,17 @@ class GgufCheckpoint:
             else:
                 self._plain[target.name] = plain
 
-    def _join_latents(self, homes: Mapping[str, GgufFile]) -> None:
-        """Join DeepSeek's ``kv_b_proj``, which newer files split in two tensors, one of them transposed."""
-        for keys in [name for name in self._plain if name.endswith(".attn_k_b.weight")]:
-            values = keys.replace(".attn_k_b.", ".attn_v_b.")
-            layer = keys.split(".")[1]
-            if self._model.architecture != "deepseek2" or values not in self._plain:
-                continue
-            joined = LatentUp(Plain(homes[keys], keys, Target(keys)), Plain(homes[values], values, Target(values)))
-            if joined.fits:
-                del self._plain[keys], self._plain[values]
-                self._plain[f"model.layers.{layer}.self_attn.kv_b_proj.weight"] = joined
-
     def _join(self, homes: Mapping[str, GgufFile], weights: dict[str, StoredWeight]) -> None:
-        """Join tensors that the checkpoint has as one: gate and up of all experts, projections of a recurrent layer."""
+        """Join tensors that the checkpoint has as one."""
         latest = Latest()
-        for join in joins(self._model):
-            parts = tuple(Plain(homes[part], part, Target(part)) for part in join.parts)
-            joined = (
-                Joined(join.name, parts, join.interleaved, latest) if join.order is None else Rows(parts, join.order)
-            )
-            if not joined.fits:
+        for join in self._names.joined(self._model):
+            made = joined(join, tuple(Plain(homes[part], part, Target(part)) for part in join.parts), latest)
+            if not made.fits:
                 raise CheckpointError(f"{self.folder} has tensors {', '.join(join.parts)} of shapes that do not fit")
-            if joined.in_blocks:
-                weights[join.name] = joined.stored()
+            if made.in_blocks:
+                weights[join.name] = made.stored()
             else:
-                self._plain[join.name] = joined
+                self._plain[join.name] = made
 
 
 def open_gguf(path: pathlib.Path) -> GgufCheckpoint:

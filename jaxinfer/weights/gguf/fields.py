@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.gguf.header_view import Described
 
 Json = dict[str, Any]
-
-# Llama 3.1 and later: the converter writes the resulting factors instead of these parameters.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def common(model: Described) -> Json:
@@ -21,20 +19,27 @@ def common(model: Described) -> Json:
     return {**sizes(model), "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"), "hidden_act": "silu"}
 
 
-def sizes(model: Described) -> Json:
-    """Return the fields of `common` that do not depend on norm and activation."""
-    heads, head_dim = model.heads, _head_dim(model)
-    if model.count("attention.value_length", head_dim) != head_dim:
-        raise model.bad("attention.value_length", model.get("attention.value_length"))
+def frame(model: Described) -> Json:
+    """Return the fields shared by almost all models."""
     return {
         "vocab_size": model.rows("token_embd.weight"),
         "hidden_size": model.count("embedding_length"),
-        "intermediate_size": model.count("feed_forward_length", 0) or None,
         "num_hidden_layers": model.layers,
-        "num_attention_heads": heads,
+        "num_attention_heads": model.heads,
+        "max_position_embeddings": model.count("context_length"),
+    }
+
+
+def sizes(model: Described) -> Json:
+    """Return the fields of `common` that do not depend on norm and activation."""
+    head_dim = _head_dim(model)
+    if model.count("attention.value_length", head_dim) != head_dim:
+        raise model.bad("attention.value_length", model.get("attention.value_length"))
+    return {
+        **frame(model),
+        "intermediate_size": model.count("feed_forward_length", 0) or None,
         "num_key_value_heads": model.kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": model.count("context_length"),
         **_rope(model, head_dim),
     }
 
@@ -137,15 +142,19 @@ def _longrope(model: Described, rotated: int) -> Json:
 
 
 def _by_factors(model: Described, theta: float, rotated: int, scaling: Json | None) -> Json:
-    """Return scaling by per-frequency factors: as "llama3" if they match, to compute them from its parameters.
+    """Return scaling by per-frequency factors, as "llama3" if they match: the converter writes the resulting factors
+    instead of its parameters.
 
     A linear ``scaling`` also divides the frequencies.
     """
     factors = _factors(model, "rope_freqs.weight", rotated)
     if scaling is None:
-        made: Json = {"rope_type": "llama3", "factor": float(factors[-1]), **_LLAMA3}
-        if np.allclose(factors, _llama3_factors(made, theta, rotated), rtol=1e-5):
-            return made
+        rope = RopeConfig(theta, "llama3", float(factors[-1]))
+        usual = RopeConfig(theta).inverse_frequencies(rotated) / rope.inverse_frequencies(rotated)
+        if np.allclose(factors, usual, rtol=1e-5):
+            ends = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+            original = {"original_max_position_embeddings": rope.original_max_position}
+            return {"rope_type": rope.kind, "factor": rope.factor, **ends, **original}
     elif scaling["rope_type"] == "yarn":
         raise CheckpointError(f"{model.path} has both rope_freqs.weight and a yarn scaling of its rotary embedding")
     factor = 1.0 if model.get("rope.scaling.type") == "none" else _factor(model)
@@ -169,16 +178,6 @@ def _factors(model: Described, name: str, rotated: int) -> np.ndarray:
     factors = model.read(name).astype(np.float64)
     if not (np.isfinite(factors).all() and (factors > 0).all()):
         raise CheckpointError(f"{model.path} has numbers in {name} that are not finite or not above 0")
-    return factors
-
-
-def _llama3_factors(scaling: Json, theta: float, rotated: int) -> np.ndarray:
-    """Return the frequency divisors of "llama3" in `RopeConfig`."""
-    inverse = theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
-    turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    factors: np.ndarray = 1.0 / ((1 - smooth) / scaling["factor"] + smooth)
     return factors
 
 
@@ -206,12 +205,3 @@ def layer_types(model: Described, every: int) -> list[str]:
     if len(windows) < model.layers:
         raise model.bad("attention.sliding_window_pattern", windows)
     return ["sliding_attention" if window else "full_attention" for window in windows[: model.layers]]
-
-
-def biases(model: Described, **tensors: str) -> Json:
-    """Return which biases exist, from the first layer's tensors, by their config.json fields."""
-    return {name: model.has(f"blk.0.{tensor}.bias") for name, tensor in tensors.items()}
-
-
-def named(architecture: str, model_type: str) -> Json:
-    return {"architectures": [architecture], "model_type": model_type}

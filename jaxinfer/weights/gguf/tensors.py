@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import mmap
 import pathlib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxinfer.formats.gguf import GgufError, GgufTensor, Header
 from jaxinfer.quant.ggml import KINDS
+from jaxinfer.weights.buffers import MappedFile
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf.blocks import layout_of, numbers, part_of
-from jaxinfer.weights.gguf.name_rules import Target
+from jaxinfer.weights.gguf.tensor_names import Target
 from jaxinfer.weights.quantized import StoredWeight
-from jaxinfer.weights.safetensors.reader import TensorInfo
-
-_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
-    {
-        "F32": np.dtype("<f4"),
-        "F16": np.dtype("<f2"),
-        "BF16": np.dtype(ml_dtypes.bfloat16),
-        "F64": np.dtype("<f8"),
-        "I8": np.dtype("i1"),
-        "I16": np.dtype("<i2"),
-        "I32": np.dtype("<i4"),
-        "I64": np.dtype("<i8"),
-    }
-)
+from jaxinfer.weights.safetensors.reader import DTYPES, TensorInfo
 
 
-class GgufFile:
+class GgufFile(MappedFile):
     """The tensors of one GGUF file.
 
     Attributes:
@@ -63,14 +45,7 @@ class GgufFile:
             kind = KINDS[info.kind]
             form = (*shape[:-1], shape[-1] // kind.elements, kind.bytes)
             return np.ndarray(form, np.uint8, buffer=self._map, offset=start)
-        return np.ndarray(shape, _DTYPES[info.kind], buffer=self._map, offset=start)
-
-    def expect(self, name: str, part: np.ndarray) -> None:
-        """Advise the operating system to prefetch a view of a tensor, unless the view is scattered."""
-        begin = np.lib.array_utils.byte_bounds(self.read(name))[0]
-        low, high = np.lib.array_utils.byte_bounds(part)
-        if high - low <= part.nbytes:
-            self._advise("MADV_WILLNEED", self.tensors[name].start + low - begin, high - low)
+        return np.ndarray(shape, DTYPES[info.kind], buffer=self._map, offset=start)
 
     def release(self, name: str, matrix: int | None = None) -> None:
         """Let the operating system reclaim the pages of a tensor; views of it stay valid."""
@@ -83,14 +58,6 @@ class GgufFile:
             return info.start, info.nbytes
         nbytes = info.nbytes // info.shape[0]
         return info.start + matrix * nbytes, nbytes
-
-    def _advise(self, advice: str, start: int, nbytes: int) -> None:
-        if not hasattr(mmap, advice):
-            return
-        begin = start - start % mmap.PAGESIZE
-        # only a hint: file systems that do not support it still read correctly
-        with contextlib.suppress(OSError):
-            self._map.madvise(getattr(mmap, advice), begin, start + nbytes - begin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +167,10 @@ def stored_weight(plain: Plain) -> StoredWeight:
 
 
 def stored_part(plain: Plain, part: str) -> np.ndarray:
-    """Return an array of the layout of a matrix in blocks."""
+    """Return an array of the layout of a matrix, or of a stack of them, in blocks: [..., out, ...]."""
+    blocks = plain.stored()
     try:
-        return part_of(plain.source.kind, part, plain.stored())
+        array = part_of(plain.source.kind, part, blocks.reshape(-1, *blocks.shape[-2:]))
     except CheckpointError as error:
         raise CheckpointError(f"tensor {quoted(plain.name)} of {plain.file.path} has {error}") from None
+    return array.reshape(*plain.shape[:-1], *array.shape[1:])

@@ -12,6 +12,7 @@ import numpy as np
 from jaxinfer.parallel.mesh import RULES
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights.native.manifest import DTYPES, NIBBLES, StoredArray, array_name
+from jaxinfer.weights.tree import leaf_of
 
 # Most chunks along a sharded dimension: on up to as many devices, each reads only its own chunks.
 _PIECES = 8
@@ -83,13 +84,7 @@ def leaves_of(specs: ParamTree, params: Any) -> dict[str, Leaf]:
 
 
 def _leaf(path: tuple[str, ...], spec: ParamSpec, params: Any) -> Leaf:
-    value: Any = params
-    for key in path:
-        value = dict(value.items()).get(key)
-        if value is None:
-            raise ValueError(f"the parameters lack {'/'.join(path)}")
-    if tuple(value.shape) != spec.shape:
-        raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
+    value = leaf_of(params, path, spec)
     if not getattr(value, "is_fully_addressable", True):
         raise ValueError(f"{'/'.join(path)} is spread over several processes, of which none has all of it")
     return Leaf(spec.shape, np.dtype(value.dtype), spec.axes, lambda: value)

@@ -30,7 +30,7 @@ from jaxinfer.weights.native.manifest import (
     checksum,
     chunk_file,
 )
-from jaxinfer.weights.tree import Index, Path, Place, dtype_of
+from jaxinfer.weights.tree import Index, Path, Place, dtype_of, shape_at, whole_index
 
 # Parameters restored at a time, each of which holds a buffer; and chunks read at a time, over all parameters.
 _AT_ONCE = 2
@@ -127,8 +127,8 @@ class _Reader:
     def fill(self, name: str, spec: ParamSpec, index: Index) -> np.ndarray:
         """Return a new buffer with the slice of a parameter at an index."""
         array, dtype = self.manifest.arrays[name], dtype_of(spec, self.target)
-        buffer = new_buffer(_shape_of(spec.shape, index), dtype)
-        pieces = [((), _whole(index, spec.shape))] if array.shape == spec.shape else None
+        buffer = new_buffer(shape_at(spec.shape, index), dtype)
+        pieces = [((), whole_index(index, spec.shape))] if array.shape == spec.shape else None
         for where, part in pieces or parts_of_copies(spec, array.shape, index) or ():
             self._read(name, array, part, _at(buffer, where))
         if self.check_finite and dtype.name in FLOATS and not all_finite(buffer):
@@ -224,13 +224,3 @@ def _flat(place: tuple[int, ...], grid: tuple[int, ...]) -> int:
     for step, size in zip(place, grid, strict=True):
         flat = flat * size + step
     return flat
-
-
-def _whole(index: Index, shape: tuple[int, ...]) -> Index:
-    """Return the index with a start and a stop for every dimension."""
-    parts = index or (slice(None),) * len(shape)
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
-
-
-def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    return tuple(each.stop - each.start for each in _whole(index, shape))

@@ -11,7 +11,6 @@ the mapping, whose pages can be released once it was read. The tests compare wit
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import math
@@ -25,6 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.weights.buffers import MappedFile
 from jaxinfer.weights.errors import CheckpointError, quoted
 
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
@@ -71,7 +71,7 @@ class TensorInfo:
     listed: bool = True
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """A memory-mapped safetensors file whose header is valid.
 
     The mapping lives as long as the object or any array read from it. The file must not shrink meanwhile: the operating
@@ -94,28 +94,8 @@ class SafetensorsFile:
             raise CheckpointError(f"{path} is not a valid safetensors file: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor as a read-only view of the file, without a copy; ``name`` must be one of ``tensors``."""
         info = self.tensors[name]
         return np.ndarray(info.shape, DTYPES[info.dtype], buffer=self._map, offset=info.start)
-
-    def expect(self, name: str, part: np.ndarray) -> None:
-        """Advise the operating system to prefetch a view of the array that `read` returned, unless scattered."""
-        info, begin = self.tensors[name], np.lib.array_utils.byte_bounds(self.read(name))[0]
-        low, high = np.lib.array_utils.byte_bounds(part)
-        if high - low <= part.nbytes:
-            self._advise(dataclasses.replace(info, start=info.start + low - begin, nbytes=high - low), "MADV_WILLNEED")
-
-    def release(self, name: str) -> None:
-        """Let the operating system reclaim the pages of a tensor; views of it stay valid."""
-        self._advise(self.tensors[name], "MADV_DONTNEED")
-
-    def _advise(self, info: TensorInfo, advice: str) -> None:
-        if not hasattr(mmap, advice) or info.nbytes == 0:
-            return
-        begin = info.start - info.start % mmap.PAGESIZE
-        # only a hint: file systems that do not support it still read correctly
-        with contextlib.suppress(OSError):
-            self._map.madvise(getattr(mmap, advice), begin, info.start + info.nbytes - begin)
 
 
 class _HeaderError(ValueError):

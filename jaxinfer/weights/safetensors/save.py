@@ -14,11 +14,8 @@ import numpy as np
 
 from jaxinfer.types import ParamSpec, ParamTree, Source, walk_specs
 from jaxinfer.weights.safetensors.checkpoint import SINGLE_FILE
-from jaxinfer.weights.safetensors.reader import DTYPES
-from jaxinfer.weights.tree import Path, as_stored, check_spec, dtype_of, target_dtype
-
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_ALIGN = 8
+from jaxinfer.weights.safetensors.writer import CODES, header_bytes
+from jaxinfer.weights.tree import Path, as_stored, check_spec, dtype_of, leaf_of, target_dtype
 
 
 def save_params(
@@ -65,26 +62,20 @@ class _Leaf:
 
 def _leaf(params: Mapping[str, Any], path: Path, spec: ParamSpec, dtype: str | None) -> _Leaf:
     check_spec(path, spec)
-    value: Any = params
-    for key in path:
-        if not isinstance(value, Mapping) or key not in value:
-            raise ValueError(f"the parameters lack {'/'.join(path)}")
-        value = value[key]
-    if tuple(value.shape) != spec.shape:
-        raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
+    value = leaf_of(params, path, spec)
     return _Leaf(spec, value, dtype_of(spec, target_dtype(dtype)) if dtype else np.dtype(value.dtype))
 
 
 def _write_tensors(file: BinaryIO, leaves: Sequence[_Leaf]) -> None:
     header, offsets, size = _layout(leaves)
-    file.write(len(header).to_bytes(8, "little") + header)
-    file.truncate(8 + len(header) + size)
+    file.write(header)
+    file.truncate(len(header) + size)
     file.flush()
     written: set[Any] = set()
     for leaf in leaves:
         value = np.asarray(leaf.value)
         for source in leaf.spec.sources:
-            offset = 8 + len(header) + offsets[source.name]
+            offset = len(header) + offsets[source.name]
             _write(file, offset, leaf.dtype, source, value[source.where], (source.name, source.part) in written)
             written.add((source.name, source.part))
 
@@ -102,7 +93,7 @@ def _write(file: BinaryIO, offset: int, dtype: np.dtype[Any], source: Source, va
 
 
 def _layout(leaves: Sequence[_Leaf]) -> tuple[bytes, dict[str, int], int]:
-    """Return the JSON header, padded to the format's alignment, the offset of each tensor, and the data size in bytes.
+    """Return the header (`header_bytes`), the offset of each tensor, and the data size in bytes.
 
     Wide dtypes come first, so that every tensor is aligned to its element size.
     """
@@ -112,10 +103,9 @@ def _layout(leaves: Sequence[_Leaf]) -> tuple[bytes, dict[str, int], int]:
     end = 0
     for name, (source, dtype) in sorted(kinds.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
         offsets[name], end = end, end + math.prod(source.shape) * dtype.itemsize
-        entry = {"dtype": _CODES[dtype], "shape": list(source.shape), "data_offsets": [offsets[name], end]}
+        entry = {"dtype": CODES[dtype], "shape": list(source.shape), "data_offsets": [offsets[name], end]}
         header[name] = entry
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % _ALIGN), offsets, end
+    return header_bytes(header), offsets, end
 
 
 def _with_dtype(config_json: Mapping[str, Any], leaves: Sequence[_Leaf]) -> dict[str, Any]:

@@ -29,14 +29,19 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> int:
         begin, end = end, end + tensors[name].nbytes
         code = CODES[tensors[name].dtype]
         header[name] = {"dtype": code, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_bytes(header))
         for name in names:
             file.write(np.ascontiguousarray(tensors[name]).tobytes())
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
     return end
+
+
+def header_bytes(header: Mapping[str, object]) -> bytes:
+    """Return the beginning of a file: the header's length and its JSON, padded to the format's alignment."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text

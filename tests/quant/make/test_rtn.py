@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.quant.ggml import E2M1_VALUES
 from jaxinfer.quant.make import IntegerGrid, codebook, float8, integers, mxfp4
-from jaxinfer.quant.make.codebooks import DYNAMIC, FP4, MX4, NF4
+from jaxinfer.quant.make.codebooks import DYNAMIC, FP4, NF4
 from tests.quant.make.references import Steps
 
 RNG = np.random.default_rng(0)
@@ -118,6 +119,6 @@ def test_mxfp4_scales_are_powers_of_two_and_values_the_nearest():
     blocks = WEIGHT.reshape(24, -1, 32).astype(np.float64)
     scale = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 2)
     assert np.array_equal(np.asarray(made.parts["scales"]).astype(np.float64), scale[..., 0])
-    distance = np.abs((blocks / scale)[..., None] - MX4.astype(np.float64)).min(-1)
+    distance = np.abs((blocks / scale)[..., None] - np.asarray(E2M1_VALUES)).min(-1)
     error = np.abs(np.asarray(made.dequantize()).reshape(blocks.shape) - blocks) / scale
     assert np.allclose(error, distance, atol=1e-6)

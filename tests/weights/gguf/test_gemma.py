@@ -10,13 +10,11 @@ import pytest
 
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
-from jaxinfer.weights.gguf.per_layer import PER_LAYER
 from tests.models.parity import logit_faults
 from tests.weights.files import refused
 from tests.weights.gguf.files import TOKENIZER, Blocks, logits_of, q8_0, saved, write_gguf
 from tests.weights.gguf.gemma_files import tensors_of_file
-from tools.oracle.gguf_cases import PER_LAYER as PER_LAYER_CASES
-from tools.oracle.gguf_cases import Converted, read_converted
+from tools.oracle.gguf_cases import PER_LAYER, Converted, read_converted
 from tools.oracle.golden import Golden, load
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens"
@@ -43,7 +41,7 @@ def written(path: pathlib.Path, name: str, without: str = "", **changes: Any) ->
     return case, open_gguf(write_gguf(path / "model.gguf", kept, tensors))
 
 
-@pytest.mark.parametrize("name", PER_LAYER_CASES)
+@pytest.mark.parametrize("name", PER_LAYER)
 def test_files_are_those_of_the_converter(name: str) -> None:
     told = answer(name)
     tensors = tensors_of_file(told.config, told.metadata, told.checkpoint())
@@ -55,7 +53,7 @@ def test_files_are_those_of_the_converter(name: str) -> None:
     assert sums == {key: list(told.tensors[key]) for key in sums}
 
 
-@pytest.mark.parametrize("name", PER_LAYER_CASES)
+@pytest.mark.parametrize("name", PER_LAYER)
 def test_there_and_back(tmp_path: pathlib.Path, name: str) -> None:
     """Equal tensors, except for padding rows of Gemma 3n's per-layer embedding table."""
     case, checkpoint = written(tmp_path, name)
@@ -78,7 +76,7 @@ def filed_logits(
     return logits_of(write_gguf(path / "model.gguf", metadata | TOKENIZER, tensors), ids)
 
 
-@pytest.mark.parametrize("name", PER_LAYER_CASES)
+@pytest.mark.parametrize("name", PER_LAYER)
 def test_logits_are_those_of_the_checkpoint(tmp_path: pathlib.Path, name: str) -> None:
     """Logits also match transformers. Tokens without per-layer embeddings are left out: a file of Gemma 3n has zeros
     there, and a checkpoint uses the first token's."""
@@ -132,10 +130,6 @@ def test_logits_tell_a_wrong_file(
     changed = tensors | {tensor: change(tensors[tensor])}
     right, wrong = (filed_logits(tmp_path, metadata, each, case.prompt) for each in (tensors, changed))
     assert np.abs(wrong - right).max() > 1e-3
-
-
-def test_every_architecture_has_a_case() -> None:
-    assert {filed(name)[1]["general.architecture"] for name in PER_LAYER_CASES} == PER_LAYER.keys()
 
 
 def test_what_no_product_reads_is_made_plain(tmp_path: pathlib.Path) -> None:
@@ -204,7 +198,7 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return made
 
 
-@pytest.mark.parametrize("name", PER_LAYER_CASES)
+@pytest.mark.parametrize("name", PER_LAYER)
 def test_queries_keys_and_values_in_one(tmp_path: pathlib.Path, name: str) -> None:
     """KV heads and head sizes differ from layer to layer."""
     case, metadata, tensors = filed(name)
