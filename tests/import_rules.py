@@ -80,8 +80,8 @@ ENTRY_POINTS = LAYER["loading"]
 
 # Modules that may import by a computed name: the package for its lazy names; the command line, which reads a command's
 # flags before it imports what the command needs; the registry of families, which imports a family on lookup; the specs
-# of kernels, which are found by folders; the GPU check, which has a module for each section, names kernels by their path and
-# measures other engines where they are installed.
+# of kernels, which are found by folders; the GPU check, which has a module for each section, names kernels by their
+# path and measures other engines where they are installed.
 COMPUTES_NAMES = {
     "jaxinfer",
     "jaxinfer.cli.app",

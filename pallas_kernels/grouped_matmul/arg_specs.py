@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -78,10 +77,41 @@ class Mixture:
     inputs: int = 4096
     dtype: str = "bfloat16"
 
-    def groups(self) -> Groups:
+    stored = ""
+
+    def __str__(self) -> str:
+        chosen = f"{self.top_k} of {self.experts} experts{self.stored}"
+        return f"grouped matmul, {self.tokens} tokens with {chosen}, {self.inputs} x {self.channels}"
+
+    @property
+    def entries(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def rows(self) -> int:
+        """Rows of each active expert."""
+        return -(-self.entries // self.experts)
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.entries * self.inputs * self.channels
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of active experts, of 16 bits."""
+        return 2 * min(self.experts, self.entries) * self.inputs * self.channels
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights of active experts (read once), and of each entry's row and result."""
+        return self.weight_bytes + 2 * self.entries * (self.inputs + self.channels)
+
+    def owners(self) -> Int[Array, " entries"]:
         """Route the entries evenly to all experts."""
-        owners = jnp.arange(self.tokens * self.top_k, dtype=jnp.int32) % self.experts
-        return group(owners, self.experts, self.tokens, path="mosaic")
+        return jnp.arange(self.entries, dtype=jnp.int32) % self.experts
+
+    def groups(self) -> Groups:
+        return group(self.owners(), self.experts, self.tokens, path="mosaic")
 
     def product(self) -> Product:
         tiles, rows = jax.eval_shape(self.groups).entries.shape
@@ -100,13 +130,19 @@ class Mixture:
             },
             refusal=lambda tiles: mosaic.refusal(x, weights, tiles=tiles),
             launch=product,
-            operands=functools.partial(operand_sets, self._operands, 1, sets_beyond_cache(2 * weights.size)),
+            operands=functools.partial(operand_sets, self._tiled, 1, sets_beyond_cache(2 * weights.size)),
         )
 
-    def _operands(self, draw: Draw) -> Iterator[Any]:
+    def _tiled(self, draw: Draw) -> tuple[Any, ...]:
         x, weights, *_ = self.product().arguments()
         groups = self.groups()
-        yield from (draw.normal(x), draw.normal(weights), groups.experts, groups.occupied)
+        return draw.normal(x), draw.normal(weights), groups.experts, groups.occupied
+
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
+        """Draw the row of each entry, the weights, and the expert of each entry."""
+        x = shaped(self.entries, self.inputs, dtype=self.dtype)
+        weights = shaped(self.experts, self.channels, self.inputs, dtype=self.dtype)
+        return draw.normal(x), draw.normal(weights), self.owners()
 
 
 SHIPPED = (

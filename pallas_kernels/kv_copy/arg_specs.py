@@ -23,9 +23,21 @@ class Copy(Spec):
     dtype: str = "bfloat16"
     scales: str = ""
     rows: int = 0
+    kv_heads: int = 8
 
     donated = (0,)
     targets = EVERYWHERE
+
+    def __str__(self) -> str:
+        return f"kv_copy, {self.count} pages of {self.page}"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of pages, read and written, of 16 bits."""
+        return 2 * 4 * self.count * self.page * self.kv_heads * self.head_dim
+
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
+        return trial_case(draw, *self.arguments()).operands
 
     @property
     def op(self) -> str:
@@ -47,7 +59,7 @@ class Copy(Spec):
         if self.scales == "latent":  # two scales per token
             shape = (256, self.page)
             return shaped(*shape, self.head_dim, dtype=self.dtype), shaped(*shape, 2, dtype="float32")
-        numbers = shaped(256, 2, 8, self.page, self.head_dim, dtype=self.dtype)
+        numbers = shaped(256, 2, self.kv_heads, self.page, self.head_dim, dtype=self.dtype)
         rank = {"": 0, "head": 3, "token": 4}[self.scales]
         return (numbers, shaped(*numbers.shape[:rank], dtype="float32")) if rank else (numbers,)
 

@@ -42,6 +42,19 @@ class Write(Spec):
 
     op = "kv_write"
 
+    def __str__(self) -> str:
+        return f"kv_write, {self.sequences} x {self.chunk} tokens"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values, read and written, of 16 bits."""
+        return 2 * 4 * self.sequences * self.chunk * self.kv_heads * self.head_dim
+
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
+        """Draw the pool, keys and values, and their places, without scales and rotation."""
+        pool, _, keys, values, pages, offsets, *_ = self.arguments()
+        return trial_case(draw, pool, keys, values, pages, offsets).operands
+
     @property
     def name(self) -> str:
         return f"{self.label}-dim{self.head_dim}-{SHORT[self.pool]}"

@@ -43,6 +43,19 @@ class States(Spec):
     donated = (5,)
     targets = EVERYWHERE
 
+    def __str__(self) -> str:
+        return f"linear attention, {self.rows} x {self.tokens or 1} tokens"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of states (read and written once), of 16-bit inputs and of 32-bit results."""
+        layer, tokens = self.layer, self.tokens or 1
+        token = 2 * (2 * layer.k_heads * layer.key + layer.heads * layer.value) + 4 * layer.heads * layer.value
+        return self.rows * (8 * layer.heads * layer.key * layer.value + tokens * token)
+
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
+        return trial_case(draw, *self.arguments()).operands
+
     @property
     def op(self) -> str:
         return f"linear_attention.{self.kernel.__name__}"

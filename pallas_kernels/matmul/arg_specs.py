@@ -40,6 +40,21 @@ class Product(Spec):
 
     op = "matmul"
 
+    def __str__(self) -> str:
+        return f"matmul, {self.rows} rows, {self.inputs} x {'2 x ' * self.gated}{self.columns}"
+
+    @property
+    def bytes(self) -> int:
+        return 2 * (self._weights + self.rows * (self.inputs + self.columns))
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.rows * self._weights
+
+    @property
+    def _weights(self) -> int:
+        return self.inputs * self.columns * (1 + self.gated)
+
     @property
     def name(self) -> str:
         sizes = f"{self.inputs}x{'2x' * self.gated}{self.columns}-in-{'last' if self.last else 'first'}"
@@ -82,6 +97,10 @@ class Product(Spec):
     def differs(self) -> bool:
         return self.tiles(rates.H100) != self.tiles(rates.H200)
 
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
+        x, weights, _ = self.arguments()
+        return draw.normal(x), draw.normal(weights, self.inputs**-0.5)
+
     def problem(self, multiprocessors: int) -> Problem:
         x, weights, _ = self.arguments()
         return Problem(
@@ -103,7 +122,7 @@ class Product(Spec):
             launch=functools.partial(launch.matmul, **self.options),
             operands=functools.partial(
                 operand_sets,
-                lambda draw: (draw.normal(x), draw.normal(weights)),
+                self.operands,
                 varied=1,
                 count=sets_beyond_cache(weights.size * weights.dtype.itemsize),
             ),

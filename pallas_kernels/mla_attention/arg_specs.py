@@ -36,6 +36,14 @@ class Latents(Spec):
     entry: str = "extend"
     pages: int = 0
 
+    def __str__(self) -> str:
+        return f"MLA decode, {self.sequences} rows, {self.context} keys, {self.heads} heads, page {self.page}"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of latents (read once), queries and results, of 16 bits."""
+        return 2 * self.sequences * (self.context * _LATENT + self.heads * (_LATENT + RANK))
+
     @property
     def op(self) -> str:
         return f"mla_attention.{self.entry}"
@@ -70,10 +78,10 @@ class Latents(Spec):
             },
             refusal=lambda _: attention.refusal(arguments, _OPTIONS),
             launch=self.kernel,
-            operands=functools.partial(operand_sets, self._operands, varied=0, count=MOST_SETS),
+            operands=functools.partial(operand_sets, self.operands, varied=0, count=MOST_SETS),
         )
 
-    def _operands(self, draw: Draw) -> tuple[Any, ...]:
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
         q, pool, tables, *_ = self.arguments()
         begun, ends = (filled(self.sequences, count) for count in (self.context - self.chunk, self.context))
         return draw.normal(q), draw.normal(pool), draw.distinct(tables, pool.shape[0]), begun, ends

@@ -82,7 +82,7 @@ class _Attention(Spec):
             options,
         )
 
-    def _operands(self, draw: Draw) -> tuple[Any, ...]:
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
         q, pool, tables, *_, options = self.arguments()
         begun, ends = (filled(self.count, keys) for keys in (self.context - self.chunk, self.context))
         factors = jax.tree.map(lambda each: jnp.full(each.shape, 0.01, each.dtype), options)
@@ -100,6 +100,14 @@ class Decode(_Attention):
     @property
     def count(self) -> int:
         return self.rows
+
+    def __str__(self) -> str:
+        return f"decode, {self.rows} rows, {self.context} keys, page {self.page}"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values (read once), queries and results, of 16 bits."""
+        return 4 * self.rows * self.head_dim * (self.context * self.kv_heads + self.heads)
 
     @property
     def kernel(self) -> Callable[..., Any]:
@@ -119,7 +127,7 @@ class Decode(_Attention):
             },
             refusal=functools.partial(decoding.refusal, (q, pool, tables, starts, lengths), options),
             launch=decoding.extend,
-            operands=functools.partial(operand_sets, self._operands, varied=0, count=MOST_SETS),
+            operands=functools.partial(operand_sets, self.operands, varied=0, count=MOST_SETS),
         )
 
 
@@ -136,6 +144,15 @@ class Prefill(_Attention):
     @property
     def count(self) -> int:
         return self.sequences
+
+    def __str__(self) -> str:
+        return f"prefill, {self.sequences} x {self.chunk} of {self.context} tokens, page {self.page}"
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of both products; masked positions do not count."""
+        seen = self.chunk * (self.context - self.chunk) + self.chunk * (self.chunk + 1) // 2
+        return 4 * self.sequences * self.heads * self.head_dim * seen
 
     @property
     def kernel(self) -> Callable[..., Any]:
@@ -157,7 +174,7 @@ class Prefill(_Attention):
             },
             refusal=functools.partial(prefilling.refusal, (q, pool, tables, starts, lengths), options),
             launch=prefilling.prefill,
-            operands=functools.partial(operand_sets, self._operands, varied=0, count=2),  # a launch is long enough
+            operands=functools.partial(operand_sets, self.operands, varied=0, count=2),  # a launch is long enough
         )
 
 

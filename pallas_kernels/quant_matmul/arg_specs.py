@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul.arg_specs import TRIED_EXPERTS, trial_groups, unfilled
+from pallas_kernels.grouped_matmul.arg_specs import TRIED_EXPERTS, Mixture, trial_groups, unfilled
 from pallas_kernels.operands import Case, Draw, operand_sets, sets_beyond_cache
 from pallas_kernels.quant_matmul.fit import heuristic_tiles, of_rows, refusal
 from pallas_kernels.quant_matmul.mosaic import launch
@@ -36,6 +36,24 @@ class Product(Spec):
 
     op = "quant_matmul"
 
+    def __str__(self) -> str:
+        return f"int{self.bits} matmul, {self.rows} rows, {self.inputs} x {self.channels}"
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return 4 if self.weights == "int4" else 8
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weight and its 16-bit scales in groups, of rows and of results."""
+        weight = self.inputs * self.channels
+        return weight * self.bits // 8 + weight // self.group * 2 + 2 * self.rows * (self.inputs + self.channels)
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.rows * self.inputs * self.channels
+
     @property
     def name(self) -> str:
         weights = "mxfp4" if self.e2m1 else _SHORT[self.weights]
@@ -56,6 +74,9 @@ class Product(Spec):
             shaped(*factors, dtype="int8") if self.zeros else None,
         )
 
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
+        return trial_case(draw, *self.arguments(), e2m1=self.e2m1).operands
+
     def problem(self, multiprocessors: int) -> Problem:
         arguments = self.arguments()
         given = of_rows(*arguments, e2m1=bool(self.e2m1))
@@ -73,9 +94,9 @@ class Product(Spec):
             launch=self.kernel,
             operands=functools.partial(
                 operand_sets,
-                lambda draw: trial_case(draw, *arguments, e2m1=self.e2m1).operands,
+                self.operands,
                 varied=1,
-                count=sets_beyond_cache(arguments[1].size * (4 if self.weights == "int4" else 8) // 8),
+                count=sets_beyond_cache(arguments[1].size * self.bits // 8),
             ),
         )
 
@@ -109,6 +130,21 @@ class Experts(Product):
             ints(self.tiles),
             ints(),
         )
+
+
+class StoredMixture(Mixture):
+    """A product with experts in MXFP4, with one exponent byte per 32 weights."""
+
+    stored = " in MXFP4"
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes * 17 // 64
+
+    def operands(self, draw: Draw) -> tuple[Any, ...]:
+        x, weights, experts = super().operands(draw)
+        exponents = jnp.full((self.inputs // 32, *weights.shape[:2]), 120, jnp.uint8)
+        return x, jnp.clip(draw.normal(shaped(*weights.shape, dtype="int4")), -7, 7), experts, exponents
 
 
 _FP16: dict[str, Any] = {"dtype": "float16", "scales": "float16"}

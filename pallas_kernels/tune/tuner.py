@@ -9,8 +9,7 @@ from typing import Any
 from pallas_kernels.specs import Problem, Tunable
 from pallas_kernels.supervise import Journal
 from pallas_kernels.tiles import Entry, Measured
-from pallas_kernels.tune.problem import candidates
-from pallas_kernels.tune.search import Bench, Sweep
+from pallas_kernels.tune.search import Bench, Sweep, candidates
 from pallas_kernels.tune.store import Files
 
 

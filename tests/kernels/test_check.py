@@ -24,7 +24,7 @@ from pallas_kernels.check.report import (
     read_resources,
 )
 from pallas_kernels.check.target import TARGETS
-from pallas_kernels.specs import AMPERE, HOPPER
+from pallas_kernels.specs import AMPERE, HOPPER, Spec
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem
@@ -132,12 +132,15 @@ def test_tables_show_every_kernel_and_every_failure():
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
-    """What a launcher reads of a spec."""
+class Named(Spec):
+    """A spec that is not compiled."""
 
-    op: str
-    name: str
-    targets: tuple = (HOPPER,)
+    op: str = "op"
+    name: str = "a"
+    kernel = staticmethod(tuple)
+
+    def arguments(self):
+        return ()
 
 
 # A fake compiling process: the prefix of a configuration name selects its behaviour.
@@ -178,19 +181,20 @@ def test_a_process_that_does_nothing_is_a_failure():
     assert "exit 0" in outcome.failure
 
 
-def test_every_op_with_a_kernel_ships_configurations():
-    assert specs.forgotten() == []
+def test_what_ships_is_of_every_op_and_for_known_targets():
     shipped = ops.shipped()
     assert {one.op.split(".")[0] for one in shipped} == {folder.name for folder in specs.op_folders()}
     assert {target for one in shipped for target in one.targets} <= set(TARGETS)
 
 
-def test_a_new_op_is_found_by_its_folder(tmp_path):
-    for path in ("plain/xla.py", "one/mosaic.py", "two/hopper/decode.py", "two/arg_specs.py"):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).touch()
-    assert [folder.name for folder in specs.op_folders(tmp_path)] == ["one", "two"]
-    assert specs.forgotten(tmp_path) == ["one"]
+def test_an_op_without_specs_is_a_failure(capsys, monkeypatch):
+    done = types.SimpleNamespace(run=lambda work: [Outcome(one.op, one.name, target) for one, target in work])
+    monkeypatch.setattr(door, "compiling", lambda *_: done)
+    monkeypatch.setattr(door, "require_plugins", lambda folder: None)
+    assert door.main(["--op", "token_quant"]) == 0
+    monkeypatch.setattr(door, "forgotten", lambda: ["token_quant"])
+    assert door.main(["--op", "token_quant"]) == 1
+    assert "token_quant/arg_specs.py" in capsys.readouterr().err
 
 
 def test_names_are_an_ops_own():

@@ -16,7 +16,7 @@ from pallas_kernels.check.ops import shipped
 from pallas_kernels.specs import HOPPER
 from pallas_kernels.thread_block import SHARED_BYTES, Block, at_launch, block_of, split
 from pallas_kernels.tune.kernels import TUNABLES
-from pallas_kernels.tune.problem import candidates
+from pallas_kernels.tune.search import candidates
 
 
 @pytest.mark.parametrize("producer", [24, 40])

@@ -17,8 +17,7 @@ from pallas_kernels.tiles import Entry, Key, Measured
 from pallas_kernels.tune import __main__ as door
 from pallas_kernels.tune.bench import REFUSALS, DeviceBench
 from pallas_kernels.tune.kernels import TUNABLES
-from pallas_kernels.tune.problem import candidates
-from pallas_kernels.tune.search import Sweep, distance
+from pallas_kernels.tune.search import Sweep, candidates, distance
 from pallas_kernels.tune.store import Files, added
 from pallas_kernels.tune.tuner import Task, Tuner
 
