@@ -79,9 +79,9 @@ ENGINE = LAYER["engine"]
 ENTRY_POINTS = LAYER["loading"]
 
 # Modules that may import by a computed name: the package for its lazy names; the command line, which reads a command's
-# flags before it imports what the command needs; the registry of families, which imports a family on lookup; the kernel
-# check, which finds ops by folders; the GPU check, which has a module for each section (in a checkout, also benchmarks)
-# and names kernels by their path.
+# flags before it imports what the command needs; the registry of families, which imports a family on lookup; the specs
+# of kernels, which are found by folders; the GPU check, which has a module for each section (in a checkout, also
+# benchmarks) and names kernels by their path.
 COMPUTES_NAMES = {
     "jaxinfer",
     "jaxinfer.cli.app",
@@ -91,7 +91,7 @@ COMPUTES_NAMES = {
     "jaxinfer.gpu_check.sections",
     "jaxinfer.models",
     "jaxinfer.models.registry",
-    "pallas_kernels.check.ops",
+    "pallas_kernels.specs",
 }
 # Modules that import inside functions: one needs packages that may be missing, one imports in an idle-priority thread.
 IMPORTS_LATE = {"jaxinfer.gpu_check.greedy", "jaxinfer.structured.helper"}

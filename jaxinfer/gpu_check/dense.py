@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.gpu_check.measure import fill
 from jaxinfer.gpu_check.problem import BF16, FP8, FP16, INT8, MOSAIC, XLA, Operands, Problem, host
-from jaxinfer.gpu_check.workloads import Dense
 from pallas_kernels.matmul import Extras, Layout, reference
 from pallas_kernels.matmul import xla as plain
 from pallas_kernels.matmul.mosaic import launch
 from pallas_kernels.matmul.mosaic.launch import Tiles
 
-__all__ = ["Tiles", "mosaic", "operands", "problem", "xla"]
+__all__ = ["Tiles", "mosaic", "problem", "xla"]
 
 
 def mosaic(x: jax.Array, weights: jax.Array, **given: Any) -> jax.Array:
@@ -35,14 +33,6 @@ def xla(x: jax.Array, weights: jax.Array, **given: Any) -> jax.Array:
 def _split(given: dict[str, Any]) -> tuple[Extras, dict[str, Any]]:
     named = {name: given.pop(name) for name in Extras._fields if name in given}
     return Extras(**named), given
-
-
-def operands(shape: Dense, index: int) -> tuple[jax.Array, jax.Array]:
-    """Return one set of operands for timing."""
-    columns = (2, shape.columns) if shape.gated else (shape.columns,)
-    dims = (shape.inputs, *columns) if shape.layout == "in first" else (*columns, shape.inputs)
-    x = fill(2 * index, (shape.rows, shape.inputs), jnp.bfloat16)
-    return x, fill(2 * index + 1, dims, jnp.bfloat16, shape.inputs**-0.5)
 
 
 def problem(rows: int, dtype: Any = BF16, **options: Any) -> Problem:

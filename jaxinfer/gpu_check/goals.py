@@ -75,7 +75,7 @@ def _few_rows(shape: workloads.Workload, share: float = 0.97) -> Goal:
     return Goal("kernels", f"{shape}: mosaic", "share_of_copy", share)
 
 
-def _many_rows(shape: workloads.Dense) -> Goal:
+def _many_rows(shape: workloads.Workload) -> Goal:
     """Return the goal of a shape with many rows, as a share of cuBLAS."""
     return Goal("kernels", f"{shape}: mosaic", "tflop_s", 0.95, beside=f"{shape}: xla")
 

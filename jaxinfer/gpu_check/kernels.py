@@ -10,21 +10,30 @@ import concurrent.futures
 import functools
 import importlib
 import itertools
-import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.gpu_check import dense, workloads
+from jaxinfer.gpu_check import workloads
 from jaxinfer.gpu_check.measure import Inside, fill
 from jaxinfer.gpu_check.report import Report
-from jaxinfer.gpu_check.workloads import Copy, Decode, Dense, Latent, Mixture, Prefill, Product, States, Workload, Write
+from jaxinfer.gpu_check.workloads import Workload
+from pallas_kernels import kv_write
+from pallas_kernels.grouped_matmul.arg_specs import Mixture
+from pallas_kernels.kv_copy.arg_specs import Copy
+from pallas_kernels.kv_write.arg_specs import Write
+from pallas_kernels.linear_attention.arg_specs import States
+from pallas_kernels.matmul.arg_specs import Product as Dense
 from pallas_kernels.mla_attention import LatentOptions
+from pallas_kernels.mla_attention.arg_specs import Latents
+from pallas_kernels.operands import Draw
 from pallas_kernels.paged_attention import AttentionOptions
+from pallas_kernels.paged_attention.arg_specs import Decode, Prefill
+from pallas_kernels.quant_matmul.arg_specs import Product
 
 MOSAIC, XLA, CUDNN, JAX_XLA = "mosaic", "xla", "jax, cuDNN", "jax, XLA"
 REPEATS, QUICK_REPEATS = 8, 1
@@ -131,57 +140,73 @@ def paths(shape: Workload) -> Iterator[Path]:
             yield from _decode_paths(shape)
         case Prefill():
             yield from _prefill_paths(shape)
-        case Latent():
-            yield from _latent_paths(shape)
+        case Latents():
+            function, options = "pallas_kernels.mla_attention.{}:decode", {"options": LatentOptions(192**-0.5)}
+            yield from _both(function, _without_starts(shape), options, "mosaic.attention")
         case Product():
-            for path, module in ((MOSAIC, "mosaic.launch"), (XLA, "xla")):
-                function = f"pallas_kernels.quant_matmul.{module}:matmul"
-                yield Path(path, function, {}, functools.partial(_product, shape))
+            yield from _both("pallas_kernels.quant_matmul.{}:matmul", shape.operands, mosaic="mosaic.launch")
         case Dense():
-            for path in (MOSAIC, XLA):
-                options = {"layout": shape.layout, "gated": shape.gated}
-                operands = functools.partial(dense.operands, shape)
-                yield Path(path, f"jaxinfer.gpu_check.dense:{path}", options, operands)
+            yield from _both("jaxinfer.gpu_check.dense:{}", shape.operands, shape.options)
         case Mixture():
-            for path in (MOSAIC, XLA):
-                yield Path(
-                    path,
-                    f"jaxinfer.gpu_check.experts:{path}",
-                    {"most": shape.tokens},
-                    functools.partial(_mixture, shape),
-                )
+            yield from _both("jaxinfer.gpu_check.experts:{}", shape.operands, {"most": shape.tokens})
         case Write():
-            yield from _write_paths(shape)
+            yield from _both("jaxinfer.gpu_check.kernels:written_by_{}", shape.operands, changes=True)
         case Copy():
-            yield from _both("kv_copy", "copy_pages", functools.partial(_copy, shape), changes=True)
+            yield from _both("pallas_kernels.kv_copy.{}:copy_pages", shape.operands, changes=True)
         case States():
-            for path in (MOSAIC, XLA):
-                function = f"jaxinfer.gpu_check.states:{path}"
-                yield Path(path, function, {}, functools.partial(_states, shape), changes=True)
+            yield from _both("jaxinfer.gpu_check.states:{}", _pool_first(shape), changes=True)
 
 
 def _both(
-    op: str, function: str, operands: Callable[[int], tuple[Any, ...]], *, changes: bool = False
+    function: str,
+    make: Callable[[Draw], tuple[Any, ...]],
+    options: Mapping[str, Any] | None = None,
+    mosaic: str = MOSAIC,
+    *,
+    changes: bool = False,
 ) -> Iterator[Path]:
-    for path in (MOSAIC, XLA):
-        yield Path(path, f"pallas_kernels.{op}.{path}:{function}", {}, operands, changes)
+    """Yield the kernel and the XLA path of a function, in whose name the path's stands for {}."""
+    for path, name in ((MOSAIC, mosaic), (XLA, XLA)):
+        yield Path(path, function.format(name), dict(options or {}), functools.partial(_drawn, make), changes)
 
 
-def _write_paths(shape: Write) -> Iterator[Path]:
-    for path in (MOSAIC, XLA):
-        operands = functools.partial(_write, shape)
-        yield Path(path, "jaxinfer.gpu_check.kernels:written_by", {"path": path}, operands, changes=True)
+def _drawn(make: Callable[[Draw], tuple[Any, ...]], index: int) -> tuple[Any, ...]:
+    operands: tuple[Any, ...] = jax.jit(lambda seed: make(Draw(seed)))(1000 * index)
+    return operands
 
 
-def written_by(pool: Any, k: Any, v: Any, pages: Any, offsets: Any, *, path: str) -> Any:
-    """Run a path of kv_write and return only the pool."""
-    return importlib.import_module(f"pallas_kernels.kv_write.{path}").write(pool, k, v, pages, offsets).pool
+def _without_starts(shape: Decode | Latents) -> Callable[[Draw], tuple[Any, ...]]:
+    """Return a maker of a decode step's operands: one query of each row, without the position that it begins at."""
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        q, pool, tables, _, lengths, *_ = shape.operands(draw)
+        return q[:, 0], pool, tables, lengths
+
+    return make
+
+
+def _pool_first(shape: States) -> Callable[[Draw], tuple[Any, ...]]:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        *given, pool, read, write = shape.operands(draw)
+        return pool, *given, read, write
+
+    return make
+
+
+def written_by_mosaic(*operands: Any) -> Any:
+    """Write by the kernel and return only the pool."""
+    return kv_write.write(*operands, path="mosaic").pool
+
+
+def written_by_xla(*operands: Any) -> Any:
+    """Write by XLA and return only the pool."""
+    return kv_write.write(*operands, path="xla").pool
 
 
 def _decode_paths(shape: Decode) -> Iterator[Path]:
     module, scale = "pallas_kernels.paged_attention", shape.head_dim**-0.5
     options = {"options": AttentionOptions(scale)}
-    paged = functools.partial(_paged, shape, (shape.rows, shape.heads, shape.head_dim), ())
+    paged = functools.partial(_drawn, _without_starts(shape))
     yield Path(MOSAIC, f"{module}.hopper.decode.launch:decode", options, paged)
     yield Path(XLA, f"{module}.xla:decode", {**options, "together": shape.rows}, paged)
     contiguous = functools.partial(_contiguous, shape, shape.rows, 1)
@@ -191,8 +216,7 @@ def _decode_paths(shape: Decode) -> Iterator[Path]:
 def _prefill_paths(shape: Prefill) -> Iterator[Path]:
     module, scale = "pallas_kernels.paged_attention", shape.head_dim**-0.5
     options = {"options": AttentionOptions(scale)}
-    starts = jnp.full((shape.sequences,), shape.context - shape.chunk, jnp.int32)
-    paged = functools.partial(_paged, shape, (shape.sequences, shape.chunk, shape.heads, shape.head_dim), (starts,))
+    paged = functools.partial(_drawn, lambda draw: shape.operands(draw)[:5])
     yield Path(MOSAIC, f"{module}.hopper.prefill.launch:prefill", options, paged)
     if shape.operations <= _XLA_OPERATIONS:
         yield Path(XLA, f"{module}.xla:prefill", options, paged)
@@ -207,29 +231,10 @@ def _jax_paths(options: dict[str, Any], operands: Callable[[int], tuple[Any, ...
         yield Path(name, "jax.nn:dot_product_attention", {**options, "implementation": implementation}, operands)
 
 
-def _latent_paths(shape: Latent) -> Iterator[Path]:
-    module, options = "pallas_kernels.mla_attention", {"options": LatentOptions(192**-0.5, shape.rank)}
-    operands = functools.partial(_latent, shape)
-    yield Path(MOSAIC, f"{module}.mosaic.attention:decode", options, operands)
-    yield Path(XLA, f"{module}.xla:decode", options, operands)
-
-
 def page_table(rows: int, context: int, page: int) -> np.ndarray:
     """Return a table with the pages of all rows in random order."""
     width = -(-context // page)
     return np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width)
-
-
-def _paged(shape: Decode | Prefill, queries: tuple[int, ...], middle: Sequence[Any], index: int) -> tuple[Any, ...]:
-    table = page_table(queries[0], shape.context, shape.page)
-    pool = (table.size, 2, shape.kv_heads, shape.page, shape.head_dim)
-    return (
-        fill(3 * index, queries, jnp.bfloat16),
-        fill(3 * index + 1, pool, jnp.bfloat16),
-        jnp.asarray(table),
-        *middle,
-        jnp.full((queries[0],), shape.context, jnp.int32),
-    )
 
 
 def _contiguous(shape: Decode | Prefill, rows: int, queries: int, index: int) -> tuple[Any, ...]:
@@ -239,65 +244,3 @@ def _contiguous(shape: Decode | Prefill, rows: int, queries: int, index: int) ->
         fill(3 * index + 1, keys, jnp.bfloat16),
         fill(3 * index + 2, keys, jnp.bfloat16),
     )
-
-
-def _latent(shape: Latent, index: int) -> tuple[Any, ...]:
-    latent, table = shape.rank + shape.rope, page_table(shape.rows, shape.context, shape.page)
-    return (
-        fill(2 * index, (shape.rows, shape.heads, latent), jnp.bfloat16),
-        fill(2 * index + 1, (table.size, shape.page, latent), jnp.bfloat16),
-        jnp.asarray(table),
-        jnp.full((shape.rows,), shape.context, jnp.int32),
-    )
-
-
-def _product(shape: Product, index: int) -> tuple[Any, ...]:
-    dtype, limit = (jnp.int4, 8.0) if shape.bits == 4 else (jnp.int8, 127.0)
-    return (
-        fill(3 * index, (shape.rows, shape.inputs), jnp.bfloat16),
-        fill(3 * index + 1, (shape.channels, shape.inputs), dtype, limit),
-        fill(3 * index + 2, (shape.inputs // 128, shape.channels), jnp.bfloat16),
-    )
-
-
-def _mixture(shape: Mixture, index: int) -> tuple[Any, ...]:
-    entries, weights = shape.tokens * shape.top_k, (shape.experts, shape.channels, shape.inputs)
-    x = fill(2 * index, (entries, shape.inputs), jnp.bfloat16)
-    experts = jnp.arange(entries, dtype=jnp.int32) % shape.experts
-    if not shape.mxfp4:
-        return x, fill(2 * index + 1, weights, jnp.bfloat16), experts
-    scales = jnp.full((shape.inputs // 32, *weights[:2]), 120, jnp.uint8)
-    return x, fill(2 * index + 1, weights, jnp.int4, 7.0), experts, scales
-
-
-def _pool(pages: int, shape: Write | Copy, index: int) -> jax.Array:
-    return fill(index, (pages, 2, shape.kv_heads, shape.page, shape.head_dim), jnp.bfloat16)
-
-
-def _write(shape: Write, index: int) -> tuple[Any, ...]:
-    width = math.ceil(shape.tokens / shape.page) + (shape.tokens > 1)
-    table = page_table(shape.sequences, width * shape.page, shape.page)
-    new = (shape.sequences, shape.tokens, shape.kv_heads, shape.head_dim)
-    keys, values = (fill(2 * index + one, new, jnp.bfloat16) for one in (1, 2))
-    return _pool(table.size, shape, index), keys, values, jnp.asarray(table), jnp.full((shape.sequences,), 5, jnp.int32)
-
-
-def _copy(shape: Copy, index: int) -> tuple[Any, ...]:
-    pages = np.random.default_rng(0).permutation(2 * shape.pages).astype(np.int32)
-    source, target = jnp.asarray(pages[: shape.pages]), jnp.asarray(pages[shape.pages :])
-    return _pool(2 * shape.pages, shape, index), source, target
-
-
-def _states(shape: States, index: int) -> tuple[Any, ...]:
-    lead = (shape.rows,) if shape.tokens == 1 else (shape.rows, shape.tokens)
-    q, k = (fill(6 * index + one, (*lead, shape.k_heads, shape.key), jnp.bfloat16, 0.1) for one in range(2))
-    v, decay, beta = (
-        fill(6 * index + one, (*lead, shape.heads, *rest), dtype)
-        for one, rest, dtype in ((2, (shape.value,), jnp.bfloat16), (3, (), jnp.float32), (4, (), jnp.float32))
-    )
-    pool = fill(6 * index + 5, (shape.rows, shape.heads, shape.key, shape.value), jnp.float32)
-    own = jnp.arange(shape.rows, dtype=jnp.int32)
-    if shape.tokens > 1:  # only the state after the last chunk is kept
-        beyond = jnp.full((shape.rows, shape.tokens // 64 - 1), shape.rows, jnp.int32)
-        return pool, q, k, v, -jnp.abs(decay), jnp.abs(beta), own, jnp.concatenate([beyond, own[:, None]], axis=1)
-    return pool, q, k, v, -jnp.abs(decay), jnp.abs(beta), own, own

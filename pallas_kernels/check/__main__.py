@@ -14,12 +14,12 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from pallas_kernels.check.configuration import Configuration
 from pallas_kernels.check.launch import compiling
-from pallas_kernels.check.ops import configurations, forgotten
+from pallas_kernels.check.ops import shipped
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, disassembler, environment, require_plugins
 from pallas_kernels.check.report import Outcome, as_markdown, as_table
 from pallas_kernels.check.target import TARGETS
+from pallas_kernels.specs import Spec, forgotten
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PluginsMissing as error:
         print(f"check: {error}", file=sys.stderr)
         return 3
-    shipped = [one for one in configurations(arguments.op) if arguments.name in one.name]
-    work = _matching(shipped, arguments.target or tuple(TARGETS), named=bool(arguments.target))
+    specs = [one for one in shipped(arguments.op) if arguments.name in one.name]
+    work = _matching(specs, arguments.target or tuple(TARGETS), named=bool(arguments.target))
     if not work:
         print("check: no configuration matches", file=sys.stderr)
         return 1
@@ -43,19 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _verdict(outcomes, [name for name in forgotten() if name.startswith(tuple(arguments.op))])
 
 
-def _matching(
-    shipped: Sequence[Configuration], targets: Sequence[str], *, named: bool
-) -> list[tuple[Configuration, str]]:
+def _matching(specs: Sequence[Spec], targets: Sequence[str], *, named: bool) -> list[tuple[Spec, str]]:
     work = []
     for target in targets:
-        its = [(one, target) for one in shipped if target in one.targets]
+        its = [(one, target) for one in specs if target in one.targets]
         if named and not its:
             print(f"{target}: no configuration ships for it", file=sys.stderr)
         work += its
     return work
 
 
-def _sample(work: Sequence[tuple[Configuration, str]], every: int) -> list[tuple[Configuration, str]]:
+def _sample(work: Sequence[tuple[Spec, str]], every: int) -> list[tuple[Spec, str]]:
     """Take one of every N configurations of each op and target, at least one."""
     seen = collections.Counter[tuple[str, str]]()
     chosen = []
@@ -71,7 +69,7 @@ def _verdict(outcomes: Sequence[Outcome], without: Sequence[str]) -> int:
     for one in failed:
         print(f"\nFAILED {one.op} {one.name} {one.target}: {one.failure}", file=sys.stderr)
     for name in without:
-        print(f"\nFAILED {name}: it has a Mosaic kernel, but no check/configurations/{name}.py", file=sys.stderr)
+        print(f"\nFAILED {name}: it has a Mosaic kernel, but no {name}/arg_specs.py", file=sys.stderr)
     kernels = sum(len(one.kernels) for one in outcomes)
     print(f"\n{len(outcomes)} configurations, {kernels} kernels, {len(failed)} failed", file=sys.stderr)
     return int(bool(failed or without))

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels.check.configuration import Configuration
-from pallas_kernels.check.ops import configurations
+from pallas_kernels.check.ops import shipped
 from pallas_kernels.check.report import Kernel, Outcome, read_dumps
 from pallas_kernels.check.target import TARGETS, Target
+from pallas_kernels.specs import Spec
 
 SECONDS_EACH = 300  # limit for one kernel, which takes about one second; beyond it the process is killed
 
 
-def compile_configuration(one: Configuration, target: Target, dumps: pathlib.Path) -> tuple[Outcome, bool]:
+def compile_spec(one: Spec, target: Target, dumps: pathlib.Path) -> tuple[Outcome, bool]:
     """Compile one configuration; return its outcome, and whether Mosaic GPU compiled each of its kernels anew.
 
     A kernel identical to an earlier one of this process is not compiled again, and has no report.
@@ -34,8 +34,8 @@ def compile_configuration(one: Configuration, target: Target, dumps: pathlib.Pat
     Args:
         dumps: folder of Mosaic GPU's dumps.
     """
-    function, arguments = one.build()
-    compiled = target.compile(function, arguments, donated=one.donated)
+    arguments = one.arguments()
+    compiled = target.compile(one.kernel, arguments, donated=one.donated)
     anew = len(list(dumps.glob("*.ptxas"))) == len(list(dumps.glob("*.resources.txt")))
     kernels = read_dumps(dumps) if anew else ()
     donated = sum(x.size * x.dtype.itemsize for i in one.donated for x in jax.tree.leaves(arguments[i]))
@@ -76,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", type=pathlib.Path, help="folder for PTX, machine code and reports")
     arguments = parser.parse_args(argv)
     wanted = [(op, name) for op, name in json.load(sys.stdin)]
-    shipped = {(one.op, one.name): one for one in configurations({op for op, _ in wanted})}
+    specs = {(one.op, one.name): one for one in shipped({op for op, _ in wanted})}
     if arguments.cuda_root:  # only now: importing Mosaic GPU, as the kernels have done, overwrites it
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = arguments.cuda_root
     with tempfile.TemporaryDirectory() as folder, arguments.results.open("a", encoding="utf-8") as results:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         for index, pair in enumerate(wanted):
             signal.alarm(SECONDS_EACH)
-            outcome, anew = compile_configuration(shipped[pair], TARGETS[arguments.target], pathlib.Path(folder))
+            outcome, anew = compile_spec(specs[pair], TARGETS[arguments.target], pathlib.Path(folder))
             _clear(pathlib.Path(folder), arguments.keep and arguments.keep / arguments.target / "-".join(pair))
             if index and not anew:
                 return  # the next process begins with this configuration

@@ -16,8 +16,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from pallas_kernels.check.configuration import Configuration
 from pallas_kernels.check.report import Outcome
+from pallas_kernels.specs import Spec
 
 _LAST_WORDS = 12  # lines of a dead process' standard error
 
@@ -36,7 +36,7 @@ class Launcher:
     environment: Mapping[str, str]
     jobs: int = 2
 
-    def run(self, work: Sequence[tuple[Configuration, str]]) -> list[Outcome]:
+    def run(self, work: Sequence[tuple[Spec, str]]) -> list[Outcome]:
         """Return the outcomes of all pairs of configuration and target, in their order."""
         done: dict[tuple[str, str, str], Outcome] = {}
         with concurrent.futures.ThreadPoolExecutor(max_workers=self.jobs) as threads:
@@ -44,7 +44,7 @@ class Launcher:
                 done |= {(one.op, one.name, one.target): one for one in outcomes}
         return [done[one.op, one.name, target] for one, target in work]
 
-    def _shares(self, work: Sequence[tuple[Configuration, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    def _shares(self, work: Sequence[tuple[Spec, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         """Split each target's configurations among ``jobs`` processes."""
         for target in dict.fromkeys(target for _, target in work):
             names = [(one.op, one.name) for one, its in work if its == target]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels.check.configuration import ADA, AMPERE, H200, HOPPER
+from pallas_kernels.specs import ADA, AMPERE, H200, HOPPER
 
 _OF_MACHINE = 8
 

@@ -24,11 +24,11 @@ from typing import Any
 import jax
 
 from pallas_kernels.choice import HOPPER, Target, lowering_target
+from pallas_kernels.specs import Problem
 from pallas_kernels.supervise import Ended, Journal, supervise
 from pallas_kernels.tune.bench import REFUSALS, DeviceBench
 from pallas_kernels.tune.kernels import TUNABLES
-from pallas_kernels.tune.problem import Problem, candidates
-from pallas_kernels.tune.search import Bench
+from pallas_kernels.tune.search import Bench, candidates
 from pallas_kernels.tune.steps import SteppedBench
 from pallas_kernels.tune.store import Files
 from pallas_kernels.tune.tuner import Task, Tuner

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tune.problem import Problem
+from pallas_kernels.specs import Problem
 
 # Two 16-bit results, each with its own rounding (2**-9 / sqrt(3) of a number) and that of the probabilities.
 TOLERANCE = 5e-3

@@ -1,18 +1,7 @@
-"""The kernels that can be tuned, the most informative first."""
+"""The kernels that can be tuned: ``TUNED`` of each op's specs, the most informative first."""
 
-from pallas_kernels.tune.problem import Tunable
-from pallas_kernels.tune.problems import grouped_matmul as grouped_matmul
-from pallas_kernels.tune.problems import matmul as matmul
-from pallas_kernels.tune.problems import mla_attention as mla
-from pallas_kernels.tune.problems.paged_attention_hopper_decode import DECODE_TUNING
-from pallas_kernels.tune.problems.paged_attention_hopper_prefill import PREFILL_TUNING
-from pallas_kernels.tune.problems.quant_matmul import MATMUL_TUNING
+from pallas_kernels.specs import Tunable, op_folders, specs_of
 
-TUNABLES: tuple[Tunable, ...] = (
-    DECODE_TUNING,
-    PREFILL_TUNING,
-    MATMUL_TUNING,
-    mla.DECODE_TUNING,
-    grouped_matmul.MATMUL_TUNING,
-    matmul.MATMUL_TUNING,
-)
+_ORDER = ("paged_attention", "quant_matmul", "mla_attention", "grouped_matmul", "matmul")  # all others come after
+_OPS = sorted((folder.name for folder in op_folders()), key=lambda op: (*_ORDER, op).index(op))
+TUNABLES: tuple[Tunable, ...] = tuple(one for op in _OPS for one in getattr(specs_of(op), "TUNED", ()))

@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+from pallas_kernels.specs import Problem
 
 FAR = 1.3  # times the leader's time: not worth a second sample
 SLOWER = 1.04  # a candidate whose best sample is above the leader's median by this factor will not win
@@ -127,3 +129,21 @@ def distance(one: Any, other: Any) -> tuple[int, float]:
     """Return the number of fields in which two tiles differ, and the total difference in octaves."""
     pairs = list(zip(dataclasses.astuple(one), dataclasses.astuple(other), strict=True))
     return sum(a != b for a, b in pairs), math.fsum(abs(math.log2(a / b)) for a, b in pairs)
+
+
+def candidates(problem: Problem, fixed: Mapping[str, int]) -> list[Any]:
+    """List the heuristic's tiles, then all of the grid that the kernel supports. Fields in ``fixed`` are set to it."""
+    grid: list[dict[str, int]] = [{}]
+    for name, values in problem.grid.items():
+        grid = [{**one, name: value} for one in grid for value in ([fixed[name]] if name in fixed else values)]
+    tiles = [_made(problem, fields) for fields in (dict(fixed), *grid)]
+    return list(dict.fromkeys(one for one in tiles if one is not None))
+
+
+def _made(problem: Problem, fields: Mapping[str, int]) -> Any | None:
+    """Make tiles; None if they or the kernel reject these numbers."""
+    try:
+        tiles = dataclasses.replace(problem.heuristic, **fields)
+    except ValueError:
+        return None
+    return None if problem.refusal(tiles) else tiles

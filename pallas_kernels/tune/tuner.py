@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pallas_kernels.specs import Problem, Tunable
 from pallas_kernels.supervise import Journal
 from pallas_kernels.tiles import Entry, Measured
-from pallas_kernels.tune.problem import Problem, Tunable, candidates
-from pallas_kernels.tune.search import Bench, Sweep
+from pallas_kernels.tune.search import Bench, Sweep, candidates
 from pallas_kernels.tune.store import Files
 
 

@@ -17,10 +17,15 @@ from jaxinfer.gpu_check.problems import FIRST, PROBLEMS
 from jaxinfer.gpu_check.report import Report, read_records
 from jaxinfer.gpu_check.sections import Section
 from jaxinfer.gpu_check.table import NOT_A_GPU, markdown
-from pallas_kernels.check.ops import op_folders
 from pallas_kernels.choice import Target
+from pallas_kernels.grouped_matmul.arg_specs import Mixture
+from pallas_kernels.linear_attention.arg_specs import Layer, States
+from pallas_kernels.matmul import arg_specs as matmul
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.arg_specs import Decode, Prefill
 from pallas_kernels.paged_attention.hopper.softmax import GRID
+from pallas_kernels.quant_matmul import arg_specs as quant_matmul
+from pallas_kernels.specs import op_folders
 
 H100 = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu"}
 
@@ -201,7 +206,7 @@ def test_every_shape_has_our_kernel_and_the_xla_path():
     for quick in (True, False):
         for shape in (*workloads.attention(quick=quick), *workloads.others(quick=quick)):
             names = {path.name for path in kernels.paths(shape)}
-            long = isinstance(shape, workloads.Prefill) and shape.operations > kernels._XLA_OPERATIONS
+            long = isinstance(shape, Prefill) and shape.operations > kernels._XLA_OPERATIONS
             assert {kernels.MOSAIC, *(set() if long else {kernels.XLA})} <= names
 
 
@@ -233,14 +238,16 @@ def test_calls_inside_a_program_all_happen():
 
 
 def test_bytes_and_operations_by_hand():
-    assert workloads.Decode(1, 2, heads=4, kv_heads=2, head_dim=8).bytes == 2 * (2 * 2 * 2 * 8) + 2 * (2 * 4 * 8)
-    assert workloads.Prefill(1, 2, 3, heads=1, kv_heads=1, head_dim=8).operations == 4 * 8 * (2 + 3)
-    assert workloads.Product(1, 128, 2, 4).bytes == 128 + 4 + 2 * 130
-    assert workloads.Mixture(3, 4, 2, 64, 32, mxfp4=True).bytes == 4 * 64 * 32 // 2 + 4 * 2 * 32 + 2 * 6 * (64 + 32)
-    assert (workloads.Mixture(3, 4, 2, 64, 32).rows, workloads.Mixture(3, 4, 2, 64, 32).operations) == (2, 12 * 64 * 32)
-    assert workloads.Dense(3, 128, 2).bytes == 2 * (256 + 3 * 130)
-    assert workloads.Dense(3, 128, 2, gated=True).operations == 2 * 3 * 128 * 4
-    assert workloads.States(3, 2, 1, 2, 4, 8).bytes == 3 * (2 * 4 * 2 * 4 * 8 + 2 * (2 * (4 + 4 + 16) + 4 * 16))
+    attention = {"group": 2, "kv_heads": 2, "head_dim": 8}
+    assert Decode(rows=1, context=2, **attention).bytes == 2 * (2 * 2 * 2 * 8) + 2 * (2 * 4 * 8)
+    alone = {"group": 1, "kv_heads": 1, "head_dim": 8}
+    assert Prefill(sequences=1, chunk=2, context=3, **alone).operations == 4 * 8 * (2 + 3)
+    assert quant_matmul.Product(1, 2, 128).bytes == 128 + 4 + 2 * 130
+    assert quant_matmul.StoredMixture(3, 4, 2, 32, 64).bytes == (4 * 64 * 32 // 2 + 4 * 2 * 32 + 2 * 6 * (64 + 32))
+    assert (Mixture(3, 4, 2, 32, 64).rows, Mixture(3, 4, 2, 32, 64).operations) == (2, 12 * 64 * 32)
+    assert matmul.Product(3, 128, 2).bytes == 2 * (256 + 3 * 130)
+    assert matmul.Product(3, 128, 2, gated=1).operations == 2 * 3 * 128 * 4
+    assert States(Layer("", 1, 2, 4, 8, True), 3, 2).bytes == 3 * (2 * 4 * 2 * 4 * 8 + 2 * (2 * (4 + 4 + 16) + 4 * 16))
 
 
 def test_agreement_ends_at_the_first_difference():

@@ -8,9 +8,9 @@ import types
 
 import pytest
 
+from pallas_kernels import specs
 from pallas_kernels.check import __main__ as door
 from pallas_kernels.check import ops, plugins
-from pallas_kernels.check.configuration import AMPERE, HOPPER, Configuration
 from pallas_kernels.check.launch import Launcher
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
 from pallas_kernels.check.report import (
@@ -24,6 +24,7 @@ from pallas_kernels.check.report import (
     read_resources,
 )
 from pallas_kernels.check.target import TARGETS
+from pallas_kernels.specs import AMPERE, HOPPER, Spec
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem
@@ -130,6 +131,18 @@ def test_tables_show_every_kernel_and_every_failure():
     assert [Outcome.from_json(json.loads(json.dumps(one.as_json()))) for one in outcomes] == outcomes
 
 
+@dataclasses.dataclass(frozen=True)
+class Named(Spec):
+    """A spec that is not compiled."""
+
+    op: str = "op"
+    name: str = "a"
+    kernel = staticmethod(tuple)
+
+    def arguments(self):
+        return ()
+
+
 # A fake compiling process: the prefix of a configuration name selects its behaviour.
 CHILD = """
 import json, os, pathlib, sys
@@ -146,7 +159,7 @@ for index, (op, name) in enumerate(json.load(sys.stdin)):
 
 
 def _launched(names, jobs=1):
-    work = [(Configuration("op", name, build=tuple), target) for target in (HOPPER, AMPERE) for name in names]
+    work = [(Named("op", name), target) for target in (HOPPER, AMPERE) for name in names]
     outcomes = Launcher((sys.executable, "-c", CHILD), {}, jobs).run(work)
     assert [(one.name, one.target) for one in outcomes] == [(one.name, target) for one, target in work]
     return outcomes
@@ -164,23 +177,24 @@ def test_a_process_may_leave_the_rest_to_another():
 
 
 def test_a_process_that_does_nothing_is_a_failure():
-    (outcome,) = Launcher((sys.executable, "-c", ""), {}).run([(Configuration("op", "a", build=tuple), HOPPER)])
+    (outcome,) = Launcher((sys.executable, "-c", ""), {}).run([(Named("op", "a"), HOPPER)])
     assert "exit 0" in outcome.failure
 
 
-def test_every_op_with_a_kernel_ships_configurations():
-    assert ops.forgotten() == []
-    shipped = ops.configurations()
-    assert {one.op.split(".")[0] for one in shipped} == {folder.name for folder in ops.op_folders()}
+def test_what_ships_is_of_every_op_and_for_known_targets():
+    shipped = ops.shipped()
+    assert {one.op.split(".")[0] for one in shipped} == {folder.name for folder in specs.op_folders()}
     assert {target for one in shipped for target in one.targets} <= set(TARGETS)
 
 
-def test_a_new_op_is_found_by_its_folder(tmp_path):
-    for path in ("plain/xla.py", "one/mosaic.py", "two/hopper/decode.py", "check/configurations/two_decode.py"):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).touch()
-    assert [folder.name for folder in ops.op_folders(tmp_path)] == ["one", "two"]
-    assert ops.forgotten(tmp_path) == ["one"]
+def test_an_op_without_specs_is_a_failure(capsys, monkeypatch):
+    done = types.SimpleNamespace(run=lambda work: [Outcome(one.op, one.name, target) for one, target in work])
+    monkeypatch.setattr(door, "compiling", lambda *_: done)
+    monkeypatch.setattr(door, "require_plugins", lambda folder: None)
+    assert door.main(["--op", "token_quant"]) == 0
+    monkeypatch.setattr(door, "forgotten", lambda: ["token_quant"])
+    assert door.main(["--op", "token_quant"]) == 1
+    assert "token_quant/arg_specs.py" in capsys.readouterr().err
 
 
 def test_names_are_an_ops_own():
@@ -224,7 +238,7 @@ needs_plugins = pytest.mark.skipif(
 @needs_plugins
 def test_compiles_what_ships_and_says_what_it_needs(tmp_path, capsys):
     """Compile one shipped configuration; `make check-kernels` compiles all of them."""
-    one, result = ops.configurations(["paged_attention.decode"])[0], tmp_path / "result.json"
+    one, result = ops.shipped(["paged_attention.decode"])[0], tmp_path / "result.json"
     assert door.main(["--op", one.op, "--name", one.name, "--target", HOPPER, "--json", str(result)]) == 0
     outcomes = [Outcome.from_json(fields) for fields in json.loads(result.read_text())]
     assert (one.op, one.name) in {(outcome.op, outcome.name) for outcome in outcomes}
@@ -264,6 +278,6 @@ def test_nothing_to_compile_is_a_failure(capsys):
 
 @needs_plugins
 def test_a_target_that_nothing_ships_for_is_said_to_have_none(capsys):
-    none = Configuration("op", "a", build=tuple)
+    none = Named("op", "a")
     assert door._matching([none], [AMPERE, HOPPER], named=True) == [(none, HOPPER)]
     assert f"{AMPERE}: no configuration" in capsys.readouterr().err

@@ -12,12 +12,12 @@ import pytest
 from jaxinfer.quant import dispatch
 from pallas_kernels import matmul as dense
 from pallas_kernels import rates, tiles
-from pallas_kernels.check.configuration import H200
-from pallas_kernels.check.configurations.matmul import CONFIGURATIONS, _layer
 from pallas_kernels.choice import Choice, Target
 from pallas_kernels.matmul import Extras, api, reference, xla
+from pallas_kernels.matmul.arg_specs import SHIPPED, layer
 from pallas_kernels.matmul.mosaic import launch
 from pallas_kernels.matmul.types import COLUMNS, Tiles
+from pallas_kernels.specs import H200
 from tests.kernels.matmul_cases import BF16, F32, FP8, FP16, INT8, NAMES, assert_close, operands
 
 H100 = Target("gpu", (9, 0), "NVIDIA H100 80GB HBM3")
@@ -323,10 +323,10 @@ def test_the_device_is_that_of_the_program():
 
 def test_what_an_h200_alone_chooses_is_compiled():
     """Every candidate of the 8B's decode steps and prompts has been compiled before it runs on a GPU."""
-    compiled = {one.name for one in CONFIGURATIONS if H200 in one.targets}
+    compiled = {one.name for one in SHIPPED if H200 in one.targets}
     for rows in (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048, 8192):
-        for one in _layer(rows):
-            assert one.tiles(rates.H100) == one.tiles(rates.H200) or one.configuration().name in compiled
+        for one in layer(rows):
+            assert one.tiles(rates.H100) == one.tiles(rates.H200) or one.name in compiled
 
 
 def test_tuned_tiles_are_taken(tmp_path, monkeypatch):

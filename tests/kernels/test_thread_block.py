@@ -12,11 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
 from pallas_kernels import compat
-from pallas_kernels.check.configuration import HOPPER
-from pallas_kernels.check.ops import configurations
+from pallas_kernels.check.ops import shipped
+from pallas_kernels.specs import HOPPER
 from pallas_kernels.thread_block import SHARED_BYTES, Block, at_launch, block_of, split
 from pallas_kernels.tune.kernels import TUNABLES
-from pallas_kernels.tune.problem import candidates
+from pallas_kernels.tune.search import candidates
 
 
 @pytest.mark.parametrize("producer", [24, 40])
@@ -98,11 +98,10 @@ def test_every_candidate_of_the_tuner_and_every_heuristic_can_be_launched(blocks
 
 
 def test_every_shipped_configuration_can_be_launched(blocks):
-    shipped = [one for one in configurations() if HOPPER in one.targets]
-    for one in shipped:
-        function, arguments = one.build()
-        jax.eval_shape(function, *arguments)
-    assert len(blocks) >= len(shipped)
+    specs = [one for one in shipped() if HOPPER in one.targets]
+    for one in specs:
+        jax.eval_shape(one.kernel, *one.arguments())
+    assert len(blocks) >= len(specs)
 
 
 def test_a_block_that_cannot_be_launched_is_refused_before_it_is_compiled():

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tiles
-from pallas_kernels.check.configuration import shaped
-from pallas_kernels.check.configurations.grouped_matmul import product
-from pallas_kernels.check.ops import op_folders
 from pallas_kernels.grouped_matmul import mosaic as grouped_matmul
+from pallas_kernels.grouped_matmul.arg_specs import product
 from pallas_kernels.grouped_matmul.tile_keys import matmul_key as grouped_key
 from pallas_kernels.mla_attention import LatentOptions
 from pallas_kernels.mla_attention.mosaic import attention as mla
@@ -24,6 +22,7 @@ from pallas_kernels.paged_attention.tile_keys import decode_key, prefill_key
 from pallas_kernels.quant_matmul.fit import of_rows
 from pallas_kernels.quant_matmul.mosaic import launch as quant_matmul
 from pallas_kernels.quant_matmul.tile_keys import matmul_key
+from pallas_kernels.specs import op_folders, shaped
 from pallas_kernels.tiles import Entry, Key, Measured, pick, tuned
 
 H100, KERNEL = "NVIDIA H100 80GB HBM3", "fake_op.sum"

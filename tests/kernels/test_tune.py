@@ -10,14 +10,14 @@ import pytest
 
 from pallas_kernels import compat, tiles
 from pallas_kernels.choice import Target
+from pallas_kernels.mla_attention import arg_specs as mla
+from pallas_kernels.specs import Problem, Tunable
 from pallas_kernels.supervise import Journal
 from pallas_kernels.tiles import Entry, Key, Measured
 from pallas_kernels.tune import __main__ as door
 from pallas_kernels.tune.bench import REFUSALS, DeviceBench
 from pallas_kernels.tune.kernels import TUNABLES
-from pallas_kernels.tune.problem import Problem, Tunable, candidates
-from pallas_kernels.tune.problems import mla_attention as mla
-from pallas_kernels.tune.search import Sweep, distance
+from pallas_kernels.tune.search import Sweep, candidates, distance
 from pallas_kernels.tune.store import Files, added
 from pallas_kernels.tune.tuner import Task, Tuner
 
@@ -371,7 +371,7 @@ def test_a_dry_run_lists_every_kernel(capsys):
 def test_shapes_can_be_given(capsys):
     assert door.main(["--dry-run", "--op", "paged_attention.decode", "--shape", "rows=3,page=128", "context=512"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("paged_attention.decode rows=3,page=128: ")
+    assert first.startswith("paged_attention.decode page=128,rows=3: ")
     assert second.startswith("paged_attention.decode context=512: ")
 
 
@@ -409,8 +409,8 @@ def test_every_shape_that_ships_can_be_swept(tunable):
 @pytest.mark.slow
 def test_a_real_sweep_of_two_candidates_interpreted(tmp_path):
     """MLA decode with splits of 128 and 256 keys, whose results are compared. The times have no meaning."""
-    shape = mla.MlaShape(sequences=1, context=256, heads=8, page=64)
-    real = mla.problem(shape, 1)
+    shape = mla.Latents(sequences=1, context=256, heads=8, page=64)
+    real = shape.problem(1)
     interpret = compat.interpret_params(detect_races=False)
     small = dataclasses.replace(
         real,
@@ -419,7 +419,7 @@ def test_a_real_sweep_of_two_candidates_interpreted(tmp_path):
         launch=functools.partial(real.launch, interpret=interpret),
         operands=lambda: real.operands()[:1],
     )
-    tunable = dataclasses.replace(mla.DECODE_TUNING, problem=lambda *_: small)
+    tunable = dataclasses.replace(mla.TUNED[0], problem=lambda *_: small)
     (tmp_path / "mla_attention").mkdir()
     said = []
 

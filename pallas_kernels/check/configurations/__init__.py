@@ -1,1 +1,0 @@
-"""Shipped shapes of each op, compiled by `python -m pallas_kernels.check`."""
