@@ -30,7 +30,7 @@ export PYTHON MODEL PROMPT # through the environment, so that quotes in them sur
 # Images for containers often ask for no bytecode: then each of some hundred processes compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve bench-serve test test-slow test-devices test-interpreted test-fleet test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-oldest check-programs check-gpu clean
+.PHONY: help demo serve bench-serve test test-slow test-devices test-interpreted test-fleet test-all attack fuzz chaos test-parity lint format types wheel protos protos-check sync-client train-demo train-adapters train-heads bench check-kernels check-oldest check-programs check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,7 @@ test-parity: $(DEV) ## compare live with transformers, in a separate environment
 lint: $(DEV) ## ruff: rules and format; sizes, layers and words (tests/test_structure.py, tests/test_imports.py)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m tools.gen_sync_client --check
 	@$(RUN) -m pytest -q tests/test_structure.py tests/test_imports.py
 
 format: $(DEV) ## fix and format with ruff
@@ -117,6 +118,9 @@ protos: $(PROTOC) ## generate jaxinfer/protos/ from protos/
 
 protos-check: $(PROTOC) ## check that jaxinfer/protos/ is up to date with protos/
 	@build/protos/bin/python -m tools.gen_protos --check
+
+sync-client: $(DEV) ## generate the blocking client (jaxinfer/client/sync.py) from the one for asyncio
+	@$(RUN) -m tools.gen_sync_client
 
 wheel: $(DEV) ## build the wheels in dist/: jaxinfer, and the client alone
 	@rm -rf build/lib build/bdist.* dist

@@ -1,9 +1,10 @@
-"""Client for asyncio: `jaxinfer.client.sync` with ``await``."""
+"""Client for asyncio. `jaxinfer.client.sync` is generated from this file: see tools/gen_sync_client.py."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import grpc.aio
 from jaxinfer.client.batch import Batch
 from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, checked_target, connection
 from jaxinfer.client.diagnosis import Explain, explainer
-from jaxinfer.client.errors import Cancelled, DeadlineExceeded, Truncated, Unavailable, from_status
+from jaxinfer.client.errors import DeadlineExceeded, Truncated, Unavailable
 from jaxinfer.client.health import CHECK, READINESS, WATCH, health_request, read_health
 from jaxinfer.client.messages import ChatMessage
 from jaxinfer.client.requests import (
@@ -39,6 +40,7 @@ from jaxinfer.client.results import (
     read_model_info,
     read_scored,
 )
+from jaxinfer.client.translate import read_response_async, translated_async
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 
@@ -53,10 +55,12 @@ class AsyncClient:
 
     ```
     async with AsyncClient("localhost:50051") as client:
-        print((await client.generate("Once upon a time", max_tokens=32)).text)
+        completion = await client.generate("Once upon a time", max_tokens=32)
+        print(completion.text)
     ```
 
-    Names, arguments and errors are those of `jaxinfer.client.Client`. A cancelled task cancels its call.
+    Calls raise `ServerError` or a subclass; a cancelled task cancels its call. ``timeout`` is in seconds,
+    including the wait in the server's queue; None is that of the client.
     """
 
     def __init__(
@@ -69,7 +73,20 @@ class AsyncClient:
         retry: RetryPolicy | None = DEFAULT_RETRY,
         keepalive: float | None = 30.0,
     ) -> None:
-        """Create the client; it connects at the first call. Arguments and errors: see `jaxinfer.client.Client`."""
+        """Create the client; it connects at the first call.
+
+        Args:
+            target: ``host:port`` (or ``grpc://host:port``), ``unix:/path``, or any other name that gRPC resolves.
+            api_key: sent with each call; readable on the network without ``tls``.
+            tls: True for the system's certificates.
+            timeout: default timeout of each call, in seconds (default: none).
+            retry: None disables retries.
+            keepalive: seconds between pings while calls are open; None sends none.
+
+        Raises:
+            OSError: a file of ``tls`` cannot be read.
+            ValueError: ``target``, ``keepalive`` or ``api_key`` is invalid.
+        """
         target = checked_target(target)
         link = connection(api_key, tls, retry, keepalive)
         if link.credentials is None:
@@ -109,7 +126,7 @@ class AsyncClient:
         """Return the complete answer to a text, to token ids, or to chat messages.
 
         Raises:
-            ServerError: see `jaxinfer.client.Client`.
+            ServerError: see the class.
             TypeError, ValueError: the request is invalid.
         """
         request = generate_request(prompt, token_ids, messages, options)
@@ -137,8 +154,9 @@ class AsyncClient:
     ) -> AsyncGenerator[BatchItem, None]:
         """Generate for many prompts (text, token ids, or chat messages) over one stream; yield items as they finish.
 
-        ``prompts`` is read no faster than the server accepts them. Errors of one prompt are in its item; errors raised
-        here concern all. Closing the generator (``contextlib.aclosing``) cancels unfinished prompts.
+        ``prompts`` is read no faster than the server accepts them. Errors of one prompt are in its
+        item; errors raised here concern all. Closing the generator (``contextlib.aclosing``) cancels
+        unfinished prompts.
 
         Raises:
             ServerError, TypeError, ValueError: see `generate`.
@@ -147,7 +165,7 @@ class AsyncClient:
         batch = Batch(dict(options))
         call = self._stub.GenerateBatch(batch.requests_async(prompts), **self._settings(timeout))
         try:
-            async with translated(self._explain):
+            async with translated_async(self._explain):
                 async for response in call:
                     if (item := batch.take(response)) is not None:
                         yield item
@@ -167,8 +185,9 @@ class AsyncClient:
     ) -> list[int]:
         """Return the token ids of a text, or of chat messages under the model's template."""
         request = tokenize_request(text, messages, options)
-        async with translated(self._explain):
-            return list((await self._stub.Tokenize(request, **self._settings(timeout))).token_ids)
+        async with translated_async(self._explain):
+            response = await self._stub.Tokenize(request, **self._settings(timeout))
+        return list(response.token_ids)
 
     async def detokenize(
         self,
@@ -180,8 +199,9 @@ class AsyncClient:
     ) -> str:
         """Return the text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        async with translated(self._explain):
-            return (await self._stub.Detokenize(request, **self._settings(timeout))).text
+        async with translated_async(self._explain):
+            response = await self._stub.Detokenize(request, **self._settings(timeout))
+        return response.text
 
     async def score(
         self,
@@ -195,14 +215,14 @@ class AsyncClient:
     ) -> list[Scored]:
         """Return log probabilities of each continuation after the same prompt."""
         request = score_request(prompt, token_ids, messages, continuations, options)
-        async with translated(self._explain):
+        async with translated_async(self._explain):
             response = await self._stub.Score(request, **self._settings(timeout))
         return [read_scored(item) for item in response.scored]
 
     async def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
         """Describe the served model, with its defaults and limits."""
         request = pb.GetModelInfoRequest(model=model)
-        async with translated(self._explain):
+        async with translated_async(self._explain):
             return read_model_info(await self._stub.GetModelInfo(request, **self._settings(timeout)))
 
     async def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
@@ -212,7 +232,7 @@ class AsyncClient:
             NotFound: the server does not know the service.
         """
         check = self._channel.unary_unary(CHECK.path, CHECK.serializer, CHECK.deserializer)
-        async with translated(self._explain):
+        async with translated_async(self._explain):
             return read_health(await check(health_request(service), **self._settings(timeout)))
 
     async def wait_ready(self, timeout: float | None = None) -> None:
@@ -223,25 +243,25 @@ class AsyncClient:
             Incompatible: this client can never connect to it.
         """
         seconds = self._timeout if timeout is None else timeout
-        try:
-            await asyncio.wait_for(self._until_ready(), seconds)
-        except asyncio.TimeoutError:  # in Python 3.10 it is not the built-in one
-            raise DeadlineExceeded(f"not ready after {seconds} s", grpc.StatusCode.DEADLINE_EXCEEDED) from None
-
-    async def _until_ready(self) -> None:
-        while not await self._watched_ready():
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            with contextlib.suppress(Unavailable, DeadlineExceeded):
+                if await self._watched_ready(left):
+                    return
+            if end is not None and time.monotonic() >= end:
+                raise DeadlineExceeded(f"not ready after {seconds} s", grpc.StatusCode.DEADLINE_EXCEEDED)
             await asyncio.sleep(_RECONNECT_SECONDS)
 
-    async def _watched_ready(self) -> bool:
+    async def _watched_ready(self, timeout: float | None) -> bool:
         """Watch the health; return False if the server ended the watch before it was ready."""
         watch = self._channel.unary_stream(WATCH.path, WATCH.serializer, WATCH.deserializer)
-        call = watch(health_request(READINESS), metadata=self._metadata)
+        call = watch(health_request(READINESS), timeout=timeout, metadata=self._metadata)
         try:
-            with contextlib.suppress(Unavailable):
-                async with translated(self._explain):
-                    async for response in call:
-                        if read_health(response) is Health.SERVING:
-                            return True
+            async with translated_async(self._explain):
+                async for response in call:
+                    if read_health(response) is Health.SERVING:
+                        return True
             return False
         finally:
             call.cancel()
@@ -329,31 +349,10 @@ class AsyncStream:
         return self._answer.usage
 
     async def _read(self) -> pb.GenerateResponse:
-        try:
-            response = await self._call.read()
-        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
-            raise await _translation(error, self._explain) from error
-        if response is grpc.aio.EOF:
-            if self._answer.usage is None:
-                raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did")
-            raise StopAsyncIteration
-        return response
-
-
-@contextlib.asynccontextmanager
-async def translated(explain: Explain) -> AsyncIterator[None]:
-    """Translate gRPC errors to the client's own."""
-    try:
-        yield
-    except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
-        raise await _translation(error, explain) from error
-
-
-async def _translation(error: grpc.aio.AioRpcError | asyncio.CancelledError, explain: Explain) -> BaseException:
-    """Return the client's error. grpc.aio reports a cancelled call like a cancelled task: the task's state decides."""
-    if isinstance(error, grpc.aio.AioRpcError):
-        found = from_status(error.code(), error.details() or "", error.trailing_metadata() or ())
-        return await asyncio.to_thread(explain, found) if isinstance(found, Unavailable) else found
-    # Python 3.10 cannot distinguish them, and a cancelled task must not continue.
-    cancelling = getattr(asyncio.current_task(), "cancelling", lambda: True)
-    return error if cancelling() else Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED)
+        async with translated_async(self._explain):
+            response = await read_response_async(self._call)
+        if response is not None:
+            return response
+        if self._answer.usage is None:
+            raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did")
+        raise StopAsyncIteration

@@ -10,11 +10,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from jaxinfer.client.aio import translated as async_translated
 from jaxinfer.client.connect import TLS, checked_target, connection
 from jaxinfer.client.diagnosis import explainer
 from jaxinfer.client.fields import set_field
-from jaxinfer.client.sync import translated
+from jaxinfer.client.translate import translated, translated_async
 from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 
@@ -163,24 +162,24 @@ class AsyncControl(_Connected):
 
     async def stats(self, *, timeout: float | None = None) -> dict[str, Any]:
         """See `Control.stats`."""
-        async with async_translated(self._explain):
+        async with translated_async(self._explain):
             return as_dict(await self._stub.GetStats(pb.GetStatsRequest(), **self._settings(timeout)))
 
     async def abort(self, request_id: str, *, tenant: str | None = None, timeout: float | None = None) -> None:
         """See `Control.abort`."""
         request = abort_request(request_id, tenant)
-        async with async_translated(self._explain):
+        async with translated_async(self._explain):
             await self._stub.Abort(request, **self._settings(timeout))
 
     async def drain(self, within: float | None = None, *, timeout: float | None = None) -> int:
         """See `Control.drain`."""
         request = drain_request(within)
-        async with async_translated(self._explain):
+        async with translated_async(self._explain):
             return int((await self._stub.Drain(request, **self._settings(timeout))).aborted)
 
     async def flush_prefix_cache(self, *, timeout: float | None = None) -> int:
         """See `Control.flush_prefix_cache`."""
-        async with async_translated(self._explain):
+        async with translated_async(self._explain):
             answer = await self._stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), **self._settings(timeout))
         return int(answer.pages)
 
@@ -189,18 +188,18 @@ class AsyncControl(_Connected):
     ) -> Lora:
         """See `Control.load_lora`."""
         request = load_request(lora_name, lora_path, load_inplace)
-        async with async_translated(self._explain):
+        async with translated_async(self._explain):
             return read_lora((await self._stub.LoadLora(request, **self._settings(timeout))).lora)
 
     async def unload_lora(self, lora_name: str, *, timeout: float | None = None) -> None:
         """See `Control.unload_lora`."""
         request = unload_request(lora_name)
-        async with async_translated(self._explain):
+        async with translated_async(self._explain):
             await self._stub.UnloadLora(request, **self._settings(timeout))
 
     async def list_loras(self, *, timeout: float | None = None) -> list[Lora]:
         """See `Control.list_loras`."""
-        async with async_translated(self._explain):
+        async with translated_async(self._explain):
             answer = await self._stub.ListLoras(pb.ListLorasRequest(), **self._settings(timeout))
         return [read_lora(lora) for lora in answer.loras]
 

@@ -1,4 +1,4 @@
-"""Synchronous client, for programs without an event loop."""
+"""Blocking client, for programs without an event loop. Generated from aio.py by make sync-client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc
 from jaxinfer.client.batch import Batch
 from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, checked_target, connection
 from jaxinfer.client.diagnosis import Explain, explainer
-from jaxinfer.client.errors import DeadlineExceeded, Truncated, Unavailable, from_call
+from jaxinfer.client.errors import DeadlineExceeded, Truncated, Unavailable
 from jaxinfer.client.health import CHECK, READINESS, WATCH, health_request, read_health
 from jaxinfer.client.messages import ChatMessage
 from jaxinfer.client.requests import (
@@ -38,6 +38,7 @@ from jaxinfer.client.results import (
     read_model_info,
     read_scored,
 )
+from jaxinfer.client.translate import read_response, translated
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 
@@ -52,11 +53,12 @@ class Client:
 
     ```
     with Client("localhost:50051") as client:
-        print(client.generate("Once upon a time", max_tokens=32).text)
+        completion = client.generate("Once upon a time", max_tokens=32)
+        print(completion.text)
     ```
 
-    Calls raise `ServerError` or a subclass. ``timeout`` is in seconds, including the wait in the server's queue; None
-    is that of the client.
+    Calls raise `ServerError` or a subclass. ``timeout`` is in seconds,
+    including the wait in the server's queue; None is that of the client.
     """
 
     def __init__(
@@ -142,12 +144,17 @@ class Client:
         return self._open(generate_request(prompt, token_ids, messages, options), timeout)
 
     def generate_batch(
-        self, prompts: Iterable[Prompt], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[BatchItem]:
         """Generate for many prompts (text, token ids, or chat messages) over one stream; yield items as they finish.
 
         ``prompts`` is read in another thread, no faster than the server accepts them. Errors of one prompt are in its
-        item; errors raised here concern all. Leaving the iteration early cancels unfinished prompts.
+        item; errors raised here concern all. Closing the generator (``contextlib.closing``) cancels
+        unfinished prompts.
 
         Raises:
             ServerError, TypeError, ValueError: see `generate`.
@@ -177,7 +184,8 @@ class Client:
         """Return the token ids of a text, or of chat messages under the model's template."""
         request = tokenize_request(text, messages, options)
         with translated(self._explain):
-            return list(self._stub.Tokenize(request, **self._settings(timeout)).token_ids)
+            response = self._stub.Tokenize(request, **self._settings(timeout))
+        return list(response.token_ids)
 
     def detokenize(
         self,
@@ -190,7 +198,8 @@ class Client:
         """Return the text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
         with translated(self._explain):
-            return self._stub.Detokenize(request, **self._settings(timeout)).text
+            response = self._stub.Detokenize(request, **self._settings(timeout))
+        return response.text
 
     def score(
         self,
@@ -205,14 +214,14 @@ class Client:
         """Return log probabilities of each continuation after the same prompt."""
         request = score_request(prompt, token_ids, messages, continuations, options)
         with translated(self._explain):
-            return [read_scored(item) for item in self._stub.Score(request, **self._settings(timeout)).scored]
+            response = self._stub.Score(request, **self._settings(timeout))
+        return [read_scored(item) for item in response.scored]
 
     def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
         """Describe the served model, with its defaults and limits."""
+        request = pb.GetModelInfoRequest(model=model)
         with translated(self._explain):
-            return read_model_info(
-                self._stub.GetModelInfo(pb.GetModelInfoRequest(model=model), **self._settings(timeout))
-            )
+            return read_model_info(self._stub.GetModelInfo(request, **self._settings(timeout)))
 
     def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
         """Return the health of a service; "" checks liveness.
@@ -248,7 +257,10 @@ class Client:
         call = watch(health_request(READINESS), timeout=timeout, metadata=self._metadata)
         try:
             with translated(self._explain):
-                return any(read_health(response) is Health.SERVING for response in call)
+                for response in call:
+                    if read_health(response) is Health.SERVING:
+                        return True
+            return False
         finally:
             call.cancel()
 
@@ -260,7 +272,7 @@ class Client:
 
 
 class Stream:
-    """Stream of deltas of one request. ``with`` waits until the server has accepted it, and cancels it on early exit.
+    """Deltas of one request. ``with`` waits until the server has accepted it, and cancels it on early exit.
 
     ```
     with client.stream("Once") as stream:
@@ -276,8 +288,12 @@ class Stream:
         self._answer = Answer()
 
     def __enter__(self) -> Stream:
-        if self._answer.seed is None:
-            self._answer.take(self._read())
+        try:
+            if self._answer.seed is None:
+                self._answer.take(self._read())
+        except BaseException:
+            self._call.cancel()
+            raise
         return self
 
     def __exit__(
@@ -331,20 +347,10 @@ class Stream:
         return self._answer.usage
 
     def _read(self) -> pb.GenerateResponse:
-        try:
-            return next(self._call)
-        except grpc.RpcError as error:
-            raise self._explain(from_call(error)) from error
-        except StopIteration:
-            if self._answer.usage is None:
-                raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did") from None
-            raise
-
-
-@contextlib.contextmanager
-def translated(explain: Explain) -> Iterator[None]:
-    """Translate gRPC errors to the client's own."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise explain(from_call(error)) from error
+        with translated(self._explain):
+            response = read_response(self._call)
+        if response is not None:
+            return response
+        if self._answer.usage is None:
+            raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did")
+        raise StopIteration

@@ -1,8 +1,8 @@
-"""Untrusted regular expressions, matched with a bounded number of steps.
+"""Regular expressions of adapters, matched with a bounded number of steps.
 
-Python's ``re`` backtracks and may take time exponential in the pattern; here all alternatives advance together: each
-sub-pattern maps a set of positions to the set of positions where it may end. That decides whether a name matches, which
-is all that PEFT needs. Steps are counted, and one budget covers a whole adapter.
+All alternatives advance together: each node of a pattern maps the set of positions where it begins to the set of those
+where it may end. That decides whether a name matches, which is all that PEFT needs. Steps are counted, and one budget
+covers a whole adapter.
 """
 
 from __future__ import annotations
@@ -10,42 +10,30 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from jaxinfer.lora.errors import AdapterError
+from jaxinfer.parsers.pattern import MOST_CHARACTERS as LONGEST
+from jaxinfer.parsers.pattern import (
+    Assertion,
+    Begin,
+    Char,
+    Concat,
+    Either,
+    Named,
+    Node,
+    PatternError,
+    Repeat,
+    read_pattern,
+)
 
-LONGEST = 2000  # characters of a pattern
-DEEPEST = 20  # nested groups
 MOST_STEPS = 2_000_000
 
 _PLAIN = re.compile(r"[\w.-]*")
-_ESCAPED = re.compile(r"\\[dDwWsS]|\\[^\w]", re.ASCII)
-_ODD_IN_CLASS = ("[", "--", "&&", "||", "~~")  # `re` warns that their meaning may change
-_COUNT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}", re.ASCII)
 _WORD = re.compile(r"\w")
 
 Ends = int
 """A set of positions in a text: bit ``n`` is the position before character ``n``."""
-
-
-class _Run:
-    """A text to be matched."""
-
-    def __init__(self, text: str, budget: Budget) -> None:
-        self.text, self.budget = text, budget
-        self._places: dict[str, int] = {}
-
-    def places(self, one: re.Pattern[str]) -> Ends:
-        """Return the positions of the characters that match."""
-        self.budget.spend(1)
-        if one.pattern not in self._places:
-            self.budget.spend(len(self.text))
-            found = (1 << at for at, char in enumerate(self.text) if one.fullmatch(char))
-            self._places[one.pattern] = sum(found)
-        return self._places[one.pattern]
-
-
-_Node = Callable[[_Run, Ends], Ends]
 
 
 class Budget:
@@ -65,20 +53,22 @@ class Budget:
 
 
 class Pattern:
-    """A regular expression of PEFT: literals, ``.``, classes, groups, alternatives, repetition, lookahead, ``^ $ \\b``.
+    """A regular expression of PEFT.
 
     Raises:
-        AdapterError: it is longer than `LONGEST`, malformed, or uses other syntax; ``key`` names it in the message.
+        AdapterError: `read_pattern` rejects it; ``key`` names it in the message.
     """
 
     def __init__(self, text: str, key: str) -> None:
-        if len(text) > LONGEST:
-            raise AdapterError(f"{key}: a regular expression of {len(text)} characters is longer than {LONGEST}")
-        self._whole = _Parser(text, key).parse()
+        try:
+            self._node = read_pattern(text, whole=True)
+        except PatternError as error:
+            shown = text if len(text) <= 100 else text[:100] + "..."
+            raise AdapterError(f"{key}: the regular expression {shown!r} {error}") from error
 
     def fullmatch(self, name: str, budget: Budget) -> bool:
         """Return whether all of ``name`` matches."""
-        return bool(self._whole(_Run(name, budget), 1) >> len(name))
+        return bool(_Run(name, budget).ends(self._node, 1) >> len(name))
 
 
 class Suffix:
@@ -98,155 +88,59 @@ class Suffix:
         return self._pattern.fullmatch(name, budget)
 
 
-class _Parser:
-    """Recursive-descent parser; each method parses from ``at`` and returns a function of positions."""
+class _Run:
+    """The match of a pattern against a text."""
 
-    def __init__(self, text: str, key: str) -> None:
-        self._text, self._key, self._at, self._depth = text, key, 0, 0
+    def __init__(self, text: str, budget: Budget) -> None:
+        self._text, self._budget = text, budget
+        self._places: dict[str, Ends] = {}
 
-    def parse(self) -> _Node:
-        node = self._alternatives()
-        if self._at < len(self._text):
-            raise self._error("an unmatched )")
-        return node
+    def ends(self, node: Node, starts: Ends) -> Ends:
+        """Return where a node may end that begins at one of ``starts``."""
+        self._budget.spend(1)
+        match node:
+            case Char(one):
+                return (starts & self._characters(one)) << 1
+            case Concat(parts):
+                return functools.reduce(lambda at, part: self.ends(part, at) if at else 0, parts, starts)
+            case Either(options):
+                return functools.reduce(operator.or_, (self.ends(option, starts) for option in options))
+            case Repeat():
+                return self._repeated(node, starts)
+            case Named(_, part):
+                return self.ends(part, starts)
+            case Begin():
+                return starts & 1
+            case Assertion():
+                return self._where_true(node, starts)
 
-    def _error(self, what: str) -> AdapterError:
-        shown = self._text if len(self._text) <= 100 else self._text[:100] + "..."
-        return AdapterError(f"{self._key}: {what} in the regular expression {shown!r}")
+    def _characters(self, one: re.Pattern[str]) -> Ends:
+        """Return the positions of the characters that match."""
+        if one.pattern not in self._places:
+            self._budget.spend(len(self._text))
+            found = (1 << at for at, char in enumerate(self._text) if one.fullmatch(char))
+            self._places[one.pattern] = sum(found)
+        return self._places[one.pattern]
 
-    def _next(self, word: str) -> bool:
-        if found := self._text.startswith(word, self._at):
-            self._at += len(word)
-        return found
-
-    def _alternatives(self) -> _Node:
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise self._error(f"more than {DEEPEST} groups within one another")
-        ways = [self._sequence()]
-        while self._next("|"):
-            ways.append(self._sequence())
-        self._depth -= 1
-        return ways[0] if len(ways) == 1 else _either(ways)
-
-    def _sequence(self) -> _Node:
-        parts: list[_Node] = []
-        while self._at < len(self._text) and self._text[self._at] not in "|)":
-            parts.append(self._repeated(self._atom()))
-        return _in_order(parts)
-
-    def _repeated(self, node: _Node) -> _Node:
-        for sign, least, most in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
-            if self._next(sign):
-                self._next("?")  # lazy quantifier: the same set of ends
-                return _repeat(node, least, most)
-        if (found := _COUNT.match(self._text, self._at)) is None:
-            return node
-        self._at = found.end()
-        self._next("?")
-        low, comma, high = found.groups()
-        if not comma and not low:
-            raise self._error("an empty count")
-        return _repeat(node, int(low or 0), (int(high) if high else None) if comma else int(low))
-
-    def _atom(self) -> _Node:
-        if self._next("("):
-            return self._group()
-        for sign, node in (("^", _start), ("$", _end), (r"\b", _border)):
-            if self._next(sign):
-                return node
-        return _character(self._one_character())
-
-    def _group(self) -> _Node:
-        kind = next((kind for kind in ("?:", "?=", "?!") if self._next(kind)), "")
-        if not kind and self._next("?"):
-            raise self._error("a group of a kind that is not supported")
-        node = self._alternatives()
-        if not self._next(")"):
-            raise self._error("an unmatched (")
-        return node if kind in ("", "?:") else _look(node, ahead=kind == "?=")
-
-    def _one_character(self) -> re.Pattern[str]:
-        if self._text[self._at] == "[":
-            return self._class()
-        if (escaped := _ESCAPED.match(self._text, self._at)) is not None:
-            self._at = escaped.end()
-            return re.compile(escaped[0])
-        char = self._text[self._at]
-        if char in "\\*+?":
-            raise self._error(f"{char} where it is not supported")
-        self._at += 1
-        return re.compile("." if char == "." else re.escape(char))
-
-    def _class(self) -> re.Pattern[str]:
-        found = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]").match(self._text, self._at)
-        if found is None or any(odd in found[0][1:] for odd in _ODD_IN_CLASS):
-            raise self._error("a malformed class of characters")
-        self._at = found.end()
-        try:
-            return re.compile(found[0])
-        except re.error as error:
-            raise self._error(f"a malformed class of characters ({error})") from None
-
-
-def _character(one: re.Pattern[str]) -> _Node:
-    return lambda run, starts: (starts & run.places(one)) << 1
-
-
-def _in_order(parts: Sequence[_Node]) -> _Node:
-    def ends(run: _Run, starts: Ends) -> Ends:
-        for part in parts:
-            run.budget.spend(1)
-            if not starts:
-                break
-            starts = part(run, starts)
-        return starts
-
-    return ends
-
-
-def _either(ways: Sequence[_Node]) -> _Node:
-    return lambda run, starts: functools.reduce(operator.or_, (way(run, starts) for way in ways))
-
-
-def _repeat(node: _Node, least: int, most: int | None) -> _Node:
-    def ends(run: _Run, starts: Ends) -> Ends:
-        for _ in range(least):
-            run.budget.spend(1)
-            before, starts = starts, node(run, starts)
+    def _repeated(self, node: Repeat, starts: Ends) -> Ends:
+        for _ in range(node.least):
+            before, starts = starts, self.ends(node.part, starts)
             if starts == before:  # also the empty set: more rounds change nothing
                 break
         reached = new = starts
-        left = len(run.text) + 1 if most is None else most - least
+        left = len(self._text) + 1 if node.most is None else node.most - node.least
         while new and left > 0:
-            run.budget.spend(1)
-            new = node(run, new) & ~reached
+            new = self.ends(node.part, new) & ~reached
             reached, left = reached | new, left - 1
         return reached
 
-    return ends
-
-
-def _look(node: _Node, ahead: bool) -> _Node:
-    def ends(run: _Run, starts: Ends) -> Ends:
-        each = (1 << at for at in range(len(run.text) + 1) if starts >> at & 1)
-        return sum(at for at in each if bool(node(run, at)) is ahead)
-
-    return ends
-
-
-def _start(run: _Run, starts: Ends) -> Ends:
-    del run
-    return starts & 1
-
-
-def _end(run: _Run, starts: Ends) -> Ends:
-    return starts & 1 << len(run.text)
-
-
-def _border(run: _Run, starts: Ends) -> Ends:
-    words = run.places(_WORD)
-    return starts & (words ^ words << 1)
+    def _where_true(self, node: Assertion, starts: Ends) -> Ends:
+        """Return the positions of ``starts`` where an assertion is true."""
+        if node.part is None:
+            words = self._characters(_WORD)
+            return starts & (1 << len(self._text) if node.kind == "$" else words ^ words << 1)
+        each = (1 << at for at in range(len(self._text) + 1) if starts >> at & 1)
+        return sum(at for at in each if bool(self.ends(node.part, at)) is (node.kind == "?="))
 
 
 def first_match(patterns: Iterable[tuple[Suffix, int | float]], name: str, budget: Budget) -> int | float | None:

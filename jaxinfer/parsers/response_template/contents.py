@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxinfer.parsers.pattern import PatternError, can_be_empty, read_pattern
 from jaxinfer.parsers.response_template.errors import refuse, require
-from jaxinfer.parsers.response_template.pattern import PatternError, can_be_empty, read_pattern
 from jaxinfer.parsers.response_template.program import Program, compiled
 from jaxinfer.parsers.response_template.search import Match, find_all
 from jaxinfer.parsers.tools import MOST_PYTHON, parsed

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxinfer.parsers.response_template.pattern import (
+from jaxinfer.parsers.pattern import (
     Begin,
     Char,
     Concat,
@@ -41,7 +41,7 @@ class Program:
 
     Attributes:
         names: names of the groups; group i begins at slot 2 i and ends at slot 2 i + 1.
-        runs: literal texts of the pattern, see `jaxinfer.parsers.response_template.pattern.runs`.
+        runs: literal texts of the pattern, see `jaxinfer.parsers.pattern.runs`.
     """
 
     def __init__(self, code: Sequence[Instruction], kept: Sequence[str], literal: Sequence[str] = ()) -> None:

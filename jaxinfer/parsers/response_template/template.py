@@ -9,9 +9,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jaxinfer.parsers.pattern import PatternError, literals
 from jaxinfer.parsers.response_template.contents import TEXT, Contents, read_contents, read_program
 from jaxinfer.parsers.response_template.errors import refuse, require
-from jaxinfer.parsers.response_template.pattern import PatternError, literals
 from jaxinfer.parsers.response_template.program import Program, compiled
 from jaxinfer.parsers.response_template.search import find_all
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft.patterns import DEEPEST, LONGEST, Budget, Pattern, Suffix
+from jaxinfer.lora.peft.patterns import LONGEST, Budget, Pattern, Suffix
 
 ATOMS = st.sampled_from(["a", "b", r"\.", ".", "[ab]", "[^a.]", r"\d", "1", r"\w", "^", "$", r"\b"])
 PATTERNS = st.recursive(
@@ -51,7 +51,13 @@ def test_patterns_that_people_write(pattern: str, name: str):
     assert Pattern(pattern, "key").fullmatch(name, Budget()) == (re.fullmatch(pattern, name) is not None)
 
 
-@pytest.mark.parametrize("pattern", ["(a*)*b", "(a|a)*b", "(a?){40}" + "a" * 40 + "b", "(((a*)*)*)*b", "(a|aa)+$b"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("(a*)*b", "(a|a)*b", "(a?){40}" + "a" * 40 + "b", "(((a*)*)*)*b", "(a|aa)+$b"),
+        *("(?:|a){9999}" * 100 + "b", "(?:(?:a?){9999}){9999}b"),  # the package `regex` crashes, and hangs
+    ],
+)
 def test_patterns_that_take_for_ever_elsewhere_do_not_here(pattern: str):
     begin = time.process_time()
     assert not Pattern(pattern, "key").fullmatch("a" * 60, Budget())
@@ -63,24 +69,9 @@ def test_steps_run_out():
         Pattern("((.*)*)*(.*)*b", "key").fullmatch("a" * 60, Budget(100))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "what"),
-    [
-        ("(a", r"unmatched \("),
-        ("a)", r"unmatched \)"),
-        ("*a", r"\* where"),
-        ("a**", r"\* where"),
-        (r"(a)\1", r"\\ where"),
-        ("(?P<x>a)", "kind that is not supported"),
-        ("(?<=a)b", "kind that is not supported"),
-        ("[z-a]", "malformed class"),
-        ("[[a]", "malformed class"),
-        ("[a", "malformed class"),
-        ("a{}", "empty count"),
-        ("a" * (LONGEST + 1), "longer than"),
-        ("(" * (DEEPEST + 1) + ")" * (DEEPEST + 1), "groups within one another"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_the_key(pattern: str, what: str):
-    with pytest.raises(AdapterError, match=f"^target_modules.*{what}"):
+@pytest.mark.parametrize("pattern", ["(a", r"(a)\1", "(?<=a)b", "a*+", "a" * (LONGEST + 1), "(" * 33 + ")" * 33])
+def test_what_is_not_supported_is_refused_by_the_key(pattern: str):
+    with pytest.raises(AdapterError, match=r"^target_modules: "):
         Pattern(pattern, "target_modules")
+    with pytest.raises(AdapterError, match=r"^rank_pattern: "):
+        Suffix(pattern if len(pattern) < LONGEST else f"{pattern}*", "rank_pattern")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.parsers.response_template.pattern import PatternError, can_be_empty, read_pattern
+from jaxinfer.parsers.pattern import PatternError, can_be_empty, read_pattern
 from jaxinfer.parsers.response_template.program import compiled
 from jaxinfer.parsers.response_template.search import Finder, Match, Search, find_all
 from tests.parsers.test_registry import partitions

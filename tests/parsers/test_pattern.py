@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.parsers.response_template.pattern import PatternError, can_be_empty, literals, names, read_pattern, runs
+from jaxinfer.parsers.pattern import PatternError, can_be_empty, literals, names, read_pattern, runs
 from jaxinfer.parsers.response_template.program import MOST_INSTRUCTIONS, compiled
 
 
@@ -27,11 +27,18 @@ from jaxinfer.parsers.response_template.program import MOST_INSTRUCTIONS, compil
         ("[[a]b]", "is no regular expression"),
         ("(a", "is no regular expression: missing"),
         ("a**", "is no regular expression: multiple repeat"),
-        ("a" * 1025, "has 1025 characters; 1024 are supported"),
+        ("a" * 2001, "has 2001 characters; 2000 are supported"),
     ],
 )
 def test_what_is_not_understood_is_named(pattern: str, reason: str) -> None:
     with pytest.raises(PatternError, match=f"^{reason}"):
+        read_pattern(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["a(?=b)", "(?!a)b", r"a\b", "a$", "(a*)*", "a{300}"])
+def test_more_is_supported_where_texts_are_matched_as_a_whole(pattern: str) -> None:
+    read_pattern(pattern, whole=True)
+    with pytest.raises(PatternError):
         read_pattern(pattern)
 
 

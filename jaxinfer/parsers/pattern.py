@@ -1,7 +1,12 @@
-"""Regular expressions from checkpoints, parsed for matching in time linear in the text.
+"""Regular expressions from checkpoints and adapters, parsed for matching without backtracking.
 
-Python's `re` backtracks, sometimes exponentially, and cannot be interrupted. This subset never backtracks: literals,
-classes, groups, alternatives, repetitions, and the beginning of the text. All other constructs are rejected by name.
+Python's `re` backtracks, sometimes exponentially, and cannot be interrupted. The subset: literals, classes, groups,
+alternatives, repetitions, the beginning of the text and, where texts are matched as a whole, its end, word boundaries
+and lookahead. All other constructs are rejected by name.
+
+The package `regex` has a timeout for matching, but none for compilation, which expands repetitions: some short patterns
+hang there, others crash the process. And its partial matches end before the text does: ``</think>\\s*`` has a
+complete match at ``</think>``, whatever follows.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-MOST_CHARACTERS = 1024
+MOST_CHARACTERS = 2000
 """Characters of a pattern."""
 _MOST_DEPTH = 32
 _MOST_TIMES = 256
@@ -40,6 +45,14 @@ class Char:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begin:
     """Anchor at the beginning of the text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assertion:
+    """Zero-width assertion: ``$``, ``\\b``, or a lookahead (``?=``, ``?!``) for ``part``."""
+
+    kind: str
+    part: Node | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,11 +87,15 @@ class Named:
     part: Node
 
 
-type Node = Char | Begin | Concat | Either | Repeat | Named
+type Node = Char | Begin | Assertion | Concat | Either | Repeat | Named
 
 
-def read_pattern(text: str) -> Node:
+def read_pattern(text: str, *, whole: bool = False) -> Node:
     """Parse a regular expression, in which "." matches every character.
+
+    Args:
+        whole: it is matched against whole texts, with `jaxinfer.lora.peft.patterns`: assertions, any number of
+            repetitions, and repetitions of what may be empty are supported.
 
     Raises:
         PatternError: it is invalid, too long, or has unsupported constructs.
@@ -91,7 +108,7 @@ def read_pattern(text: str) -> Node:
             re.compile(text, re.DOTALL)
     except (re.error, FutureWarning, DeprecationWarning, OverflowError, RecursionError) as error:
         raise PatternError(f"is no regular expression: {error}") from error
-    return _Reader(text).read()
+    return _Reader(text, whole).read()
 
 
 def literals(*texts: str) -> Node:
@@ -103,8 +120,8 @@ def literals(*texts: str) -> Node:
 class _Reader:
     """Parser of a pattern that Python has accepted."""
 
-    def __init__(self, text: str) -> None:
-        self._text, self._at, self._depth = text, 0, 0
+    def __init__(self, text: str, whole: bool) -> None:
+        self._text, self._at, self._depth, self._whole = text, 0, 0, whole
 
     def read(self) -> Node:
         node = self._either()
@@ -132,9 +149,9 @@ class _Reader:
         if self._take("+"):
             self._refuse("a possessive repetition")
         least, most = _times(match)
-        if max(least, most or 0) > _MOST_TIMES:
+        if max(least, most or 0) > _MOST_TIMES and not self._whole:
             self._refuse(f"more than {_MOST_TIMES} repetitions")
-        if most != 1 and can_be_empty(part, at_begin=True):
+        if most != 1 and not self._whole and can_be_empty(part, at_begin=True):
             self._refuse("a repetition of what may be nothing")
         return Repeat(part, least, most, lazy=self._take("?"))
 
@@ -148,7 +165,7 @@ class _Reader:
         if character == "(":
             return self._group()
         if character == "$":
-            self._refuse("the text's end ($)")
+            return self._assertion(character, "the text's end ($)")
         return Begin() if character == "^" else _ANY if character == "." else _literal(character)
 
     def _set(self) -> Node:
@@ -165,17 +182,25 @@ class _Reader:
             return Char(re.compile(f"\\{character}"))
         if self._take("A"):
             return Begin()
+        if self._take("b"):
+            return self._assertion(r"\b", r"\b")
         match = _PLAIN_ESCAPE.match(self._text, self._at - 1)
         if match is None:
             self._refuse("a back reference" if character.isdigit() else f"\\{character}")
         self._at = match.end()
         return Char(re.compile(match[0]), literal=_meant(match[0]))
 
+    def _assertion(self, kind: str, what: str) -> Node:
+        if not self._whole:
+            self._refuse(what)
+        return Assertion(kind)
+
     def _group(self) -> Node:
         name = _NAME.match(self._text, self._at)
+        ahead = next((kind for kind in ("?=", "?!") if self._whole and self._take(kind)), "")
         if name is not None:
             self._at = name.end()
-        elif self._text.startswith("?", self._at) and not self._take("?:"):
+        elif not ahead and self._text.startswith("?", self._at) and not self._take("?:"):
             self._refuse(f"({self._text[self._at : self._at + 2]}")
         self._depth += 1
         if self._depth > _MOST_DEPTH:
@@ -183,6 +208,8 @@ class _Reader:
         node = self._either()
         self._depth -= 1
         self._at += 1
+        if ahead:
+            return Assertion(ahead, node)
         return node if name is None else Named(name[1], node)
 
     def _take(self, text: str) -> bool:
@@ -233,6 +260,8 @@ def can_be_empty(node: Node, *, at_begin: bool = False) -> bool:
             return least == 0 or can_be_empty(part, at_begin=at_begin)
         case Named(_, part):
             return can_be_empty(part, at_begin=at_begin)
+        case Assertion():
+            return True
 
 
 def names(node: Node) -> frozenset[str]:
@@ -259,7 +288,7 @@ def runs(node: Node) -> Sequence[str]:
             return [run for option in options for run in runs(option)]
         case Repeat(part) | Named(_, part):
             return runs(part)
-        case Begin():
+        case Begin() | Assertion():
             return []
 
 
