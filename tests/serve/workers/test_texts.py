@@ -5,7 +5,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.sampling_params import RequestError
@@ -16,7 +16,8 @@ def parsed(value: Any, values: int = 10**6) -> Any:
     return body_parser(values)(json.dumps(value).encode())
 
 
-@given(st.lists(st.integers() | st.booleans() | st.floats(allow_nan=False), min_size=16))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False), min_size=16))
 def test_lists_of_integers_become_arrays_only_in_fields_of_token_ids(numbers):
     found = parsed({"prompt": numbers, "tools": numbers})
     assert list(found["prompt"]) == found["tools"] == numbers
