@@ -1,8 +1,8 @@
 """Helper processes for untrusted code that may loop forever or allocate without bound, and that can be killed. No jax.
 
 A helper reads frames from stdin and writes one reply per frame; it exits at end of input, or immediately when its
-parent is killed, whatever it is doing. A frame is its length (4 bytes, big-endian) and its bytes; replies begin with
-`GOOD` or `BAD`. The first frame is the setup.
+parent is killed, whatever it is doing. A frame is its length (4 bytes, big-endian) and its bytes. The first frame is
+the setup, and the reply to it is `READY`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import IO
 
-GOOD, BAD = b"+", b"-"
+READY = b"+"
 MAX_FRAME_BYTES = 256 << 20
 """Above the largest text that a template may write, every character escaped."""
 
@@ -33,15 +33,18 @@ _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
 # ---- within a helper
 
 
-def begin(memory: int) -> None:
-    """Set the limits of this process, whose argument is the pid of its parent: ``memory`` in bytes, and the CPU time of
-    its start."""
+def begin() -> None:
+    """Bind this process to its parent, whose pid is its argument, and limit the CPU time of its start."""
     die_with(int(sys.argv[1]))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # SIGHUP makes the server reload, and may reach all of its processes
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may have had it ignored
     allow_cpu(START_CPU_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_memory(size: int) -> None:
+    """Limit the address space of this process to ``size`` bytes."""
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def die_with(parent: int) -> None:
@@ -85,6 +88,16 @@ def in_threads(serve: Callable[[], bool]) -> None:
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
+
+
+def trim() -> None:
+    """Return free heap memory to the system.
+
+    glibc keeps freed memory below an allocation in use; other C libraries have no such call and do not need it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def has_low_priority() -> bool:

@@ -81,7 +81,7 @@ ENTRY_POINTS = LAYER["loading"]
 # Modules that may import by a computed name: the package for its lazy names; the command line, which reads a command's
 # flags before it imports what the command needs; the registry of families, which imports a family on lookup; the specs
 # of kernels, which are found by folders; the GPU check, which has a module for each section (in a checkout, also
-# benchmarks) and names kernels by their path.
+# benchmarks) and names kernels by their path; a worker, which imports what its task needs.
 COMPUTES_NAMES = {
     "jaxinfer",
     "jaxinfer.cli.app",
@@ -91,6 +91,7 @@ COMPUTES_NAMES = {
     "jaxinfer.gpu_check.sections",
     "jaxinfer.models",
     "jaxinfer.models.registry",
+    "jaxinfer.serve.workers.worker",
     "pallas_kernels.specs",
 }
 # Modules that import inside functions: one needs packages that may be missing, one imports in an idle-priority thread.
@@ -120,7 +121,7 @@ THIRD_PARTY = {
     "parsers": set[str](),
     "formats": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
-    "structured": {"llguidance", "numpy"},
+    "structured": {"llguidance", "msgspec", "numpy"},
     "lora": {"jax", "jaxtyping", "numpy"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }

@@ -99,7 +99,7 @@ SLOW_FILES = (
     "serve/runtime/test_log_queue.py",
     "serve/test_process.py",
     "serve/test_structured.py",
-    "serve/workers/test_templates.py",
+    "serve/workers/test_render.py",
     "serve/api/test_tenants.py",
     "serve/test_tool_calls.py",
     "spec/test_page.py",

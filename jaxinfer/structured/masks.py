@@ -5,19 +5,18 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import json
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
 
 from jaxinfer.helper_process import Helper
-from jaxinfer.structured.answers import STOPPED, UNAVAILABLE, Answer
-from jaxinfer.structured.helper import MODULE, Item, setup
-from jaxinfer.structured.helper import ask as ask_for
+from jaxinfer.structured.answers import STOPPED, UNAVAILABLE, Answer, Ask, Item
+from jaxinfer.structured.helper import MODULE, setup
 from jaxinfer.structured.matcher import Vocabulary
 
 CPU_SECONDS = 1.0
@@ -94,15 +93,14 @@ class Held:
         self.late = False
         return self.ready
 
-    def hear(self, worker: _Worker | None, answer: Answer, masks: Iterator[np.ndarray], words: int) -> None:
-        """Take a helper's reply. ``masks``: the masks that are not in it."""
-        found = [next(masks) if ids is None else _mask_of(ids, words) for ids in answer.masks]
+    def hear(self, worker: _Worker | None, answer: Answer, words: int) -> None:
+        """Take a helper's reply."""
         if self.owner is not worker or self.told < len(self.said):
             return  # it has moved or advanced since, and is requested again
         self.stopped = answer.state == STOPPED
         self.error = None if self.stopped else answer.state
-        self.masks, self.forced, self.ready, self.slow = found, answer.tokens, True, answer.slow
-        self.burden = answer.burden
+        self.masks, self.forced = [_mask_of(each, words) for each in answer.masks], answer.tokens
+        self.ready, self.slow, self.burden = True, answer.slow, answer.burden
 
     @property
     def key(self) -> int:
@@ -215,9 +213,11 @@ def _owner(held: Held) -> _Worker:
     return held.owner
 
 
-def _mask_of(ids: list[int], words: int) -> np.ndarray:
-    """Return the mask that allows these tokens."""
-    mask, at = np.zeros(words, np.uint32), np.array(ids, np.uint32)
+def _mask_of(allowed: list[int] | bytes, words: int) -> np.ndarray:
+    """Return a mask as int32 words. ``allowed``: its tokens or its bits."""
+    if isinstance(allowed, bytes):
+        return np.frombuffer(allowed, np.int32)
+    mask, at = np.zeros(words, np.uint32), np.array(allowed, np.uint32)
     np.bitwise_or.at(mask, at >> 5, np.uint32(1) << (at & 31))
     return mask.view(np.int32)
 
@@ -325,21 +325,19 @@ class _Worker:
         elif answer is None:
             self._tell(ask, _TOO_LONG)
         else:
-            head, _, masks = answer.partition(b"\n")
-            self._hear(ask, [Answer(*each) for each in json.loads(head)], masks)
+            self._hear(ask, msgspec.msgpack.decode(answer, type=list[Answer]))
 
     def _tell(self, ask: list[Held], state: str) -> None:
         with self._came:
             for held in self._own(ask):
                 held.told = len(held.said)  # so that it is not requested again
         burden = CPU_SECONDS if state == _TOO_LONG else 0.0
-        self._hear(ask, [Answer(state, [], [], burden=burden)] * len(ask), b"")
+        self._hear(ask, [Answer(state, [], [], burden=burden)] * len(ask))
 
-    def _hear(self, ask: list[Held], states: list[Answer], masks: bytes) -> None:
-        rows = iter(np.frombuffer(masks, np.int32).reshape(-1, max(1, self._words)))
+    def _hear(self, ask: list[Held], states: list[Answer]) -> None:
         with self._came:
             for held, state in zip(ask, states, strict=True):
-                held.hear(self, state, rows, self._words)
+                held.hear(self, state, self._words)
             self._came.notify_all()
 
     def _start(self) -> bool:
@@ -376,7 +374,7 @@ class _Worker:
             items = [self._item(held) for held in ask]
         self._hurried = self.in_turn and any(grammar is not None for _, grammar, _ in items)  # it does so itself
         self._since = time.monotonic()
-        answer = self._helper.ask(ask_for(items, end, quick=not self.in_turn))
+        answer = self._helper.ask(msgspec.msgpack.encode(Ask(items, end, not self.in_turn)))
         self._since = 0.0
         return ask, answer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -45,22 +44,6 @@ class Vocabulary(NamedTuple):
         """Special tokens by name, without those that end an output and so are not part of it."""
         inner = (self.special - frozenset(self.ends)) & frozenset(range(min(len(self.tokens), self.size)))
         return {name: each for each in sorted(inner) if (name := self.tokens[each].decode(errors="replace"))}
-
-    def packed(self) -> bytes:
-        """Serialise for `unpacked`."""
-        head = json.dumps([[len(each) for each in self.tokens], sorted(self.special), list(self.ends), self.size])
-        return b"\n".join([head.encode(), b"".join(self.tokens)])
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> Vocabulary:
-        """Deserialise the bytes of `packed`."""
-        head, _, rest = data.partition(b"\n")
-        lengths, special, ends, size = json.loads(head)
-        tokens, at = [], 0
-        for length in lengths:
-            tokens.append(rest[at : at + length])
-            at += length
-        return cls(tokens, frozenset(special), ends, size)
 
 
 class GreedyTokenizer:

@@ -15,14 +15,16 @@ import pytest
 
 from jaxinfer.helper_process import Helper
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.workers import grammars
+from jaxinfer.serve.workers.codec import encode
+from jaxinfer.serve.workers.pool import Pool
+from jaxinfer.serve.workers.tasks import TASKS
 from jaxinfer.structured import masks as masking
-from jaxinfer.structured.helper import MODULE, check, setup
 from jaxinfer.structured.masks import Held, Masks
 from tests.structured.hostile import HOSTILE, distinct
 from tests.structured.test_grammar import BYTES
 from tests.structured.test_masks import PATIENCE, allowed, ready
 
+CPU_SECONDS = TASKS["check_grammar"].cpu_seconds or 0.0
 TEARDOWN = 1.0
 """Seconds of CPU time beyond the limit for the end of a process, in which its memory is freed."""
 STEPS = 24
@@ -61,23 +63,23 @@ def spent(helper: Helper, ask: Callable[[], object]) -> float:
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[Helper]:
-    """Yield a helper with the settings of the API server."""
-    helper = Helper(MODULE, setup(grammars._CPU_SECONDS))
+    """Yield a worker with the settings of the API server."""
+    helper = Pool(TASKS["check_grammar"])._helpers[0]
     yield helper
     helper.kill()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_grammar_is_checked_or_its_helper_stopped_in_time(checker: Helper, name: str) -> None:
-    question = check(*grammar_of(HOSTILE[name]()))
+    question = encode(grammar_of(HOSTILE[name]()))
     checker.start()
-    assert spent(checker, lambda: checker.ask(question)) < grammars._CPU_SECONDS + TEARDOWN
+    assert spent(checker, lambda: checker.ask(question)) < CPU_SECONDS + TEARDOWN
 
 
 def test_what_takes_too_long_is_ended_by_the_kernel(checker: Helper) -> None:
     checker.start()
     process: Any = checker._process
-    assert checker.ask(check(*grammar_of(HOSTILE["a rule of 50,000 texts"]()))) is None
+    assert checker.ask(encode(grammar_of(HOSTILE["a rule of 50,000 texts"]()))) is None
     assert process.wait(PATIENCE) == -signal.SIGPROF
 
 
@@ -134,7 +136,7 @@ def test_many_grammars_leave_nothing_behind(checker: Helper, count: int) -> None
     checker.start()
     for number in range(count):
         kind, text = grammar_of(distinct(number))
-        assert checker.ask(check(kind, text)) is not None
+        assert checker.ask(encode((kind, text))) is not None
         held = [masks.open(kind, text)]
         ready(masks, *held)
         assert held[0].mask is not None

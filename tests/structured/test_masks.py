@@ -10,12 +10,13 @@ import time
 import types
 from typing import Any
 
+import msgspec
 import pytest
 
-from jaxinfer.helper_process import BAD, GOOD, has_low_priority, in_threads, read_frame, write_frame
+from jaxinfer.helper_process import has_low_priority, in_threads, write_frame
 from jaxinfer.structured import helper, matching
 from jaxinfer.structured import masks as masking
-from jaxinfer.structured.answers import UNAVAILABLE, Answer
+from jaxinfer.structured.answers import UNAVAILABLE, Answer, Ask
 from jaxinfer.structured.masks import Held, Masks
 from tests.serve.processes import wait_until
 from tests.structured import stuck_helper
@@ -96,11 +97,11 @@ def test_an_answer_that_is_overtaken_is_not_taken(masks):
     held = masks.open("regex", "abc")
     ready(masks, held)
     held.told, held.ready = len(held.said) - 1, False
-    held.hear(held.owner, Answer(None, [], [[7]]), iter(()), BYTES.words)
+    held.hear(held.owner, Answer(None, [], [[7]]), BYTES.words)
     assert not held.ready
     assert allowed(held) == []
     held.told = len(held.said)
-    held.hear(held.owner, Answer(None, [], [[7]]), iter(()), BYTES.words)
+    held.hear(held.owner, Answer(None, [], [[7]]), BYTES.words)
     assert allowed(held) == [7]
 
 
@@ -196,51 +197,34 @@ def test_who_takes_long_for_a_mask_stands_back_and_comes_forward_for_the_next(ma
 
 @on_linux
 def test_a_helper_stands_back_while_it_starts_and_while_it_learns(monkeypatch):
-    asked = [helper.ask([(1, ("regex", "a*", ""), [])], []), helper.ask([(1, None, [97])], []), helper.ask([], [1])]
+    asks = [Ask([(1, ("regex", "a*", ""), [])], []), Ask([(1, None, [97])], []), Ask([], [1])]
     reader, stood = io.BytesIO(), list[bool]()
-    for frame in (helper.setup(100.0, BYTES), *asked):
+    for frame in (helper.setup(100.0, BYTES), *map(msgspec.msgpack.encode, asks)):
         write_frame(reader, frame)
     reader.seek(0)
     allowed = list[float]()
     monkeypatch.setattr(helper, "allow_cpu", allowed.append)
     monkeypatch.setattr(matching, "allow_cpu", allowed.append)
-    answers = io.BytesIO()
+    answers = list[bytes]()
     monkeypatch.setattr(
-        helper, "write_frame", lambda _, frame: (stood.append(has_low_priority()), answers.write(frame))
+        helper, "write_frame", lambda _, frame: (stood.append(has_low_priority()), answers.append(frame))
     )
-    in_threads(helper._Serving(reader, answers).serve)
+    in_threads(helper._Serving(reader, io.BytesIO()).serve)
     assert stood == [True, True, False, False]
     assert set(allowed) == {100.0}
-    assert answers.getvalue().startswith(GOOD + b"[[null, [], [")
-
-
-@on_linux
-def test_who_checks_a_grammar_stands_back(monkeypatch):
-    monkeypatch.setattr(helper, "allow_cpu", lambda _: None)  # it would end this process
-    reader, answers = io.BytesIO(), io.BytesIO()
-    for frame in (helper.setup(100.0), helper.check("regex", "a"), helper.check("regex", "(")):
-        write_frame(reader, frame)
-    reader.seek(0)
-    serving, found = helper._Serving(reader, answers), list[bool]()
-    for _ in range(4):
-        thread = threading.Thread(target=lambda: found.append(serving.serve()))
-        thread.start()
-        thread.join()
-    assert found == [True, True, True, False]
-    answers.seek(0)
-    assert [(read_frame(answers) or b"")[:1] for _ in range(3)] == [GOOD, GOOD, BAD]
+    assert [answer.state for answer in msgspec.msgpack.decode(answers[1], type=list[Answer])] == [None]
 
 
 def test_who_is_slow_is_said_to_be(monkeypatch):
-    found = matching.Matching(BYTES.packed(), 100.0)
-    assert not found._tried(1, ("regex", "a*", ""), [])[0].slow
-    assert not found._tried(1, None, [97])[0].slow
+    found = matching.Matching(BYTES, 100.0)
+    assert not found._tried(1, ("regex", "a*", ""), []).slow
+    assert not found._tried(1, None, [97]).slow
     monkeypatch.setattr(matching, "_SLOW_SECONDS", 0.0)
-    assert found._tried(1, None, [97])[0].slow
-    assert not found._tried(2, ("regex", "a*", ""), [])[0].slow  # compilation may be slow
+    assert found._tried(1, None, [97]).slow
+    assert not found._tried(2, ("regex", "a*", ""), []).slow  # compilation may be slow
     held = Held(0, ("regex", "a*", ""))
     for slow in (True, False):
-        held.hear(held.owner, Answer(None, [], [[97]], slow), iter([]), 9)
+        held.hear(held.owner, Answer(None, [], [[97]], slow), 9)
         assert held.slow is slow
 
 
@@ -301,7 +285,7 @@ def test_a_sequence_that_has_moved_is_not_asked_about_where_it_still_queues(mask
     assert held.owner is quick
     assert learns._asked([held], [])[0] == []
     assert held.generation == -1
-    held.hear(learns, Answer("late", [], []), iter([]), 9)
+    held.hear(learns, Answer("late", [], []), 9)
     assert not held.ready
     ready(masks, held)
     assert held.error is None

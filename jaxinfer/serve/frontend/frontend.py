@@ -24,11 +24,10 @@ from jaxinfer.serve.core.backend import Backend
 from jaxinfer.serve.frontend.generation import Generation, failing, within
 from jaxinfer.serve.frontend.loras import LoRAs, meant
 from jaxinfer.serve.frontend.scoring import check_continuations, check_lengths, score_all
+from jaxinfer.serve.runtime.event_loop import INLINE, off_loop
 from jaxinfer.serve.telemetry.tracing import Tracing
-from jaxinfer.serve.workers.grammars import Grammars, has_grammars
 from jaxinfer.serve.workers.normalize import normalize_messages
-from jaxinfer.serve.workers.offload import LONG_CHARACTERS, LongTexts
-from jaxinfer.serve.workers.templates import Renderer
+from jaxinfer.serve.workers.tasks import LONG_CHARACTERS, Grammars, LongTexts, Renderer, has_grammars
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.intake import Intake
 from jaxinfer.text.tokenizer import Tokenizer
@@ -36,8 +35,6 @@ from jaxinfer.types import FinishReason, Request
 
 _LIMITS = ServeLimits()
 _NO_PARSERS = Parsers()
-_INLINE = 1000
-"""Characters or token ids processed in the event loop, about 0.5 ms; longer inputs go to a thread."""
 _FEW_MESSAGES = 64
 _MOST_IDS = 1 << 18  # ids of one detokenize call, unless the context is longer
 _TEXT_THREADS = 2
@@ -414,7 +411,7 @@ class Frontend:
         """Check a prompt, in a thread if it is a long conversation."""
         work = len(prompt.messages) + len(prompt.tools or ()) if isinstance(prompt, Conversation) else 0
         check = functools.partial(check_prompt, prompt, self.limits, allow_templates=self._allow_templates)
-        await self._off_loop(work * _INLINE // _FEW_MESSAGES, check)
+        await self._off_loop(work * INLINE // _FEW_MESSAGES, check)
 
     async def _rendered(self, conversation: Conversation, tenant: str) -> str:
         if self.tokenizer is None or (self.template is None and conversation.template is None):
@@ -434,11 +431,8 @@ class Frontend:
         return "".join(parts)
 
     async def _off_loop[*A, T](self, work: int, function: Callable[[*A], T], *args: *A) -> T:
-        """Run ``function(*args)``, in a thread if ``work``, its number of characters or ids, is large."""
-        if work <= _INLINE:
-            return function(*args)
         threads = self._threads if work <= LONG_CHARACTERS else self._long_threads
-        return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
+        return await off_loop(work, function, *args, threads=threads)
 
 
 def _load(prompt: Input, n: int) -> Load:

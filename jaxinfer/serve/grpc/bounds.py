@@ -7,8 +7,8 @@ are read at a time.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Protocol, runtime_checkable
@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.grpc.auth import OPEN, Caller
 from jaxinfer.serve.grpc.connections import Connections, address_of
+from jaxinfer.serve.runtime.fair_pool import FairPool
 
 STRANGERS = 256
 """Maximum number of concurrent calls without an API key: health checks, most of which end at once."""
@@ -46,19 +47,18 @@ class AnonymousCalls:
     address with the most calls is ended instead."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._count = most, 0
+        self._most = most
         self._calls: dict[str, dict[Call, None]] = {}
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, self._calls.values()))
 
     @contextlib.contextmanager
     def joined(self, call: Call) -> Iterator[None]:
         address = address_of(call.peer())
         self._calls.setdefault(address, {})[call] = None
-        self._count += 1
         try:
-            if self._count > self._most:
+            if len(self) > self._most:
                 self._end_one()
             yield
         finally:
@@ -74,11 +74,9 @@ class AnonymousCalls:
     def _leave(self, address: str, call: Call) -> None:
         """Remove a call; idempotent."""
         calls = self._calls.get(address, {})
-        if call in calls:
-            self._count -= 1
-            del calls[call]
-            if not calls:
-                del self._calls[address]
+        calls.pop(call, None)
+        if not calls:
+            self._calls.pop(address, None)
 
 
 class Turns:
@@ -87,50 +85,26 @@ class Turns:
     loop turns."""
 
     def __init__(self, most: int) -> None:
-        self._free = most
+        self._most, self._turns = most, FairPool(range(most), most, sys.maxsize, "calls wait")
         self._ticks: dict[Call, int] = {}  # per call that has its turn: ticks during which other calls waited
-        self._waiting: dict[str, collections.deque[asyncio.Future[None]]] = {}
         self._ticking = False
 
     @contextlib.asynccontextmanager
     async def taken(self, call: Call) -> AsyncIterator[None]:
-        if self._free and not self._waiting:
-            self._free -= 1
-        else:
-            await self._turn(address_of(call.peer()))
+        if self._turns.held == self._most and not self._ticking:
+            self._ticking = True
+            asyncio.get_running_loop().call_soon(self._tick)  # when this call waits
+        address = address_of(call.peer())
+        turn = await self._turns.take(address)
         self._ticks[call] = 0
         try:
             yield
         finally:
             del self._ticks[call]
-            self._pass_on()
-
-    async def _turn(self, address: str) -> None:
-        ready = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(address, collections.deque()).append(ready)
-        if not self._ticking:
-            self._tick()
-        try:
-            await ready
-        except asyncio.CancelledError:
-            if not ready.cancelled():  # the turn was granted at the same time
-                self._pass_on()
-            raise
-
-    def _pass_on(self) -> None:
-        self._free += 1
-        while self._free and self._waiting:
-            address = next(iter(self._waiting))
-            turns = self._waiting.pop(address)
-            ready = turns.popleft()
-            if turns:
-                self._waiting[address] = turns
-            if not ready.done():
-                ready.set_result(None)
-                self._free -= 1
+            self._turns.give(address, turn)
 
     def _tick(self) -> None:
-        self._ticking = bool(self._waiting)
+        self._ticking = self._turns.waiting > 0
         if not self._ticking:
             return
         for call in self._ticks:
@@ -142,40 +116,19 @@ class Turns:
 
 
 class _Places:
-    """FIFO queue for one client's slots for messages in transfer."""
+    """FIFO queue for one client's slots for messages in transfer; ``users``: calls that have one or wait for it."""
 
     def __init__(self, most: int) -> None:
-        self.users, self._most = 0, most
-        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self.users, self._slots = 0, asyncio.Semaphore(most)
 
     async def read(self, call: Call) -> Message:
         """Read a call's request when a slot is free."""
         self.users += 1
-        if self.users > self._most:
-            await self._place()
         try:
-            return await call.only()
+            async with self._slots:
+                return await call.only()
         finally:
-            self._leave()
-
-    async def _place(self) -> None:
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place.cancelled():
-                self.users -= 1
-            else:  # the slot was granted at the same time
-                self._leave()
-            raise
-
-    def _leave(self) -> None:
-        self.users -= 1
-        while self._waiting:
-            if not (place := self._waiting.popleft()).done():
-                place.set_result(None)
-                return
+            self.users -= 1
 
 
 class Bounds:

@@ -30,6 +30,7 @@ from jaxinfer.serve.http.middleware import ADMIN, INFER, OBSERVE, AuthMiddleware
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.route import respond
+from jaxinfer.serve.runtime.event_loop import off_loop
 from jaxinfer.serve.telemetry.metrics import render
 
 _SCHEMAS = "#/components/schemas/"
@@ -163,12 +164,10 @@ async def _detokenize(request: Request) -> Response:
     body = checked(requests.DetokenizeRequest, await read_json(request, door.limits, door.long.read))
     skip = body.skip_special_tokens
     with rename_fields({"token_ids": "tokens"}):
-        ids = await large_response.off_loop(
-            len(body.tokens) if isinstance(body.tokens, list) else 0, ids_of, "tokens", body.tokens
-        )
+        ids = await off_loop(len(body.tokens) if isinstance(body.tokens, list) else 0, ids_of, "tokens", body.tokens)
         text = await door.serving().detokenize(ids, model=body.model, skip_special_tokens=skip)
     return Response(
-        await large_response.off_loop(len(text), large_response.text_json, "prompt", text),
+        await off_loop(len(text), large_response.text_json, "prompt", text),
         media_type="application/json",
     )
 

@@ -14,7 +14,7 @@ from jaxinfer.serve.core.supervisor import READY, STARTING, Condition
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.telemetry.metrics import ServerMetrics
 from jaxinfer.serve.telemetry.request_log import RequestLog
-from jaxinfer.serve.workers.offload import BodyReader
+from jaxinfer.serve.workers.tasks import BodyReader
 from jaxinfer.types import LoRARef
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from starlette.responses import Response, StreamingResponse
 
-_INLINE = 1000
+from jaxinfer.serve.runtime.event_loop import INLINE
+
 _CHUNK = 4096
-
-
-async def off_loop[*A, T](work: int, function: Callable[[*A], T], *args: *A) -> T:
-    """Return ``function(*args)``, run in a thread if there are more than a few items (``work``) to process."""
-    return function(*args) if work <= _INLINE else await asyncio.to_thread(function, *args)
 
 
 def tokens_answer(about: Mapping[str, int], ids: Sequence[int], spell: Callable[[int], str] | None) -> Response:
@@ -24,7 +19,7 @@ def tokens_answer(about: Mapping[str, int], ids: Sequence[int], spell: Callable[
     A thread serializes long lists while they are sent: the complete JSON would be several times the text's size.
     """
     chunks = _tokens_json(about, ids, spell)
-    if len(ids) <= _INLINE:
+    if len(ids) <= INLINE:
         return Response(b"".join(chunks), media_type="application/json")
     return StreamingResponse(chunks, media_type="application/json")
 

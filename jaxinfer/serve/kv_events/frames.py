@@ -47,25 +47,15 @@ class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=Tru
     """The removal of all blocks from all mediums."""
 
 
-class StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, omit_defaults=True, gc=False):
+class StoredArray(BlockStored, tag="BlockStored", array_like=True, gc=False):
     """`BlockStored` as an array, its tag first; the next two classes are arrays too."""
 
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None
+
+class RemovedArray(BlockRemoved, tag="BlockRemoved", array_like=True, gc=False):
+    pass
 
 
-class RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, omit_defaults=True, gc=False):
-    block_hashes: list[bytes]
-    medium: str | None
-
-
-class ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True, omit_defaults=True, gc=False):
+class ClearedArray(AllBlocksCleared, tag="AllBlocksCleared", array_like=True, gc=False):
     pass
 
 

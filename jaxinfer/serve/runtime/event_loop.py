@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import selectors
 import socket
@@ -13,6 +14,8 @@ from typing import Any, override
 
 LONG_HOLD_SECONDS = 0.02
 """Seconds above which a hold of the loop is counted: no single request may block the loop that long."""
+INLINE = 1000
+"""Characters, token ids or items that are processed in the event loop, about 0.5 ms; longer inputs go to a thread."""
 _SWITCH_SECONDS = 0.0005
 _MANY = 512
 _BEAT_SECONDS = 0.1  # costs 0.2 ms of CPU time each
@@ -28,6 +31,15 @@ def run[T](main: Coroutine[Any, Any, T]) -> T:
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     return asyncio.run(main, loop_factory=Loop)
+
+
+async def off_loop[*A, T](
+    work: int, function: Callable[[*A], T], *args: *A, threads: concurrent.futures.Executor | None = None
+) -> T:
+    """Return ``function(*args)``, run in one of ``threads`` (None: the loop's) if ``work`` exceeds `INLINE`."""
+    if work <= INLINE:
+        return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
 
 
 class Loop(asyncio.SelectorEventLoop):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import mmap
 import pathlib
 from collections.abc import Callable
+
+from jaxinfer.helper_process import trim
 
 _THRESHOLDS = (10_000, 20, 50)
 """GC thresholds: container objects per collection of generation 0, then collections per collection of the next."""
@@ -63,13 +64,3 @@ def resident() -> int:
     except OSError:
         return 0
     return int(pages) * mmap.PAGESIZE
-
-
-def trim() -> None:
-    """Return free heap memory to the system.
-
-    glibc keeps freed memory below an allocation in use; other C libraries have no such call and do not need it.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

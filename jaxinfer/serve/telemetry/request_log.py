@@ -11,11 +11,11 @@ from types import MappingProxyType
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import Call, Usage
 from jaxinfer.serve.api.tenants import own_id
-from jaxinfer.serve.runtime.log_queue import REQUESTS
+from jaxinfer.serve.runtime.logs import REQUESTS
 from jaxinfer.types import Request
 
 REFUSED = "jaxinfer.serve.refusals"
-"""Logger of rejected requests, which cost next to nothing: above a rate they are only counted (`log_queue.Limiter`)."""
+"""Logger of rejected requests, which cost next to nothing: above a rate they are only counted (`logs.RateLimit`)."""
 
 _asked = contextvars.ContextVar[Mapping[str, str]]("asked", default=MappingProxyType({}))
 _MOST_CHARACTERS = 200  # characters of a path

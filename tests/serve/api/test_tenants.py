@@ -24,7 +24,8 @@ from jaxinfer.serve.api.tenants import cache_scope
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.grpc.auth import SCOPES as RPC_SCOPES
 from jaxinfer.serve.http.app import SCOPES as ROUTES
-from jaxinfer.serve.workers import template_helper
+from jaxinfer.serve.workers.codec import encode
+from jaxinfer.serve.workers.render import renderer
 from jaxinfer.text import chat_template
 from jaxinfer.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import FakeEngine, Mischief
@@ -246,7 +247,8 @@ def test_a_template_of_a_request_is_compiled_whoever_sent_it_before(monkeypatch:
     monkeypatch.setattr(chat_template, "_compile", lambda *given: compiled.append(given[2]) or COMPILE(*given))
     asked = {"messages": [], "tools": None, "variables": {}, "template": "{{ 1 + 1 }}"}
     asked |= {"add_generation_prompt": True, "continue_final_message": False}
-    assert [template_helper._answer(asked, None, {"tokens": {}}) for _ in range(2)] == [b"+2"] * 2
+    render = renderer({}, {})
+    assert [render(encode(asked)) for _ in range(2)] == ["2"] * 2
     assert compiled == [asked["template"]] * 2
 
 

@@ -17,7 +17,8 @@ import pytest
 from jaxinfer import client as c
 from jaxinfer.config import EngineConfig
 from jaxinfer.serve.settings import ServeConfig
-from jaxinfer.structured.helper import MODULE
+from jaxinfer.serve.workers import worker
+from jaxinfer.structured import helper
 from tests.serve.live import Live, live
 from tests.structured.hostile import HOSTILE, distinct
 from tests.structured.test_hostile import resident_mib
@@ -104,13 +105,16 @@ def test_over_grpc_they_are_refused_too(server: Live) -> None:
     assert refused.value.field == "structured_outputs"
 
 
+MODULES = [[module.encode()] for module in (helper.MODULE, worker.__name__)]
+
+
 def helpers() -> list[int]:
-    """Return the PIDs of this server's helper processes, which check grammars and compute masks."""
+    """Return the PIDs of this server's helper and worker processes, which check grammars and compute masks."""
     found = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended
             pid, words = int(folder.name), (folder / "cmdline").read_bytes().split(b"\0")
-            if MODULE.encode() in words and os.getpid() in ancestors(pid):
+            if words[2:3] in MODULES and os.getpid() in ancestors(pid):
                 found.append(pid)
     return found
 

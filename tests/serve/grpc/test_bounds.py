@@ -288,9 +288,9 @@ def test_addresses_take_turns() -> None:
         await asyncio.sleep(0)
         tasks["c"].cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert "".join(order) == "abefd"
+        assert "".join(order) == "abedf"
         await take("last", "3.3.3.3")
-        assert turns._free == 1
+        assert turns._turns.held == 0
 
     asyncio.run(story())
 
@@ -299,11 +299,11 @@ def test_a_turn_that_comes_too_late_is_passed_on() -> None:
     async def story() -> None:
         turns = Turns(1)
         async with turns.taken(FakeCall("1.1.1.1")):
-            late = asyncio.create_task(turns._turn("1.1.1.1"))
+            late = asyncio.create_task(turns._turns.take("1.1.1.1"))
             await asyncio.sleep(0)
         late.cancel()  # granted in the line above, but its task has not run since
         with pytest.raises(asyncio.CancelledError):
             await late
-        assert turns._free == 1
+        assert turns._turns.held == 0
 
     asyncio.run(story())

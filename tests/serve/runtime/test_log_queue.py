@@ -15,8 +15,8 @@ import urllib.request
 
 import pytest
 
-from jaxinfer.serve.runtime import log_queue
-from jaxinfer.serve.runtime.log_queue import BURST, PER_SECOND, QUEUE_BYTES, Descriptor, Limiter, QueueHandler
+from jaxinfer.serve.runtime import logs
+from jaxinfer.serve.runtime.logs import BURST, PER_SECOND, QUEUE_BYTES, QueueHandler, RateLimit, write_to
 from tests.serve.core.fake_core import REPO
 from tests.serve.fake_engine import write_fake_folder
 from tests.serve.processes import BOUND, fake_server, is_alive, wait_until
@@ -39,7 +39,7 @@ class Gate:
 
 @contextlib.contextmanager
 def handler_of(sink, **changes):
-    handler = QueueHandler(sink, **changes)
+    handler = QueueHandler(sink.write, **changes)
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
     try:
         yield handler
@@ -75,7 +75,7 @@ def test_nobody_waits_for_a_sink_that_takes_nothing_and_what_is_left_out_is_told
 def test_a_kind_is_limited_and_no_other_and_its_number_is_told():
     gate, now = Gate(), [0.0]
     gate.open.set()
-    with handler_of(gate, limiter=Limiter(lambda: now[0])) as handler:
+    with handler_of(gate, limit=RateLimit(lambda: now[0])) as handler:
         for number in range(1000):
             handler.handle(record("request %d is bad", number, level=logging.WARNING))
         handler.handle(record("another"))
@@ -106,12 +106,12 @@ def test_lines_for_debugging_are_all_there():
 
 def test_kinds_are_bounded_and_those_beyond_are_limited_together():
     now = [0.0]
-    limiter = Limiter(lambda: now[0])
-    admitted = sum(limiter.admit(record(f"a client's own words {number}")) for number in range(10_000))
-    assert admitted == log_queue._KINDS + BURST
-    assert len(limiter._kinds) == log_queue._KINDS + 1
+    limiter = RateLimit(lambda: now[0])
+    admitted = sum(limiter.filter(record(f"a client's own words {number}")) for number in range(10_000))
+    assert admitted == logs._KINDS + BURST
+    assert len(limiter._kinds) == logs._KINDS + 1
     now[0] += 3600.0
-    assert limiter.admit(record("another, when all of them are over"))
+    assert limiter.filter(record("another, when all of them are over"))
     assert len(limiter._kinds) == 2, "that, and the one of which lines were left out"
 
 
@@ -132,7 +132,7 @@ def test_a_pipe_gets_every_byte_whether_it_blocks_or_not(blocking):
     reading, writing = os.pipe()
     os.set_blocking(writing, blocking)
     data = b"0123456789abcdef" * 20_000
-    writer = threading.Thread(target=Descriptor(writing).write, args=(data,))
+    writer = threading.Thread(target=write_to, args=(writing, data))
     writer.start()
     got = b""
     while len(got) < len(data):

@@ -38,7 +38,7 @@ def restored():
 
 def logged(form: str, level: str = "info") -> tuple[logging.Logger, Written]:
     written = Written()
-    configure(form, level, written)
+    configure(form, level, written.write)
     return logging.getLogger("jaxinfer.serve.test"), written
 
 

@@ -16,8 +16,7 @@ from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import Call, Usage
-from jaxinfer.serve.runtime.log_queue import BURST, REQUESTS, Limiter
-from jaxinfer.serve.runtime.logs import JsonFormatter, TextFormatter
+from jaxinfer.serve.runtime.logs import BURST, REQUESTS, JsonFormatter, RateLimit, TextFormatter
 from jaxinfer.serve.telemetry.request_log import REFUSED, RequestLog
 from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.types import Request
@@ -167,9 +166,9 @@ def test_the_log_of_requests_can_be_off(lines, tmp_path):
 
 def test_lines_of_answers_are_bounded_by_the_engine_and_those_of_refusals_by_their_rate():
     def admitted(name: str) -> int:
-        limiter = Limiter(lambda: 0.0)
+        limiter = RateLimit(lambda: 0.0)
         record = logging.LogRecord(name, logging.INFO, "here", 1, "ended", (), None)
-        return sum(limiter.admit(record) for _ in range(3 * BURST))
+        return sum(limiter.filter(record) for _ in range(3 * BURST))
 
     assert (admitted(REQUESTS), admitted(REFUSED)) == (3 * BURST, BURST)
 

@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 
 from jaxinfer import helper_process
-from jaxinfer.helper_process import GOOD, read_frame, write_frame
+from jaxinfer.helper_process import READY, read_frame, write_frame
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.errors import RETRY_SECONDS, Kind, ServeError
 from jaxinfer.serve.api.requests import Conversation
-from jaxinfer.serve.workers import templates
-from jaxinfer.serve.workers.packing import pack
-from jaxinfer.serve.workers.templates import Renderer
+from jaxinfer.serve.workers import pool
+from jaxinfer.serve.workers.codec import decode, encode
+from jaxinfer.serve.workers.tasks import TASKS, Renderer
 from jaxinfer.text.chat_template import ChatTemplate
 from tests.serve.core.fake_core import REPO
 from tests.serve.fake_engine import TEMPLATE, fake_template
@@ -110,14 +111,14 @@ def test_the_memory_of_a_helper_is_bounded():
 
 
 def test_too_many_may_not_wait(monkeypatch):
-    monkeypatch.setattr(templates, "_DEFAULT", templates.Sizes(4, 2, waiting=2))
+    monkeypatch.setitem(TASKS, "render", msgspec.structs.replace(TASKS["render"], waiting=2))
     answers = asyncio.run(rendered(Renderer(fake_template(), 9.0), *[Conversation(HELLO)] * 20))
     assert sum(isinstance(answer, QueueFullError) for answer in answers) >= 10
     assert answers.count(fake_template().render(HELLO)) >= 2
 
 
 def test_who_leaves_the_queue_makes_room_in_it(monkeypatch):
-    monkeypatch.setattr(templates, "_REQUESTS", templates.Sizes(4, 1, waiting=2))
+    monkeypatch.setitem(TASKS, "render_own", msgspec.structs.replace(TASKS["render_own"], waiting=2))
 
     async def run() -> None:
         renderer = Renderer(None, 0.5)
@@ -173,7 +174,7 @@ def test_a_helper_that_the_system_ends_is_no_fault_of_the_request(number: signal
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
 def test_a_helper_that_cannot_start_is_tried_again_and_no_fault_of_the_request(failures: int, monkeypatch):
-    monkeypatch.setattr(templates, "_START_PAUSES", (0.0, 0.01, 0.01))
+    monkeypatch.setattr(pool, "_START_PAUSES", (0.0, 0.01, 0.01))
     left = iter(range(failures))
     popen = subprocess.Popen
 
@@ -196,7 +197,7 @@ def test_a_helper_that_cannot_start_is_tried_again_and_no_fault_of_the_request(f
 
 
 def test_a_server_starts_without_the_helpers_that_it_would_warm(monkeypatch):
-    monkeypatch.setattr(templates, "_START_PAUSES", (0.0,))
+    monkeypatch.setattr(pool, "_START_PAUSES", (0.0,))
     monkeypatch.setattr(
         helper_process.subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(OSError("no memory"))
     )
@@ -285,7 +286,7 @@ def test_a_tenants_slow_templates_keep_no_other_waiting(own):
 
 
 def test_one_tenants_queue_does_not_fill_that_of_others(monkeypatch):
-    monkeypatch.setattr(templates, "_REQUESTS", templates.Sizes(4, 1, waiting=8))
+    monkeypatch.setitem(TASKS, "render_own", msgspec.structs.replace(TASKS["render_own"], waiting=8))
 
     async def run() -> None:
         renderer = Renderer(None, 1.0)
@@ -307,8 +308,7 @@ def test_one_tenants_queue_does_not_fill_that_of_others(monkeypatch):
 PARENT = """
 import asyncio, sys
 from jaxinfer.serve.api.requests import Conversation
-from jaxinfer.helper_process import read_frame, write_frame
-from jaxinfer.serve.workers.templates import Renderer
+from jaxinfer.serve.workers.tasks import Renderer
 
 async def main():
     renderer = Renderer(None, 1000.0)
@@ -349,8 +349,8 @@ def cpu_seconds(pid: int) -> float:
 
 def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
     """The limit does not depend on the parent, which may be stopped itself."""
-    setup = pack({"sources": {}, "tokens": {}, "seconds": 1.0})
-    run = [sys.executable, "-m", templates._MODULE, str(os.getpid())]
+    setup = encode((msgspec.structs.replace(TASKS["render"], seconds=1.0), {"sources": {}, "tokens": {}}))
+    run = [sys.executable, "-m", pool._MODULE, str(os.getpid())]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(run, **pipes, env=helper_process._environment()) as helper:
         assert helper.stdin is not None
@@ -358,17 +358,17 @@ def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
         asked = {"messages": [], "tools": None, "add_generation_prompt": True, "variables": {}}
         asked |= {"continue_final_message": False}
         write_frame(helper.stdin, setup)
-        assert read_frame(helper.stdout) == GOOD
+        assert read_frame(helper.stdout) == READY
         spin = "{% for i in range(10**4) %}{% for j in range(60) %}{% endfor %}{% endfor %}ok"
         while cpu_seconds(helper.pid) < 2.5:  # time of earlier conversations does not count
-            write_frame(helper.stdin, pack({**asked, "template": spin}))
-            assert read_frame(helper.stdout) == GOOD + b"ok"
-        write_frame(helper.stdin, pack({**asked, "template": LOOP}))
+            write_frame(helper.stdin, encode({**asked, "template": spin}))
+            assert decode(read_frame(helper.stdout) or b"") == [True, "ok"]
+        write_frame(helper.stdin, encode({**asked, "template": LOOP}))
         assert read_frame(helper.stdout) is None
         assert helper.wait(60) == -signal.SIGPROF
 
 
 def test_a_helper_whose_parent_died_before_it_began_ends():
-    run = [sys.executable, "-m", templates._MODULE, "1"]
+    run = [sys.executable, "-m", pool._MODULE, "1"]
     with subprocess.Popen(run, stdin=subprocess.PIPE, env=helper_process._environment()) as helper:
         assert helper.wait(60) == 1

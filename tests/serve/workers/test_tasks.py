@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import json
+import os
+import sys
 from array import array
 
 import pytest
 
-from jaxinfer.sampling_params import RequestError
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.api.errors import Kind, ServeError
-from jaxinfer.serve.api.requests import ServeLimits
-from jaxinfer.serve.workers.offload import BodyReader, LongTexts
+from jaxinfer.serve.api.requests import Conversation, ServeLimits
+from jaxinfer.serve.workers.pool import Pool
+from jaxinfer.serve.workers.tasks import BodyReader, Grammars, LongTexts, Renderer
 from jaxinfer.text import find_tokenizer
 from tests.serve.fake_engine import fake_tokenizer, write_fake_folder
 
@@ -52,7 +55,7 @@ def test_a_reader_that_is_killed_is_started_again():
     async def run() -> None:
         async with reading() as reader:
             assert await reader.read(b"[1]", "") == [1]
-            for helper in reader._pool._helpers:
+            for helper in reader._helpers:
                 helper.kill()
             assert await reader.read(b"[2]", "") == [2]
 
@@ -79,3 +82,28 @@ def test_texts(tmp_path):
             texts.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a scheduling policy of Linux")
+def test_only_workers_that_check_grammars_have_idle_priority():
+    async def run() -> None:
+        grammars, renderer = Grammars(), Renderer(None, 9.0)
+        try:
+            good, bad = (SamplingParams(structured_outputs={"regex": text}) for text in ("a*", "("))
+            await grammars.check(good, "")
+            with pytest.raises(RequestError) as refused:
+                await grammars.check(bad, "")
+            assert refused.value.place == "structured_outputs.regex"
+            assert await renderer.render(Conversation([], template="ok")) == "ok"
+            assert [policy(grammars), policy(renderer._requests)] == [os.SCHED_IDLE, os.SCHED_OTHER]
+        finally:
+            grammars.close()
+            renderer.close()
+
+    asyncio.run(run())
+
+
+def policy(pool: Pool) -> int:
+    process = pool._helpers[-1]._process
+    assert process is not None
+    return os.sched_getscheduler(process.pid)

@@ -24,14 +24,18 @@ class FairPool[T]:
 
     def __init__(self, things: Sequence[T], share: int, most: int, what: str) -> None:
         self._free, self._share, self._most, self._what = list(things), share, most, what
-        self._waiting: dict[str, collections.deque[asyncio.Future[T]]] = {}  # by tenant, next turn first
-        self._in_use: collections.Counter[str] = collections.Counter()
-        self._count = 0
+        self._waiting = dict[str, dict[asyncio.Future[T], None]]()  # by tenant, next turn first
+        self._in_use = collections.Counter[str]()
 
     @property
     def held(self) -> int:
         """Number of resources in use, by all tenants."""
         return self._in_use.total()
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting requests, of all tenants."""
+        return sum(map(len, self._waiting.values()))
 
     async def take(self, tenant: str) -> T:
         """Wait for the tenant's turn and return a resource, which must be given back with `give`.
@@ -39,11 +43,10 @@ class FairPool[T]:
         Raises:
             QueueFullError: too many requests wait.
         """
-        if self._count >= self._most:
-            self._give_way(tenant)
+        if self.waiting >= self._most:
+            self._make_room(tenant)
         mine: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, collections.deque()).append(mine)
-        self._count += 1
+        self._waiting.setdefault(tenant, {})[mine] = None
         self._hand_out()
         try:
             return await mine
@@ -56,42 +59,37 @@ class FairPool[T]:
 
     def give(self, tenant: str, thing: T) -> None:
         """Give a resource back."""
-        self._in_use[tenant] -= 1
-        if not self._in_use[tenant]:
-            del self._in_use[tenant]
+        self._in_use -= collections.Counter([tenant])
         self._free.append(thing)
         self._hand_out()
 
-    def _give_way(self, tenant: str) -> None:
+    def _make_room(self, tenant: str) -> None:
         """Reject the last request of the tenant that has most, or raise `QueueFullError` if that is this tenant."""
-        refusal = QueueFullError(f"{self._count} {self._what} already")
+        refusal = QueueFullError(f"{self.waiting} {self._what} already")
         longest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
-        mine = self._waiting.get(tenant, ())
-        if len(self._waiting.get(longest, ())) <= len(mine) + 1:
+        if len(self._waiting.get(longest, ())) <= len(self._waiting.get(tenant, ())) + 1:
             raise refusal
-        last = self._waiting[longest][-1]
+        last = next(reversed(self._waiting[longest]))
         self._forget(longest, last)
         if not last.done():
             last.set_exception(refusal)
 
     def _forget(self, tenant: str, future: asyncio.Future[T]) -> None:
-        queue = self._waiting.get(tenant)
-        if queue is None or future not in queue:
-            return
-        queue.remove(future)
-        self._count -= 1
+        queue = self._waiting.get(tenant, {})
+        queue.pop(future, None)
         if not queue:
-            del self._waiting[tenant]
+            self._waiting.pop(tenant, None)
 
     def _hand_out(self) -> None:
         while self._free:
             tenant = next((name for name in self._waiting if self._in_use[name] < self._share), None)
             if tenant is None:
                 return
-            future = self._waiting[tenant][0]
             queue = self._waiting.pop(tenant)
-            self._waiting[tenant] = queue  # after the other tenants
-            self._forget(tenant, future)
+            future = next(iter(queue))
+            del queue[future]
+            if queue:
+                self._waiting[tenant] = queue  # after the other tenants
             if not future.done():  # else the waiting request was just cancelled
                 self._in_use[tenant] += 1
                 future.set_result(self._free.pop())

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxinfer.sampling_params import QueueFullError
-from jaxinfer.serve.workers.fair_pool import FairPool
+from jaxinfer.serve.runtime.fair_pool import FairPool
 
 
 def run(coroutine) -> None:
