@@ -159,7 +159,7 @@ class Parameter:
         kind: declared type, without None, which is valid if ``optional``.
         low, high: smallest and largest valid number; None: no bound.
         positive: 0 itself is invalid.
-        negative_is_zero: negative numbers mean 0.
+        negative_is_default: negative numbers mean the default, 0.
         also_in: "responses", "messages" (APIs) and "generation_config" (of checkpoints), where these have the field.
             Every other API has all fields.
         neutral: value without effect of the sampler's array of this name, for unused slots; None: there is no array.
@@ -173,7 +173,7 @@ class Parameter:
     low: float | None = None
     high: float | None = None
     positive: bool = False
-    negative_is_zero: bool = False
+    negative_is_default: bool = False
     also_in: Collection[str] = ()
     neutral: float | None = None
     probe: Any = None
@@ -192,9 +192,11 @@ _ALL = (*_APIS, "generation_config")
 class SamplingParams:
     """Parameters of sampling and stopping. Names and defaults are vLLM's. The fields are the rows of `PARAMETERS`.
 
-    Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a single ``stop`` string
-    to tuples, ``logit_bias`` to a plain dict. Checks that need the model (is a token id in the vocabulary?) are in
-    ``jaxinfer.sampling_params.validate_request``.
+    Log probabilities are those of the raw logits, before any processor. ``seed`` None is drawn once, at admission.
+
+    Values are normalised: numbers to ``int`` and ``float``, ``top_k`` and ``top_n_sigma`` -1 to 0, sequences and a
+    single ``stop`` string to tuples, ``logit_bias`` to a plain dict. Checks that need the model (is a token id in the
+    vocabulary?) are in ``jaxinfer.sampling_params.validate_request``.
 
     Attributes:
         max_tokens: maximum number of generated tokens per output
@@ -202,6 +204,7 @@ class SamplingParams:
         top_p: nucleus sampling: cumulative probability of the most likely tokens to sample from
         top_k: number of most likely tokens to sample from; 0: all
         min_p: drop tokens with probability below min_p times that of the most likely token
+        top_n_sigma: drop tokens with a logit this many standard deviations below the largest one; 0: keep all
         presence_penalty: subtracted from the logits of tokens that occur in the output
         frequency_penalty: subtracted from the logits of tokens for each occurrence in the output
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output
@@ -232,8 +235,9 @@ class SamplingParams:
     max_tokens: int | None = _field(16, low=1, high=_INT64)
     temperature: float = _field(1.0, low=0, neutral=0, probe=0.8, also_in=_ALL)
     top_p: float = _field(1.0, low=0, high=1, positive=True, neutral=1, probe=0.9, also_in=_ALL)
-    top_k: int = _field(0, low=-1, negative_is_zero=True, neutral=0, probe=8, also_in=_ALL)
+    top_k: int = _field(0, low=-1, negative_is_default=True, neutral=0, probe=8, also_in=_ALL)
     min_p: float = _field(0.0, low=0, high=1, neutral=0, probe=0.01, also_in=_ALL)
+    top_n_sigma: float = _field(0.0, low=-1, negative_is_default=True, neutral=0, probe=1.5, also_in=_APIS)
     presence_penalty: float = _field(0.0, low=-2, high=2, neutral=0, probe=0.5)
     frequency_penalty: float = _field(0.0, low=-2, high=2, neutral=0, probe=0.3)
     repetition_penalty: float = _field(1.0, low=0, positive=True, neutral=1, probe=1.3, also_in=_ALL)
@@ -251,8 +255,8 @@ class SamplingParams:
     ignore_eos: bool = _field(False, also_in=_APIS)
     include_stop_str_in_output: bool = _field(False)
     skip_special_tokens: bool = _field(True)
-    speculation: Speculation | Mapping[str, Any] | None = dataclasses.field(default=None)
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = dataclasses.field(default=None)
+    speculation: Speculation | Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, check, optional in _CHECKS:
@@ -440,7 +444,7 @@ def _check_of(row: Parameter) -> Callable[[str, object], Any]:
         check: Callable[..., Any] = functools.partial(_number, low=row.low, high=row.high, above=row.positive)
     else:
         check = functools.partial(_integer, low=row.low, high=row.high)
-    return (lambda name, value: max(check(name, value), 0)) if row.negative_is_zero else check
+    return (lambda name, value: max(check(name, value), row.default)) if row.negative_is_default else check
 
 
 _CHECKS = tuple((row.name, _check_of(row), row.optional) for row in PARAMETERS.values())

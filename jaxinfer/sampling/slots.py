@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxinfer.types import Request
 _LARGE = 1e30
 _SMALL = 1e-30
 _INT32 = (-(2**31), 2**31 - 1)
-_DTYPES = {"float": np.float32, "int": np.int32}
+_DTYPES: Mapping[str, type[np.generic]] = {"float": np.float32, "int": np.int32}
 _NUMBERS = {row.name: row for row in PARAMETERS.values() if row.neutral is not None}
 
 
@@ -40,6 +41,7 @@ class SlotParams(NamedTuple):
     top_k: Int32[Array, " rows"]
     top_p: Float32[Array, " rows"]
     min_p: Float32[Array, " rows"]
+    top_n_sigma: Float32[Array, " rows"]
     presence_penalty: Float32[Array, " rows"]
     frequency_penalty: Float32[Array, " rows"]
     repetition_penalty: Float32[Array, " rows"]
@@ -149,8 +151,9 @@ class HostSlots:
         self.clear(slot)
         mine = self._params
         for name, row in _NUMBERS.items():
-            least, most = (_SMALL if row.positive else -_LARGE, _LARGE) if row.kind == "float" else _INT32
-            getattr(mine, name)[slot] = min(max(getattr(params, name), least), most)
+            value = getattr(params, name)
+            least, most = (_SMALL if value > 0 else -_LARGE, _LARGE) if row.kind == "float" else _INT32
+            getattr(mine, name)[slot] = min(max(value, least), most)
         mine.seed[slot] = (params.seed >> 32) & 0xFFFFFFFF, params.seed & 0xFFFFFFFF
         mine.sample_index[slot] = sample_index
         mine.has_bias[slot] = bool(params.logit_bias) or params.allowed_token_ids is not None

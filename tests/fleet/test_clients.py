@@ -230,7 +230,9 @@ def test_openai_agents(url: str, api: str) -> None:
             assert isinstance((await agents.Runner.run(agent, QUESTION)).final_output, str)
         for seed in range(9):  # after the forced call, the model freely chooses between the tools and the answer
             sampled = dataclasses.replace(forced, temperature=1.5, extra_body={"seed": seed})
-            both = agents.Agent("helper", model=model, tools=[weather, clock], model_settings=sampled, output_type=Answer)
+            both = agents.Agent(
+                "helper", model=model, tools=[weather, clock], model_settings=sampled, output_type=Answer
+            )
             with contextlib.suppress(agents.MaxTurnsExceeded):
                 assert isinstance((await agents.Runner.run(both, QUESTION)).final_output, Answer)
                 break
