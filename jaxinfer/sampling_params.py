@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import numbers
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 
@@ -47,30 +48,9 @@ class QueueFullError(RequestError):
         super().__init__(None, reason)
 
 
-# Smallest and largest valid value of each field (None: no bound). Names and ranges are vLLM's.
-_NUMBERS: Mapping[str, tuple[float | None, float | None]] = {
-    "temperature": (0.0, None),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, None),
-}
-_POSITIVE = ("top_p", "repetition_penalty")  # 0 itself is rejected
-_INTEGERS: Mapping[str, tuple[int, int | None]] = {
-    "n": (1, 1024),
-    "top_k": (-1, None),
-    "seed": (-(2**63), 2**64 - 1),
-    "max_tokens": (1, 2**63 - 1),
-    "min_tokens": (0, 2**63 - 1),
-    "logprobs": (0, None),
-    "prompt_logprobs": (0, None),
-    "thinking_token_budget": (0, 2**63 - 1),
-}
-_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _ACCEPTANCES = ("exact", "typical")
 _MAX_DRAFT = 2**31 - 1
+_INT64 = 2**63 - 1
 _MAX_BIAS = 100.0
 _MAX_STRINGS = 64
 _MAX_CHARACTERS = 1024
@@ -169,19 +149,82 @@ class Speculation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A row of `PARAMETERS`: facts about a field of `SamplingParams`.
+
+    Its checks, HTTP fields, flag, sampler array, probe and row of docs/sampling.md are made of it;
+    tests compare messages and the client with it.
+
+    Attributes:
+        kind: declared type, without None, which is valid if ``optional``.
+        low, high: smallest and largest valid number; None: no bound.
+        positive: 0 itself is invalid.
+        negative_is_default: negative numbers mean the default, 0.
+        also_in: "responses", "messages" (APIs) and "generation_config" (of checkpoints), where these have the field.
+            Every other API has all fields.
+        neutral: value without effect of the sampler's array of this name, for unused slots; None: there is no array.
+        probe: value with an effect on the device, for the probe of batch invariance; None: no value has one.
+    """
+
+    name: str
+    kind: str
+    optional: bool
+    default: Any
+    low: float | None = None
+    high: float | None = None
+    positive: bool = False
+    negative_is_default: bool = False
+    also_in: Collection[str] = ()
+    neutral: float | None = None
+    probe: Any = None
+
+
+def _field(default: Any, **facts: Any) -> Any:
+    """Declare a field of `SamplingParams` with the facts of its `Parameter`."""
+    return dataclasses.field(default=default, metadata=facts)
+
+
+_APIS = ("responses", "messages")
+_ALL = (*_APIS, "generation_config")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of sampling and stopping. Names and defaults are vLLM's.
+    """Parameters of sampling and stopping. Names and defaults are vLLM's. The fields are the rows of `PARAMETERS`.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs=N`` returns the chosen token and the N
-    most likely ones at each generated position, ``prompt_logprobs=N`` those of the prompt, both under the raw logits
-    (before any processor). ``seed`` None is drawn once, at admission. ``speculation``: a `Speculation`, or a mapping of
-    its fields; None: the engine's drafts, with exact acceptance. ``structured_outputs``: a `StructuredOutputs`, or a
-    mapping of its fields; None: unconstrained. ``thinking_token_budget``: reasoning tokens after which the reasoning is
-    closed; None: the model closes it.
+    Log probabilities are those of the raw logits, before any processor. ``seed`` None is drawn once, at admission.
 
-    Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a single ``stop`` string
-    to tuples, ``logit_bias`` to a plain dict. Checks that need the model (is a token id in the vocabulary?) are in
-    ``jaxinfer.sampling_params.validate_request``.
+    Values are normalised: numbers to ``int`` and ``float``, ``top_k`` and ``top_n_sigma`` -1 to 0, sequences and a
+    single ``stop`` string to tuples, ``logit_bias`` to a plain dict. Checks that need the model (is a token id in the
+    vocabulary?) are in ``jaxinfer.sampling_params.validate_request``.
+
+    Attributes:
+        max_tokens: maximum number of generated tokens per output
+        temperature: sampling temperature; 0: greedy, higher: more random
+        top_p: nucleus sampling: cumulative probability of the most likely tokens to sample from
+        top_k: number of most likely tokens to sample from; 0: all
+        min_p: drop tokens with probability below min_p times that of the most likely token
+        top_n_sigma: drop tokens with a logit this many standard deviations below the largest one; 0: keep all
+        presence_penalty: subtracted from the logits of tokens that occur in the output
+        frequency_penalty: subtracted from the logits of tokens for each occurrence in the output
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output
+        seed: sampling seed; equal seeds give equal text (default: random; shown by --stats and --json)
+        n: number of outputs per prompt
+        min_tokens: minimum number of generated tokens per output
+        thinking_token_budget: reasoning budget: end the think block after N tokens
+        logprobs: number of most likely tokens to return with log probabilities, per output position
+        prompt_logprobs: number of most likely tokens per prompt position; shown with --json
+        logit_bias: numbers from -100 to 100 by token id, added to the logits
+        allowed_token_ids: the only token ids that may be generated, at least one
+        bad_words: at most 64 texts of 1 to 1024 characters that must not occur in the output; they may make at most 32
+            token sequences of at most 8 tokens
+        stop: at most 64 strings of 1 to 1024 characters, or one; each ends the output
+        stop_token_ids: token ids that end the output; with EOS at most 64
+        ignore_eos: continue after the EOS token
+        include_stop_str_in_output: keep the stop string in the output
+        skip_special_tokens: omit special tokens from the text
+        speculation: a `Speculation` or a mapping of its fields; None: the engine's drafts, with exact acceptance
+        structured_outputs: a `StructuredOutputs` or a mapping of its fields; None: unconstrained
 
     Raises:
         RequestError: a value is out of range; the message names field and value.
@@ -189,49 +232,41 @@ class SamplingParams:
 
     __no_type_check__ = True  # run-time type checkers must skip this class: it validates itself, and accepts 0 for 0.0
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
+    max_tokens: int | None = _field(16, low=1, high=_INT64)
+    temperature: float = _field(1.0, low=0, neutral=0, probe=0.8, also_in=_ALL)
+    top_p: float = _field(1.0, low=0, high=1, positive=True, neutral=1, probe=0.9, also_in=_ALL)
+    top_k: int = _field(0, low=-1, negative_is_default=True, neutral=0, probe=8, also_in=_ALL)
+    min_p: float = _field(0.0, low=0, high=1, neutral=0, probe=0.01, also_in=_ALL)
+    top_n_sigma: float = _field(0.0, low=-1, negative_is_default=True, neutral=0, probe=1.5, also_in=_APIS)
+    presence_penalty: float = _field(0.0, low=-2, high=2, neutral=0, probe=0.5)
+    frequency_penalty: float = _field(0.0, low=-2, high=2, neutral=0, probe=0.3)
+    repetition_penalty: float = _field(1.0, low=0, positive=True, neutral=1, probe=1.3, also_in=_ALL)
+    seed: int | None = _field(None, low=-(2**63), high=2**64 - 1, also_in=_APIS)
+    n: int = _field(1, low=1, high=1024)
+    min_tokens: int = _field(0, low=0, high=_INT64, neutral=0, probe=1)
+    thinking_token_budget: int | None = _field(None, low=0, high=_INT64, also_in=("responses",))
+    logprobs: int | None = _field(None, low=0, probe=1)
+    prompt_logprobs: int | None = _field(None, low=0)
+    logit_bias: Mapping[int, float] | None = _field(None, probe={0: 3.0})
+    allowed_token_ids: Sequence[int] | None = _field(None)
+    bad_words: Sequence[str] | None = _field(None)
+    stop: str | Sequence[str] | None = _field(None)
+    stop_token_ids: Sequence[int] | None = _field(None)
+    ignore_eos: bool = _field(False, also_in=_APIS)
+    include_stop_str_in_output: bool = _field(False)
+    skip_special_tokens: bool = _field(True)
     speculation: Speculation | Mapping[str, Any] | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
-    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
-        for field, bounds in _NUMBERS.items():
-            self._set(field, _number(field, getattr(self, field), *bounds, above=field in _POSITIVE))
-        for field, limits in _INTEGERS.items():
-            if field not in _OPTIONAL or getattr(self, field) is not None:
-                self._set(field, _integer(field, getattr(self, field), *limits))
-        for field in _FLAGS:
-            if not isinstance(getattr(self, field), bool):
-                _refuse(field, getattr(self, field), "must be true or false")
-        for field in ("stop", "bad_words"):
-            self._set(field, _strings(field, getattr(self, field)))
-        for field in ("stop_token_ids", "allowed_token_ids"):
-            self._set(field, _token_ids(field, getattr(self, field)))
-        self._set("logit_bias", _bias("logit_bias", self.logit_bias))
-        self._set("speculation", _fields_of(Speculation, "speculation", self.speculation))
-        self._set("structured_outputs", _fields_of(StructuredOutputs, "structured_outputs", self.structured_outputs))
-        self._set("top_k", max(self.top_k, 0))
-        self._check_together()
+        for name, check, optional in _CHECKS:
+            value = getattr(self, name)
+            if value is not None or not optional:
+                object.__setattr__(self, name, check(name, value))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", self.allowed_token_ids, "must hold at least one token id")
 
     @property
     def typical(self) -> bool:
@@ -243,14 +278,18 @@ class SamplingParams:
         """Constraint on the output, see `StructuredOutputs.asked`; None: unconstrained."""
         return self.structured_outputs.asked if isinstance(self.structured_outputs, StructuredOutputs) else None
 
-    def _check_together(self) -> None:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _refuse("allowed_token_ids", self.allowed_token_ids, "must hold at least one token id")
 
-    def _set(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)
+PARAMETERS: Mapping[str, Parameter] = {
+    field.name: Parameter(
+        name=field.name,
+        kind=str(field.type).removesuffix(" | None"),
+        optional=str(field.type).endswith(" | None"),
+        default=field.default,
+        **field.metadata,
+    )
+    for field in dataclasses.fields(SamplingParams)
+}
+"""Sampling parameters by name."""
 
 
 def _refuse(field: str, value: object, reason: str) -> NoReturn:
@@ -285,9 +324,13 @@ def _integer(field: str, value: object, low: int, high: int | None = None) -> in
     return integer
 
 
-def _strings(field: str, value: object) -> tuple[str, ...] | None:
-    if value is None:
-        return None
+def _flag(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        _refuse(field, value, "must be true or false")
+    return value
+
+
+def _strings(field: str, value: object) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) and field == "stop" else value
     if isinstance(items, str) or not isinstance(items, Sequence):
         _refuse(field, value, "must be a list of strings")
@@ -301,17 +344,13 @@ def _strings(field: str, value: object) -> tuple[str, ...] | None:
     return tuple(items)
 
 
-def _token_ids(field: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
+def _token_ids(field: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         _refuse(field, value, "must be a list of token ids")
     return tuple(_integer(field, item, 0) for item in value)
 
 
-def _bias(field: str, value: object) -> dict[int, float] | None:
-    if value is None:
-        return None
+def _bias(field: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         _refuse(field, value, "must map token ids to numbers")
     return {
@@ -373,7 +412,7 @@ def _grammar_text(place: str, value: object) -> str:
 
 def _fields_of(kind: Any, name: str, value: object) -> Any:
     """Make a dataclass from a mapping of its fields; None values count as not given."""
-    if value is None or isinstance(value, kind):
+    if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
         _refuse(name, value, "must be an object")
@@ -384,6 +423,31 @@ def _fields_of(kind: Any, name: str, value: object) -> Any:
             place = f"{name}.{key:.50}" if plain else f"{name}[{reprlib.repr(key)}]"
             raise RequestError(place, f"is no field of it: they are {', '.join(known)}")
     return kind(**{key: given for key, given in value.items() if given is not None})
+
+
+_KINDS: Mapping[str, Callable[[str, object], Any]] = {
+    "bool": _flag,
+    "str | Sequence[str]": _strings,
+    "Sequence[str]": _strings,
+    "Sequence[int]": _token_ids,
+    "Mapping[int, float]": _bias,
+    "Speculation | Mapping[str, Any]": functools.partial(_fields_of, Speculation),
+    "StructuredOutputs | Mapping[str, Any]": functools.partial(_fields_of, StructuredOutputs),
+}
+
+
+def _check_of(row: Parameter) -> Callable[[str, object], Any]:
+    """Return the function that checks and normalises values of a parameter."""
+    if row.kind not in ("int", "float"):
+        return _KINDS[row.kind]
+    if row.kind == "float":
+        check: Callable[..., Any] = functools.partial(_number, low=row.low, high=row.high, above=row.positive)
+    else:
+        check = functools.partial(_integer, low=row.low, high=row.high)
+    return (lambda name, value: max(check(name, value), row.default)) if row.negative_is_default else check
+
+
+_CHECKS = tuple((row.name, _check_of(row), row.optional) for row in PARAMETERS.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ def mixed_params(number: int, **changes: Any) -> SamplingParams:
         {"temperature": 1.0, "top_k": 7},
         {"temperature": 1.2, "min_p": 0.05, "top_k": 40, "top_p": 0.95},
         {"temperature": 0.0, "repetition_penalty": 1.3},
-        {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.3, "top_n_sigma": 2.0},
         {"temperature": 0.0, "logit_bias": {5: 3.0, 11: -100.0}},
         {"temperature": 1.0, "allowed_token_ids": list(range(3, 60))},
         {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": [1, 2, 3]},

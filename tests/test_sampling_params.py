@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
+from jaxinfer.sampling_params import PARAMETERS, RequestError, SamplingParams, Speculation
 from tests.yardstick import slowness
 
 NAN, INF = math.nan, math.inf
-NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-LISTS = ("allowed_token_ids", "stop_token_ids")
+NUMBERS, INTEGERS, FLAGS, LISTS = (
+    [row.name for row in PARAMETERS.values() if row.kind == kind] for kind in ("float", "int", "bool", "Sequence[int]")
+)
 
 REFUSED: list[tuple[str, Any, str]] = [
     *((field, value, "must be finite") for field in NUMBERS for value in (NAN, INF, -INF, 10**400)),
@@ -40,6 +39,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("min_p", -0.01, "must be at least 0"),
     ("min_p", 1.5, "must be at most 1"),
     ("top_k", -2, "must be at least -1"),
+    ("top_n_sigma", -1.5, "must be at least -1"),
     ("presence_penalty", 2.1, "must be at most 2"),
     ("presence_penalty", -2.1, "must be at least -2"),
     ("frequency_penalty", 3, "must be at most 2"),
@@ -230,6 +230,7 @@ def test_normalises() -> None:
     )
     assert (type(given.top_p), type(given.temperature), type(given.seed)) == (float, float, int)
     assert given.top_k == 0
+    assert [repr(SamplingParams(top_n_sigma=n).top_n_sigma) for n in (-1, -0.5, 2)] == ["0.0", "0.0", "2.0"]
     assert type(given.logit_bias) is dict
 
 

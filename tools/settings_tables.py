@@ -1,4 +1,4 @@
-"""Write the tables of settings in docs/, and the Helm chart's schema of them, from the dataclasses of the settings.
+"""Write the tables of settings and of sampling parameters in docs/, and the Helm chart's schema, from the dataclasses.
 
     python -m tools.settings_tables            writes the tables and the schema
     python -m tools.settings_tables --check    exit code 1 where one of them is not current
@@ -17,16 +17,18 @@ from collections.abc import Mapping
 
 from jaxinfer.cli.flags import attribute_docs
 from jaxinfer.config import EngineConfig
+from jaxinfer.sampling_params import PARAMETERS, Parameter, SamplingParams
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.settings import ServeConfig
 from tools.chart_schema import FILE as SCHEMA
 from tools.chart_schema import with_settings
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
-PAGES = ("settings.md", "serving.md")
-KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (EngineConfig, ServeConfig, ServeLimits)}
+PAGES = ("settings.md", "serving.md", "sampling.md")
+KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (EngineConfig, ServeConfig, ServeLimits, SamplingParams)}
 
 _NESTED = ("limits", "engine")
+_UNLIMITED = 2**62  # larger bounds are those of the number's type
 _TABLE = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -55,6 +57,8 @@ def with_tables(page: str) -> str:
 
 def tables(kind: type) -> str:
     """Format a table for each group of settings: the bases of ``kind``, or ``kind`` itself where it has none."""
+    if kind is SamplingParams:
+        return parameters()
     groups = [each for each in reversed(kind.__mro__[1:]) if dataclasses.is_dataclass(each)] or [kind]
     return "\n".join(table(kind, group, title=group is not kind) for group in groups)
 
@@ -66,6 +70,20 @@ def table(kind: type, group: type, *, title: bool) -> str:
     rows = [f"| `{field.name}` | {_cell(field.default)} | {docs[field.name].replace('``', '`')} |" for field in fields]
     head = [f"**{(group.__doc__ or '').partition(chr(10))[0].rstrip('.')}**\n"] if title else []
     return "\n".join([*head, "| setting | default | what it is |", "|---|---|---|", *rows, ""])
+
+
+def parameters() -> str:
+    """Format the table of sampling parameters."""
+    docs = attribute_docs(SamplingParams)
+    cells = ((row, docs[row.name].replace("``", "`")) for row in PARAMETERS.values())
+    rows = [f"| `{row.name}` | {_cell(row.default)} | {_range(row)} | {text} |" for row, text in cells]
+    return "\n".join(["| parameter | default | range | what it is |", "|---|---|---|---|", *rows, ""])
+
+
+def _range(row: Parameter) -> str:
+    low = None if row.low is None or row.low < -_UNLIMITED else f"{'>' if row.positive else '>='} {row.low:g}"
+    high = None if row.high is None or row.high > _UNLIMITED else f"<= {row.high:g}"
+    return ", ".join(bound for bound in (low, high) if bound is not None)
 
 
 def _cell(default: object) -> str:

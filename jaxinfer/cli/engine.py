@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import pathlib
 
-from jaxinfer.cli.flags import add_groups, all_flags, given_settings, whole_number
+from jaxinfer.cli.flags import add_groups, all_flags, attribute_docs, given_settings, whole_number
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.config.aliases import DTYPES, known_dtype
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_params import PARAMETERS, SamplingParams
 
 # On the command line --seed is that of the request; the engine's seed is the source of unset request seeds.
 _NO_FLAGS = ("seed",)
@@ -18,22 +17,7 @@ _NO_FLAGS = ("seed",)
 MAX_TOKENS = 128
 
 # Options passed to SamplingParams under the same name; the defaults are those of the checkpoint or the field.
-SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "maximum number of generated tokens per output"),
-    "temperature": (float, "sampling temperature; 0: greedy, higher: more random"),
-    "top_p": (float, "nucleus sampling: cumulative probability of the most likely tokens to sample from"),
-    "top_k": (int, "number of most likely tokens to sample from; 0: all"),
-    "min_p": (float, "drop tokens with probability below min_p times that of the most likely token"),
-    "presence_penalty": (float, "subtracted from the logits of tokens that occur in the output"),
-    "frequency_penalty": (float, "subtracted from the logits of tokens for each occurrence in the output"),
-    "repetition_penalty": (float, "divides positive and multiplies negative logits of tokens in prompt and output"),
-    "seed": (int, "sampling seed; equal seeds give equal text (default: random; shown by --stats and --json)"),
-    "n": (int, "number of outputs per prompt"),
-    "min_tokens": (int, "minimum number of generated tokens per output"),
-    "thinking_token_budget": (int, "reasoning budget: end the think block after N tokens"),
-    "logprobs": (int, "number of most likely tokens to return with log probabilities, per output position"),
-    "prompt_logprobs": (int, "number of most likely tokens per prompt position; shown with --json"),
-}
+_NUMBERS = {row.name: row for row in PARAMETERS.values() if row.kind in ("int", "float")}
 _LISTS = ("stop", "stop_token_ids", "bad_words")
 _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
@@ -84,11 +68,11 @@ def engine_settings(parser: Parser, args: argparse.Namespace) -> dict[str, objec
 def add_sampling(parser: Parser) -> None:
     """Add the sampling flags."""
     group = parser.add_argument_group("sampling (values recommended by the checkpoint override the defaults below)")
-    own = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | {"max_tokens": MAX_TOKENS}
-    for name, (kind, text) in SAMPLING.items():
-        shown = text if own[name] is None else f"{text} (default: {own[name]})"
-        value = {int: "N", float: "X"}[kind]
-        read = whole_number if kind is int else kind
+    docs = attribute_docs(SamplingParams)
+    for name, row in _NUMBERS.items():
+        default = MAX_TOKENS if name == "max_tokens" else row.default
+        shown = docs[name] if default is None else f"{docs[name]} (default: {default})"
+        read, value = (whole_number, "N") if row.kind == "int" else (float, "X")
         group.add_argument(*all_flags(name), dest=name, type=read, metavar=value, help=shown)
     _add_speculation(group)
     _add_structured(group)
@@ -152,7 +136,7 @@ def _text(given: str) -> str:
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, object]:
     """Return the fields of SamplingParams that were given."""
-    given = {name: value for name in (*SAMPLING, *_LISTS) if (value := getattr(args, name)) is not None}
+    given = {name: value for name in (*_NUMBERS, *_LISTS) if (value := getattr(args, name)) is not None}
     about = {"enabled": args.speculation} | {n: getattr(args, f"speculation_{n}") for n in ("max_tokens", "acceptance")}
     if asked := {name: value for name, value in about.items() if value is not None}:
         given["speculation"] = asked

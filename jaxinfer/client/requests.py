@@ -61,6 +61,7 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    top_n_sigma: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
     repetition_penalty: float | None

@@ -35,6 +35,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "expert_parallel_size": ("ep_size", "ep"),
         "max_tokens": ("max_new_tokens", "n_predict"),
         "temperature": ("temp",),
+        "top_n_sigma": ("top_nsigma",),
         "prompt": ("p",),
         "prompt_file": ("file", "f"),
         "speculative": ("speculative_algorithm",),

@@ -31,7 +31,8 @@ def process(
     short = active & (generated < slots.min_tokens)
     words = active & (slots.bad_words[:, :, -1] >= 0).any(axis=1)
     biased = active & slots.has_bias
-    penalised = active & ((slots.presence != 0) | (slots.frequency != 0) | (slots.repetition != 1))
+    repeated = (slots.presence_penalty != 0) | (slots.frequency_penalty != 0) | (slots.repetition_penalty != 1)
+    penalised = active & repeated
     changed, constrained = short | words | biased | penalised, active & slots.constrained
 
     def change(logits: Logits) -> Logits:
@@ -88,6 +89,7 @@ def _completing(
 def _penalise(logits: Logits, slots: SlotParams, state: SlotState) -> Logits:
     """Penalise repetition in prompt and output (Keskar et al. 2019, CTRL), frequency and presence in the output."""
     generated = state.counts > 0
-    repetition = jnp.where(state.prompt | generated, slots.repetition[:, None], 1.0)
+    repetition = jnp.where(state.prompt | generated, slots.repetition_penalty[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    return logits - slots.frequency[:, None] * state.counts - slots.presence[:, None] * generated
+    logits = logits - slots.frequency_penalty[:, None] * state.counts
+    return logits - slots.presence_penalty[:, None] * generated

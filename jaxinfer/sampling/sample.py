@@ -138,7 +138,7 @@ def posterior(
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> tuple[Float32[Array, "rows candidates"], Float32[Array, " rows"]]:
-    """Return each candidate's probability per row, after temperature, min_p, top_k and top_p, and the bound that it
+    """Return each candidate's probability per row, after temperature and all filters, and the bound that it
     must exceed to be typical: ``min(epsilon, delta * exp(-entropy))``. Banned tokens have probability 0."""
     weights = weights_of(logits, argmax(logits)[0], rows, asks)
     chances = weights / jnp.maximum(total(weights), jnp.finfo(jnp.float32).tiny)[:, None, None]

@@ -1,4 +1,4 @@
-"""Token selection from processed logits: greedy, or temperature, min_p, top_k, top_p and a draw."""
+"""Token selection from processed logits: greedy, or temperature, min_p, top_n_sigma, top_k, top_p and a draw."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from jaxinfer.sampling.reductions import LANES, Lanes, argmax, to_lanes, total
+from jaxinfer.sampling.reductions import LANES, Lanes, argmax, count, to_lanes, total
 from jaxinfer.sampling.search import kth_largest, nucleus_floor
 from jaxinfer.sampling.slots import SlotParams
 
@@ -36,12 +36,14 @@ def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], 
 
 
 def weights_of(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:
-    """Return probabilities up to a factor (the most likely token has 1), 0 where min_p, top_k or top_p drop a token."""
+    """Return probabilities up to a factor (the most likely token has 1), 0 where a filter drops a token: min_p,
+    top_n_sigma and top_k, then top_p among the rest."""
     values = to_lanes(logits, -jnp.inf)
     limited = random & (slots.top_k > 0) & (slots.top_k < logits.shape[-1])
+    narrow = random & (slots.top_n_sigma > 0)
     smallest = lax.cond(
-        jnp.any(limited),
-        lambda: kth_largest(values, jnp.maximum(slots.top_k, 1), limited),
+        jnp.any(limited | narrow),
+        lambda: _smallest(values, peak, slots, limited, narrow),
         lambda: jnp.full_like(peak, -jnp.inf),
     )
     temperature = jnp.where(random, slots.temperature, 1)
@@ -55,6 +57,31 @@ def weights_of(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams,
         lambda: jnp.zeros_like(peak),
     )
     return jnp.where(weights >= floor[:, None, None], weights, 0)
+
+
+def _smallest(
+    values: Lanes, peak: Float32[Array, " rows"], slots: SlotParams, limited: Rows, narrow: Rows
+) -> Float32[Array, " rows"]:
+    """Return the smallest logit that top_k keeps in ``limited`` rows and top_n_sigma in ``narrow`` ones, else -inf."""
+    everything = jnp.full_like(peak, -jnp.inf)
+    kth = lax.cond(
+        jnp.any(limited), lambda: kth_largest(values, jnp.maximum(slots.top_k, 1), limited), lambda: everything
+    )
+    near = lax.cond(jnp.any(narrow), lambda: peak - slots.top_n_sigma * _deviation(values, peak), lambda: everything)
+    return jnp.maximum(kth, jnp.where(narrow, near, everything))
+
+
+def _deviation(values: Lanes, peak: Float32[Array, " rows"]) -> Float32[Array, " rows"]:
+    """Return the standard deviation of each row's logits, for top-n-sigma (Tang et al. 2024, arXiv:2411.07641).
+
+    The logits are processed, but not divided by the temperature: the same tokens are kept at any temperature. Banned
+    tokens (-inf) do not count. Both as in llama.cpp, whose filter also comes after the penalties and before top-k.
+    """
+    allowed = values > -jnp.inf
+    shifted = jnp.where(allowed, values - peak[:, None, None], 0)
+    size = count(allowed)
+    mean = total(shifted) / size
+    return jnp.sqrt(total(jnp.where(allowed, (shifted - mean[:, None, None]) ** 2, 0)) / size)
 
 
 def random_words(

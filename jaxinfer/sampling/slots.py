@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,24 +10,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
-from jaxinfer.sampling_params import SamplingLimits
+from jaxinfer.sampling_params import PARAMETERS, SamplingLimits
 from jaxinfer.types import Request
 
 # float32 would round larger numbers to infinity or flush smaller ones to zero, and turn masked logits into NaN.
 _LARGE = 1e30
 _SMALL = 1e-30
+_INT32 = (-(2**31), 2**31 - 1)
+_DTYPES: Mapping[str, type[np.generic]] = {"float": np.float32, "int": np.int32}
+_NUMBERS = {row.name: row for row in PARAMETERS.values() if row.neutral is not None}
 
 
 class SlotParams(NamedTuple):
     """Sampling parameters per slot, on the host (numpy) or the device. A neutral value switches its feature off.
 
+    Fields that are missing below are those of `SamplingParams`; their neutral values are in its table.
+
     Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 keeps all.
-        top_p: 1 keeps all.
-        min_p: 0 keeps all.
-        presence, frequency: subtracted from the logits of generated tokens, once and per occurrence.
-        repetition: divides positive and multiplies negative logits of seen tokens; 1 changes nothing.
         seed: high and low word.
         sample_index: index among the request's ``n`` samples.
         has_bias: the slot's row of ``SlotState.bias`` applies.
@@ -41,14 +41,15 @@ class SlotParams(NamedTuple):
     top_k: Int32[Array, " rows"]
     top_p: Float32[Array, " rows"]
     min_p: Float32[Array, " rows"]
-    presence: Float32[Array, " rows"]
-    frequency: Float32[Array, " rows"]
-    repetition: Float32[Array, " rows"]
+    top_n_sigma: Float32[Array, " rows"]
+    presence_penalty: Float32[Array, " rows"]
+    frequency_penalty: Float32[Array, " rows"]
+    repetition_penalty: Float32[Array, " rows"]
+    min_tokens: Int32[Array, " rows"]
     seed: UInt32[Array, "rows 2"]
     sample_index: Int32[Array, " rows"]
     has_bias: Bool[Array, " rows"]
     stop_ids: Int32[Array, "rows stops"]
-    min_tokens: Int32[Array, " rows"]
     bad_words: Int32[Array, "rows words length"]
     logprobs: Bool[Array, " rows"]
     typical: Bool[Array, " rows"]
@@ -79,22 +80,15 @@ def first_rows[Rows: (SlotParams, SlotState)](slots: Rows, count: int) -> Rows:
 def neutral_slots(rows: int, limits: SamplingLimits) -> SlotParams:
     """Make numpy parameters of ``rows`` greedy slots with every feature off."""
 
-    def full(value: float, dtype: type[np.generic], *shape: int) -> Any:
+    def full(value: float | None, dtype: type[np.generic], *shape: int) -> Any:
         return np.full((rows, *shape), value, dtype)
 
     return SlotParams(
-        temperature=full(0, np.float32),
-        top_k=full(0, np.int32),
-        top_p=full(1, np.float32),
-        min_p=full(0, np.float32),
-        presence=full(0, np.float32),
-        frequency=full(0, np.float32),
-        repetition=full(1, np.float32),
+        **{name: full(row.neutral, _DTYPES[row.kind]) for name, row in _NUMBERS.items()},
         seed=full(0, np.uint32, 2),
         sample_index=full(0, np.int32),
         has_bias=full(False, np.bool_),
         stop_ids=full(-1, np.int32, limits.max_stop_ids),
-        min_tokens=full(0, np.int32),
         bad_words=full(-1, np.int32, limits.max_bad_words, limits.max_bad_word_tokens),
         logprobs=full(False, np.bool_),
         typical=full(False, np.bool_),
@@ -156,18 +150,14 @@ class HostSlots:
             raise ValueError(f"request {request.request_id}: the seed must be resolved before admission")
         self.clear(slot)
         mine = self._params
-        mine.temperature[slot] = min(params.temperature, _LARGE)
-        mine.top_k[slot] = min(params.top_k, np.iinfo(np.int32).max)
-        mine.top_p[slot] = max(params.top_p, _SMALL)
-        mine.min_p[slot] = params.min_p
-        mine.presence[slot] = params.presence_penalty
-        mine.frequency[slot] = params.frequency_penalty
-        mine.repetition[slot] = min(max(params.repetition_penalty, _SMALL), _LARGE)
+        for name, row in _NUMBERS.items():
+            value = getattr(params, name)
+            least, most = (_SMALL if value > 0 else -_LARGE, _LARGE) if row.kind == "float" else _INT32
+            getattr(mine, name)[slot] = min(max(value, least), most)
         mine.seed[slot] = (params.seed >> 32) & 0xFFFFFFFF, params.seed & 0xFFFFFFFF
         mine.sample_index[slot] = sample_index
         mine.has_bias[slot] = bool(params.logit_bias) or params.allowed_token_ids is not None
         mine.stop_ids[slot, : len(request.stop_token_ids)] = sorted(request.stop_token_ids)
-        mine.min_tokens[slot] = params.min_tokens
         for word, ids in enumerate(request.bad_words_ids):
             mine.bad_words[slot, word, -len(ids) :] = ids
         mine.logprobs[slot] = params.logprobs is not None

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jaxinfer.formats import json_values
 from jaxinfer.sampling_params import (
+    PARAMETERS,
     ContextLengthError,
     RequestError,
     SamplingLimits,
@@ -26,8 +27,11 @@ Prompt = str | Sequence[int]
 
 # Fields read from generation_config.json, with their converters: other tools write 20.0 or "20" for 20.
 _READ: Mapping[str, Callable[[object], Any]] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), json_values.real),
-    "top_k": json_values.whole,
+    **{
+        row.name: json_values.real if row.kind == "float" else json_values.whole
+        for row in PARAMETERS.values()
+        if "generation_config" in row.also_in
+    },
     "do_sample": json_values.flag,
 }
 _MUST_BE: Mapping[Callable[[object], Any], str] = {

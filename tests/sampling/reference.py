@@ -60,6 +60,8 @@ class Row:
             return np.eye(len(logits))[np.argmax(logits)]
         weights = np.exp((logits - logits.max()) / asked.temperature)
         keep = weights >= asked.min_p
+        if asked.top_n_sigma:
+            keep &= logits >= logits.max() - asked.top_n_sigma * logits[logits > -np.inf].std()
         if asked.top_k:
             keep &= logits >= np.sort(logits)[::-1][: asked.top_k][-1]
         weights = np.where(keep, weights, 0)

@@ -18,6 +18,7 @@ SAMPLE = jax.jit(sample, static_argnums=6)
 ASKED = {
     "greedy": SamplingParams(temperature=0.0),
     "sampled": SamplingParams(temperature=1.5, top_k=9, top_p=0.9, min_p=0.01),
+    "sigma": SamplingParams(temperature=1.5, top_n_sigma=1.0),
     "penalties": SamplingParams(presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.8),
     "bias": SamplingParams(logit_bias={3: 4.0, 5: -4.0}, temperature=1.3),
     "allowed": SamplingParams(allowed_token_ids=[1, 2, 3, 5, 7, 11], frequency_penalty=0.7),

@@ -38,6 +38,7 @@ EVERYTHING = {
     "top_k": 300,
     "top_p": 0.97,
     "min_p": 1e-4,
+    "top_n_sigma": 3.0,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.3,
@@ -52,6 +53,7 @@ REQUESTS = {
     "top_k": asks(top_k=50),
     "top_p": asks(top_p=0.9),
     "min_p": asks(min_p=0.01),
+    "top_n_sigma": asks(top_n_sigma=1.5),
     "penalties": asks(history=HISTORY, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5),
     "bias": asks(logit_bias={7: 20.0}),
     "allowed": asks(allowed_token_ids=range(900, 2000)),
@@ -143,6 +145,9 @@ def test_samples_of_a_request_differ() -> None:
         ({"top_k": VOCAB}, {}),
         ({"top_k": 10**12}, {}),
         ({"top_p": 1.0, "min_p": 0.0, "top_k": -1}, {}),
+        ({"top_n_sigma": -0.5}, {}),
+        ({"top_n_sigma": 1e300}, {}),
+        ({"top_n_sigma": 1e-300}, {"temperature": 0}),
         ({"top_k": 1}, {"temperature": 0}),
         ({"min_p": 1.0}, {"temperature": 0}),
         ({"top_p": 1e-300}, {"temperature": 0}),
@@ -155,6 +160,18 @@ def test_limits_of_a_parameter(same: dict, other: dict) -> None:
     for position in range(5):
         here, there = (run([asks(**asked)] * ROWS, position)[0].tokens for asked in (same, other))
         np.testing.assert_array_equal(here, there)
+
+
+@pytest.mark.parametrize("asked", [{"top_n_sigma": 2.0}, {"top_k": 5}])
+def test_a_filter_is_computed_only_where_a_row_asks(asked: dict) -> None:
+    """The loop of top-k and the square root of top-n-sigma are inside a branch."""
+    slots, _ = slots_and_state([asks(**asked)])
+    values = np.zeros((1, VOCAB), np.float32)
+    jaxpr = jax.make_jaxpr(weights_of)(values, values[:, 0], slots, np.ones(1, bool)).jaxpr
+    always = {equation.primitive.name for equation in jaxpr.eqns}
+    assert "cond" in always
+    assert not always & {"sqrt", "while", "reduce_sum"}
+    assert "sqrt" in str(jaxpr)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1e300])

@@ -20,6 +20,7 @@ FULL = Request(
         top_k=7,
         top_p=0.25,
         min_p=0.125,
+        top_n_sigma=1.5,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         repetition_penalty=2.0,
@@ -49,9 +50,10 @@ def test_set_writes_one_slot() -> None:
         "top_k": 7,
         "top_p": 0.25,
         "min_p": 0.125,
-        "presence": 0.5,
-        "frequency": -0.5,
-        "repetition": 2.0,
+        "top_n_sigma": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 2.0,
         "seed": [3, 4],
         "sample_index": 6,
         "has_bias": True,
@@ -134,8 +136,8 @@ def test_values_beyond_float32_stay_positive_and_finite(value: float) -> None:
     host, asked = HostSlots(1, LIMITS), {"temperature": value, "repetition_penalty": value, "top_p": min(value, 1.0)}
     host.set(0, Request("r", (1,), SamplingParams(seed=0, top_k=10**12, **asked)))
     got = host.snapshot()
-    assert np.isfinite([got.temperature, got.repetition, got.top_p]).all()
-    assert (got.repetition > 0) & (got.top_p > 0) & (got.top_k > 10**9)
+    assert np.isfinite([got.temperature, got.repetition_penalty, got.top_p]).all()
+    assert (got.repetition_penalty > 0) & (got.top_p > 0) & (got.top_k > 10**9)
 
 
 def test_only_what_changed_is_a_new_array() -> None:

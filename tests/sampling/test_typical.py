@@ -22,6 +22,7 @@ ASKED = {
     "cold": SamplingParams(temperature=0.4),
     "hot": SamplingParams(temperature=1.7),
     "cut": SamplingParams(temperature=1.3, top_k=9, top_p=0.8, min_p=0.02),
+    "sigma": SamplingParams(temperature=1.3, top_n_sigma=1.2),
     "penalties": SamplingParams(presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.8),
     "bias": SamplingParams(logit_bias={3: 9.0, 5: -9.0}),
     "allowed": SamplingParams(allowed_token_ids=[1, 2, 3, 5, 7, 11]),

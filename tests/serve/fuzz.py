@@ -161,7 +161,7 @@ _COMPLETION = {
     "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": 1.5},
     "allowed_token_ids": [5, 6], "bad_words": ["x"], "seed": 1, "min_tokens": 1, "stop": ["a", "b"],
     "stop_token_ids": [7], "ignore_eos": True, "include_stop_str_in_output": True,
-    "skip_special_tokens": False, "logprobs": 1, "echo": True, "speculation": {"max_tokens": 2},
+    "skip_special_tokens": False, "logprobs": 1, "echo": True, "speculation": {"max_tokens": 2}, "top_n_sigma": 2,
     "prompt_logprobs": 1, "best_of": 2, "return_token_ids": True, "priority": 1, "cache_salt": "s", "user": "u",
     "stream": True, "stream_options": {"include_usage": True}, "add_special_tokens": True,
 }  # fmt: skip
@@ -182,7 +182,7 @@ _RESPONSE = {
     "min_p": 0.1, "repetition_penalty": 1.1, "seed": 1, "ignore_eos": True, "priority": 1, "cache_salt": "s",
     "include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": True, "metadata": {"a": "b"},
     "text": {"format": {"type": "text"}}, "tool_choice": {"type": "function", "name": "f"}, "store": False,
-    "reasoning": {"summary": "auto"},
+    "top_n_sigma": 2, "reasoning": {"summary": "auto"},
     "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
@@ -327,7 +327,7 @@ _SAMPLING = {
     "n": 2, "temperature": 1.0, "topP": 0.9, "topK": 5, "minP": 0.1, "presencePenalty": 1, "frequencyPenalty": -1,
     "repetitionPenalty": 1.1, "logitBias": {"5": 1.5}, "allowedTokenIds": {"ids": [5, 6]}, "badWords": ["x"],
     "seed": "1", "maxTokens": "5", "minTokens": "1", "stop": ["a"], "stopTokenIds": [7], "ignoreEos": True,
-    "logprobs": 1, "promptLogprobs": 1, "skipSpecialTokens": False, "includeStopStrInOutput": True,
+    "topNSigma": 2, "logprobs": 1, "promptLogprobs": 1, "skipSpecialTokens": False, "includeStopStrInOutput": True,
 }  # fmt: skip
 _CONVERSATION = {
     "messages": [

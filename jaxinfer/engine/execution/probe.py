@@ -22,7 +22,7 @@ from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, P
 from jaxinfer.kv.transfer import TRANSFERS
 from jaxinfer.lora.parts import random_parts
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_params import PARAMETERS, SamplingParams
 from jaxinfer.types import NO_STATE, STATE, LoRATarget, Request
 
 # Rounding to 16 bits hides all but some 2**-16 of the differences in a last bit of float32. So more elements of keys
@@ -263,7 +263,7 @@ class Probe:
         *smaller, largest = self._engine.decode_sizes
         if not smaller:
             return [largest]
-        self._executor.run(commands.SetSlots(0, _every_feature(largest, limits, self._vocab)._asdict()))
+        self._executor.run(commands.SetSlots(0, _every_feature(largest, limits)._asdict()))
         found = [size for size in smaller if self._fewer_rows_agree(size)]
         self._executor.run(commands.SetSlots(0, HostSlots(largest, limits).snapshot()._asdict()))
         return [*found, largest]
@@ -322,7 +322,7 @@ class Probe:
         tokens, log probabilities, and bitwise keys and values. Rows use every feature of the sampler."""
         if self._engine.multi_step == 1 or self._engine.speculative is not None:
             return False
-        self._executor.run(commands.SetSlots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict()))
+        self._executor.run(commands.SetSlots(0, _every_feature(self._engine.rows, limits)._asdict()))
         self._executor.run(commands.SaveSampler(0, _SNAPSHOT))
         equal = all(map(self._multi_step_agrees, sizes))
         self._executor.run(commands.DropSnapshots((_SNAPSHOT,)))
@@ -472,14 +472,11 @@ def _equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
 
 
-def _every_feature(rows: int, limits: SamplingLimits, vocab: int) -> SlotParams:
+def _every_feature(rows: int, limits: SamplingLimits) -> SlotParams:
     """Return parameters of rows that together use all features of the sampler."""
-    mixtures: list[dict[str, Any]] = [
-        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 1},
-        {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-        {"temperature": 1.2, "top_k": min(40, vocab), "min_p": 0.01, "logprobs": 1},
-        {"temperature": 1.0, "logit_bias": {0: 3.0}, "logprobs": 1},
-    ]
+    asked = [(row.name, row.probe) for row in PARAMETERS.values() if row.probe is not None]
+    # Few features per row, so that one does not hide another; greedy rows have all that change their logits.
+    mixtures = [{**dict(asked), "temperature": 0.0}, *(dict(asked[first::_MIXTURES]) for first in range(_MIXTURES))]
     host = HostSlots(rows, limits)
     for row in range(rows):
         params = SamplingParams(seed=row, **mixtures[row % len(mixtures)])
@@ -487,4 +484,5 @@ def _every_feature(rows: int, limits: SamplingLimits, vocab: int) -> SlotParams:
     return host.snapshot()
 
 
-_PROBE = Request("probe", (0,), SamplingParams())
+_MIXTURES = 3
+_PROBE = Request("probe", (0,), SamplingParams(), stop_token_ids=frozenset({0}), bad_words_ids=((1,),))

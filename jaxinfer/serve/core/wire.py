@@ -26,6 +26,7 @@ _SAME = (  # fields of `SamplingParams` that have the same type in the message
     "temperature",
     "top_p",
     "min_p",
+    "top_n_sigma",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",

@@ -7,11 +7,12 @@ are only described. Fields declared with a type are strict: a string is not acce
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, NoReturn
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema, create_model
 
+from jaxinfer.sampling_params import PARAMETERS
 from jaxinfer.serve.api.errors import Kind, ServeError, short
 from jaxinfer.serve.frontend.chat.terms import Effort
 from jaxinfer.serve.http.fields import Body, left_out
@@ -73,32 +74,19 @@ Prompt = Annotated[
 
 _CHOICES = ["none", "auto", "required", None]
 
-# Sampling fields; `SamplingParams` has the same names.
-SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "speculation",
-    "structured_outputs",
-    "thinking_token_budget",
-)
+_KINDS: Mapping[str, Any] = {
+    "int": Integer,
+    "float": Number,
+    "bool": Boolean,
+    "Sequence[str]": Strings,
+    "str | Sequence[str]": StringOrStrings,
+    "Sequence[int]": TokenIds,
+    "Mapping[int, float]": Biases,
+    "Speculation | Mapping[str, Any]": Speculates,
+    "StructuredOutputs | Mapping[str, Any]": Structured,
+}
+SAMPLING = tuple(name for name in PARAMETERS if name != "logprobs")
+"""Fields of `SamplingParams` with the same name and meaning in requests."""
 NOTHING = (None,)
 ACCOUNTING: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_key": NOTHING,
@@ -146,7 +134,16 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Sampling(Body):
+def with_sampling(base: type[Body], names: Iterable[str]) -> Any:
+    """Return a subclass of ``base`` with these sampling parameters as fields."""
+    fields: dict[str, Any] = {name: (_KINDS[PARAMETERS[name].kind], None) for name in names}
+    return create_model(base.__name__, __base__=base, **fields)
+
+
+_Sampling = with_sampling(Body, SAMPLING)
+
+
+class Sampling(_Sampling):
     """Fields shared by completions and chat completions."""
 
     renamed: ClassVar[Mapping[str, str]] = {
@@ -167,34 +164,11 @@ class Sampling(Body):
     request_id: Annotated[
         str | None, Field(description="Request id (default: the header X-Request-Id, or generated).")
     ] = None
-    n: Integer = None
-    temperature: Number = None
-    top_p: Number = None
-    top_k: Integer = None
-    min_p: Number = None
-    presence_penalty: Number = None
-    frequency_penalty: Number = None
-    repetition_penalty: Number = None
-    logit_bias: Biases = None
-    allowed_token_ids: TokenIds = None
-    bad_words: Strings = None
-    seed: Integer = None
-    max_tokens: Integer = None
-    min_tokens: Integer = None
-    stop: StringOrStrings = None
-    stop_token_ids: TokenIds = None
-    ignore_eos: Boolean = None
-    include_stop_str_in_output: Boolean = None
-    skip_special_tokens: Boolean = None
-    speculation: Speculates = None
-    structured_outputs: Structured = None
     response_format: Format = None
     guided_json: Annotated[Any, WithJsonSchema(_SCHEMA), _OLD] = None
     guided_regex: Annotated[str | None, _OLD] = None
     guided_choice: Annotated[Strings, _OLD] = None
     guided_grammar: Annotated[str | None, _OLD] = None
-    thinking_token_budget: Integer = None
-    prompt_logprobs: Integer = None
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None

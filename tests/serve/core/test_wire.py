@@ -43,6 +43,7 @@ sampling = st.builds(
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(-1, 2**40),
     min_p=st.floats(0, 1),
+    top_n_sigma=st.floats(-1, 1e300),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     repetition_penalty=st.floats(0, 1e300, exclude_min=True),

@@ -26,6 +26,7 @@ FIELDS = {
     "top_p": DOUBLE,
     "top_k": INT32,
     "min_p": DOUBLE,
+    "top_n_sigma": DOUBLE,
     "presence_penalty": DOUBLE,
     "frequency_penalty": DOUBLE,
     "repetition_penalty": DOUBLE,

@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
+from jaxinfer.sampling_params import PARAMETERS
 from jaxinfer.serve.http.fields import Body
-from jaxinfer.serve.http.requests import HOSTED, NOTHING, Boolean, Integer, Number, Objects, Strings
+from jaxinfer.serve.http.requests import HOSTED, NOTHING, Objects, Strings, with_sampling
 
 _MARKED = frozenset({"cache_control"})
 _TEXT: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
@@ -72,42 +73,25 @@ class CountTokensRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesRequest(CountTokensRequest):
+_SAMPLING = tuple(row.name for row in PARAMETERS.values() if "messages" in row.also_in)
+_Sampling = with_sampling(CountTokensRequest, _SAMPLING)
+
+
+class MessagesRequest(_Sampling):
     """Create a message (``POST /v1/messages``)."""
 
     max_tokens: Annotated[int, Field(strict=True)]
     stop_sequences: Strings = None
-    temperature: Number = None
-    top_p: Number = None
-    top_k: Integer = None
     stream: bool | None = None
     metadata: Metadata | None = None
     request_id: Annotated[
         str | None, Field(description="Request id (default: the header X-Request-Id, or generated).")
     ] = None
-    min_p: Number = None
-    repetition_penalty: Number = None
-    seed: Integer = None
-    ignore_eos: Boolean = None
     priority: int | None = None
     cache_salt: str | None = None
 
 
-PASSED = (
-    "model",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stream",
-    "request_id",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "priority",
-    "cache_salt",
-)
+PASSED = ("model", "max_tokens", "stream", "request_id", "priority", "cache_salt", *_SAMPLING)
 """Fields with the same name in a chat request."""
 
 

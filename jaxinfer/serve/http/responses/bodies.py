@@ -10,11 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
+from jaxinfer.sampling_params import PARAMETERS
 from jaxinfer.serve.api.errors import Kind, ServeError, short
 from jaxinfer.serve.api.ignored import ignore
 from jaxinfer.serve.frontend.chat.terms import Effort
 from jaxinfer.serve.http.fields import Body
-from jaxinfer.serve.http.requests import ACCOUNTING, HOSTED, NOTHING, Boolean, Integer, Number, Objects
+from jaxinfer.serve.http.requests import ACCOUNTING, HOSTED, NOTHING, Integer, Objects, with_sampling
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED: Mapping[str, None] = dict.fromkeys(
@@ -81,7 +82,11 @@ def _included(names: list[str] | None) -> list[str]:
     return [name for name in names or () if name == LOGPROBS]
 
 
-class ResponsesRequest(Body):
+_SAMPLING = tuple(row.name for row in PARAMETERS.values() if "responses" in row.also_in)
+_Sampling = with_sampling(Body, _SAMPLING)
+
+
+class ResponsesRequest(_Sampling):
     """Create a response (``POST /v1/responses``). Responses are not stored: requests must include all earlier items."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -114,8 +119,6 @@ class ResponsesRequest(Body):
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: return only the first tool call.")] = None
     max_output_tokens: Integer = None
-    temperature: Number = None
-    top_p: Number = None
     include: Annotated[list[str] | None, AfterValidator(_included)] = None
     top_logprobs: Integer = None
     reasoning: ReasoningOptions | None = None
@@ -126,33 +129,14 @@ class ResponsesRequest(Body):
     request_id: Annotated[
         str | None, Field(description="Request id (default: the header X-Request-Id, or generated).")
     ] = None
-    top_k: Integer = None
-    min_p: Number = None
-    repetition_penalty: Number = None
-    seed: Integer = None
-    ignore_eos: Boolean = None
-    thinking_token_budget: Integer = None
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 PASSED = (
-    "model",
-    "parallel_tool_calls",
-    "temperature",
-    "top_p",
-    "stream",
-    "request_id",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "thinking_token_budget",
-    "priority",
-    "cache_salt",
-    "chat_template_kwargs",
+    *("model", "parallel_tool_calls", "stream", "request_id", "priority", "cache_salt", "chat_template_kwargs"),
+    *_SAMPLING,
 )
 """Fields with the same name in a chat request."""
 
