@@ -27,6 +27,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
+from jaxinfer.serve.core.messages import encode
 from jaxinfer.types import Request
 
 GOAL = 0.02
@@ -82,7 +83,7 @@ class Round:
     def _tell(self, telling: KvEventEncoder) -> None:
         start = time.thread_time()
         for message in telling.messages():
-            message.SerializeToString()
+            encode(message)
             self.pages += sum(len(run.hashes) for run in message.stored)
         self.events += time.thread_time() - start
 

@@ -167,6 +167,7 @@ NO_JAX = (
     "jaxinfer.serve.core.child",
     "jaxinfer.serve.core.kv_event_encoder",
     "jaxinfer.serve.core.link",
+    "jaxinfer.serve.core.messages",
     "jaxinfer.serve.core.process",
     "jaxinfer.serve.core.service",
     "jaxinfer.serve.api.streams",

@@ -14,7 +14,8 @@ from jaxinfer.serve.api.errors import unavailable
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.api.tenants import ALL, cache_scope
 from jaxinfer.serve.core.link import CoreLink
-from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, StartupEvent, Supervisor
+from jaxinfer.serve.core.messages import StartupEvent
+from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, Supervisor
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.frontend.parser_settings import model_parsers

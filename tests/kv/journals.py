@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxinfer.kv.journal import DEVICE, HOST
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import Node
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core.kv_event_encoder import events_message
+from jaxinfer.serve.core.messages import KvEvents
 
 
 def shareable(kv: KVManager) -> dict[tuple[bytes, ...], Node]:
@@ -39,7 +39,7 @@ class Listener:
         self.kv, self.journal, self.looks = kv, kv.start_journal(), 0
         self.known: dict[bytes, tuple[bytes | None, bytes, set[str]]] = {}
 
-    def look(self) -> pb.KvEvents | None:
+    def look(self) -> KvEvents | None:
         """Take the changes since the last call, as they are sent."""
         changes = self.journal.take()
         if changes is None:
@@ -49,12 +49,12 @@ class Listener:
         self._take(events)
         return events
 
-    def _take(self, changes: pb.KvEvents) -> None:
+    def _take(self, changes: KvEvents) -> None:
         size = self.kv.config.page_size * 4
         if changes.cleared:
             self.known.clear()
         for run in changes.stored:
-            above = run.parent if run.HasField("parent") else None
+            above = run.parent
             assert above is None or above in self.known, "a parent comes before its children"
             for number, digest in enumerate(run.hashes):
                 entry = above, run.tokens[number * size : (number + 1) * size], set[str]()

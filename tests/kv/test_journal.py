@@ -9,8 +9,8 @@ import pytest
 from jaxinfer.kv.cache_key import cache_identity
 from jaxinfer.kv.journal import DEVICE, HOST
 from jaxinfer.kv.manager import KVConfig, KVManager
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.serve.core.messages import KvStored
 from jaxinfer.types import LoRARef, Request
 from tests.kv.fake_device import FakeSequence
 from tests.kv.journals import Listener, shareable
@@ -41,8 +41,8 @@ def test_a_run_of_pages_is_told_in_one_with_its_parent_first():
     changes = listener.look()
     assert changes is not None
     first, fork = changes.stored
-    assert (first.HasField("parent"), len(first.hashes), first.medium, first.extra) == (False, 4, DEVICE, "")
-    assert not first.HasField("lora")
+    assert (first.parent, len(first.hashes), first.medium, first.extra) == (None, 4, DEVICE, "")
+    assert first.lora is None
     assert (fork.parent, len(fork.hashes)) == (first.hashes[1], 2)
     assert not changes.removed
 
@@ -90,7 +90,7 @@ def identity(**changes) -> bytes:
     return cache_identity(Request("a", (1,), SamplingParams(), **changes))
 
 
-def labelled(kv: KVManager, listener: Listener, namespace: bytes) -> tuple[pb.KvStored, list[bytes]]:
+def labelled(kv: KVManager, listener: Listener, namespace: bytes) -> tuple[KvStored, list[bytes]]:
     served(kv, FakeSequence(namespace, list(PROMPT), len(PROMPT), 0, kv.config.page_size))
     changes = listener.look()
     assert changes is not None
@@ -109,7 +109,7 @@ def test_equal_tokens_of_other_namespaces_are_other_pages_and_secrets_stay_secre
     told = [[labelled(*each, identity(**changes)) for changes in names] for each in found]
     for labels in told:
         assert len({hashes[0] for _, hashes in labels}) == len(names)
-        assert [label.lora.identity for label, _ in labels] == ["", "", "", "", "hash"]
+        assert [label.lora and label.lora.identity for label, _ in labels] == [None, None, None, None, "hash"]
         assert [bool(label.extra) for label, _ in labels] == [False, True, True, True, False]
         assert len({label.extra for label, _ in labels}) == 4
     same = [one[1] == other[1] for one, other in zip(*told, strict=True)]

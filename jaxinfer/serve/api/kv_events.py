@@ -12,7 +12,7 @@ import pydantic
 
 FORMATS = ("map", "array")
 OFF = "off"
-PACKAGES = ("zmq", "msgspec")
+PACKAGES = ("zmq",)
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):(?P<port>\*|[0-9]{1,5})|ipc://(?P<path>/.+)")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import pathlib
 import time
+from typing import Literal
 
 import jax
 
@@ -13,10 +14,10 @@ from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.group import enter_group, run_follower
+from jaxinfer.serve.core.messages import StartupEvent
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.core.summary import summary
@@ -35,14 +36,14 @@ def build(settings: CoreSettings, report: Report) -> Built:
     """
 
     def weights(done: int, total: int, name: str) -> None:
-        report(pb.Startup(phase=pb.Startup.LOADING_WEIGHTS, bytes_done=done, bytes_total=total))
+        report(StartupEvent("loading_weights", bytes_done=done, bytes_total=total))
 
     def compiled(done: int, total: int) -> None:
-        phase = pb.Startup.CHECKING if done == total else pb.Startup.COMPILING
-        report(pb.Startup(phase=phase, compilations_done=done, compilations_total=total))
+        phase: Literal["checking", "compiling"] = "checking" if done == total else "compiling"
+        report(StartupEvent(phase, compilations_done=done, compilations_total=total))
 
     def starting() -> None:
-        report(pb.Startup(phase=pb.Startup.STARTING))
+        report(StartupEvent())
 
     starting()
     folder = model_folder(settings.model)

@@ -7,7 +7,6 @@ import bisect
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import queue
 import threading
@@ -20,9 +19,10 @@ from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.lora.store import LoadedLoRA, LoRAError, LoRAStore
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.streams import Closed, DeltaStream, EngineDeadError
+from jaxinfer.serve.core.messages import Pulse
 from jaxinfer.types import FinishReason, LoRARef, Request, SequenceDelta
 
-__all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Stream"]
+__all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Stream"]
 
 
 @runtime_checkable
@@ -51,16 +51,6 @@ class Feed(Protocol):
 
 
 News = tuple[Feed, SequenceDelta | Closed]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pulse:
-    """Liveness of the engine thread: ``steps`` completed; ``busy``: seconds since the last progress while there is
-    work, else 0; ``p99``: 99th percentile of the step durations in seconds."""
-
-    steps: int
-    busy: float
-    p99: float = 0.0
 
 
 _BOUNDS = tuple(0.01 * 1.1**power for power in range(120))

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core.link import CoreLink, require_descriptors
+from jaxinfer.serve.core.messages import Lifecycle
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.core.socket_dir import SocketFolder
 from jaxinfer.serve.settings import ServeConfig
@@ -25,7 +25,7 @@ class Child:
         self.process, self.link, self._folder = process, link, folder
 
     @classmethod
-    async def start(cls, command: Sequence[str], config: ServeConfig, observe: Callable[[pb.FromCore], None]) -> Child:
+    async def start(cls, command: Sequence[str], config: ServeConfig, observe: Callable[[Lifecycle], None]) -> Child:
         """Start the process in its own process group, so that Ctrl-C in a terminal does not reach it.
 
         It stays in this session, so that helpers with idle scheduling (`jaxinfer.helper_process`) yield to it, too.

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from jaxinfer.kv.journal import Changes, Journal
 from jaxinfer.kv.radix import Node
 from jaxinfer.lora.store import LoRAStore
-from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.core.messages import KvEvents, KvRemoved, KvStored
+from jaxinfer.types import LoRARef
 
 
 class KvEventEncoder:
@@ -16,7 +17,7 @@ class KvEventEncoder:
     def __init__(self, journals: Sequence[Journal], loras: LoRAStore | None) -> None:
         self._journals, self._loras = journals, loras
 
-    def messages(self) -> Iterator[pb.KvEvents]:
+    def messages(self) -> Iterator[KvEvents]:
         """Yield the changes of each replica since the last call. Called in the engine thread."""
         for rank, journal in enumerate(self._journals):
             changes = journal.take()
@@ -30,14 +31,14 @@ class KvEventEncoder:
         return {each.identity: each.name for each in self._loras.list()}
 
 
-def events_message(rank: int, changes: Changes, names: Mapping[str, str]) -> pb.KvEvents:
+def events_message(rank: int, changes: Changes, names: Mapping[str, str]) -> KvEvents:
     """Convert the changes of one replica to a message. ``names``: adapter names by identity, which replaces a missing
     name."""
-    return pb.KvEvents(
+    return KvEvents(
         rank=rank,
         cleared=changes.cleared,
         stored=[_stored(medium, run, names) for medium, run in _runs(changes.came)],
-        removed=[pb.KvRemoved(medium=medium, hashes=hashes) for medium, hashes in changes.left.items()],
+        removed=[KvRemoved(medium, hashes) for medium, hashes in changes.left.items()],
     )
 
 
@@ -54,13 +55,13 @@ def _runs(came: Iterable[tuple[Node, str]]) -> list[tuple[str, list[Node]]]:
     return runs
 
 
-def _stored(medium: str, run: Sequence[Node], names: Mapping[str, str]) -> pb.KvStored:
+def _stored(medium: str, run: Sequence[Node], names: Mapping[str, str]) -> KvStored:
     above, (lora, extra) = run[0].parent, run[0].label
-    return pb.KvStored(
+    return KvStored(
         medium=medium,
         parent=None if above is None or above.parent is None else above.digest,
         hashes=[node.digest for node in run if node.digest is not None],
         tokens=b"".join([node.key[1] for node in run]),
-        lora=pb.Lora(name=names.get(lora, lora), identity=lora) if lora else None,
+        lora=LoRARef(names.get(lora, lora), lora) if lora else None,
         extra=extra,
     )

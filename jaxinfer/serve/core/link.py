@@ -15,11 +15,9 @@ import grpc
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.lora.store import LoadedLoRA, LoRAError
-from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.protos.internal.core_pb2_grpc import CoreStub
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.streams import Closed, DeltaStream, EngineDeadError
-from jaxinfer.serve.core import wire
+from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import LoRARef, PositionLogprobs, Request, SequenceDelta
 
@@ -61,13 +59,13 @@ class LinkStream(DeltaStream):
         self.number = number
         self._parts: dict[int, list[PositionLogprobs | None]] = {}
 
-    def take_message(self, message: pb.Delta) -> None:
-        """Take a delta that is not a plain token, or a chunk of a large one, which is buffered until it is complete."""
-        if message.continues:
-            self._parts.setdefault(message.index, []).extend(wire.positions_of(message.prompt_logprobs))
-            return
-        delta = wire.delta_of(message, self.request.request_id)
-        if (parts := self._parts.pop(message.index, None)) is not None:
+    def take_part(self, part: messages.Part) -> None:
+        """Buffer a part of a large delta until the delta follows."""
+        self._parts.setdefault(part.index, []).extend(part.prompt_logprobs)
+
+    def take_whole(self, delta: SequenceDelta) -> None:
+        """Take a delta that is not a plain token, after its parts."""
+        if (parts := self._parts.pop(delta.index, None)) is not None:
             delta.prompt_logprobs = parts + (delta.prompt_logprobs or [])
         self.take(delta)
 
@@ -77,15 +75,15 @@ class CoreLink:
 
     Args:
         socket: path of the core's unix socket, which may not exist yet.
-        observe: called with each lifecycle message of the core (startup, ready, failed, beat, fault) and KV events.
+        observe: called with each message that concerns no single request or question.
     """
 
-    def __init__(self, socket: str, observe: Callable[[pb.FromCore], None]) -> None:
+    def __init__(self, socket: str, observe: Callable[[messages.Lifecycle], None]) -> None:
         self._socket, self._observe = socket, observe
         self._numbers = itertools.count(1)
         self._streams: dict[int, LinkStream] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: Outbox[pb.ToCore] = Outbox()
+        self._outbox: Outbox[bytes] = Outbox()
         self._closed: Closed | None = None
 
     # ---- lifecycle
@@ -95,15 +93,16 @@ class CoreLink:
 
         Raises:
             OSError: no descriptors are left for it.
+            MessageError: the core has sent something else.
         """
         require_descriptors()
         async with grpc.aio.insecure_channel(f"unix:{self._socket}", options=_OPTIONS) as channel:
-            call = CoreStub(channel).Serve(wait_for_ready=True)
+            call = channel.stream_stream(messages.METHOD)(wait_for_ready=True)
             writing = asyncio.create_task(self._write(call))
             try:
                 with contextlib.suppress(grpc.aio.AioRpcError):  # the core is gone: `close` reports it
-                    async for message in call:
-                        self._take(message)
+                    async for data in call:
+                        self._take(messages.decode_from_core(data))
             finally:
                 writing.cancel()
                 call.cancel()
@@ -115,7 +114,7 @@ class CoreLink:
 
     def stop(self) -> None:
         """Request that the core aborts its requests and exits."""
-        self._outbox.put(pb.ToCore(stop=pb.Stop()))
+        self._send(messages.Stop())
 
     def close(self, reason: str) -> None:
         """End all streams and pending calls with `EngineDeadError`. Only the first reason counts."""
@@ -136,18 +135,17 @@ class CoreLink:
         """See `Backend.submit`."""
         number = next(self._numbers)
         stream = LinkStream(request, self._leave, number)
-        message = pb.Submit(number=number, request=wire.request_message(request, time.monotonic()))
+        message = messages.Submit(number, messages.encode_request(request, time.monotonic()))
         self._check()
         self._streams[number] = stream
         try:
-            accepted = await self._ask(number, pb.ToCore(submit=message))
+            seed: int = await self._ask(message)
         except asyncio.CancelledError:
             self._leave(stream)
             raise
         except (RequestError, EngineDeadError):
             self._streams.pop(number, None)
             raise
-        seed = wire.seed_of(accepted)
         if seed != request.params.seed:
             stream.request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=seed))
         return stream
@@ -155,44 +153,45 @@ class CoreLink:
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """See `Backend.abort`. Does not wait: the stream's last delta confirms it."""
         self._check()
-        self._outbox.put(pb.ToCore(abort=pb.Abort(request_id=request_id, index=index)))
+        self._send(messages.Abort(request_id, index))
 
     async def stats(self) -> EngineStats:
-        return wire.stats_of((await self._question(pb.Ask.STATS)).stats)
+        stats: EngineStats = await self._ask(messages.Ask(next(self._numbers), "stats"))
+        return stats
 
     async def reset_prefix_cache(self) -> int:
-        return int((await self._question(pb.Ask.RESET_PREFIX_CACHE)).pages)
+        pages: int = await self._ask(messages.Ask(next(self._numbers), "reset_prefix_cache"))
+        return pages
 
     # ---- LoRABackend
 
     async def load_lora(self, name: str, path: str) -> LoadedLoRA:
         """See `LoRABackend`."""
-        number = next(self._numbers)
-        message = pb.LoadLora(number=number, name=name, path=path)
-        answer: pb.Answer = await self._ask(number, pb.ToCore(load_lora=message))
-        if answer.WhichOneof("kind") == "refusal":
-            raise LoRAError(answer.refusal)
-        return wire.lora_of(answer.lora)
+        try:
+            loaded: LoadedLoRA = await self._ask(messages.LoadLora(next(self._numbers), name, path))
+        except RefusedError as error:
+            raise LoRAError(str(error)) from error
+        return loaded
 
     def unload_lora(self, name: str) -> None:
         """See `LoRABackend`."""
         self._check()
-        self._outbox.put(pb.ToCore(unload_lora=name))
+        self._send(messages.UnloadLora(name))
 
     def release_lora(self, ref: LoRARef) -> None:
         """See `LoRABackend`."""
         self._check()
-        self._outbox.put(pb.ToCore(release_lora=pb.Lora(**ref._asdict())))
+        self._send(messages.ReleaseLora(ref))
 
     # ---- other queries
 
     async def check(self) -> None:
         """Check that all slots and pages are accounted for; a leak is a fault that ends the engine."""
-        await self._question(pb.Ask.CHECK)
+        await self._ask(messages.Ask(next(self._numbers), "check"))
 
     async def start_profile(self) -> None:
         """Start a profile. Raises `RefusedError` if there is no folder for traces, or a profile is running."""
-        await self._question(pb.Ask.START_PROFILE)
+        await self._ask(messages.Ask(next(self._numbers), "start_profile"))
 
     async def stop_profile(self) -> str:
         """Stop the profile and return the folder with the trace.
@@ -200,23 +199,20 @@ class CoreLink:
         Raises:
             RefusedError: no profile is running.
         """
-        return str((await self._question(pb.Ask.STOP_PROFILE)).folder)
+        folder: str = await self._ask(messages.Ask(next(self._numbers), "stop_profile"))
+        return folder
 
-    async def _question(self, question: pb.Ask.Question) -> pb.Answer:
-        number = next(self._numbers)
-        answer: pb.Answer = await self._ask(number, pb.ToCore(ask=pb.Ask(number=number, question=question)))
-        if answer.WhichOneof("kind") == "refusal":
-            raise RefusedError(answer.refusal)
-        return answer
-
-    async def _ask(self, number: int, message: pb.ToCore) -> Any:
+    async def _ask(self, message: messages.Submit | messages.Ask | messages.LoadLora) -> Any:
         self._check()
-        self._answers[number] = answer = asyncio.get_running_loop().create_future()
-        self._outbox.put(message)
+        self._answers[message.number] = answer = asyncio.get_running_loop().create_future()
+        self._send(message)
         try:
             return await answer
         finally:
-            self._answers.pop(number, None)
+            self._answers.pop(message.number, None)
+
+    def _send(self, message: messages.ToCore) -> None:
+        self._outbox.put(messages.encode(message))
 
     def _check(self) -> None:
         if self._closed is not None:
@@ -225,52 +221,57 @@ class CoreLink:
     def _leave(self, stream: DeltaStream) -> None:
         assert isinstance(stream, LinkStream)
         if self._streams.pop(stream.number, None) is not None:
-            self._outbox.put(pb.ToCore(leave=pb.Leave(number=stream.number)))
+            self._send(messages.Leave(stream.number))
 
     # ---- incoming messages
 
-    def _take(self, message: pb.FromCore) -> None:
-        match message.WhichOneof("kind"):
-            case "deltas":
-                self._take_deltas(message.deltas)
-            case "accepted":
-                self._settle(message.accepted.number, message.accepted)
-            case "answer":
-                self._settle(message.answer.number, message.answer)
-            case "refused":
-                self._refuse(message.refused)
+    def _take(self, message: messages.FromCore) -> None:
+        match message:
+            case messages.Deltas():
+                self._take_deltas(message)
+            case messages.Part():
+                if (stream := self._streams.get(message.stream)) is not None:
+                    stream.take_part(message)
+            case messages.Accepted():
+                self._settle(message.number, message.seed)
+            case messages.Answer():
+                self._settle(message.number, message.value)
+            case messages.Refused():
+                self._refuse(message)
             case _:
                 self._observe(message)
 
-    def _take_deltas(self, deltas: pb.Deltas) -> None:
+    def _take_deltas(self, deltas: messages.Deltas) -> None:
         streams = self._streams
         for number, index, token in zip(deltas.streams, deltas.indexes, deltas.tokens, strict=True):
             stream = streams.get(number)
             if stream is not None:  # else its reader has left
                 stream.take(SequenceDelta(stream.request.request_id, index, [token]))
-        for delta in deltas.others:
-            stream = streams.get(delta.stream)
+        for number, delta in deltas.others:
+            stream = streams.get(number)
             if stream is not None:
-                stream.take_message(delta)
+                stream.take_whole(delta)
                 if stream.ended:
-                    streams.pop(delta.stream, None)  # a listening reader may have left already
+                    streams.pop(number, None)  # a listening reader may have left already
 
     def _settle(self, number: int, value: object) -> None:
         answer = self._answers.get(number)
         if answer is not None and not answer.done():
             answer.set_result(value)
 
-    def _refuse(self, refused: pb.Refused) -> None:
+    def _refuse(self, refused: messages.Refused) -> None:
         answer = self._answers.get(refused.number)
         if answer is not None and not answer.done():
             answer.set_exception(_refusal(refused))
 
 
-def _refusal(refused: pb.Refused) -> Exception:
+def _refusal(refused: messages.Refused) -> Exception:
     match refused.kind:
-        case pb.Refused.QUEUE_FULL:
-            return QueueFullError(refused.message)
-        case pb.Refused.REQUEST:
-            return RequestError(refused.place if refused.HasField("place") else None, refused.message)
-        case _:
-            return EngineDeadError(refused.message)
+        case "queue_full":
+            return QueueFullError(refused.reason)
+        case "request":
+            return RequestError(refused.place, refused.reason)
+        case "engine":
+            return EngineDeadError(refused.reason)
+        case "question":
+            return RefusedError(refused.reason)

@@ -1,4 +1,4 @@
-"""Engine core side of the stream: an `AsyncEngine` over core.proto. No jax: the caller of `serve` builds the engine."""
+"""Engine core side of the stream: an `AsyncEngine` behind a socket. No jax: the caller of `serve` builds the engine."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, override, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.kv.journal import Journal
-from jaxinfer.lora.store import LoRAError
-from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.protos.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
+from jaxinfer.lora.store import LoadedLoRA, LoRAError
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.api.streams import Closed, EngineDeadError, merged
-from jaxinfer.serve.core import wire
+from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.async_engine import AsyncEngine, Outlet
 from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
 from jaxinfer.serve.core.outbox import Outbox
-from jaxinfer.types import LoRARef, Request, SequenceDelta
+from jaxinfer.types import Request, SequenceDelta
 
 STOPPED, FAULT, FAILED = 0, 1, 2
 """Results of `serve`, and exit codes of a core: stopped on request, ended by a fault, permanent startup failure."""
@@ -41,7 +40,7 @@ OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 
 _log = logging.getLogger("jaxinfer.serve.core")
 
-Report = Callable[[pb.Startup], None]
+Report = Callable[[messages.StartupEvent], None]
 
 
 @runtime_checkable
@@ -82,7 +81,9 @@ async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[
     """
     core = _Core(asyncio.get_running_loop())
     server = grpc.aio.server(options=OPTIONS)
-    add_CoreServicer_to_server(core, server)
+    service, method = messages.METHOD.strip("/").split("/")
+    handlers = {method: grpc.stream_stream_rpc_method_handler(core.serve)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     server.add_insecure_port(f"unix:{socket}")
     await server.start()
     try:
@@ -107,12 +108,12 @@ class _Feed:
     deferred: dict[int, SequenceDelta] = dataclasses.field(default_factory=dict)
 
 
-class _Core(CoreServicer):
-    """The servicer of one core. All but `deliver`, `_answered`, `_tell` and `_report` runs in the event loop."""
+class _Core:
+    """One core. All but `deliver`, `_answered`, `_tell` and `_report` runs in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._outbox: Outbox[pb.FromCore] = Outbox()
+        self._outbox: Outbox[bytes] = Outbox()
         self._feeds: dict[int, _Feed] = {}
         self._sending: dict[int, asyncio.Task[None]] = {}  # senders of large deltas, by stream number
         self._engine: AsyncEngine | None = None
@@ -143,11 +144,11 @@ class _Core(CoreServicer):
         try:
             built = building.result()
         except permanent as error:
-            self._outbox.put(pb.FromCore(failed=pb.Failed(message=str(error))))
+            self._send(messages.Failed(str(error)))
             return FAILED
         except Exception as error:  # noqa: BLE001 - process boundary: the log has the traceback
             _log.exception("the start ended by a fault")
-            self._outbox.put(pb.FromCore(fault=pb.Fault(message=f"the engine's start ended by a fault: {error!r}")))
+            self._send(messages.Fault(f"the engine's start ended by a fault: {error!r}"))
             return FAULT
         return await self._serve(built)
 
@@ -165,17 +166,17 @@ class _Core(CoreServicer):
         engine.start()
         gc.collect()
         gc.freeze()  # existing objects stay: collections skip them from now on
-        self._outbox.put(_ready(built))
+        self._send(messages.Ready(built.card, built.folder))
         await asyncio.wait({ended, self._left}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            self._outbox.put(pb.FromCore(fault=pb.Fault(message=ended.result().message)))
+            self._send(messages.Fault(ended.result().message))
             await engine.stop(drain=False)  # its thread must log the fault before this process exits
             return FAULT
         await engine.stop(drain=False)
         return STOPPED
 
     async def _follow(self, built: Built) -> int:
-        self._outbox.put(_ready(built))
+        self._send(messages.Ready(built.card, built.folder))
         await self._left
         return STOPPED
 
@@ -186,11 +187,10 @@ class _Core(CoreServicer):
             if self._outbox.waiting:
                 continue
             if self._engine is None:  # still starting: report that the process lives
-                self._outbox.put(pb.FromCore(beat=pb.Beat()))
+                self._send(messages.Pulse())
                 continue
             pulse = self._engine.pulse()
-            beat = pb.Beat(steps=pulse.steps, busy_seconds=pulse.busy, p99_step_seconds=pulse.p99)
-            self._outbox.put(pb.FromCore(beat=beat))
+            self._send(pulse)
             quiet = 0.0 if pulse.busy else quiet + BEAT_SECONDS
             if quiet >= _IDLE_SECONDS and pulse.steps != collected:
                 collected = pulse.steps
@@ -198,12 +198,11 @@ class _Core(CoreServicer):
 
     # ---- the stream
 
-    @override
-    async def Serve(self, request_iterator: AsyncIterable[pb.ToCore], context: grpc.aio.ServicerContext) -> None:
+    async def serve(self, incoming: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> None:
         if self._taken:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this core has its front end")
         self._taken = True
-        reading = asyncio.create_task(self._read(request_iterator))
+        reading = asyncio.create_task(self._read(incoming))
         try:
             await self._outbox.run(context.write)
         finally:  # all messages are written, or the front end is gone
@@ -211,35 +210,41 @@ class _Core(CoreServicer):
             _settle(self._left, None)
             _settle(self._ended, None)
 
-    async def _read(self, messages: AsyncIterable[pb.ToCore]) -> None:
-        async for message in messages:
-            match message.WhichOneof("kind"):
-                case "submit":
-                    self._submit(message.submit)
-                case "abort":
-                    self._spawn(self._abort(message.abort))
-                case "leave":
-                    self._leave(message.leave.number)
-                case "ask":
-                    self._answer(message.ask.number, self._answer_to(message.ask.question))
-                case "load_lora":
-                    self._answer(message.load_lora.number, self._load_lora(message.load_lora))
-                case "unload_lora":
-                    self._drop(AsyncEngine.unload_lora, message.unload_lora)
-                case "release_lora":
-                    ref = LoRARef(message.release_lora.name, message.release_lora.identity)
-                    self._drop(AsyncEngine.release_lora, ref)
-                case _:
+    async def _read(self, incoming: AsyncIterable[bytes]) -> None:
+        try:
+            async for data in incoming:
+                message = messages.decode_to_core(data)
+                if isinstance(message, messages.Stop):
                     break
+                self._take(message)
+        except messages.MessageError:
+            _log.exception("the front end sent something else than messages")
         _settle(self._left, None)
 
-    def _submit(self, message: pb.Submit) -> None:
+    def _take(self, message: messages.ToCore) -> None:
+        match message:
+            case messages.Submit():
+                self._submit(message)
+            case messages.Abort():
+                self._spawn(self._abort(message))
+            case messages.Leave():
+                self._leave(message.number)
+            case messages.Ask():
+                self._spawn(self._answer(message.number, self._answer_to(message.question)))
+            case messages.LoadLora():
+                self._spawn(self._answer(message.number, self._load_lora(message)))
+            case messages.UnloadLora():
+                self._drop(AsyncEngine.unload_lora, message.name)
+            case messages.ReleaseLora():
+                self._drop(AsyncEngine.release_lora, message.lora)
+
+    def _submit(self, message: messages.Submit) -> None:
         number = message.number
         try:
             engine = self._running()
-            request = wire.request_of(message.request, time.monotonic())
+            request = messages.decode_request(message.request, time.monotonic())
         except (RequestError, EngineDeadError) as error:
-            self._outbox.put(_refusal(number, error))
+            self._send(_refusal(number, error))
             return
         feed = _Feed(request, number, self, set(range(request.params.n)))
         self._feeds[number] = feed
@@ -249,14 +254,13 @@ class _Core(CoreServicer):
         """Accept or reject a request, in the thread that settled the future, mostly the engine's."""
         error = future.exception()
         if error is None:
-            accepted = pb.Accepted(number=feed.number, **wire.seed_fields(feed.request.params.seed))
-            self._from_thread(self._outbox.put, pb.FromCore(accepted=accepted))
+            self._from_thread(self._send, messages.Accepted(feed.number, feed.request.params.seed))
         else:
             self._from_thread(self._refused, feed.number, error)
 
     def _refused(self, number: int, error: BaseException) -> None:
         self._feeds.pop(number, None)
-        self._outbox.put(_refusal(number, error))
+        self._send(_refusal(number, error))
 
     def _leave(self, number: int) -> None:
         feed, sending = self._feeds.pop(number, None), self._sending.pop(number, None)
@@ -265,45 +269,36 @@ class _Core(CoreServicer):
         if feed is not None and self._engine is not None:
             self._engine.detach(feed)
 
-    async def _abort(self, message: pb.Abort) -> None:
+    async def _abort(self, message: messages.Abort) -> None:
         with contextlib.suppress(EngineDeadError):
-            await self._running().abort(message.request_id, message.index if message.HasField("index") else None)
+            await self._running().abort(message.request_id, message.index)
 
-    def _answer(self, number: int, working: Coroutine[Any, Any, pb.Answer]) -> None:
-        self._spawn(self._answered_by(number, working))
-
-    async def _answered_by(self, number: int, working: Coroutine[Any, Any, pb.Answer]) -> None:
+    async def _answer(self, number: int, working: Coroutine[Any, Any, Any]) -> None:
         try:
-            answer = await working
+            self._send(messages.Answer(number, await working))
         except (EngineDeadError, LoRAError, RuntimeError, MemoryError) as error:
-            answer = pb.Answer(refusal=str(error) or type(error).__name__)
-        answer.number = number
-        self._outbox.put(pb.FromCore(answer=answer))
+            self._send(messages.Refused(number, "question", str(error) or type(error).__name__))
 
-    async def _load_lora(self, message: pb.LoadLora) -> pb.Answer:
-        loaded = await self._running().load_lora(message.name, message.path)
-        return pb.Answer(lora=pb.LoadedLora(**loaded._asdict()))
+    async def _load_lora(self, message: messages.LoadLora) -> LoadedLoRA:
+        return await self._running().load_lora(message.name, message.path)
 
     def _drop[T](self, how: Callable[[AsyncEngine, T], None], what: T) -> None:
         with contextlib.suppress(EngineDeadError, LoRAError):  # then there is nothing to drop
             how(self._running(), what)
 
-    async def _answer_to(self, question: int) -> pb.Answer:
+    async def _answer_to(self, question: str) -> EngineStats | int | str | None:
         engine = self._running()
         match question:
-            case pb.Ask.STATS:
-                return pb.Answer(stats=wire.stats_message(await engine.stats()))
-            case pb.Ask.RESET_PREFIX_CACHE:
-                return pb.Answer(pages=await engine.reset_prefix_cache())
-            case pb.Ask.CHECK:
+            case "stats":
+                return await engine.stats()
+            case "reset_prefix_cache":
+                return await engine.reset_prefix_cache()
+            case "check":
                 await engine.check()
-                return pb.Answer(done=True)
+                return None
         if self._profiler is None:
-            return pb.Answer(refusal="profiling is off: the server was started without profile_dir")
-        if question == pb.Ask.START_PROFILE:
-            await asyncio.to_thread(self._profiler.start)
-            return pb.Answer(done=True)
-        return pb.Answer(folder=await asyncio.to_thread(self._profiler.stop))
+            raise RuntimeError("profiling is off: the server was started without profile_dir")
+        return await asyncio.to_thread(self._profiler.start if question == "start_profile" else self._profiler.stop)
 
     def _running(self) -> AsyncEngine:
         if self._engine is None:
@@ -318,26 +313,24 @@ class _Core(CoreServicer):
         apart: list[tuple[_Feed, SequenceDelta]] = []
         for feed, item in news:
             if isinstance(item, SequenceDelta):
-                feed.apart = feed.apart or wire.is_large(item)
+                feed.apart = feed.apart or messages.is_large(item)
                 if feed.apart:
                     apart.append((feed, item))
                 else:
                     numbered.append((feed.number, item))
         if not (numbered or apart):
             return True  # the engine has ended: the front end gets a fault message
-        message = pb.FromCore(deltas=wire.deltas_message(numbered)) if numbered else None
-        return self._from_thread(self._delivered, message, apart, [feed.number for feed, _ in news if not feed.running])
+        data = messages.encode(messages.deltas_of(numbered)) if numbered else None
+        return self._from_thread(self._delivered, data, apart, [feed.number for feed, _ in news if not feed.running])
 
     def _tell(self, telling: KvEventEncoder) -> None:
         """Send the changes of the cached pages. Called in the engine thread."""
-        for message in telling.messages():
-            self._from_thread(self._outbox.put, pb.FromCore(kv_events=message))
+        for events in telling.messages():
+            self._from_thread(self._send, events)
 
-    def _delivered(
-        self, message: pb.FromCore | None, apart: Sequence[tuple[_Feed, SequenceDelta]], ended: list[int]
-    ) -> None:
-        if message is not None:
-            self._outbox.put(message)
+    def _delivered(self, data: bytes | None, apart: Sequence[tuple[_Feed, SequenceDelta]], ended: list[int]) -> None:
+        if data is not None:
+            self._outbox.put(data)
         for feed, delta in apart:
             self._defer(feed, delta)
         for number in ended:
@@ -346,7 +339,7 @@ class _Core(CoreServicer):
     def _defer(self, feed: _Feed, delta: SequenceDelta) -> None:
         """Defer a delta until the large delta of its stream is sent; deferred deltas are merged."""
         if not feed.apart:  # sent since the engine thread looked
-            self._outbox.put(pb.FromCore(deltas=wire.deltas_message([(feed.number, delta)])))
+            self._send(messages.deltas_of([(feed.number, delta)]))
             return
         before = feed.deferred.get(delta.index)
         feed.deferred[delta.index] = delta if before is None else merged(before, delta)
@@ -355,17 +348,19 @@ class _Core(CoreServicer):
 
     async def _send_apart(self, feed: _Feed) -> None:
         """Send a large delta in chunks, between other deltas: a long prompt's log probabilities take seconds."""
-        while (large := next(filter(wire.is_large, feed.deferred.values()), None)) is not None:
-            for part in wire.parts(feed.number, large):
-                await self._outbox.put_last(pb.FromCore(deltas=part))
-        deferred = [(feed.number, delta) for delta in feed.deferred.values()]
-        self._outbox.put(pb.FromCore(deltas=wire.deltas_message(deferred)))
+        while (large := next(filter(messages.is_large, feed.deferred.values()), None)) is not None:
+            for part in messages.parts(feed.number, large):
+                await self._outbox.put_last(messages.encode(part))
+        self._send(messages.deltas_of([(feed.number, delta) for delta in feed.deferred.values()]))
         feed.deferred.clear()
         feed.apart = False
         del self._sending[feed.number]
 
-    def _report(self, startup: pb.Startup) -> None:
-        self._from_thread(self._outbox.put, pb.FromCore(startup=startup))
+    def _report(self, event: messages.StartupEvent) -> None:
+        self._from_thread(self._send, event)
+
+    def _send(self, message: messages.FromCore) -> None:
+        self._outbox.put(messages.encode(message))
 
     def _from_thread[**P](self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
         """Call a function on the event loop; false if the loop is closed."""
@@ -382,20 +377,13 @@ class _Core(CoreServicer):
         return task
 
 
-def _ready(built: Built) -> pb.FromCore:
-    return pb.FromCore(ready=pb.Ready(card=wire.card_message(built.card), folder=built.folder))
-
-
-def _refusal(number: int, error: BaseException) -> pb.FromCore:
+def _refusal(number: int, error: BaseException) -> messages.Refused:
     match error:
         case QueueFullError():
-            refused = pb.Refused(kind=pb.Refused.QUEUE_FULL, message=error.reason)
+            return messages.Refused(number, "queue_full", error.reason)
         case RequestError():
-            refused = pb.Refused(kind=pb.Refused.REQUEST, place=error.place, message=error.reason)
-        case _:
-            refused = pb.Refused(kind=pb.Refused.ENGINE, message=str(error))
-    refused.number = number
-    return pb.FromCore(refused=refused)
+            return messages.Refused(number, "request", error.reason, error.place)
+    return messages.Refused(number, "engine", str(error))
 
 
 def _silent() -> None:

@@ -9,24 +9,25 @@ import errno
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.lora.store import LoadedLoRA, LoRAError
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.api.streams import EngineDeadError
 from jaxinfer.serve.core import socket_dir as folder
-from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.backend import BackendStream
 from jaxinfer.serve.core.child import Child
 from jaxinfer.serve.core.link import CoreLink, RefusedError
+from jaxinfer.serve.core.messages import Failed, Fault, KvEvents, Lifecycle, Pulse, Ready, StartupEvent
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.types import LoRARef, Request
 
-STARTING, READY, DEAD, STOPPED = "starting", "ready", "dead", "stopped"
-FAILED = "failed"
+STARTING: Final = "starting"
+READY: Final = "ready"
+DEAD, STOPPED = "dead", "stopped"
+FAILED: Final = "failed"
 
 _LAST_WORDS_SECONDS = 0.5
 LEAST_STEP_TIMEOUT, STEPS = 10.0, 20.0
@@ -45,22 +46,6 @@ _log = logging.getLogger("jaxinfer.serve.supervisor")
 Prepare = Callable[[CoreLink, ModelCard, Callable[[], None]], Awaitable[None]]
 """Preparation of each core that has started, before it is READY; calls its last argument on progress. A `LoRAError`
 ends the core, and is a permanent failure if no core was READY before."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StartupEvent:
-    """Progress of a start. ``phase``: "starting", "loading_weights", "compiling", "checking", "ready" or "failed".
-
-    Attributes:
-        message: error message, for "failed".
-    """
-
-    phase: str = STARTING
-    bytes_done: int = 0
-    bytes_total: int = 0
-    compilations_done: int = 0
-    compilations_total: int = 0
-    message: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +109,12 @@ class Supervisor:
         command: Sequence[str] | None = None,
         patience: SupervisorTimeouts = SupervisorTimeouts(),
         prepare: Prepare | None = None,
-        kv_events: Callable[[pb.KvEvents], object] = lambda _: None,
+        kv_events: Callable[[KvEvents], object] = lambda _: None,
     ) -> None:
         self._config, self._patience, self._prepare, self._kv_events = config, patience, prepare, kv_events
         self._command = [sys.executable, "-m", "jaxinfer.serve.core"] if command is None else list(command)
-        self.state, self.restarts = STARTING, 0
+        self.state: str = STARTING
+        self.restarts = 0
         self.failure: str | None = None
         self.backend = CurrentCore(self._link)
         self._ready: tuple[ModelCard, str] | None = None  # card and folder of the last READY core
@@ -333,24 +319,24 @@ class Supervisor:
         least = LONGEST_DOUBT if self._profiling else LEAST_STEP_TIMEOUT
         return max(least, STEPS * self._p99, self._doubt)
 
-    def _observe(self, message: pb.FromCore) -> None:
+    def _observe(self, message: Lifecycle) -> None:
         if self.state == DEAD:
             return  # the core is being ended: its messages are ignored
         self._heard += 1
-        match message.WhichOneof("kind"):
-            case "startup":
+        match message:
+            case StartupEvent():
                 self._get_on()
-                self._announce(_startup_event(message.startup))
-            case "ready":
-                self._started(wire.card_of(message.ready.card), message.ready.folder)
-            case "beat":
-                self._beat(message.beat)
-            case "kv_events":
-                self._kv_events(message.kv_events)
-            case "failed":
-                self._cannot_start(message.failed.message)
-            case "fault":
-                self._died(message.fault.message, "the engine ended by a fault")
+                self._announce(message)
+            case Ready():
+                self._started(message.card, message.folder)
+            case Pulse():
+                self._beat(message)
+            case KvEvents():
+                self._kv_events(message)
+            case Failed():
+                self._cannot_start(message.reason)
+            case Fault():
+                self._died(message.reason, "the engine ended by a fault")
 
     def _started(self, card: ModelCard, folder: str) -> None:
         if self._prepare is None or self._child is None:
@@ -386,11 +372,11 @@ class Supervisor:
             self.failure = reason
         self._died(reason, "the engine cannot start")
 
-    def _beat(self, beat: pb.Beat) -> None:
+    def _beat(self, pulse: Pulse) -> None:
         """Record a heartbeat; before READY it only shows that the process lives."""
-        self._p99 = max(beat.p99_step_seconds, self._p99 if beat.steps < _ENOUGH_STEPS else 0.0)
-        if self.state == READY and (not beat.busy_seconds or beat.steps != self._steps):
-            self._progress, self._steps = self._progress + 1, beat.steps
+        self._p99 = max(pulse.p99, self._p99 if pulse.steps < _ENOUGH_STEPS else 0.0)
+        if self.state == READY and (not pulse.busy or pulse.steps != self._steps):
+            self._progress, self._steps = self._progress + 1, pulse.steps
 
     def _died(self, reason: str, public: str | None = None) -> None:
         """Enter DEAD at once, before the process ends. The first reason counts; ``public``: reason for clients."""
@@ -433,16 +419,6 @@ async def _answered[T](question: Callable[[], Coroutine[Any, Any, T]]) -> T:
         raise ServeError(Kind.INVALID, str(error)) from error
     except EngineDeadError as error:
         raise ServeError(Kind.UNAVAILABLE, str(error), retry_after=1.0) from error
-
-
-def _startup_event(message: pb.Startup) -> StartupEvent:
-    return StartupEvent(
-        pb.Startup.Phase.Name(message.phase).lower(),
-        message.bytes_done,
-        message.bytes_total,
-        message.compilations_done,
-        message.compilations_total,
-    )
 
 
 class CurrentCore:

@@ -6,8 +6,8 @@ import logging
 import socket
 from collections.abc import Callable
 
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.api.kv_events import OFF, KvEventsConfig
+from jaxinfer.serve.core.messages import KvEvents
 from jaxinfer.serve.kv_events.hub import Hub
 from jaxinfer.serve.runtime.background import Background
 
@@ -47,7 +47,7 @@ class KvEventsEndpoint:
     def replay_endpoint(self) -> str | None:
         return None if self._publisher is None else self._publisher.replay_endpoint
 
-    def take(self, events: pb.KvEvents) -> None:
+    def take(self, events: KvEvents) -> None:
         """Pass the engine's events to the hub."""
         if self.hub is not None:
             self.hub.take(events)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.core.messages import KvEvents, KvStored
 from jaxinfer.serve.kv_events.hub import Batch
 from jaxinfer.serve.kv_events.tokens import lora_id, token_ids
 
@@ -76,7 +76,7 @@ class Encoder:
         """Return the last frame of a message."""
         return self._encoder.encode(EventBatch(batch.timestamp, list(self._events(batch.events)), batch.events.rank))
 
-    def _events(self, events: pb.KvEvents) -> Iterable[Any]:
+    def _events(self, events: KvEvents) -> Iterable[Any]:
         if events.cleared:
             yield self._cleared()
         for run in events.stored:
@@ -85,17 +85,17 @@ class Encoder:
             yield self._removed(list(gone.hashes), gone.medium)
 
 
-def stored_fields(run: pb.KvStored) -> dict[str, Any]:
+def stored_fields(run: KvStored) -> dict[str, Any]:
     """Convert a run of pages to the fields of vLLM's event."""
     hashes, tokens = list(run.hashes), token_ids(run.tokens)
     return {
         "block_hashes": hashes,
-        "parent_block_hash": run.parent if run.HasField("parent") else None,
+        "parent_block_hash": run.parent,
         "token_ids": tokens,
         "block_size": len(tokens) // len(hashes),
-        "lora_id": lora_id(run.lora.identity) if run.HasField("lora") else None,
+        "lora_id": lora_id(run.lora.identity) if run.lora else None,
         "medium": run.medium,
-        "lora_name": run.lora.name if run.HasField("lora") else None,
+        "lora_name": run.lora.name if run.lora else None,
         "extra_keys": [(run.extra,)] * len(hashes) if run.extra else None,
     }
 

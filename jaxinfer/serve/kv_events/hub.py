@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.core.messages import KvEvents
 from jaxinfer.serve.kv_events.mirror import Copy, Mirror, cut
 
 BATCHES = 10_000
@@ -34,7 +34,7 @@ class Batch:
     number: int
     timestamp: float
     epoch: str
-    events: pb.KvEvents
+    events: KvEvents
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -143,9 +143,9 @@ class Hub:
         """Clear all replicas: an engine begins or has ended, so no page is cached."""
         self.epoch = secrets.token_hex(8)
         for rank in sorted(self._mirrors):
-            self.take(pb.KvEvents(rank=rank, cleared=True))
+            self.take(KvEvents(rank=rank, cleared=True))
 
-    def take(self, events: pb.KvEvents) -> None:
+    def take(self, events: KvEvents) -> None:
         """Number a batch of the engine's events, and pass it to listeners and subscribers."""
         self._mirrors[events.rank].apply(events)
         self._number += 1
@@ -158,9 +158,9 @@ class Hub:
 
     def _keep(self, batch: Batch) -> None:
         self._kept.append(batch)
-        self._bytes += batch.events.ByteSize()
+        self._bytes += batch.events.nbytes
         while len(self._kept) > BATCHES or (self._bytes > _KEPT_BYTES and len(self._kept) > 1):
-            self._bytes -= self._kept.popleft().events.ByteSize()
+            self._bytes -= self._kept.popleft().events.nbytes
 
     def since(self, number: int) -> list[Batch] | None:
         """Return the batches from a number on; None: some of them are not kept, or the number was never used."""

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.core.messages import KvEvents, KvStored
+from jaxinfer.types import LoRARef
 
 TOKEN_BYTES = 4
 
@@ -17,14 +18,14 @@ class Block(NamedTuple):
     Attributes:
         parent: hash of the parent page.
         tokens: token ids, int32 [page_size].
-        lora: name and identity of the adapter that computed it.
+        lora: adapter that computed it.
         extra: opaque key of its cache scope and salt, "" if there is neither.
         mediums: mediums that hold it, in the order in which it came there.
     """
 
     parent: bytes | None
     tokens: bytes
-    lora: tuple[str, str] | None
+    lora: LoRARef | None
     extra: str
     mediums: tuple[str, ...]
 
@@ -52,7 +53,7 @@ class Mirror:
         """A copy of the pages by hash: its entries do not change any more."""
         return dict(self._blocks)
 
-    def apply(self, events: pb.KvEvents) -> None:
+    def apply(self, events: KvEvents) -> None:
         """Apply the changes."""
         if events.cleared:
             self._blocks.clear()
@@ -63,15 +64,14 @@ class Mirror:
             for digest in gone.hashes:
                 self._remove(digest, gone.medium)
 
-    def _store(self, run: pb.KvStored) -> None:
-        above = run.parent if run.HasField("parent") else None
+    def _store(self, run: KvStored) -> None:
+        above = run.parent
         size = len(run.tokens) // max(1, len(run.hashes))
-        lora = (run.lora.name, run.lora.identity) if run.HasField("lora") else None
         for number, digest in enumerate(run.hashes):
             known = self._blocks.get(digest)
             if known is None:
                 tokens = run.tokens[number * size : (number + 1) * size]
-                known = Block(above, tokens, lora, run.extra, ())
+                known = Block(above, tokens, run.lora, run.extra, ())
             if run.medium not in known.mediums:
                 self._blocks[digest] = known._replace(mediums=(*known.mediums, run.medium))
                 self._copies += 1
@@ -93,7 +93,7 @@ class Mirror:
         return [Copy(digest, block, medium) for digest, block in self._blocks.items() for medium in block.mediums]
 
 
-def stored_of(copies: Sequence[Copy]) -> list[pb.KvStored]:
+def stored_of(copies: Sequence[Copy]) -> list[KvStored]:
     """Convert copies to stored events, in their order."""
     chains: list[list[Copy]] = []
     for copy in copies:
@@ -105,14 +105,14 @@ def stored_of(copies: Sequence[Copy]) -> list[pb.KvStored]:
     return [_stored(chain) for chain in chains]
 
 
-def _stored(chain: Sequence[Copy]) -> pb.KvStored:
+def _stored(chain: Sequence[Copy]) -> KvStored:
     block, medium = chain[0].block, chain[0].medium
-    return pb.KvStored(
+    return KvStored(
         medium=medium,
         parent=block.parent,
         hashes=[copy.digest for copy in chain],
         tokens=b"".join(copy.block.tokens for copy in chain),
-        lora=None if block.lora is None else pb.Lora(name=block.lora[0], identity=block.lora[1]),
+        lora=block.lora,
         extra=block.extra,
     )
 

@@ -14,8 +14,8 @@ import sys
 import time
 
 from jaxinfer.lora.store import LoRAStore
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import process
+from jaxinfer.serve.core.messages import StartupEvent
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig
@@ -82,7 +82,7 @@ def main() -> None:
             raise ZeroDivisionError("in the start")
         for done in range(1, 11):
             if not options.mute:
-                report(pb.Startup(phase=pb.Startup.LOADING_WEIGHTS, bytes_done=done, bytes_total=10))
+                report(StartupEvent("loading_weights", bytes_done=done, bytes_total=10))
             time.sleep(options.slow / 10)
         mischief = fake.Mischief(
             seconds=options.seconds,

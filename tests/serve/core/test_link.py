@@ -2,8 +2,12 @@
 
 import asyncio
 
+import grpc
+import pytest
+
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.core import wire
+from jaxinfer.serve.api.streams import EngineDeadError
+from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.link import CoreLink, LinkStream
 from jaxinfer.types import Request, SequenceDelta
 
@@ -17,9 +21,9 @@ def test_who_leaves_before_the_core_has_accepted_is_not_served_for_nothing():
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait([asking])
-        submit, leave = link._outbox._messages
-        assert leave.WhichOneof("kind") == "leave"
-        assert leave.leave.number == submit.submit.number
+        submit, leave = map(messages.decode_to_core, link._outbox._messages)
+        assert isinstance(submit, messages.Submit)
+        assert leave == messages.Leave(submit.number)
         assert not link._streams
         assert not link._answers
 
@@ -43,10 +47,33 @@ def test_who_leaves_as_soon_as_it_is_told_does_not_end_the_link():
 
         leaving.listen(leave_once)
         deltas = [(number, SequenceDelta(name, 0, [5, 6])) for number, name in NAMES]
-        link._take_deltas(wire.deltas_message(deltas))
+        link._take_deltas(messages.deltas_of(deltas))
         assert list(link._streams) == [staying.number]
         assert (await anext(staying)).token_ids == [5, 6]
-        (leave,) = link._outbox._messages
-        assert leave.leave.number == leaving.number
+        assert [*map(messages.decode_to_core, link._outbox._messages)] == [messages.Leave(leaving.number)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", messages.encode(messages.Stop()), messages.encode(["Accepted", "x"])])
+def test_a_core_that_sends_no_message_ends_the_link(tmp_path, data):
+    async def serve(incoming, context) -> None:
+        await anext(incoming)
+        await context.write(data)
+        await asyncio.sleep(3600)
+
+    async def run() -> None:
+        server, path = grpc.aio.server(), f"{tmp_path}/s"
+        handlers = {"Serve": grpc.stream_stream_rpc_method_handler(serve)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("jaxinfer.internal.Core", handlers),))
+        server.add_insecure_port(f"unix:{path}")
+        await server.start()
+        link = CoreLink(path, lambda message: None)
+        running = asyncio.ensure_future(link.run())
+        with pytest.raises(EngineDeadError):
+            await link.submit(Request("me", (1,), SamplingParams()))
+        with pytest.raises(messages.MessageError):
+            await running
+        await server.stop(None)
 
     asyncio.run(run())

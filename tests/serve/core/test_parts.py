@@ -5,8 +5,7 @@ import contextlib
 
 import pytest
 
-from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.core import link, service, wire
+from jaxinfer.serve.core import link, messages, service
 from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import SequenceDelta
@@ -15,26 +14,27 @@ from tests.serve.core.test_core import BOUND, collect, make_request, nothing_is_
 
 CONTEXT = 6000
 LONG = tuple(3 + i % 250 for i in range(5000))
-BYTES = 32 * wire.MOST_CANDIDATES
-"""Upper bound of a message: a candidate takes 17 bytes, everything else little."""
+BYTES = 32 * messages.MOST_CANDIDATES
+"""Upper bound of a message: a candidate takes at most 20 bytes, everything else little."""
 
 
 @pytest.fixture
 def heard(monkeypatch):
-    """Return a list that receives every message with deltas of a front end."""
-    found: list[pb.Deltas] = []
-    take = link.CoreLink._take_deltas
+    """Return a list that receives every message with deltas, or parts of them, of a front end."""
+    found: list[messages.Deltas | messages.Part] = []
+    take = link.CoreLink._take
 
-    def listen(self, deltas: pb.Deltas) -> None:
-        found.append(deltas)
-        take(self, deltas)
+    def listen(self, message: messages.FromCore) -> None:
+        if isinstance(message, messages.Deltas | messages.Part):
+            found.append(message)
+        take(self, message)
 
-    monkeypatch.setattr(link.CoreLink, "_take_deltas", listen)
+    monkeypatch.setattr(link.CoreLink, "_take", listen)
     return found
 
 
-def is_part(message: pb.Deltas) -> bool:
-    return any(delta.continues for delta in message.others)
+def is_part(message: messages.FromCore) -> bool:
+    return isinstance(message, messages.Part)
 
 
 def test_the_answer_is_the_same_no_message_is_large_and_others_get_theirs_meanwhile(heard):
@@ -49,10 +49,10 @@ def test_the_answer_is_the_same_no_message_is_large_and_others_get_theirs_meanwh
             assert got == want
             assert meanwhile[0][0] == tokens(other)
             await nothing_is_left(far)
-        sizes = [message.ByteSize() for message in heard]
+        sizes = [len(messages.encode(message)) for message in heard]
         parts = [place for place, message in enumerate(heard) if is_part(message)]
         assert max(sizes) < BYTES
-        assert len(parts) >= 3 * (len(LONG) * 21 // wire.MOST_CANDIDATES - 1)
+        assert len(parts) >= 3 * (len(LONG) * 21 // messages.MOST_CANDIDATES - 1)
         between = heard[parts[0] : parts[-1]]
         assert sum(not is_part(message) for message in between) > len(parts) / 4
 
@@ -64,9 +64,9 @@ async def core_that_writes():
     """Yield a core without an engine, the list of messages written, and a function that lets one more be written."""
     core, written, gate = service._Core(asyncio.get_running_loop()), [], asyncio.Semaphore(0)
 
-    async def write(message: pb.FromCore) -> None:
+    async def write(data: bytes) -> None:
         await gate.acquire()
-        written.append(message.deltas)
+        written.append(messages.decode_from_core(data))
 
     writing = asyncio.create_task(core._outbox.run(write))
     yield core, written, gate.release
@@ -100,11 +100,13 @@ def test_what_follows_a_large_delta_does_not_overtake_it():
             await settled()
         *parts, rest, after = written
         assert all(map(is_part, parts))
-        assert list(rest.others[0].token_ids) == [7, 8, 9]
-        assert list(after.tokens) == [10]
+        ((_, whole),) = rest.others
+        assert whole.token_ids == [7, 8, 9]
+        assert after.tokens == [10]
         found = link.LinkStream(feed.request, lambda _: None, 7)
-        for message in (*parts, rest):
-            found.take_message(message.others[0])
+        for part in parts:
+            found.take_part(part)
+        found.take_whole(whole)
         assert (await anext(found)).prompt_logprobs == large_delta().prompt_logprobs
 
     asyncio.run(main())

@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.core import supervisor, wire
+from jaxinfer.serve.core import supervisor
+from jaxinfer.serve.core.messages import Pulse, Ready
 from jaxinfer.serve.core.supervisor import Supervisor, SupervisorTimeouts
 from tests.bench.virtual import run
 from tests.serve.core.fake_core import make_config
@@ -43,10 +43,10 @@ class Process:
         await asyncio.sleep(self._life.starting or 0.0)
         if self._life.starting is None:
             return
-        self._observe(pb.FromCore(ready=pb.Ready(card=wire.card_message(fake_card()), folder="nowhere")))
+        self._observe(Ready(fake_card(), "nowhere"))
         end = asyncio.get_running_loop().time() + self._life.ready
         while (left := end - asyncio.get_running_loop().time()) > 0:
-            self._observe(pb.FromCore(beat=pb.Beat(steps=0, busy_seconds=0.0)))
+            self._observe(Pulse())
             await asyncio.sleep(min(1.0, left))
 
 

@@ -2,8 +2,7 @@
 
 import asyncio
 
-from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.core import wire
+from jaxinfer.serve.core.messages import Failed, Lifecycle, Pulse, Ready
 from jaxinfer.serve.core.supervisor import DEAD, READY, Supervisor, SupervisorTimeouts
 from jaxinfer.serve.settings import ServeConfig
 from tests.bench import virtual
@@ -11,13 +10,13 @@ from tests.serve.fake_engine import fake_card
 
 
 def test_a_start_that_fails_is_final_unless_the_same_settings_were_ready_before():
-    async def failure(*before: pb.FromCore) -> tuple[str, str | None]:
+    async def failure(*before: Lifecycle) -> tuple[str, str | None]:
         supervisor = Supervisor(ServeConfig(model="fake"))
-        for message in (*before, pb.FromCore(failed=pb.Failed(message="no memory"))):
+        for message in (*before, Failed("no memory")):
             supervisor._observe(message)
         return supervisor.state, supervisor.failure
 
-    ready = pb.FromCore(ready=pb.Ready(card=wire.card_message(fake_card()), folder="here"))
+    ready = Ready(fake_card(), "here")
     assert asyncio.run(failure()) == (DEAD, "no memory")
     assert asyncio.run(failure(ready)) == (DEAD, None)
 
@@ -28,12 +27,12 @@ def test_a_start_that_fails_is_final_unless_the_same_settings_were_ready_before(
 def limited(*beats: tuple[int, float], **changes) -> float:
     """Return the step limit after a core's READY and its heartbeats: steps, and their 99th percentile."""
     supervisor = Supervisor(ServeConfig(model="fake", **changes))
-    ready = pb.FromCore(ready=pb.Ready(card=wire.card_message(fake_card()), folder="here"))
+    ready = Ready(fake_card(), "here")
 
     async def main() -> float:
         supervisor._observe(ready)
         for steps, p99 in beats:
-            supervisor._observe(pb.FromCore(beat=pb.Beat(steps=steps, p99_step_seconds=p99)))
+            supervisor._observe(Pulse(steps, p99=p99))
         return supervisor._step_limit()
 
     return asyncio.run(main())

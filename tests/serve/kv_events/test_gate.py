@@ -8,8 +8,8 @@ import random
 import pytest
 
 from jaxinfer.kv.manager import KVConfig
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
+from jaxinfer.serve.core.messages import decode_from_core, encode
 from jaxinfer.serve.grpc.vllm.events import batch_message, chunk_message
 from jaxinfer.serve.kv_events import hub as hubs
 from jaxinfer.serve.kv_events.frames import Encoder
@@ -157,7 +157,7 @@ class World:
     def look(self) -> None:
         """End a step: its changes are sent to the API server."""
         for message in self.telling.messages():
-            self.hub.take(pb.KvEvents.FromString(message.SerializeToString()))
+            self.hub.take(decode_from_core(encode(message)))
         self.told = truth(self.machine.kv)
 
     def subscriber(self) -> None:

@@ -6,22 +6,21 @@ import asyncio
 
 import pytest
 
-from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.core.messages import KvEvents, KvRemoved, KvStored
 from jaxinfer.serve.kv_events import hub as hubs
 from jaxinfer.serve.kv_events.hub import Batch, Chunk, Hub, LaggedError
 
 
-def stored(*names: str, parent: str | None = None, medium: str = "GPU", rank: int = 0) -> pb.KvEvents:
+def stored(*names: str, parent: str | None = None, medium: str = "GPU", rank: int = 0) -> KvEvents:
     """Return the event of a chain of pages with one token each."""
     hashes = [name.encode().rjust(32, b"\0") for name in names]
     above = None if parent is None else parent.encode().rjust(32, b"\0")
-    run = pb.KvStored(medium=medium, parent=above, hashes=hashes, tokens=b"\1\0\0\0" * len(names))
-    return pb.KvEvents(rank=rank, stored=[run])
+    return KvEvents(rank, stored=[KvStored(medium, above, hashes, b"\1\0\0\0" * len(names))])
 
 
-def removed(*names: str, medium: str = "GPU") -> pb.KvEvents:
+def removed(*names: str, medium: str = "GPU") -> KvEvents:
     hashes = [name.encode().rjust(32, b"\0") for name in names]
-    return pb.KvEvents(removed=[pb.KvRemoved(medium=medium, hashes=hashes)])
+    return KvEvents(removed=[KvRemoved(medium, hashes)])
 
 
 def items(hub: Hub, number: int = 0) -> list[Batch | Chunk]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
-from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.api.kv_events import KvEventsConfig
+from jaxinfer.serve.core.messages import KvEvents
 from jaxinfer.serve.kv_events import publisher as publisher_module
 from jaxinfer.serve.kv_events.hub import Hub
 from jaxinfer.serve.kv_events.publisher import Publisher
 from jaxinfer.serve.runtime import malloc_trim
 from jaxinfer.serve.settings import ServeConfigError
+from jaxinfer.types import LoRARef
 from tests.serve.kv_events.subscribers import DECODERS, AllBlocksCleared, BlockRemoved, BlockStored, Router
 from tests.serve.kv_events.test_hub import removed, stored
 
@@ -70,9 +72,9 @@ def test_messages_are_vllms(form):
     async def test():
         async with publishing(form) as (hub, publisher, context):
             sub = await subscribed(hub, publisher, context)
-            told = stored("a", "b")
-            told.stored[0].lora.name, told.stored[0].lora.identity, told.stored[0].extra = "pirate", "0f" * 32, "77"
-            hub.take(told)
+            (run,) = stored("a", "b").stored
+            labelled = msgspec.structs.replace(run, lora=LoRARef("pirate", "0f" * 32), extra="77")
+            hub.take(KvEvents(stored=[labelled]))
             hub.take(removed("b"))
             hub.begin()
             frames = [await received(sub) for _ in range(3)]
@@ -158,7 +160,7 @@ def test_a_subscriber_that_does_not_read_holds_up_nobody():
 def test_events_of_many_pages_stay_one_message():
     async def test():
         async with publishing() as (hub, publisher, context):
-            hub.take(pb.KvEvents(cleared=True, stored=stored(*map(str, range(3000))).stored))
+            hub.take(KvEvents(cleared=True, stored=stored(*map(str, range(3000))).stored))
             frames, _ = await replayed(context, publisher, 0)
             assert len(DECODERS["map"].decode(frames[3]).events[1].token_ids) == 3000
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from jaxinfer.protos.internal import core_pb2 as core
 from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.core.messages import KvRemoved, KvStored
 from jaxinfer.serve.grpc.vllm import messages
 from jaxinfer.serve.kv_events.hub import Batch, Chunk, Hub, LaggedError
 from jaxinfer.serve.kv_events.mirror import TOKEN_BYTES, stored_of
@@ -152,7 +152,7 @@ def _message(number: int, timestamp: float, events: Sequence[Any], rank: int | N
     return messages.common.KvEventBatch(sequence_number=number, timestamp=timestamp, events=events, dp_rank=rank)
 
 
-def _events(cleared: bool, stored: Sequence[core.KvStored], removed: Sequence[core.KvRemoved]) -> Iterator[Any]:
+def _events(cleared: bool, stored: Sequence[KvStored], removed: Sequence[KvRemoved]) -> Iterator[Any]:
     common = messages.common
     if cleared:
         yield common.KvCacheEvent(cleared=common.KvCacheCleared())
@@ -169,12 +169,12 @@ def _place(medium: str) -> dict[str, Any]:
     return {"cache_level": _LEVELS[medium], "tier": tiers.Value(f"KV_CACHE_TIER_{_TIERS[medium]}"), "medium": medium}
 
 
-def _stored(run: core.KvStored) -> Any:
+def _stored(run: KvStored) -> Any:
     common, place = messages.common, _place(run.medium)
     level = place.pop("cache_level")
     tokens, count = run.tokens, len(run.hashes)
     size = len(tokens) // count
-    adapter = {"lora_id": lora_id(run.lora.identity)} if run.HasField("lora") else {}
+    adapter = {"lora_id": lora_id(run.lora.identity)} if run.lora else {}
     keys = [common.KvBlockExtraKey(text=run.extra)] if run.extra else ()
     blocks = [
         common.KvBlock(
@@ -189,8 +189,8 @@ def _stored(run: core.KvStored) -> Any:
     ]
     return common.KvBlocksStored(
         blocks=blocks,
-        parent_block_hash=short(run.parent) if run.HasField("parent") else None,
-        lora_name=run.lora.name if run.HasField("lora") else None,
+        parent_block_hash=None if run.parent is None else short(run.parent),
+        lora_name=run.lora.name if run.lora else None,
         cache_salt=run.extra or None,
         **place,
     )
