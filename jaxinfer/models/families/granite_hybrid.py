@@ -21,8 +21,8 @@ from jaxinfer.models.families import granite, granite_moe
 from jaxinfer.models.families.deepseek import count_of
 from jaxinfer.models.families.granite_moe import GraniteMoeConfig
 from jaxinfer.models.families.llama import attention_specs
+from jaxinfer.models.families.sparse import SparseBlock, SparseContext
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import SparseBlock, SparseContext
 from jaxinfer.models.specs import cache_spec, decoder, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 

@@ -12,11 +12,10 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.moe import RoutingRule
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
-from jaxinfer.models.families import granite
+from jaxinfer.models.families import granite, sparse
+from jaxinfer.models.families.sparse import Sparse, SparseBlock, SparseConfig, SparseContext
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import Sparse, SparseBlock, SparseConfig, SparseContext
 from jaxinfer.models.specs import cache_spec, linear, plain
 from jaxinfer.types import ParamSpec, ParamTree, Source
 

@@ -18,11 +18,11 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.families import sparse
 from jaxinfer.models.families.llama import attention_specs
+from jaxinfer.models.families.sparse import Sparse, SparseConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import Sparse, SparseConfig
 from jaxinfer.models.specs import cache_spec, decoder, fused_experts, gated_mlp, plain, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 

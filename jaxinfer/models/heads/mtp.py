@@ -16,9 +16,9 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.families.deepseek import DeepseekBlock, DeepseekConfig, block_specs
 from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
+from jaxinfer.models.families.sparse import SparseContext
 from jaxinfer.models.family import HeadFamily
 from jaxinfer.models.head import DraftHead, HeadConfig, HeadFiles
-from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import linear, rms_norm, vocabulary
 from jaxinfer.quant import matmul, matmul_transposed
 from jaxinfer.types import CacheSpec, ParamTree
