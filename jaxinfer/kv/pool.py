@@ -232,7 +232,8 @@ class _PagedAttend:
             table, index = own.tables[own.spec.group(layer)], Index(*map(own._by_chunk, index))
             # Written together: XLA would copy a pool that is written, read and written again.
             rows = jnp.concatenate([own._by_chunk(k)[:, :, 0], index.k.astype(k.dtype)], axis=-1)
-            cache = _with_latents(cache, rows, *own._places(table, rows.shape[1], cache), layer)
+            pages, offsets = own._places(table, rows.shape[1], cache)
+            cache = _with_latents(cache, rows, pages, offsets, layer)
             longest, most = table.shape[1] * cache.data.shape[-2], layer.index_topk
             chosen = None if most is None or longest <= most else own._chosen(index, cache, table, most)
             mixed = own._attended(own._by_chunk(q), cache, table, _options(cache, layer, scale, None, chosen))
