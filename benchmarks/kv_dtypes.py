@@ -101,7 +101,7 @@ def executor(model: Model, rows: int, width: int, kind: str) -> LocalExecutor:
         kv_cache_dtype=kind,
     )
     mesh = mesh_for(config)
-    return LocalExecutor(*prepare(model, config, jax.default_backend(), mesh), mesh)
+    return LocalExecutor(prepare(model, config, jax.default_backend(), mesh), mesh)
 
 
 def decode(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.engine.execution.step_costs import measure_costs
+from jaxinfer.engine.execution.calibration import measure_costs
 from jaxinfer.gpu_check.llama import random_model
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams

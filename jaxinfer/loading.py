@@ -18,13 +18,12 @@ from jax.sharding import Mesh
 from jaxinfer.compilations import timed, use_compilation_cache
 from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.config.aliases import DTYPES, demo_folder, draft_of, known_dtype
-from jaxinfer.config.defaults import layout_for_cpu
 from jaxinfer.draft_heads import describe_head, load_head
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
-from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
+from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
@@ -37,7 +36,8 @@ from jaxinfer.models.registry import HEADS, Family, family_for
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
-from jaxinfer.quant import with_values
+from jaxinfer.planner.memory import MemoryPlan
+from jaxinfer.quant import layout_for_cpu, with_values
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.text import (
     ChatTemplate,

@@ -17,7 +17,7 @@ FIRST_LOOK, IN_A_PACKAGE, LINES = 8, 16, 600
 MEDIAN, P90 = 6, 16  # lines of a whole definition
 BODY_MEDIAN, BODY_P90 = 5, 12  # lines without head and docstring
 # Families are left out: each is a separate file.
-MODELS = ("config", "decoder", "family", "head", "model", "registry", "sparse", "specs")
+MODELS = ("config", "decoder", "family", "head", "model", "registry", "specs")
 CORE = (
     *(f"jaxinfer/{name}" for name in ("engine", "kv", "layers", "sampling", "spec", "types.py")),
     *(f"jaxinfer/config/{name}.py" for name in ("__init__", "engine", "cache", "parallel", "speculative", "defaults")),

@@ -19,7 +19,7 @@ from benchmarks.gpu import swap
 from benchmarks.gpu.bounds import bytes_per_token, prefill_operations, weight_bytes
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.engine.execution.step import StepState, make_programs
+from jaxinfer.engine.execution.step import StepState, make_decode, make_prefill
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model
 from jaxinfer.gpu_check.measure import fill, time_calls
 from jaxinfer.gpu_check.report import Report
@@ -122,7 +122,7 @@ def _measure_decode(report: Report, model: Model, work: Decode) -> None:
     contexts = dict.fromkeys(_fitting(report, model, rows, context) for context in work.contexts)
     state, tables = _state(model, rows, max(contexts) // PAGE)
     slots = jax.device_put(HostSlots(rows, LIMITS).snapshot(), replicated(make_mesh()))
-    function = make_programs(Stage(model), LIMITS.max_logprobs, backend=work.backend).decode
+    function = make_decode(Stage(model), LIMITS.max_logprobs, backend=work.backend)
     program, seconds = _compiled(function, 2, model.params, slots, state, _decode_batch(tables, 1))
     name = str(work)
     report.put(f"program: {name}", compile_s=seconds, **_look_at_program(program, pages_of(state.pools)))
@@ -154,7 +154,7 @@ def _measure_prefill(report: Report, model: Model, work: Prefill, config: dict[s
     state, tables = _state(model, work.sequences, work.tokens // PAGE)
     starts = range(0, work.tokens, work.chunk)
     batches = [_prefill_batch(tables, start, work.chunk) for start in starts]
-    function = make_programs(Stage(model), LIMITS.max_logprobs, backend=work.backend).prefill
+    function = make_prefill(Stage(model), work.backend)
     program, seconds = _compiled(function, 1, model.params, state.pools, batches[0])
     name = str(work)
     timing, pools = _time(program, (model.params,), state.pools, batches)

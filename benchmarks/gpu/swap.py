@@ -35,10 +35,10 @@ def measure(report: Report, model: Model, page: int) -> None:
 
 def _in_calls(spec: CacheSpec, pools: Any, count: int) -> tuple[float, float, Any]:
     """Return the milliseconds per page of swap-out and swap-in with ``count`` pages a call, and the resulting pools."""
-    programs, ids = make_move_programs(spec), np.arange(count, dtype=np.int32)[None]
-    export = jax.jit(programs.export, out_shardings=on_host(replicated(make_mesh()))).lower(pools, ids).compile()
+    (_, exporting, restoring), ids = make_move_programs(spec), np.arange(count, dtype=np.int32)[None]
+    export = jax.jit(exporting, out_shardings=on_host(replicated(make_mesh()))).lower(pools, ids).compile()
     pages = export(pools, ids)
-    restore = jax.jit(programs.restore, donate_argnums=0).lower(pools, pages, ids).compile()
+    restore = jax.jit(restoring, donate_argnums=0).lower(pools, pages, ids).compile()
 
     def leave(pools: Any) -> tuple[Any, Any]:
         return export(pools, ids), pools

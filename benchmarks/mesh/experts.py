@@ -14,6 +14,7 @@ from benchmarks.mesh.models import EXPERTS, model
 from jaxinfer.config import EngineConfig, resolve
 from jaxinfer.engine.execution.commands import Decode, DecodeBatch, Prefill, PrefillBatch
 from jaxinfer.engine.execution.executor import LocalExecutor
+from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits
@@ -88,4 +89,4 @@ def _prefill(model: Model) -> Callable[[], None]:
 def _executor(model: Model, rows: int) -> LocalExecutor:
     config = EngineConfig(max_num_seqs=rows, max_model_len=256, num_pages=_PAGES, prefill_sizes=(_CHUNK,))
     engine = resolve(config, model.cache_spec, max_position=model.config.max_position, itemsize=model.dtype.itemsize)
-    return LocalExecutor(model, engine, SamplingLimits(max_logprobs=engine.max_logprobs), make_mesh())
+    return LocalExecutor(Prepared(model, engine, SamplingLimits(max_logprobs=engine.max_logprobs)), make_mesh())

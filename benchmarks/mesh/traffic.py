@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.mesh.models import EXPERTS, model
-from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
 from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.llm import LLM
 
@@ -74,7 +73,7 @@ def _row(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _decode_programs(engine: Any) -> list[Any]:
-    if isinstance(engine, DpAttentionEngine):
-        return [engine._lockstep.programs.decode]
-    assert not isinstance(engine, Replicas)
+    if isinstance(engine, Replicas):
+        assert engine.lockstep is not None
+        return [engine.lockstep.programs.decode]
     return [part.run.widest_decode for part in engine._executor.runtimes]

@@ -8,6 +8,7 @@ inputs (`fingerprints`), and calibration results are cached by the digest of the
 from jaxinfer.compilations.cache import (
     DEFAULT_FOLDER,
     CacheUse,
+    compilations_during,
     count_cache_use,
     count_compilations,
     timed,
@@ -21,6 +22,7 @@ __all__ = [
     "DEFAULT_FOLDER",
     "CacheUse",
     "Fingerprints",
+    "compilations_during",
     "compiler_options",
     "count_cache_use",
     "count_compilations",

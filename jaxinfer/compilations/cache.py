@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import pathlib
 import time
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -68,6 +69,14 @@ def count_compilations() -> Iterator[Compilations]:
         yield seen
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def compilations_during(owner: object) -> Compilations:
+    """Count every compilation in this process as long as ``owner`` is referenced."""
+    block = contextlib.ExitStack()
+    seen = block.enter_context(count_compilations())
+    weakref.finalize(owner, block.close)
+    return seen
 
 
 @dataclasses.dataclass

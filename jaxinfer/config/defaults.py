@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import pathlib
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 _GIB = 1 << 30
-_Layout = Literal["in first", "in last"]  # see `pallas_kernels.matmul.Layout`
-_CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
 class Defaults(NamedTuple):
@@ -72,25 +68,3 @@ def of_platform(platform: str, memory: int = 0) -> Defaults:
         return CPU
     found = next(defaults for least, defaults in _GPU if not memory or memory >= least)
     return found._replace(memory=memory)
-
-
-def layout_for_cpu(rows: int, itemsize: int, cpuinfo: pathlib.Path = _CPUINFO) -> _Layout | None:
-    """Return the best layout on a CPU for matrices of ``itemsize`` bytes per number in decode steps of ``rows`` rows;
-    None: the layout of the family. Measurements are in docs/benchmarks.md.
-
-    One row of 16-bit numbers: [in, out], which `pallas_kernels.one_row` reads fastest. With matrix registers (Intel
-    AMX) [out, in]: matrix products of a 125M model's decode step take a sixth less time in bfloat16, up to an eighth in
-    float32; without AMX (an AMD EPYC) steps of 8 and more rows are slower in this layout.
-    """
-    if rows == 1 and itemsize == 2:
-        return "in first"
-    return "in last" if _has_amx(cpuinfo) else None
-
-
-@functools.cache
-def _has_amx(cpuinfo: pathlib.Path) -> bool:
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        return False
-    return any("amx_bf16" in line.split() for line in lines if line.startswith("flags"))

@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.pages import Costs
 from jaxinfer.engine.scheduling.plan import PlanRunner
-from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.stats import EngineStats
@@ -47,7 +47,6 @@ class EngineCore(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        ...
 
     def add(self, request: Request) -> Request:
         """Queue a validated request; returns it with its seed resolved.
@@ -56,39 +55,30 @@ class EngineCore(Protocol):
             RequestError: its id is in use, or it can never fit.
             QueueFullError: the waiting queue is full.
         """
-        ...
 
     def check_capacity(self, request: Request, ahead: int = 0) -> None:
         """Raise QueueFullError where `add` would; see `Scheduler.check_capacity`. From any thread."""
-        ...
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request (or one of its samples) without another delta. ``reason``: finish reason in the statistics."""
-        ...
 
     def step(self) -> list[SequenceDelta]:
         """Launch the next step, then read an earlier one: the device never waits for the host."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return statistics: current running, waiting and usage figures, and counters since the start."""
-        ...
 
     def temporaries(self) -> int:
         """Return the bytes of device memory that the program with the largest working set uses while it runs."""
-        ...
 
     def reset_prefix_cache(self) -> int:
         """Drop every cached page; return their number. Running sequences keep theirs, which no other can match."""
-        ...
 
     def journals(self) -> list[Journal]:
         """Start recording changes of cached pages, one journal per replica; to be called before any request."""
-        ...
 
     def check(self) -> None:
         """Raise AssertionError unless all slots and pages are accounted for."""
-        ...
 
 
 class EngineLoop:
@@ -133,20 +123,16 @@ class EngineLoop:
         self._pending: collections.deque[Any] = collections.deque()  # launched steps that are not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()
-        self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
+        self._new_seed = seed_source(config)
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._pending)
 
     def add(self, request: Request) -> Request:
-        if request.params.seed is None:
-            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=self._new_seed()))
+        request = seeded(request, self._new_seed)
         self._scheduler.add(request)
         return request
-
-    def _new_seed(self) -> int:
-        return int(self._seeds.integers(2**63))
 
     def check_capacity(self, request: Request, ahead: int = 0) -> None:
         self._scheduler.check_capacity(request, ahead)
@@ -217,6 +203,19 @@ class EngineLoop:
 
     def check(self) -> None:
         self._scheduler.check()
+
+
+def seed_source(config: ResolvedEngine) -> Callable[[], int]:
+    """Return a function that draws seeds for requests without one."""
+    drawn = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
+    return lambda: int(drawn.integers(2**63))
+
+
+def seeded(request: Request, new_seed: Callable[[], int]) -> Request:
+    """Return the request with its seed resolved."""
+    if request.params.seed is not None:
+        return request
+    return dataclasses.replace(request, params=dataclasses.replace(request.params, seed=new_seed()))
 
 
 def new_kv(engine: ResolvedEngine, windows: tuple[int | None, ...] = (None,)) -> KVManager:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import weakref
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxinfer.compilations import count_compilations
+from jaxinfer.compilations import compilations_during
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.execution.calibration import Calibration, calibrate
 from jaxinfer.engine.execution.compiled import CompileProgress
@@ -35,7 +33,7 @@ class Engine(EngineLoop):
         loras: adapters that requests may name; None: requests have none.
 
     Raises:
-        ValueError: the mesh has a ``data`` axis larger than 1 (see `jaxinfer.engine.distributed.replicas`).
+        ValueError: the mesh has a ``data`` axis larger than 1 (see `jaxinfer.engine.distributed.make`).
     """
 
     def __init__(
@@ -49,9 +47,9 @@ class Engine(EngineLoop):
     ) -> None:
         mesh = mesh or mesh_for(prepared.config)
         if mesh.shape["data"] != 1:
-            raise ValueError("an engine runs on one replica: jaxinfer.engine.distributed.replicas makes several")
+            raise ValueError("an engine runs on one replica: jaxinfer.engine.distributed.make makes several")
         model, engine, limits = prepared
-        self._executor = make_executor(model, engine, limits, mesh, progress)
+        self._executor = make_executor(prepared, mesh, progress)
         platform = mesh.devices.flat[0].platform
         self.calibration = found = calibration or calibrate(self._executor, prepared, platform)
         kv = new_kv(engine, model.cache_spec.windows)
@@ -73,9 +71,7 @@ class Engine(EngineLoop):
             loras=loras,
             vocabulary=functools.partial(_vocabulary, model.tokenizer, vocab) if limits.grammars else None,
         )
-        ready = contextlib.ExitStack()
-        self._compiled = ready.enter_context(count_compilations())
-        weakref.finalize(self, ready.close)
+        self._compiled = compilations_during(self)
 
     def _compilations(self) -> int:
         return self._compiled.count

@@ -59,7 +59,7 @@ class StepTrace:
             drafts=[[*_name(each.sequence), each.start, each.paths] for each in (*(plan.drafts or ()), *plan.forced)],
             draft_prefills=_chunks(plan.draft_prefills),
             masked=sorted(plan.masks),
-            lora_slots=sorted({load.slot for load in plan.loads}),
+            lora_slots=sorted({slot for slot, _, _ in plan.loads}),
             exports=plan.exports,
             copies=plan.copies,
             imports=plan.imports,

@@ -1,4 +1,8 @@
-"""Device side of the KV cache: one array per layer, donated to every step, and its reads and writes in a step."""
+"""Device side of the KV cache: one array per layer, donated to every step, and its reads and writes in a step.
+
+Where heads are sharded over devices, attention and page copies run in `jax.shard_map`, over the mesh that the program
+is traced for: each device works on its own heads, in its own pool. XLA's partitioner cannot partition kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxinfer.kv.states import Pieces, Recurrence, StateRows, keep_accepted, run_pieces, run_rows
+from jaxinfer.parallel.mesh import RULES, pool_spec, traced_size
 from jaxinfer.types import NO_STATE, STATE, CacheSpec, LayerSpec, StateSpec
 from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention, token_index
 from pallas_kernels.choice import HOPPER, Target, Wish
@@ -23,6 +29,8 @@ from pallas_kernels.token_index import Index
 Options = AttentionOptions | LatentOptions
 Rope = tuple[jax.Array, jax.Array]
 
+_AXES = RULES["kv_heads"]
+_REPLICATED, _HEADS = PartitionSpec(), PartitionSpec(None, _AXES)
 _SPAN = 64
 """Maximum tokens per chunk of a recurrence: a chunk is computed as one matrix."""
 
@@ -155,6 +163,20 @@ def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backe
     return kv_write.explain_projected(cache.data, one_chunk, **options, path=wish).path == "mosaic"
 
 
+def _on_shards(function: Callable[..., Any], operands: tuple[Any, ...], results: Any) -> Callable[..., Any]:
+    """Map a function over devices by heads: ``operands`` and ``results`` are partition specs. Without a mesh, or with
+    one device along the axis, nothing is mapped."""
+    if traced_size("kv_heads") == 1:
+        return function
+    return jax.shard_map(function, in_specs=operands, out_specs=results, check_vma=False)
+
+
+def _pool(latent: bool) -> Any:
+    """Return the partition specs of a layer's pool; latents serve all heads and are replicated."""
+    heads: Any = pool_spec(latent)  # elements and scales have the same leading dimensions
+    return LayerPool(heads, heads)
+
+
 class _PagedAttend:
     """Base class of `DecodeAttend` and `PrefillAttend`: write new keys and values, then attend."""
 
@@ -174,10 +196,21 @@ class _PagedAttend:
         chosen: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
         """See `Attend`."""
-        table = self.tables[self.spec.group(layer)]
-        cache = cache if k is None else self._written(self._by_chunk(k), v, cache, table, layer)
-        options = _options(cache, layer, scale, sinks, chosen)
-        return self._attended(self._by_chunk(q), cache, table, options), cache
+
+        def run(own: Any, *operands: Any) -> tuple[jax.Array, LayerPool]:
+            q, k, v, chosen, cache, sinks = operands
+            table = own.tables[own.spec.group(layer)]
+            cache = cache if k is None else own._written(own._by_chunk(k), v, cache, table, layer)
+            options = _options(cache, layer, scale, sinks, chosen)
+            return own._attended(own._by_chunk(q), cache, table, options), cache
+
+        latent = layer.latent_rank is not None
+        keys, pool = _REPLICATED if latent else _HEADS, _pool(latent)
+        specs = (_REPLICATED, _HEADS, keys, keys, _REPLICATED, pool, PartitionSpec(_AXES))
+        attended: tuple[jax.Array, LayerPool] = _on_shards(run, specs, (_HEADS, pool))(
+            self, q, k, v, chosen, cache, sinks
+        )
+        return attended
 
     def _written(
         self, k: jax.Array, v: jax.Array | None, cache: LayerPool, table: jax.Array, layer: LayerSpec
@@ -191,15 +224,26 @@ class _PagedAttend:
     def choosing(
         self, q: jax.Array, k: jax.Array, index: Index, cache: LayerPool, layer: LayerSpec, scale: float
     ) -> tuple[jax.Array, jax.Array | None, LayerPool]:
-        """See `ChoosingAttend`. Where no sequence exceeds ``index_topk``, index keys are written but never read."""
-        table, index = self.tables[self.spec.group(layer)], Index(*map(self._by_chunk, index))
-        # Written together: XLA would copy a pool that is written, read and written again.
-        rows = jnp.concatenate([self._by_chunk(k)[:, :, 0], index.k.astype(k.dtype)], axis=-1)
-        cache = _with_latents(cache, rows, *self._places(table, rows.shape[1], cache), layer)
-        longest, most = table.shape[1] * cache.data.shape[-2], layer.index_topk
-        chosen = None if most is None or longest <= most else self._chosen(index, cache, table, most)
-        mixed = self._attended(self._by_chunk(q), cache, table, _options(cache, layer, scale, None, chosen))
-        return mixed, chosen, cache
+        """See `ChoosingAttend`. Where no sequence exceeds ``index_topk``, index keys are written but never read. Each
+        device chooses the keys redundantly, from identical numbers."""
+
+        def run(own: Any, *operands: Any) -> tuple[jax.Array, jax.Array | None, LayerPool]:
+            q, k, index, cache = operands
+            table, index = own.tables[own.spec.group(layer)], Index(*map(own._by_chunk, index))
+            # Written together: XLA would copy a pool that is written, read and written again.
+            rows = jnp.concatenate([own._by_chunk(k)[:, :, 0], index.k.astype(k.dtype)], axis=-1)
+            pages, offsets = own._places(table, rows.shape[1], cache)
+            cache = _with_latents(cache, rows, pages, offsets, layer)
+            longest, most = table.shape[1] * cache.data.shape[-2], layer.index_topk
+            chosen = None if most is None or longest <= most else own._chosen(index, cache, table, most)
+            mixed = own._attended(own._by_chunk(q), cache, table, _options(cache, layer, scale, None, chosen))
+            return mixed, chosen, cache
+
+        specs, results = (_REPLICATED, _HEADS, *[_REPLICATED] * 3), (_HEADS, _REPLICATED, _REPLICATED)
+        chosen: tuple[jax.Array, jax.Array | None, LayerPool] = _on_shards(run, specs, results)(
+            self, q, k, index, cache
+        )
+        return chosen
 
     def fused(
         self,
@@ -214,16 +258,24 @@ class _PagedAttend:
         """See `FusedAttend`."""
         if not fuses(cache, qkv, rope, interleaved, self.backend):
             return None
-        qkv, angles, table = self._by_chunk(qkv), tuple(map(self._by_chunk, rope)), self.tables[self.spec.group(layer)]
-        pages, offsets = self._places(table, qkv.shape[1], cache)
-        options: dict[str, Any] = {"rope": angles, "scales": cache.scales, "interleaved": interleaved}
-        written = kv_write.write_projected(cache.data, qkv, pages, offsets, **options, path=self.backend)
-        assert written.q is not None
-        cache = LayerPool(written.pool, written.scales)
-        return self._attended(written.q, cache, table, _options(cache, layer, scale, sinks)), cache
+
+        def run(own: Any, *operands: Any) -> tuple[jax.Array, LayerPool]:
+            qkv, rope, cache, sinks = operands
+            qkv, angles, table = own._by_chunk(qkv), tuple(map(own._by_chunk, rope)), own.tables[own.spec.group(layer)]
+            pages, offsets = own._places(table, qkv.shape[1], cache)
+            options: dict[str, Any] = {"rope": angles, "scales": cache.scales, "interleaved": interleaved}
+            written = kv_write.write_projected(cache.data, qkv, pages, offsets, **options, path=own.backend)
+            assert written.q is not None
+            cache = LayerPool(written.pool, written.scales)
+            return own._attended(written.q, cache, table, _options(cache, layer, scale, sinks)), cache
+
+        pool = _pool(latent=False)
+        specs = (_REPLICATED, _HEADS, _REPLICATED, pool, PartitionSpec(_AXES))
+        attended: tuple[jax.Array, LayerPool] = _on_shards(run, specs, (_HEADS, pool))(self, qkv, rope, cache, sinks)
+        return attended
 
     def recur(self, function: Recurrence, inputs: Any, state: jax.Array) -> tuple[Any, jax.Array]:
-        """See `jaxinfer.layers.recurrent.Recur`; ``state`` is a pool ``[states, *shape]``."""
+        """See `jaxinfer.layers.recurrent.Recur`; ``state`` is a pool ``[states, *shape]``, sharded with its heads."""
         page, (starts, lengths) = self.spec.page_size, self._pieces()
         cut = jax.tree.map(self._by_chunk, inputs)
         time = jax.tree.leaves(cut)[0].shape[1]
@@ -232,8 +284,13 @@ class _PagedAttend:
         places, borders = self._borders(starts, lengths, time)
         last = np.minimum(borders // size, -(-time // size)) - 1
         pieces = Pieces(lengths, size, self._before(starts), places, last)
-        outputs, pool = run_pieces(function, padded, state, pieces, self.backend)
+        outputs, pool = run_pieces(function, padded, state, pieces, self._recurrent)
         return jax.tree.map(lambda x: x[:, :time].reshape(-1, *x.shape[2:]), outputs), pool
+
+    @property
+    def _recurrent(self) -> Wish:
+        """Backend of recurrences: kernels run on one device only."""
+        return self.backend if traced_size("kv_heads") == 1 else "xla"
 
     @property
     def _states(self) -> Int[Array, "batch width"]:
@@ -305,7 +362,7 @@ class DecodeAttend(_PagedAttend):
         if self.owners is None:
             return super().recur(function, inputs, state)
         by_row = jax.tree.map(self._by_chunk, inputs)
-        outputs, pool = run_rows(function, by_row, state, self._state_rows(self.owners), self.backend)
+        outputs, pool = run_rows(function, by_row, state, self._state_rows(self.owners), self._recurrent)
         return jax.tree.map(lambda x: x[:, 0], outputs), pool
 
     def accept(self, pools: list[Pool], accepted: Bool[Array, " rows"]) -> list[Pool]:
@@ -423,7 +480,11 @@ def copy_pages(
 ) -> list[LayerPool]:
     """Copy pages to other pages in every layer, by the ids of each group; a target beyond the pool is dropped."""
 
-    def copied(pool: LayerPool, group: int) -> LayerPool:
-        return kv_copy.copy_pages(pool, source[group], target[group], path=backend)
+    def run(pools: list[LayerPool], source: jax.Array, target: jax.Array) -> list[LayerPool]:
+        groups = [spec.group(layer) for layer in spec.attending]
+        pairs = zip(pools, groups, strict=True)
+        return [kv_copy.copy_pages(pool, source[group], target[group], path=backend) for pool, group in pairs]
 
-    return [copied(pool, spec.group(layer)) for pool, layer in zip(pools, spec.attending, strict=True)]
+    own = [_pool(spec.latent)] * len(pools)
+    copied: list[LayerPool] = _on_shards(run, (own, _REPLICATED, _REPLICATED), own)(pools, source, target)
+    return copied

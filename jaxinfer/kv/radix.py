@@ -21,6 +21,44 @@ _ITEM = np.dtype(np.int32).itemsize
 _NEIGHBOURS = 16
 
 
+class Buffer:
+    """Numbers at indices ``start`` to ``end``; indices stay the same while older numbers are dropped."""
+
+    def __init__(self, dtype: type[np.generic]) -> None:
+        self.start = self.end = 0
+        self._offset = 0  # array position of index `start`
+        self._array = np.empty(64, dtype)
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __getitem__(self, place: int) -> int:
+        return int(self._array[place - self.start + self._offset])
+
+    def view(self) -> np.ndarray:
+        """Return a view of all numbers, valid until the next `extend`."""
+        return self._array[self._offset : self._offset + len(self)]
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """Return the numbers at ``places``, which must be in the buffer."""
+        return self._array[places - (self.start - self._offset)]
+
+    def extend(self, numbers: Sequence[int] | np.ndarray) -> None:
+        """Append numbers. Amortised O(1) each."""
+        count = len(self)
+        if self._offset + count + len(numbers) > len(self._array):
+            grown = np.empty(max(64, count + len(numbers), 2 * count), self._array.dtype)
+            grown[:count] = self.view()
+            self._array, self._offset = grown, 0
+        self._array[self._offset + count : self._offset + count + len(numbers)] = numbers
+        self.end += len(numbers)
+
+    def forget(self, count: int) -> None:
+        """Drop the ``count`` oldest numbers."""
+        self.start += count
+        self._offset += count
+
+
 class PageKeys:
     """Tokens of one sequence and the keys of its full pages, each computed once.
 
@@ -32,26 +70,17 @@ class PageKeys:
     def __init__(self, namespace: bytes, page_size: int) -> None:
         self.namespace = namespace
         self.page_size = page_size
-        self._tokens = np.empty(page_size, np.int32)
-        self._count = 0
+        self._tokens = Buffer(np.int32)
         self._pages: list[bytes] = []
 
     @property
     def tokens(self) -> np.ndarray:
         """View of the known tokens, int32 ``[tokens]``, valid until the next `extend`."""
-        return self._tokens[: self._count]
+        return self._tokens.view()
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens. Amortised O(1) each."""
-        if not len(tokens):
-            return
-        count = self._count + len(tokens)
-        if count > len(self._tokens):
-            grown = np.empty(max(count, 2 * len(self._tokens)), np.int32)
-            grown[: self._count] = self.tokens
-            self._tokens = grown
-        self._tokens[self._count : count] = tokens
-        self._count = count
+        self._tokens.extend(tokens)
 
     def page_bytes(self, page: int) -> bytes:
         """Return the tokens of full page ``page`` as bytes.
@@ -61,9 +90,9 @@ class PageKeys:
         """
         while len(self._pages) <= page:
             end = (len(self._pages) + 1) * self.page_size
-            if end > self._count:
-                raise IndexError(f"page {len(self._pages)} of {self._count} tokens is not full")
-            self._pages.append(self._tokens[end - self.page_size : end].tobytes())
+            if end > len(self._tokens):
+                raise IndexError(f"page {len(self._pages)} of {len(self._tokens)} tokens is not full")
+            self._pages.append(self.tokens[end - self.page_size : end].tobytes())
         return self._pages[page]
 
 

@@ -41,7 +41,6 @@ class Attend(Protocol):
         layer reads another layer's cache (`LayerSpec.source`). ``sinks``: attention sink logit of each head, without a
         value. ``chosen``: the keys selected by sparse attention, in this backend's format; None: all.
         """
-        ...
 
 
 @runtime_checkable
@@ -61,7 +60,6 @@ class ChoosingAttend(Attend, Protocol):
 
         Returns the output, the selected tokens (None: all) and the cache.
         """
-        ...
 
 
 @runtime_checkable
@@ -79,7 +77,6 @@ class FusedAttend(Attend, Protocol):
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "*batch heads head_dim"], Any] | None:
         """Attend as `__call__`, with RoPE applied inside; None, without side effects, for unsupported operands."""
-        ...
 
 
 class Attention(Layer):

@@ -12,8 +12,7 @@ from jaxinfer.layers.base import Layer
 
 def unit_rms(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
     """Divide by the root mean square over the last dimension, in float32: `RMSNorm` without a scale."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return _unit(x, eps).astype(x.dtype)
 
 
 class RMSNorm(Layer):
@@ -26,9 +25,7 @@ class RMSNorm(Layer):
     offset: float = 0.0
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        x32 = x.astype(jnp.float32)
-        normal = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        scale = self.weight("scale").astype(jnp.float32)
+        normal, scale = _unit(x, self.eps), self.weight("scale").astype(jnp.float32)
         return (normal * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 
 
@@ -61,15 +58,18 @@ class AllHeadsNorm(Layer):
     eps: float
 
     def __call__(self, x: Float[Array, "... heads head_dim"]) -> Float[Array, "... heads head_dim"]:
-        x32 = x.astype(jnp.float32)
-        normal = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=(-2, -1), keepdims=True) + self.eps)
-        return (normal * _scales(self.weight("scale"), x)).astype(x.dtype)
+        return (_unit(x, self.eps, axis=(-2, -1)) * _scales(self.weight("scale"), x)).astype(x.dtype)
 
 
 def _standardised(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
     x32 = x.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    return centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return _unit(x32 - jnp.mean(x32, axis=-1, keepdims=True), eps)
+
+
+def _unit(x: Float[Array, "... d"], eps: float, axis: int | tuple[int, int] = -1) -> Float[Array, "... d"]:
+    """Divide by the root mean square over ``axis``; float32."""
+    x32 = x.astype(jnp.float32)
+    return x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=axis, keepdims=True) + eps)
 
 
 def _scales(scale: Float[Array, "stored head_dim"], x: Float[Array, "... heads head_dim"]) -> jax.Array:

@@ -28,7 +28,6 @@ class Recur(Protocol):
 
     def recur(self, function: Recurrence, inputs: Any, state: Any) -> tuple[Any, Any]:
         """Run a recurrence over rows ``[*batch, ...]`` from the stored states, and store the resulting states."""
-        ...
 
 
 def recur(

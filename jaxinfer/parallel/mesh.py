@@ -26,7 +26,7 @@ _SETTINGS = {
 
 # Logical axes that are not listed are replicated. Experts are sharded over one mesh axis, and the hidden size of each
 # over another; weights outside experts are sharded over both. Only experts are sharded over DP attention ranks, all
-# else is per rank (`jaxinfer.engine.distributed.dp_attention`).
+# else is per rank (`jaxinfer.engine.distributed.lockstep`).
 _ALL = ("expert", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": _ALL,

@@ -23,7 +23,7 @@ from jaxinfer.quant.storage import (
     with_activations,
     with_values,
 )
-from jaxinfer.quant.unquantized import Unquantized, for_gemm, gemm_refusal, laid_out
+from jaxinfer.quant.unquantized import Unquantized, for_gemm, gemm_refusal, laid_out, layout_for_cpu
 
 __all__ = [
     "KernelLost",
@@ -40,6 +40,7 @@ __all__ = [
     "grouped_path",
     "is_stored",
     "laid_out",
+    "layout_for_cpu",
     "matmul",
     "matmul_heads",
     "matmul_transposed",

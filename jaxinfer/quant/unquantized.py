@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import ItemsView, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from jaxinfer.types import ParamSpec
 from pallas_kernels import matmul as dense_matmul
 from pallas_kernels.choice import HOPPER, Target, Wish, lowering_target
 from pallas_kernels.matmul import Extras, Layout
+
+_CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"])
@@ -169,3 +172,25 @@ def _moved(array: Any, axis: int) -> Any:
     moved = jax.block_until_ready(jnp.moveaxis(array, axis, -1 - axis))
     array.delete()
     return moved
+
+
+def layout_for_cpu(rows: int, itemsize: int, cpuinfo: pathlib.Path = _CPUINFO) -> Layout | None:
+    """Return the best layout on a CPU for matrices of ``itemsize`` bytes per number in decode steps of ``rows`` rows;
+    None: the layout of the family. Measurements are in docs/benchmarks.md.
+
+    One row of 16-bit numbers: [in, out], which `pallas_kernels.one_row` reads fastest. With matrix registers (Intel
+    AMX) [out, in]: matrix products of a 125M model's decode step take a sixth less time in bfloat16, up to an eighth in
+    float32; without AMX (an AMD EPYC) steps of 8 and more rows are slower in this layout.
+    """
+    if rows == 1 and itemsize == 2:
+        return "in first"
+    return "in last" if _has_amx(cpuinfo) else None
+
+
+@functools.cache
+def _has_amx(cpuinfo: pathlib.Path) -> bool:
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return False
+    return any("amx_bf16" in line.split() for line in lines if line.startswith("flags"))

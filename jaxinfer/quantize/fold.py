@@ -17,7 +17,7 @@ from jaxtyping import Float
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.moe import GLU
 from jaxinfer.models.families.llama import LlamaBlock
-from jaxinfer.models.sparse import SparseBlock
+from jaxinfer.models.families.sparse import SparseBlock
 from jaxinfer.quant.activation_hooks import InputStatistics
 from jaxinfer.quant.make import awq
 from jaxinfer.quant.make.gptq import enough_tokens

@@ -31,19 +31,21 @@ class Drafted(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes continuations of sequences. Drafts never change the output: they only affect speed."""
+    """Proposes continuations of sequences. Drafts never change the output: they only affect speed.
+
+    By default a drafter keeps no state.
+    """
 
     def propose(self, sequence: Drafted, limit: int) -> Tree:
         """Propose token ids to follow the sequence, at most ``limit`` deep; none if there is no good guess."""
-        ...
 
     def end(self, sequence: Drafted) -> None:
         """Drop the state of a finished sequence, or learn from it."""
-        ...
+        return
 
     def reset(self) -> None:
         """Drop what was learnt from finished sequences."""
-        ...
+        return
 
 
 class Bounded:
@@ -58,7 +60,7 @@ class Bounded:
         return self._drafter.propose(sequence, limit).bounded(limit, self._vocab_size)
 
 
-class DeviceDrafter:
+class DeviceDrafter(Drafter):
     """A drafter with drafts on the device: it returns placeholders, and the verifying step reads the tokens there.
 
     The placeholder ``-2 - i`` is the i-th draft token of a sequence, until the step's results are read. With several
@@ -75,25 +77,13 @@ class DeviceDrafter:
         firsts = range(-2, -2 - self._paths * self._most, -self._most)
         return Tree.of_paths([list(range(first, first - limit, -1)) for first in firsts])
 
-    def end(self, sequence: Drafted) -> None:
-        """Do nothing: no state is kept."""
 
-    def reset(self) -> None:
-        """Do nothing: no state is kept."""
-
-
-class NoDrafter:
+class NoDrafter(Drafter):
     """A drafter without guesses: tokens forced by grammars are drafted without one."""
 
     def propose(self, sequence: Drafted, limit: int) -> Tree:
         """Return an empty tree."""
         return Tree.of_paths([])
-
-    def end(self, sequence: Drafted) -> None:
-        """Do nothing: no state is kept."""
-
-    def reset(self) -> None:
-        """Do nothing: no state is kept."""
 
 
 def path_of(names: Sequence[int], most: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from jaxinfer.spec.drafter import Drafted
+from jaxinfer.spec.drafter import Drafted, Drafter
 from jaxinfer.spec.tree import Tree
 
 # A longest match within this distance is taken without a full search: looping sequences have thousands of candidates.
@@ -23,7 +23,7 @@ _OTHERS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafter that looks up the latest earlier occurrence of the longest suffix of ``min_n`` to ``max_n`` tokens. With
     ``paths`` > 1 it also returns occurrences with other next tokens: longer suffixes first, then later ones.
 
@@ -52,12 +52,6 @@ class NgramDrafter:
             return Tree.chain(_follow(history, int(found[-1][-1]), limit))
         starts = itertools.islice(_different(history, found), self.paths)
         return Tree.of_paths([_follow(history, ago, limit).tolist() for ago in starts])
-
-    def end(self, sequence: Drafted) -> None:
-        """Do nothing: no state is kept."""
-
-    def reset(self) -> None:
-        """Do nothing: no state is kept."""
 
     def _occurrences(self, history: Int32[np.ndarray, " tokens"]) -> list[Int64[np.ndarray, " _"]]:
         """Return how many tokens ago earlier occurrences of the suffix ended, oldest first; one array for each suffix

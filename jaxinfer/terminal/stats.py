@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.engine.execution.placement import array_bytes
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import Delta, RequestOutput
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import array_bytes
 
 _SEEDS = 4
 

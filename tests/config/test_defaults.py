@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
-from jaxinfer.config.defaults import CPU, Defaults, layout_for_cpu, of_platform
+from jaxinfer.config.defaults import CPU, Defaults, of_platform
 from jaxinfer.types import CacheSpec, LayerSpec, StateSpec
 
 GIB = 1 << 30
@@ -104,33 +103,6 @@ def test_what_is_chosen_fits_what_was_given_or_that_is_refused_by_name(
     assert all(size % devices == 0 for size in engine.prefill_sizes)
     asked = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     assert all(getattr(engine, name) == value for name, value in asked.items())
-
-
-AMX = "fpu avx512_bf16 amx_bf16 amx_tile"
-
-
-@pytest.mark.parametrize(
-    ("flags", "rows", "itemsize", "wanted"),
-    [
-        (AMX, 2, 2, "in last"),
-        (AMX, 1, 4, "in last"),
-        (AMX, 1, 2, "in first"),
-        ("fpu avx512_bf16", 1, 2, "in first"),
-        ("fpu avx512_bf16", 1, 4, None),
-        ("fpu avx512_bf16", 8, 2, None),
-        ("amx_bf16x", 2, 2, None),
-    ],
-)
-def test_weights_lie_as_the_processor_likes_them(
-    tmp_path: pathlib.Path, flags: str, rows: int, itemsize: int, wanted: str | None
-) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text(f"processor\t: 0\nbugs\t\t: amx_bf16\nflags\t\t: {flags}\n")
-    assert layout_for_cpu(rows, itemsize, file) == wanted
-
-
-def test_a_processor_that_says_nothing_of_itself(tmp_path: pathlib.Path) -> None:
-    assert layout_for_cpu(2, 2, tmp_path / "absent") is None
 
 
 def test_the_hosts_memory_holds_the_pages_of_every_device() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.buckets import Chunk
+from jaxinfer.engine.scheduling.pages import Costs
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
-from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.sampling_params import SamplingParams

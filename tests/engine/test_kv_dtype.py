@@ -13,12 +13,13 @@ import pytest
 from jaxinfer import client
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution import memory
-from jaxinfer.engine.execution.memory import Budget, plan_engine
+from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.prepare import resolve_for
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
+from jaxinfer.planner.memory import Budget
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.terminal.stats import bytes_per_step

@@ -11,9 +11,9 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.execution.placement import device_bytes
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.quant import with_activations
 from jaxinfer.quant.layouts import Grouped, Layout
 from tests.engine.test_identity import make_requests, run

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 
 from jaxinfer.kv.manager import KVConfig, KVManager, Swapped
-from jaxinfer.kv.page_copies import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.kv.store import Copy, Export, Import
 from jaxinfer.types import NO_STATE, STATE
 
 GARBAGE = -1

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.kv.manager import KVUsage
-from jaxinfer.kv.page_copies import Copy
+from jaxinfer.kv.store import Copy
 from tests.kv.scenes import PROMPT, manager, match, sequence, serve, served
 
 # ---- capacity

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.kv.manager import KVUsage
-from jaxinfer.kv.page_copies import Export, Import
+from jaxinfer.kv.store import Export, Import
 from tests.kv.fake_device import FakeDevice, check_order
 from tests.kv.scenes import PROMPT, manager, match, sequence, serve, served
 

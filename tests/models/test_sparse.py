@@ -11,9 +11,9 @@ import pytest
 from jaxinfer.layers import moe
 from jaxinfer.llm import LLM
 from jaxinfer.models.config import ConfigError
+from jaxinfer.models.families.sparse import SparseBlock, SparseConfig
 from jaxinfer.models.model import Model
 from jaxinfer.models.registry import family_for
-from jaxinfer.models.sparse import SparseBlock, SparseConfig
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights import init_params, load_params, save_params
 from tests.engine.test_identity import SETTINGS, alone, check_mode, make_requests

@@ -1,5 +1,7 @@
 """Dense weights that declare their layout and matmul backend."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.prepare import prepare, resolve_for
 from jaxinfer.quant import Unquantized, dense, laid_out, matmul, matmul_heads, matmul_transposed, swiglu, take
 from jaxinfer.quant.layouts import Grouped
-from jaxinfer.quant.unquantized import for_gemm, gemm_refusal
+from jaxinfer.quant.unquantized import for_gemm, gemm_refusal, layout_for_cpu
 from jaxinfer.types import ParamSpec
 from pallas_kernels import one_row
 from pallas_kernels.choice import HOPPER, Target
@@ -221,3 +223,30 @@ def test_a_single_sequence_has_one_row_where_that_is_fast(dtype, weights, settin
     config = EngineConfig(max_num_seqs=1, num_pages=64, max_model_len=64, **settings)
     mesh = Mesh(np.array(jax.devices()[:1] * (1 + (weights == "on two devices"))), ("data",))
     assert resolve_for(model, config, "cpu", mesh).rows == rows
+
+
+AMX = "fpu avx512_bf16 amx_bf16 amx_tile"
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows", "itemsize", "wanted"),
+    [
+        (AMX, 2, 2, "in last"),
+        (AMX, 1, 4, "in last"),
+        (AMX, 1, 2, "in first"),
+        ("fpu avx512_bf16", 1, 2, "in first"),
+        ("fpu avx512_bf16", 1, 4, None),
+        ("fpu avx512_bf16", 8, 2, None),
+        ("amx_bf16x", 2, 2, None),
+    ],
+)
+def test_weights_lie_as_the_processor_likes_them(
+    tmp_path: pathlib.Path, flags: str, rows: int, itemsize: int, wanted: str | None
+) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nbugs\t\t: amx_bf16\nflags\t\t: {flags}\n")
+    assert layout_for_cpu(rows, itemsize, file) == wanted
+
+
+def test_a_processor_that_says_nothing_of_itself(tmp_path: pathlib.Path) -> None:
+    assert layout_for_cpu(2, 2, tmp_path / "absent") is None

@@ -162,10 +162,7 @@ class FakeEngine(EngineLoop):
     ) -> None:
         engine, self._fake = resolved(**settings), runner or FakeRunner(mischief)
         super().__init__(engine, new_kv(engine), self._fake, loras=loras)
-        self._counted = itertools.count(1000 if engine.seed is None else engine.seed)
-
-    def _new_seed(self) -> int:
-        return next(self._counted)
+        self._new_seed = itertools.count(1000 if engine.seed is None else engine.seed).__next__
 
     @property
     def steps(self) -> int:

@@ -23,14 +23,16 @@ from jax.sharding import Mesh
 from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.draft_heads import abstract_head
 from jaxinfer.engine.execution.compiled import ADAPTED, compile_largest, compile_moving, temporary_bytes
-from jaxinfer.engine.execution.memory import Needs, stage_needs
-from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
+from jaxinfer.engine.execution.memory import stage_needs
+from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.parallel.mesh import mesh_for, stages
+from jaxinfer.planner.memory import Needs
 from jaxinfer.types import walk_specs
 from pallas_kernels.check.target import DEVICES, Target
 from tools.check_programs.expected import Expected, expected

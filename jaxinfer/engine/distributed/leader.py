@@ -12,17 +12,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32, UInt8
 
-from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.commands import COMMANDS, Command, Decode, DecodeBatch, ReadPages
+from jaxinfer.engine.execution.commands import COMMANDS, Command, Decode, DecodeBatch, Executor, ReadPages
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
-from jaxinfer.models.model import Model
+from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.parallel import messages
 from jaxinfer.parallel.frames import ChannelError, Frame
 from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.parallel.mesh import stages
 from jaxinfer.parallel.processes import processes_of
-from jaxinfer.sampling import Sampled, SamplingLimits
+from jaxinfer.sampling import Sampled
 
 
 class Answers:
@@ -89,11 +88,12 @@ class HostInputTokens:
             self._tokens[slot_rows] = np.asarray(tokens)[slot_rows]
 
 
-class LeaderExecutor:
+class LeaderExecutor(Executor):
     """The `Executor` of process 0: runs each command locally, and broadcasts it to the other participating processes.
 
     Results are whole on its own devices, or an `Answer` of another process; `ReadPages` returns the local heads. A
     command costs a message to each other process, and does not block on any: `wait` waits for the local devices only.
+    There is no `digest`: the executables of other processes are not visible here.
 
     Args:
         group: the group in which this is process 0.
@@ -109,9 +109,7 @@ class LeaderExecutor:
         group: Group,
         replica: int,
         processes: Collection[int],
-        model: Model,
-        engine: ResolvedEngine,
-        limits: SamplingLimits,
+        prepared: Prepared,
         mesh: Mesh,
         progress: CompileProgress | None = None,
     ) -> None:
@@ -119,9 +117,10 @@ class LeaderExecutor:
         last = processes_of(stages(mesh)[-1])
         self._answers = None if 0 in last else Answers(group, last[0])
         self._staged = mesh.shape["stage"] > 1 and len(processes_of(mesh)) > 1
+        engine = prepared.config
         rows, microbatches = engine.rows // engine.microbatches, engine.microbatches
         self._host_tokens = [HostInputTokens(rows) for _ in range(microbatches)] if self._staged else None
-        self.local = LocalExecutor(model, engine, limits, mesh, progress)
+        self.local = LocalExecutor(prepared, mesh, progress)
         group.ready()
 
     def run[Result](self, command: Command[Result]) -> Result:
@@ -165,9 +164,6 @@ class LeaderExecutor:
 
     def temporaries(self) -> int:
         return self.local.temporaries()
-
-    def digest(self) -> str | None:
-        return None  # the executables of other processes are not visible here
 
 
 def follow(executors: Mapping[int, LocalExecutor], group: Group) -> None:

@@ -17,16 +17,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int32, UInt8
 
-from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, PrefillBatch, idle_batch, with_rows
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch, idle_batch, with_rows
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
-from jaxinfer.engine.execution.placement import abstract_arrays, new_banks, place_params, put_part, targets_of
+from jaxinfer.engine.execution.placement import abstract_arrays, place_params, put_part, targets_of
+from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, HostPages, moved_pages, slot_bytes
-from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import zeros
 from jaxinfer.parallel.dp_attention import joined, rank_sharding
 from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.banks import Banked, slot_specs
@@ -59,8 +59,8 @@ def _awaited(kind: Any) -> Any:
     return kind(*(Awaited() for _ in kind._fields))
 
 
-class RankExecutor:
-    """The `Executor` of one rank's engine. Results are `Awaited`; `wait` is for all ranks.
+class RankExecutor(Executor):
+    """The `Executor` of one rank's engine. Results are `Awaited`; `wait` is for all ranks, which probe together.
 
     Before READY, when one rank probes programs, a command that must see device results runs all queued commands first.
     Multi-step decoding is not supported: settings reject it with ranks.
@@ -119,9 +119,6 @@ class RankExecutor:
     def temporaries(self) -> int:
         return self._all.programs.temporaries()
 
-    def digest(self) -> str | None:
-        return None  # ranks probe their programs together
-
 
 class _IdleOperands(NamedTuple):
     """Operands of a call for a rank without a command."""
@@ -136,8 +133,7 @@ class Lockstep:
     """Parameters, pools and slots of all ranks, and their programs. Only `wait` blocks.
 
     Args:
-        model: in the form of `shardable_model`.
-        engine: settings of each rank.
+        prepared: model, and settings of each rank.
         mesh: mesh of the ranks.
         progress: progress of the compilations.
 
@@ -147,14 +143,8 @@ class Lockstep:
         size_classes: see `Calibration`: chunks of sizes with equal numbers may run in one program.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        engine: ResolvedEngine,
-        limits: SamplingLimits,
-        mesh: Mesh,
-        progress: CompileProgress | None = None,
-    ) -> None:
+    def __init__(self, prepared: Prepared, mesh: Mesh, progress: CompileProgress | None = None) -> None:
+        model, engine, limits = prepared
         self._engine, self._model, self.mesh = engine, model, mesh
         self._sharding, count = rank_sharding(mesh), mesh.shape["dp_attn"]
         self._hosted = on_host(self._sharding)
@@ -167,9 +157,9 @@ class Lockstep:
         self.last_tokens, self.sampler = self._new_slots(count * engine.rows, limits)
         self.ranks = [RankExecutor(self, HostPages(engine.host_pages)) for _ in range(count)]
         stage = Stage(model)
-        self.banks = new_banks(stage, engine, mesh)
-        self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         arrays = abstract_arrays(stage, engine, limits, mesh)
+        self.banks = zeros(arrays.banks)
+        self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         self.programs: Any = compile_stages([stage], [arrays], engine, progress)[0]
         self._idle = self._idle_operands()
 

@@ -1,77 +1,39 @@
-"""Data parallelism: several engines on separate devices, with the interface of one engine."""
+"""Several engines with the interface of one: replicas, or ranks of data-parallel attention."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import secrets
-import weakref
 from collections.abc import Sequence
 
-import numpy as np
-from jax.sharding import Mesh
-
-from jaxinfer.compilations import count_compilations
+from jaxinfer.compilations import compilations_during
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.distributed.leader import LeaderExecutor
+from jaxinfer.engine.core import seed_source, seeded
+from jaxinfer.engine.distributed.lockstep import Lockstep
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.execution.compiled import CompileProgress
-from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
-from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.scheduling.queues import Queued, require_capacity
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
 from jaxinfer.kv.journal import Journal
-from jaxinfer.lora.store import LoRAStore
-from jaxinfer.models.model import Model
-from jaxinfer.parallel.group import Group
-from jaxinfer.parallel.mesh import mesh_for, replicas
-from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 
 class Replicas:
-    """An `EngineCore` of several engines. A request is served by one replica from its first to its last token.
+    """An `EngineCore` of several engines. A request is served by one of them from its first to its last token.
 
-    Every setting applies to each replica, with two exceptions: the queue limits and ``swap_space_gib`` are totals. One
-    thread drives all replicas: all steps are launched before the first result is read. `EngineCore` documents the
+    One thread drives all engines: all steps are launched before the first result is read. `EngineCore` documents the
     methods.
 
     Args:
-        progress: see `Engine`.
-        mesh: devices of all replicas; None: the first ones.
-        group: process group whose processes have the devices of the replicas.
-        loras: adapters that requests may name, shared by all replicas; None: requests have none.
-
-    Raises:
-        EngineConfigError: a setting cannot be served.
+        config: settings of all engines together: the queue limits are totals.
+        copies: number of replicas of the model.
+        lockstep: runs the steps of data-parallel attention ranks; None: each engine has its own devices.
     """
 
     def __init__(
-        self,
-        model: Model,
-        config: EngineConfig,
-        platform: str,
-        progress: CompileProgress | None = None,
-        mesh: Mesh | None = None,
-        group: Group | None = None,
-        loras: LoRAStore | None = None,
+        self, engines: Sequence[Engine], config: EngineConfig, copies: int, lockstep: Lockstep | None = None
     ) -> None:
-        places, engines = replicas(mesh or mesh_for(config)), list[Engine]()
-        one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
-        prepared = prepare(model, one, platform, places[0])  # shared: replicas differ only in their devices
-        local = sum(bool(own_devices(place)) for place in places)  # the first ones
-        for number, place in enumerate(places):
-            on_progress, make = share(progress, number, local), make_for(group, number, place)
-            found = None if own_devices(place) else engines[0].calibration  # of the same programs on identical devices
-            engines.append(Engine(prepared, place, on_progress, make, found, loras))
-        self._begin(engines, config, len(places))
-
-    def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
-        """Start serving; ``config`` is that of all engines together."""
-        self._engines, self.loras = engines, engines[0].loras
+        self._engines, self.loras, self.lockstep = engines, engines[0].loras, lockstep
         self.config: ResolvedEngine = dataclasses.replace(
             engines[0].config,
             data_parallel_size=copies,
@@ -80,10 +42,8 @@ class Replicas:
             max_waiting_tokens=config.max_waiting_tokens,
         )
         self._owners: dict[str, tuple[Engine, set[int]]] = {}  # engine and unfinished samples of each request
-        self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
-        ready = contextlib.ExitStack()
-        self._compiled = ready.enter_context(count_compilations())
-        weakref.finalize(self, ready.close)
+        self._new_seed = seed_source(self.config)
+        self._compiled = compilations_during(self)
 
     @property
     def limits(self) -> SamplingLimits:
@@ -97,9 +57,7 @@ class Replicas:
         if request.request_id in self._owners:
             raise RequestError("request_id", f"={request.request_id!r} is in use")
         self.check_capacity(request)
-        if request.params.seed is None:  # drawn here: so a seed does not depend on how many replicas there are
-            seed = int(self._seeds.integers(2**63))
-            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=seed))
+        request = seeded(request, self._new_seed)  # here: so a seed does not depend on how many replicas there are
         engine = self._choose(request)
         engine.add(request)
         self._owners[request.request_id] = engine, set(range(request.params.n))
@@ -131,15 +89,13 @@ class Replicas:
 
     def step(self) -> list[SequenceDelta]:
         working = [(engine, engine.launch()) for engine in self._engines if engine.has_work]
-        self._launched()
+        if self.lockstep is not None:
+            self.lockstep.run()
         deltas = [delta for engine, launched in working for delta in engine.read(launched)]
         for delta in deltas:
             if delta.finish_reason is not None and delta.request_id in self._owners:
                 self._ended(delta.request_id, delta.index)
         return deltas
-
-    def _launched(self) -> None:
-        """Hook after every engine has launched its step, and before the first read."""
 
     def stats(self) -> EngineStats:
         """Sum the statistics of all replicas."""
@@ -157,28 +113,3 @@ class Replicas:
     def check(self) -> None:
         for engine in self._engines:
             engine.check()
-
-
-def make_for(group: Group | None, number: int, mesh: Mesh) -> MakeExecutor:
-    """Return the executor factory of a replica, where ``number`` counts the replicas of a group."""
-    return LocalExecutor if group is None else functools.partial(LeaderExecutor, group, number, processes_of(mesh))
-
-
-def config_of_each(config: EngineConfig, count: int) -> EngineConfig:
-    """Return the settings of one of several engines: swap space is divided, the group enforces queue limits."""
-    share = config.swap_space_gib / count
-    unbounded = dataclasses.replace(
-        config, max_waiting_requests=None, max_waiting_sequences=None, max_waiting_tokens=None
-    )
-    return dataclasses.replace(unbounded, swap_space_gib=share)
-
-
-def share(progress: CompileProgress | None, number: int, replicas: int) -> CompileProgress | None:
-    """Scale one replica's progress to that of all replicas, which have as many programs each."""
-    if progress is None:
-        return None
-
-    def on_progress(done: int, total: int) -> None:
-        progress(number * total + done, replicas * total)
-
-    return on_progress

@@ -263,20 +263,6 @@ class RestoreSlot(Command[None]):
     snapshot: int
 
 
-class SaveSampler(Command[None]):
-    """Copy the sampler state of all slots of a microbatch. Blocks."""
-
-    microbatch: int
-    snapshot: int
-
-
-class RestoreSampler(Command[None]):
-    """Restore the sampler state of all slots of a microbatch from a snapshot."""
-
-    microbatch: int
-    snapshot: int
-
-
 class DropSnapshots(Command[None]):
     """Drop snapshots."""
 
@@ -300,19 +286,17 @@ class Executor(Protocol):
 
     def run[Result](self, command: Command[Result]) -> Result:
         """Launch a command. Does not block unless the command documents it."""
-        ...
 
     def wait(self) -> None:
         """Wait until all launched commands have run."""
-        ...
 
     def temporaries(self) -> int:
         """Return the bytes that the program with the largest working set uses on a device while it runs."""
-        ...
+        return 0
 
     def digest(self) -> str | None:
         """Return a digest of all executables; None: it is not known for all of them."""
-        ...
+        return None
 
 
 class SamplerSnapshot:

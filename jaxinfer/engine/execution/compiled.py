@@ -24,9 +24,12 @@ from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot
 from jaxinfer.engine.execution.stages import Stage, drafted_width
 from jaxinfer.engine.execution.step import (
     StepState,
+    make_decode,
+    make_decode_many,
     make_move_programs,
     make_pass_programs,
-    make_programs,
+    make_prefill,
+    make_prefill_logprobs,
     unpack,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, moved_pages
@@ -35,6 +38,7 @@ from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writing_over_ranks
 from jaxinfer.quant.lora_weight import rows_of
+from jaxinfer.sampling import admit, keep_slot, resume_slot
 
 # Called with the number of compiled programs, and with the total.
 CompileProgress = Callable[[int, int], None]
@@ -47,8 +51,8 @@ class CompiledStage:
     the stage has none), ``prefill`` by chunk size and number of chunks, ``export`` and ``restore`` by number of pages.
     They take a batch as `pack` makes it.
 
-    On all stages but the last, ``decode`` and ``prefill`` are those of `PassPrograms`, and the programs that need the
-    head or the sampler are None. ``decode_many`` is empty where one step is the most. A draft model or head has
+    On all stages but the last, ``decode`` and ``prefill`` are those of `make_pass_programs`, and the programs that need
+    the head or the sampler are None. ``decode_many`` is empty where one step is the most. A draft model or head has
     ``draft`` instead of ``decode``; a head without a cache has no other program.
 
     If the engine has adapters, ``adapted`` has the computing programs again, which take a `Banked` instead of
@@ -125,7 +129,7 @@ def compile_largest(
     work = _work(stage, arrays, engine)
     size, count = max(work.prefills, key=math.prod, default=(0, 0))
     wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
-    wanted += [work.sized("decode", rows) for rows in work.decode_sizes] if every_size else []
+    wanted += [work.sized("decode", rows) for rows in work.engine.decode_sizes] if every_size else []
     wanted += [name + ADAPTED for name in wanted]
     jobs = {name: job for name, job in work.computing().items() if name in wanted}
     return list(_compile(_tried([(work.mesh, jobs)], engine))[0].values())
@@ -169,13 +173,9 @@ class _Work:
     def prefills(self) -> list[tuple[int, int]]:
         return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
 
-    @property
-    def decode_sizes(self) -> tuple[int, ...]:
-        return self.engine.decode_sizes
-
     def sized(self, name: str, rows: int) -> str:
         """Return the name of a decode program of ``rows`` rows; the largest has no suffix."""
-        return name if rows == self.decode_sizes[-1] else f"{name}_{rows}"
+        return name if rows == self.engine.decode_sizes[-1] else f"{name}_{rows}"
 
     def named(self, done: dict[str, Any]) -> CompiledStage:
         if self.arrays.banks is None:
@@ -189,12 +189,12 @@ class _Work:
         prefill = {(size, count): done.pop(f"prefill_{size}x{count}") for size, count in self.prefills}
         decode = {
             rows: done.pop(self.sized("decode", rows))
-            for rows in self.decode_sizes
+            for rows in self.engine.decode_sizes
             if self.sized("decode", rows) in done
         }
         many = {
             rows: done.pop(self.sized("decode_many", rows))
-            for rows in self.decode_sizes
+            for rows in self.engine.decode_sizes
             if self.sized("decode_many", rows) in done
         }
         moving: dict[str, Any] = {
@@ -221,39 +221,40 @@ class _Work:
 
     def _passing(self) -> dict[str, _Job]:
         backend, spread = self.engine.attention_backend, self.engine.sequence_parallel_norms
-        programs = make_pass_programs(self.stage, backend, spread_tokens=spread)
+        decode, prefill = make_pass_programs(self.stage, backend, spread_tokens=spread)
         (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.replicated)
         drafted = [self._drafted()] if self.engine.drafts_on_device and self.stage.first else []
         jobs = {}
-        for rows in self.decode_sizes:
+        for rows in self.engine.decode_sizes:
             # The tokens that slots sampled last are those of all slots; hidden states those of the step's rows.
-            arriving = self._arriving(self.decode_sizes[-1] if self.stage.first else rows)
+            arriving = self._arriving(self.engine.decode_sizes[-1] if self.stage.first else rows)
             given = (params, pools, self._decode_batch(rows), arriving, *drafted)
             name = self.sized("decode", rows)
-            jobs[name] = _Job(_renamed(programs.decode, name), given, 1, results, self.stage.loops, batch=2)
-        return jobs | self._prefill_jobs(programs.prefill, results)
+            jobs[name] = _Job(_renamed(decode, name), given, 1, results, self.stage.loops, batch=2)
+        return jobs | self._prefill_jobs(prefill, results)
 
     def _whole(self) -> dict[str, _Job]:
         engine, (params, pools, slots, last_tokens, sampler, features, _) = self.engine, self.arrays
-        most = (engine.max_logprobs, engine.multi_step, engine.num_speculative_tokens)
         state = StepState(pools, last_tokens, sampler, features)
         backend, spread, loops = engine.attention_backend, engine.sequence_parallel_norms, self.stage.loops
-        programs = make_programs(self.stage, *most, backend, spread_tokens=spread)
+        decode = make_decode(self.stage, engine.max_logprobs, engine.num_speculative_tokens, backend)
+        decode_many = make_decode_many(decode, engine.multi_step)
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
         drafted, jobs = self._drafted() if engine.drafts_on_device else None, {}
-        for rows in self.decode_sizes:
+        for rows in self.engine.decode_sizes:
             batch, masks = self._decode_batch(rows), self._ints(rows, mask_words(sampler)) if engine.grammars else None
             given = (params, slots, state, batch, self._arriving(rows), drafted, masks)
-            decode = _renamed(programs.decode, name := self.sized("decode", rows))
-            jobs[name] = _Job(decode, given, 2, (carried, out), loops | engine.drafts_leave_states, batch=3)
+            one = _renamed(decode, name := self.sized("decode", rows))
+            jobs[name] = _Job(one, given, 2, (carried, out), loops | engine.drafts_leave_states, batch=3)
             if engine.multi_step > 1 and batch.owners is None:
                 several = (params, slots, state, batch, self._ints())
-                decode_many = _renamed(programs.decode_many, name := self.sized("decode_many", rows))
-                jobs[name] = _Job(decode_many, several, 2, (carried, out, out), loops=True, batch=3)
+                many = _renamed(decode_many, name := self.sized("decode_many", rows))
+                jobs[name] = _Job(many, several, 2, (carried, out, out), loops=True, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
-        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), loops, batch=2)
-        return jobs | self._prefill_jobs(programs.prefill, pages)
+        with_logprobs = make_prefill_logprobs(self.stage, engine.max_logprobs, backend, spread_tokens=spread)
+        jobs["prefill_logprobs"] = _Job(with_logprobs, prompt, 1, (pages, out), loops, batch=2)
+        return jobs | self._prefill_jobs(make_prefill(self.stage, backend, spread_tokens=spread), pages)
 
     def _with_adapters(self, job: _Job) -> _Job:
         """Return the job with `Banked` as first argument, and with the adapter slot of each row in its batch."""
@@ -306,27 +307,28 @@ class _Work:
     def moving(self) -> dict[str, _Job]:
         """Return programs that only move pages."""
         spec, pools, engine = self.stage.model.cache_spec, self.arrays.pools, self.engine
-        programs, copies = make_move_programs(spec, engine.attention_backend), self._ints(self.groups, COPIES)
+        copy, export, restore = make_move_programs(spec, engine.attention_backend)
+        copies = self._ints(self.groups, COPIES)
         page = moved_pages(spec, 1, engine.page_size, self.stage.model.dtype)
         page, carried = page.update(sharding=on_host(page_sharding(self.mesh, spec))), _shardings(pools)
-        jobs = {"copy": _Job(programs.copy, (pools, copies, copies), 0, carried)}
+        jobs = {"copy": _Job(copy, (pools, copies, copies), 0, carried)}
         for size in TRANSFERS if engine.host_pages else TRANSFERS[:1]:
             ids = self._ints(self.groups, size)
-            jobs[f"export_{size}"] = _Job(programs.export, (pools, ids), None, page.sharding)
+            jobs[f"export_{size}"] = _Job(export, (pools, ids), None, page.sharding)
             if engine.host_pages:  # else pages are only exported to be read
-                jobs[f"restore_{size}"] = _Job(programs.restore, (pools, (page,) * size, ids), 0, carried)
+                jobs[f"restore_{size}"] = _Job(restore, (pools, (page,) * size, ids), 0, carried)
         return jobs
 
     def keeping(self) -> dict[str, _Job]:
         """Return programs on the sampler state of a slot."""
-        programs, sampler, slot = make_programs(self.stage, self.engine.max_logprobs), self.arrays.sampler, self._ints()
+        sampler, slot = self.arrays.sampler, self._ints()
         vocab, carried = sampler.counts.shape[1], _shardings(sampler)
         rows = self._array((vocab,), jnp.bool_), self._array((vocab,), jnp.float32)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), sampler)
         return {
-            "admit": _Job(programs.admit, (sampler, slot, *rows), 0, carried),
-            "save_slot": _Job(programs.save_slot, (sampler, slot), None, self.replicated),
-            "restore_slot": _Job(programs.restore_slot, (sampler, slot, one), 0, carried),
+            "admit": _Job(admit, (sampler, slot, *rows), 0, carried),
+            "save_slot": _Job(keep_slot, (sampler, slot), None, self.replicated),
+            "restore_slot": _Job(resume_slot, (sampler, slot, one), 0, carried),
         }
 
     # ---- arguments from the host and from the stage before
@@ -371,7 +373,7 @@ class _DraftWork(_Work):
         pages = _shardings(pools)
         arguments = (params, slots, sampler, pools, self._draft_batch())
         one = _Job(draft, arguments, 3, (pages, self.replicated), loops=True, batch=4)
-        prefill = make_programs(self.stage, 0, backend=engine.attention_backend).prefill
+        prefill = make_prefill(self.stage, engine.attention_backend)
         return {
             name: _packed(job, self.replicated)
             for name, job in {"draft": one, **self._prefill_jobs(prefill, pages)}.items()

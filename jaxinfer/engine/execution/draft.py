@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.engine.execution.commands import DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
-from jaxinfer.kv.sharded import spread
 from jaxinfer.models.head import DraftHead
 from jaxinfer.parallel.mesh import gathered_logits
 from jaxinfer.sampling import DraftRows, SlotParams, SlotState, accepted, guess
@@ -39,7 +38,7 @@ def make_draft_program(
             pools, tokens, drafted = carry
             active = (batch.positions >= 0) & (step <= batch.limits)
             positions = jnp.where(active, batch.positions + step, -1)
-            attend = spread(DecodeAttend(spec, batch.tables, positions, backend))
+            attend = DecodeAttend(spec, batch.tables, positions, backend)
             hidden, pools = stage.backbone(params, jnp.minimum(tokens, known - 1), positions, attend, pools)
             logits = fitted(gathered_logits(stage.head(params, hidden)), sampler.counts.shape[1])
             tokens = guess(logits, slots, sampler, positions + 1, batch.generated + step, active)
@@ -91,7 +90,7 @@ class HeadPrograms:
         tokens = jnp.where(index == ends, cast(jax.Array, batch.following)[:, None], jnp.roll(batch.tokens, -1, axis=1))
         positions = jnp.where(index <= ends, batch.starts[:, None] + index, -1)
         first = self._apply(params, features, method="first")
-        operands = tokens.reshape(-1), first, positions.reshape(-1), spread(attend), pools
+        operands = tokens.reshape(-1), first, positions.reshape(-1), attend, pools
         return cast(list[LayerPool], self._apply(params, *operands)[1])
 
     def draft(
@@ -144,7 +143,7 @@ class HeadPrograms:
     ) -> tuple[jax.Array, list[LayerPool]]:
         """Compute one pair per row. ``bases``: positions at which a row's tables begin."""
         places = jnp.where(positions >= 0, positions - bases, -1)
-        attend = spread(DecodeAttend(self._model.cache_spec, tables, places, self._backend))
+        attend = DecodeAttend(self._model.cache_spec, tables, places, self._backend)
         known = jnp.minimum(tokens, self._model.config.vocab_size - 1)
         return cast(tuple[jax.Array, list[LayerPool]], self._apply(params, known, entering, positions, attend, pools))
 

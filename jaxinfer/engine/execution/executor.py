@@ -21,20 +21,22 @@ from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch,
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import (
     StageArrays,
+    abstract_banks,
+    abstract_pools,
     mask_words,
-    new_banks,
     new_features,
-    new_pools_on,
     new_slots,
     place_params,
     put_part,
     targets_of,
 )
+from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.kv.transfer import HostPages, slot_bytes
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import zeros
 from jaxinfer.parallel.links import Link
 from jaxinfer.parallel.mesh import replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
@@ -53,9 +55,9 @@ class StageRuntime:
         model = stage.model
         self.stage, self.mesh, self.replicated = stage, mesh, replicated(mesh)
         self.params = place_params(model, mesh)
-        self.banks = new_banks(stage, engine, mesh)
+        self.banks = zeros(abstract_banks(stage, engine, mesh))
         self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
-        self.pools = new_pools_on(model, engine, mesh)
+        self.pools: list[Pool] = zeros(abstract_pools(model, engine, mesh))
         self.host = HostPages(engine.host_pages)
         self.run: CompiledStage
 
@@ -140,7 +142,6 @@ class LocalExecutor:
     when all are launched: so a stage works on one step while the stage before works on the next one.
 
     Args:
-        model: in the form of `shardable_model`.
         mesh: mesh of one replica.
         progress: progress of the compilations.
 
@@ -151,14 +152,8 @@ class LocalExecutor:
         handed: last output for a stage of another process: available when the step has run here.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        engine: ResolvedEngine,
-        limits: SamplingLimits,
-        mesh: Mesh,
-        progress: CompileProgress | None = None,
-    ) -> None:
+    def __init__(self, prepared: Prepared, mesh: Mesh, progress: CompileProgress | None = None) -> None:
+        model, engine, limits = prepared
         self._engine, meshes = engine, stages(mesh)
         self._parts = list(dict.fromkeys(path[0] for path in targets_of(Stage(model), engine)))
         cuts = cut(model, len(meshes))
@@ -283,11 +278,6 @@ class LocalExecutor:
             case commands.RestoreSlot(slot, snapshot):
                 chosen, row = self._place(slot)
                 chosen.sampler = last.run.restore_slot(chosen.sampler, row, snapshots[snapshot])
-            case commands.SaveSampler(number, snapshot):
-                snapshots[snapshot] = jax.tree.map(np.array, self.microbatches[number].sampler)
-            case commands.RestoreSampler(number, snapshot):
-                copies = jax.tree.map(np.copy, snapshots[snapshot])  # donated arrays must not be the snapshot's
-                self.microbatches[number].sampler = put_whole(copies, last.replicated)
             case commands.ReadLastTokens(number):
                 return np.array(self.microbatches[number].last_tokens)
             case _:
@@ -425,5 +415,5 @@ def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine
     ]
 
 
-MakeExecutor = Callable[[Model, ResolvedEngine, SamplingLimits, Mesh, CompileProgress | None], Executor]
+MakeExecutor = Callable[[Prepared, Mesh, CompileProgress | None], Executor]
 """Factory of an `Executor`."""

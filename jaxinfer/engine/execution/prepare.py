@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
 from jaxinfer.config.defaults import Defaults, of_platform
 from jaxinfer.config.speculative import other_vocabulary
-from jaxinfer.engine.execution.placement import device_memory, shardable_model
+from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import device_memory
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.quant import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -36,7 +36,7 @@ _FIRST = 3
 # Ends of the context ranges in which decode rows are compared with chunks: attention sums longer contexts in further
 # blocks and splits.
 _CONTEXTS = (64, 512, 1024, 2048)
-_SNAPSHOT = -1  # snapshot number reserved for the probe
+_SNAPSHOT = -1  # greatest of the snapshot numbers reserved for the probe, which has one for each row
 # Limits for decode steps: a step is cheaper than a chunk, with fewer tokens. Up to this many rows are compared.
 _DECODE_ROUNDS, _SEEN_ROWS = 400, 16
 _ADAPTERS = 2  # adapters used by the probe
@@ -282,8 +282,7 @@ class Probe:
         """Run one step in both programs; between them another step overwrites the results."""
         batch, own = self._step_probe(rows, size, number)
         whole = idle_batch(self._engine, self._groups)
-        for row in rows:
-            self._executor.run(commands.SaveSlot(self._slot(row), _SNAPSHOT - int(row)))
+        self._save(rows)
         bits = []
         for step in (with_rows(batch, like=whole), batch):
             sampled = self._executor.run(commands.Decode(0, step))
@@ -292,13 +291,9 @@ class Probe:
             others = with_rows(batch, like=whole)._replace(tokens=(whole.tokens + 2).clip(0))
             self._executor.run(commands.Decode(0, others))
             self._executor.wait()  # ranks would restore before they decode
-            for row in rows:
-                self._executor.run(commands.RestoreSlot(self._slot(row), _SNAPSHOT - int(row)))
-        self._executor.run(commands.DropSnapshots([_SNAPSHOT - int(row) for row in rows]))
+            self._restore(rows)
+        self._drop(rows)
         return _equal(*bits)
-
-    def _slot(self, row: np.int32) -> int:
-        return int(row) * self._engine.microbatches
 
     def _step_probe(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> tuple[DecodeBatch, np.ndarray]:
         """Make a step of these rows, each at a position of its own page after pages that all read; and the own pages.
@@ -323,9 +318,9 @@ class Probe:
         if self._engine.multi_step == 1 or self._engine.speculative is not None:
             return False
         self._executor.run(commands.SetSlots(0, _every_feature(self._engine.rows, limits)._asdict()))
-        self._executor.run(commands.SaveSampler(0, _SNAPSHOT))
+        self._save(slots := range(self._engine.rows))
         equal = all(map(self._multi_step_agrees, sizes))
-        self._executor.run(commands.DropSnapshots((_SNAPSHOT,)))
+        self._drop(slots)
         self._executor.run(commands.SetSlots(0, HostSlots(self._engine.rows, limits).snapshot()._asdict()))
         return equal
 
@@ -335,7 +330,7 @@ class Probe:
         for _ in range(min(_ROUNDS, self._rounds(tokens))):
             batch, probes = self._decode_probe(size), list[list[np.ndarray]]()
             for run, given in ((self._at_once, batch), (self._one_by_one, with_rows(batch, like=whole))):
-                self._executor.run(commands.RestoreSampler(0, _SNAPSHOT))
+                self._restore(range(self._engine.rows))
                 probes.append([*_of_rows(run(given), size), *self._rows_bits(batch)])
             if not _equal(*probes):
                 return False
@@ -379,6 +374,18 @@ class Probe:
 
     # ---- shared by all probes
 
+    def _save(self, rows: Iterable[int]) -> None:
+        """Save the sampler state of the slots of these rows, in the first microbatch."""
+        for row in rows:
+            self._executor.run(commands.SaveSlot(int(row) * self._engine.microbatches, _SNAPSHOT - int(row)))
+
+    def _restore(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._executor.run(commands.RestoreSlot(int(row) * self._engine.microbatches, _SNAPSHOT - int(row)))
+
+    def _drop(self, rows: Iterable[int]) -> None:
+        self._executor.run(commands.DropSnapshots([_SNAPSHOT - int(row) for row in rows]))
+
     def _rounds(self, tokens: int) -> int:
         """Return the number of rounds of ``tokens`` that must be probed."""
         return -(-self._enough // (tokens * self._per_token))
@@ -411,7 +418,7 @@ class Probe:
         return np.concatenate(parts).reshape(len(ids) * self._engine.page_size, -1)
 
 
-class AdaptedExecutor:
+class AdaptedExecutor(Executor):
     """Executor wrapper that gives all chunks and rows random adapters: a `Probe` on it tries the programs with
     adapters.
 
@@ -441,12 +448,6 @@ class AdaptedExecutor:
 
     def wait(self) -> None:
         self._executor.wait()
-
-    def temporaries(self) -> int:
-        return self._executor.temporaries()
-
-    def digest(self) -> str | None:
-        return self._executor.digest()
 
 
 def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:

@@ -25,7 +25,7 @@ from jaxinfer.engine.execution.commands import (
 from jaxinfer.engine.scheduling.buckets import group_chunks
 from jaxinfer.engine.scheduling.plan import Branch, DecodePlan, Draft, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
-from jaxinfer.kv.page_copies import Copy, Export, Import, Pages
+from jaxinfer.kv.store import Copy, Export, Import, Pages
 from jaxinfer.kv.transfer import COPIES, transfers
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
 from jaxinfer.spec.drafter import path_of

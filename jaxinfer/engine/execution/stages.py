@@ -83,7 +83,7 @@ class Stage:
             hidden, pools = self.backbone(params, x, positions, attend, pools)
             return hidden, hidden, pools
         x, *earlier = jnp.split(x, self.taken // self.width, axis=-1) if not self.first else [x]
-        (hidden, pools), sown = self._apply(params, x, positions, attend, pools, mutable=["features"])
+        (hidden, pools), sown = self.backbone(params, x, positions, attend, pools, mutable=["features"])
         own = sown.get("features", {}).get("taps", ())
         return hidden, jnp.concatenate([*earlier, *own], axis=-1) if earlier or own else hidden[..., :0], pools
 
@@ -92,16 +92,13 @@ class Stage:
         return jnp.concatenate([hidden, features], axis=-1) if getattr(self.model.module, "taps", ()) else hidden
 
     def backbone(
-        self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
-        """Compute hidden states and the new pools from tokens, or from the hidden states of the stage before."""
-        return self._apply(params, x, positions, attend, pools)
-
-    def _apply(self, params: Any, *operands: Any, **options: Any) -> Any:
+        self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any, **options: Any
+    ) -> Any:
+        """Compute hidden states and the new pools from tokens, or from the hidden states of the stage before;
+        ``options`` are those of Flax's `apply`."""
         apply: Any = self.model.module.apply
-        if self.layers is None:
-            return apply({"params": params}, *operands, **options)
-        return apply({"params": params}, *operands, self.layers, method="part", **options)
+        part: dict[str, Any] = {} if self.layers is None else {"layers": self.layers, "method": "part"}
+        return apply({"params": params}, x, positions, attend, pools, **part, **options)
 
     def head(self, params: Any, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         apply: Any = self.model.module.apply

@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import keep_features
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.kv.pool import DecodeAttend, LayerPool, Pool, PrefillAttend, StatePool, pages_of, with_pages
-from jaxinfer.kv.sharded import copy_own_pages, spread
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, Pool, PrefillAttend, StatePool, copy_pages, pages_of, with_pages
 from jaxinfer.kv.transfer import export_pages, import_pages
 from jaxinfer.parallel.mesh import gathered_logits, traced_size
 from jaxinfer.parallel.tokens import tokens_spread
@@ -28,10 +27,7 @@ from jaxinfer.sampling import (
     SlotParams,
     SlotState,
     accepted,
-    admit,
-    keep_slot,
     prompt_logprobs,
-    resume_slot,
     sample,
 )
 from jaxinfer.types import CacheSpec
@@ -67,67 +63,12 @@ def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
     return jax.tree.unflatten(tree, parts)
 
 
-class Programs(NamedTuple):
-    """Functions to compile, of a whole model or of its last pipeline stage. All are pure; changed arguments are
-    donated.
-
-    A decode step may have fewer rows than there are slots: they are those of the first slots (and their drafts), and
-    the state of the remaining slots is unchanged.
-
-    ``arriving`` are the hidden states of the stage before; None where there is none. After them ``decode`` takes the
-    tokens drafted on the device for the slots, if any, and the grammar masks, if there may be any. The prefill programs
-    return the pools, with the features of all tokens where a draft head reads them.
-    """
-
-    decode: Callable[..., tuple[StepState, Sampled]]
-    decode_many: Callable[[Any, SlotParams, StepState, DecodeBatch, jax.Array], tuple[StepState, Sampled, jax.Array]]
-    prefill: Callable[[Any, list[Pool], PrefillBatch, Any], Any]
-    prefill_logprobs: Callable[[Any, list[Pool], PrefillBatch, Any, jax.Array], tuple[Any, Logprobs]]
-    admit: Callable[[SlotState, jax.Array, jax.Array, jax.Array], SlotState]
-    save_slot: Callable[[SlotState, jax.Array], SlotState]
-    restore_slot: Callable[[SlotState, jax.Array, SlotState], SlotState]
-
-
-class PassPrograms(NamedTuple):
-    """Programs of a stage before the last: each also returns the hidden states for the next one. The first stage of a
-    decode step receives the last sampled tokens of the slots, and the tokens drafted on the device for them."""
-
-    decode: Callable[..., tuple[list[Pool], jax.Array]]
-    prefill: Callable[[Any, list[Pool], PrefillBatch, Any], tuple[list[Pool], jax.Array]]
-
-
-class MovePrograms(NamedTuple):
-    """Programs that copy pages within the pools, out of the pools, and back into them: the same for every stage."""
-
-    copy: Callable[[list[Pool], jax.Array, jax.Array], list[Pool]]
-    export: Callable[[list[Pool], jax.Array], tuple[jax.Array, ...]]
-    restore: Callable[[list[Pool], tuple[jax.Array, ...], jax.Array], list[Pool]]
-
-
-def make_programs(
-    stage: Stage,
-    max_logprobs: int,
-    multi_step: int = 1,
-    drafts: int = 0,
-    backend: Wish = "auto",
-    *,
-    spread_tokens: bool = False,
-) -> Programs:
-    """Make the programs of a whole model, or of its last stage.
-
-    Args:
-        multi_step: maximum steps of one ``decode_many``.
-        drafts: maximum draft depth.
-        backend: attention backend.
-        spread_tokens: for the prefill programs, see `jaxinfer.parallel.tokens`.
-    """
-    decode = _decode(stage, max_logprobs, drafts, backend)
-    prefill, prefill_logprobs = _prefill(stage, max_logprobs, _chunks(stage, backend, spread_tokens))
-    return Programs(decode, _decode_many(decode, multi_step), prefill, prefill_logprobs, admit, keep_slot, resume_slot)
-
-
-def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: bool = False) -> PassPrograms:
-    """Make the programs of a stage before the last."""
+def make_pass_programs(
+    stage: Stage, backend: Wish = "auto", *, spread_tokens: bool = False
+) -> tuple[Callable[..., tuple[list[Pool], jax.Array]], Callable[..., tuple[list[Pool], jax.Array]]]:
+    """Make ``decode`` and ``prefill`` of a stage before the last: each also returns the hidden states for the next one.
+    The first stage of a decode step receives the last sampled tokens of the slots, and the tokens drafted on the device
+    for them."""
     spec, chunks = stage.model.cache_spec, _chunks(stage, backend, spread_tokens)
 
     def decode(
@@ -139,7 +80,7 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
     ) -> Any:
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
         x = jnp.where(fed >= 0, fed, arriving[: fed.shape[0]]) if stage.first else arriving
-        attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
+        attend = DecodeAttend(spec, batch.tables, batch.positions, backend)
         hidden, features, pools = stage.tapped(params, x, batch.positions, attend, pools)
         return pools, stage.handed(hidden, features)
 
@@ -147,14 +88,14 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
         pools, hidden, features = chunks(params, pools, batch, arriving)
         return pools, stage.handed(hidden, features)
 
-    return PassPrograms(decode, prefill)
+    return decode, prefill
 
 
-def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
-    """Make the programs that move pages of some layers."""
+def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> tuple[Callable[..., Any], ...]:
+    """Make the programs that copy pages within the pools, out of the pools, and back into them."""
 
     def copy(pools: list[Pool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> Any:
-        return with_pages(pools, copy_own_pages(spec, pages_of(pools), source, target, backend))
+        return with_pages(pools, copy_pages(spec, pages_of(pools), source, target, backend))
 
     def export(pools: list[Pool], source: Int[Array, "groups pages"]) -> tuple[jax.Array, ...]:
         return export_pages(spec, pages_of(pools), source)
@@ -162,12 +103,22 @@ def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
     def restore(pools: list[Pool], pages: tuple[jax.Array, ...], target: Int[Array, "groups pages"]) -> list[Pool]:
         return with_pages(pools, import_pages(spec, pages_of(pools), pages, target))
 
-    return MovePrograms(copy, export, restore)
+    return copy, export, restore
 
 
-def _decode(
-    stage: Stage, max_logprobs: int, most_drafts: int, backend: Wish
+def make_decode(
+    stage: Stage, max_logprobs: int, most_drafts: int = 0, backend: Wish = "auto"
 ) -> Callable[..., tuple[StepState, Sampled]]:
+    """Make the decode program of a whole model, or of its last pipeline stage. All programs are pure; changed arguments
+    are donated.
+
+    A step may have fewer rows than there are slots: they are those of the first slots (and their drafts), and the state
+    of the remaining slots is unchanged. ``arriving`` are the hidden states of the stage before; None where there is
+    none. ``drafted`` are the tokens drafted on the device for the slots, ``masks`` those of grammars.
+
+    Args:
+        most_drafts: maximum draft depth.
+    """
     spec = stage.model.cache_spec
 
     def decode(
@@ -185,7 +136,7 @@ def _decode(
         owners = batch.owners if spec.stateful else None
         turns = None if traced_size("kv_heads") == 1 else 1 + most_drafts
         attend = DecodeAttend(spec, batch.tables, batch.positions, backend, owners, turns)
-        hidden, features, pools = stage.tapped(params, x, batch.positions, spread(attend), state.pools)
+        hidden, features, pools = stage.tapped(params, x, batch.positions, attend, state.pools)
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         sampled, slot_state = sample(
@@ -209,9 +160,11 @@ def _with_drafted(batch: DecodeBatch, drafted: Int[Array, "rows drafts"]) -> Int
     return jnp.where(batch.tokens < -1, drafted[batch.owners, -2 - batch.tokens], batch.tokens)
 
 
-def _decode_many(
+def make_decode_many(
     decode: Callable[..., tuple[StepState, Sampled]], most: int
 ) -> Callable[..., tuple[StepState, Sampled, jax.Array]]:
+    """Make the program of several decode steps, at most ``most``."""
+
     def decode_many(
         params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch, steps: Int[Array, ""]
     ) -> tuple[StepState, Sampled, jax.Array]:
@@ -255,7 +208,7 @@ def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., t
     spec = stage.model.cache_spec
 
     def chunks(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> tuple[list[Pool], Any, Any]:
-        attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
+        attend = PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend)
         index = jnp.arange(batch.tokens.shape[1])
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
         # Chunks end to end: the matrix products see one matrix.
@@ -267,21 +220,34 @@ def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., t
     return chunks
 
 
-def _prefill(
-    stage: Stage, max_logprobs: int, chunks: Callable[..., tuple[list[Pool], Any, Any]]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def given(pools: list[Pool], features: Any) -> Any:
-        return (pools, features) if stage.prompts else pools
+def make_prefill(stage: Stage, backend: Wish = "auto", *, spread_tokens: bool = False) -> Callable[..., Any]:
+    """Make the program of prompt chunks. It returns the pools, with the features of all tokens where a draft head reads
+    them.
+
+    Args:
+        spread_tokens: see `jaxinfer.parallel.tokens`.
+    """
+    chunks = _chunks(stage, backend, spread_tokens)
 
     def prefill(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any = None) -> Any:
         pools, _, features = chunks(params, pools, batch, arriving)
-        return given(pools, features)
+        return (pools, features) if stage.prompts else pools
+
+    return prefill
+
+
+def make_prefill_logprobs(
+    stage: Stage, max_logprobs: int, backend: Wish = "auto", *, spread_tokens: bool = False
+) -> Callable[..., tuple[Any, Logprobs]]:
+    """Make the program of a chunk that also returns the log probabilities of its tokens."""
+    chunks = _chunks(stage, backend, spread_tokens)
 
     def prefill_logprobs(
         params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any, following: Int[Array, " chunk"]
     ) -> tuple[Any, Logprobs]:
         pools, hidden, features = chunks(params, pools, batch, arriving)
         logits = gathered_logits(stage.head(params, hidden))
-        return given(pools, features), prompt_logprobs(logits, following, max_logprobs)
+        filled = (pools, features) if stage.prompts else pools
+        return filled, prompt_logprobs(logits, following, max_logprobs)
 
-    return prefill, prefill_logprobs
+    return prefill_logprobs

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.buckets import Chunk, next_chunk, page_code
-from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
 from jaxinfer.engine.scheduling.sequence import Sequence, Status
-from jaxinfer.kv.manager import KVManager, Match
+from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.kv.store import Match
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds of device time, measured at start-up: a page to the host and back, a prompt token, a decode step."""
+
+    swap_page: float = 1e-4
+    prefill_token: float = 1e-5
+    decode_step: float = 5e-3
+
+
+def prefer_swap(sequence: Sequence, pages: int, costs: Costs, chunks_end: int) -> bool:
+    """Whether swapping the pages to the host and back is cheaper than recomputing them.
+
+    Tokens before ``chunks_end`` are recomputed in chunks, generated ones after it one decode step each.
+    """
+    steps = len(sequence.tokens) - 1 - chunks_end
+    again = chunks_end * costs.prefill_token + steps * costs.decode_step
+    return pages * costs.swap_page < again
 
 
 class SequencePages:

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.kv.page_copies import Copy, Export, Import
+from jaxinfer.kv.store import Copy, Export, Import
+from jaxinfer.lora.slots import Load
 from jaxinfer.types import PositionLogprobs
 
 
@@ -38,14 +39,6 @@ class DecodePlan(NamedTuple):
     position: int
     token: int
     branch: int = 0
-
-
-class LoraLoad(NamedTuple):
-    """Weights of one adapted module (`jaxinfer.lora.parts`) to write into a slot of the banks."""
-
-    slot: int
-    part: int
-    arrays: Mapping[str, np.ndarray]
 
 
 class Branch(NamedTuple):
@@ -140,7 +133,7 @@ class StepPlan:
     pairs: list[Pairs] = dataclasses.field(default_factory=list)
     masks: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     forced: list[Draft] = dataclasses.field(default_factory=list)
-    loads: Row[LoraLoad] = ()
+    loads: Row[Load] = ()
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports
@@ -167,8 +160,6 @@ class PlanRunner(Protocol):
 
     def launch(self, plan: StepPlan) -> Any:
         """Start a step without waiting for it; None: the plan is empty."""
-        ...
 
     def read(self, launched: Any) -> StepResult | None:
         """Wait for a step and copy its results to the host; None for None."""
-        ...

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import PrefillPlan
+from jaxinfer.engine.scheduling.queues import Queue
 from jaxinfer.engine.scheduling.sequence import Sequence, Status
 
 
@@ -14,24 +13,18 @@ class PrefillPlanner:
     """Plans chunks, advances the scheduled lengths of their sequences, and takes the pages that they need.
 
     Args:
-        limit: the prompt tokens of a step up to which a sequence may have chunks; None: the whole budget.
-        charge: called with each sequence that has got chunks.
+        queue: bounds and counts the prompt tokens of its sequences.
 
     Attributes:
+        budget: tokens that are left in the step.
         plans: chunks of the step that is being planned.
         filled: sequences with chunks in it: their pages may be shared from the next step on.
     """
 
-    def __init__(
-        self,
-        engine: ResolvedEngine,
-        pages: SequencePages,
-        limit: Callable[[Sequence], int | None],
-        charge: Callable[[Sequence], None],
-    ) -> None:
-        self._pages, self._limit, self._charge = pages, limit, charge
+    def __init__(self, engine: ResolvedEngine, pages: SequencePages, queue: Queue) -> None:
+        self._pages, self._queue = pages, queue
         self._tokens = engine.max_num_batched_tokens - engine.max_num_seqs
-        self._budget = 0
+        self.budget = 0
         self.plans: list[PrefillPlan] = []
         self.filled: list[Sequence] = []
 
@@ -40,27 +33,26 @@ class PrefillPlanner:
         for sequence in self.filled:
             if sequence.status is Status.RUNNING:
                 self._pages.publish(sequence)
-        self._budget = self._tokens
+        self.budget = self._tokens
         self.plans, self.filled = [], []
-
-    def place(self, sequence: Sequence, slot: int, spare: int) -> int | None:
-        """Give pages to an admitted sequence, and leave ``spare``; its cached tokens, or None without enough pages."""
-        return self._pages.place(sequence, slot, self._budget, spare)
 
     def extend(self, sequence: Sequence, spare: int = 0) -> None:
         """Plan chunks of one prompt as far as the budget and pages, less ``spare``, allow."""
         if not sequence.prefilling:
             return
-        before, limit = len(self.plans), self._limit(sequence)
+        before, limit = len(self.plans), self._queue.prompt_limit(sequence)
         kept = 0 if limit is None else max(0, self._tokens - limit)
         while sequence.prefilling:
             chunk = self._pages.next_chunk(sequence, sequence.scheduled)
             end, first = sequence.scheduled + chunk.length, len(self.plans) == before
-            if chunk.size > self._budget - kept or not self._pages.extend(sequence, end, slide=first, spare=spare):
+            if chunk.size > self.budget - kept or not self._pages.extend(sequence, end, slide=first, spare=spare):
                 break
-            self._budget -= chunk.size
+            self.budget -= chunk.size
             sequence.scheduled += chunk.length
             self.plans.append(PrefillPlan(sequence, chunk, sequence.params.prompt_logprobs is not None))
         if len(self.plans) > before:
             self.filled.append(sequence)
-            self._charge(sequence)
+            # Tokens recomputed after a preemption were charged before.
+            computed = min(sequence.scheduled, sequence.prompt_end)
+            self._queue.charge(sequence, prompt=max(0, computed - sequence.charged))
+            sequence.charged = max(sequence.charged, computed)

@@ -1,4 +1,4 @@
-"""Waiting queues by scheduling policy, request deadlines, and queue limits. No jax.
+"""Waiting queues by scheduling policy, and queue limits. No jax.
 
 A queue returns one sequence at a time: `peek` until it fits, then `pop`. `peek` costs nothing however many wait; push,
 pop and remove are O(log n).
@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.scheduling.fair import FairQueue
-from jaxinfer.engine.scheduling.heap import Heap
+from jaxinfer.engine.scheduling.fair import FairQueue, Heap
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.sampling_params import QueueFullError
 from jaxinfer.types import Request
@@ -27,53 +26,44 @@ class Queue(Protocol):
     @property
     def tokens(self) -> int:
         """Prompt tokens of all waiting sequences."""
-        ...
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over all waiting sequences, in no particular order."""
-        ...
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence. Raises ValueError if it waits already."""
-        ...
 
     def peek(self) -> Sequence | None:
         """Return the sequence to be served next. It stays the same until another is pushed, popped or removed."""
-        ...
 
     def pop(self) -> Sequence:
         """Take out the sequence that `peek` returns: it runs from now on. Raises IndexError if none waits."""
-        ...
 
     def left(self, sequence: Sequence) -> None:
         """Record that a running sequence has given up its slot."""
-        ...
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence. Raises KeyError if it does not wait."""
-        ...
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
         """Return the rank of a running sequence: the greatest is preempted first when pages run out."""
-        ...
 
     def preemption_victim(self) -> Sequence | None:
         """Return the running sequence to preempt for the one that `peek` returns, if there is one."""
-        ...
 
     def precedes(self, started: Sequence) -> bool:
         """Whether the sequence that `peek` returns precedes a prompt that is being computed."""
-        ...
+        return False
 
     def prompt_limit(self, sequence: Sequence) -> int | None:
         """Return the prompt tokens per step up to which chunks of this prompt may be added; None: as many as fit."""
-        ...
+        return None
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
         """Record that tokens were computed for a running sequence."""
-        ...
+        return
 
 
 def make_queue(policy: str, slots: int, *, quantum: int = 512, chunk: int | None = None) -> Queue:
@@ -124,7 +114,7 @@ _RANKS: dict[str, Callable[[Sequence], tuple[float, ...]]] = {
 }
 
 
-class RankQueue:
+class RankQueue(Queue):
     """Serves by a constant rank; ``urgent``: running sequences are preempted for those of a lower ``priority``."""
 
     def __init__(self, rank: Callable[[Sequence], tuple[float, ...]], *, urgent: bool = False) -> None:
@@ -178,39 +168,3 @@ class RankQueue:
             return None
         last = max(self._running.values(), key=self._rank)
         return last if first.request.priority < last.request.priority else None
-
-    def precedes(self, started: Sequence) -> bool:
-        return False
-
-    def prompt_limit(self, sequence: Sequence) -> int | None:
-        return None
-
-    def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        """Do nothing: ranks do not depend on usage."""
-
-
-class Deadlines:
-    """Deadlines at which requests end if they are not done by then."""
-
-    def __init__(self) -> None:
-        self._heap: Heap[str, str] = Heap()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, deadline: float, request_id: str) -> None:
-        """Set a deadline, in seconds of the clock of `pop_expired`. A known id gets a new deadline."""
-        self._heap.put(request_id, deadline, request_id)
-
-    def discard(self, request_id: str) -> None:
-        """Drop the deadline of a request, if it has one."""
-        self._heap.discard(request_id)
-
-    def pop_expired(self, clock: Callable[[], float]) -> list[str]:
-        """Return requests past their deadline, earliest first. The clock is read only if there are deadlines."""
-        expired: list[str] = []
-        now = clock() if len(self._heap) else 0.0
-        while (first := self._heap.first()) is not None and first[0] <= now:
-            expired.append(first[1])
-            self._heap.discard(first[1])
-        return expired

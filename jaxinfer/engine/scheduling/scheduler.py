@@ -18,17 +18,18 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.decode import Constraints, DecodePlanner
 from jaxinfer.engine.scheduling.draft_branches import RowResult
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
-from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, LoraLoad, Preempted, StepPlan, StepResult
-from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.engine.scheduling.fair import Heap
+from jaxinfer.engine.scheduling.pages import Costs, SequencePages
+from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Preempted, StepPlan, StepResult
 from jaxinfer.engine.scheduling.prefill import PrefillPlanner
-from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_capacity
+from jaxinfer.engine.scheduling.queues import Queued, make_queue, require_capacity
 from jaxinfer.engine.scheduling.sequence import Sequence, Status, needs_sampler_state
 from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.kv.cache_key import cache_identity
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.lora.queue import AdapterSource, with_adapters
+from jaxinfer.lora.slots import Load
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.spec import Drafter
 from jaxinfer.structured.answers import UNAVAILABLE
@@ -69,8 +70,8 @@ class Scheduler:
         self.stats = stats or StatsRecorder(clock)
         self._loras, self._queue = with_adapters(queue, engine.lora_slots, loras, self.stats)
         self.lora_usage = self._loras.usage
-        self._deadlines = Deadlines()
-        self._prefill = PrefillPlanner(engine, self._pages, self._limit_prompt, self._charge_prompt)
+        self._deadlines: Heap[str, str] = Heap()  # unfinished requests, earliest deadline first
+        self._prefill = PrefillPlanner(engine, self._pages, self._queue)
         self._drafts = None if drafter is None else DraftPlanner(engine, self._pages, drafter, self.stats, clock)
         self._constraints = Constraints(masks or Masks(None, 0), stateful=engine.num_states > 0)
         self._decode = DecodePlanner(engine, self._pages, self._drafts, self._constraints)
@@ -131,7 +132,7 @@ class Scheduler:
             self.stats.queued(sample)
         self._enqueue(samples[0])
         if request.deadline is not None:
-            self._deadlines.add(request.deadline, request.request_id)
+            self._deadlines.put(request.request_id, request.deadline, request.request_id)
 
     def reset_prefix_cache(self) -> int:
         """Drop every cached page and what drafters learnt; return the number of pages. See `KVManager`."""
@@ -248,7 +249,10 @@ class Scheduler:
     # ---- planning
 
     def _expire(self) -> None:
-        for request_id in self._deadlines.pop_expired(self._clock):
+        now = self._clock() if len(self._deadlines) else 0.0
+        while (first := self._deadlines.first()) is not None and first[0] <= now:
+            request_id = first[1]
+            self._deadlines.discard(request_id)
             for sequence in list(self._requests.get(request_id, ())):
                 if sequence.finish_reason is None:
                     self._end_between(sequence, FinishReason.DEADLINE)
@@ -259,12 +263,12 @@ class Scheduler:
             failed = FinishReason.UNAVAILABLE if error == UNAVAILABLE else FinishReason.ERROR
             self._end_between(sequence, FinishReason.STOP if error is None else failed, error)
 
-    def _load_adapters(self) -> list[LoraLoad]:
+    def _load_adapters(self) -> list[Load]:
         """Return the adapters to load before the step; end sequences with unavailable adapters."""
         loads, failed = self._loras.begin()
         for sequence, error in failed:
             self._end_between(sequence, FinishReason.UNAVAILABLE, error)
-        return [LoraLoad(*load) for load in loads]
+        return loads
 
     def _end_between(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
         """End a sequence outside the commit of a row."""
@@ -308,15 +312,6 @@ class Scheduler:
         if started and not self._prefill.plans and 1 < len(started) == len(self._running):
             preempted.append(self._preempt())  # prompts hold all pages and none can proceed
 
-    def _limit_prompt(self, sequence: Sequence) -> int | None:
-        return self._queue.prompt_limit(sequence)
-
-    def _charge_prompt(self, sequence: Sequence) -> None:
-        """Charge each token once: tokens recomputed after a preemption were charged before."""
-        computed = min(sequence.scheduled, sequence.prompt_end)
-        self._queue.charge(sequence, prompt=max(0, computed - sequence.charged))
-        sequence.charged = max(sequence.charged, computed)
-
     def _preempt_lower_priority(self) -> list[Preempted]:
         """Preempt a running sequence that the policy ranks after the first waiting one, where no slot is free."""
         first, self._gave_way = self._queue.peek(), None
@@ -341,7 +336,7 @@ class Scheduler:
             if sequence is self._gave_way or not all(map(self._queue.precedes, started)):
                 break
             slot, swapped = self._free_slots[0], sequence.swapped is not None
-            cached = self._prefill.place(sequence, slot, spare + theirs)
+            cached = self._pages.place(sequence, slot, self._prefill.budget, spare + theirs)
             if cached is None:
                 break
             sequence.charged = max(sequence.charged, cached)

@@ -168,6 +168,9 @@ def _merged(values: Sequence[Any]) -> Any:
             return MappingProxyType({key: sum(each[key] for each in values) for key in values[0]})
 
 
+_SECONDS = tuple(field.name for field in dataclasses.fields(EngineStats) if field.type == "Histogram")
+
+
 @dataclasses.dataclass
 class _Counters:
     """Counters of `EngineStats`."""
@@ -198,8 +201,7 @@ class StatsRecorder:
         self._finished = dict.fromkeys(FinishReason, 0)
         self._preemptions = dict.fromkeys(PREEMPTIONS, 0)
         self._draft_positions: list[int] = []
-        self._first, self._gaps, self._whole = HistogramRecorder(), HistogramRecorder(), HistogramRecorder()
-        self._queued, self._steps, self._loads = HistogramRecorder(), HistogramRecorder(), HistogramRecorder()
+        self._seconds = {name: HistogramRecorder() for name in _SECONDS}
 
     def queued(self, sequence: Timed) -> None:
         """Record that a sequence arrived. Times are taken from the first call."""
@@ -214,7 +216,7 @@ class StatsRecorder:
         self.queued(sequence)
         assert times.arrival is not None
         times.first_scheduled = self._clock()
-        self._queued.observe(times.first_scheduled - times.arrival)
+        self._seconds["queue_time"].observe(times.first_scheduled - times.arrival)
         if sequence.index == 0:
             self._counters.prompt_tokens += len(sequence.request.prompt_token_ids)
 
@@ -237,14 +239,14 @@ class StatsRecorder:
             last, times.tokens, times.last_token = times.last_token, total, now
             if last is None:
                 times.first_token = now
-                self._first.observe(now - (now if times.arrival is None else times.arrival))
+                self._seconds["time_to_first_token"].observe(now - (now if times.arrival is None else times.arrival))
                 last, new = now, new - 1
             gaps.append(now - last)
             counts.append(new)
         self._counters.generated_tokens += generated
         if gaps:
             times_each = np.array(counts)
-            self._gaps.observe_many(np.array(gaps) / np.maximum(times_each, 1), times_each)
+            self._seconds["inter_token_latency"].observe_many(np.array(gaps) / np.maximum(times_each, 1), times_each)
 
     def finished(self, sequence: Timed) -> None:
         """Record that a sequence ended, with its ``finish_reason``, in any state."""
@@ -252,7 +254,7 @@ class StatsRecorder:
         self._finished[sequence.finish_reason] += 1
         self.queued(sequence)
         assert sequence.times.arrival is not None
-        self._whole.observe(self._clock() - sequence.times.arrival)
+        self._seconds["e2e_latency"].observe(self._clock() - sequence.times.arrival)
 
     def preempted(self, kind: str) -> None:
         """Count a preemption; ``kind``: one of `PREEMPTIONS`."""
@@ -286,12 +288,12 @@ class StatsRecorder:
     def lora_loaded(self, wanted: float) -> None:
         """Record that an adapter is resident for which sequences have waited since ``wanted``: it was read, got a slot,
         and was written to the device."""
-        self._loads.observe(self._clock() - wanted)
+        self._seconds["lora_load_time"].observe(self._clock() - wanted)
 
     def step(self, seconds: float) -> None:
         """Record that a plan's results were read, ``seconds`` after those of the plan before."""
         self._counters.steps += 1
-        self._steps.observe(seconds)
+        self._seconds["step_time"].observe(seconds)
 
     def snapshot(
         self,
@@ -303,6 +305,7 @@ class StatsRecorder:
         compilations: int = 0,
     ) -> EngineStats:
         """Return the current figures; the caller passes those that only the engine knows, see `EngineStats`."""
+        seconds: dict[str, Any] = {name: recorder.snapshot() for name, recorder in self._seconds.items()}
         return EngineStats(
             running=running,
             waiting=MappingProxyType(dict(waiting or {})),
@@ -313,10 +316,5 @@ class StatsRecorder:
             draft_accepted_at=tuple(self._draft_positions),
             finished=MappingProxyType(dict(self._finished)),
             preemptions=MappingProxyType(dict(self._preemptions)),
-            time_to_first_token=self._first.snapshot(),
-            inter_token_latency=self._gaps.snapshot(),
-            e2e_latency=self._whole.snapshot(),
-            queue_time=self._queued.snapshot(),
-            step_time=self._steps.snapshot(),
-            lora_load_time=self._loads.snapshot(),
+            **seconds,
         )

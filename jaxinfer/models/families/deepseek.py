@@ -15,8 +15,8 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig, yarn_mscale
 from jaxinfer.models.config import ConfigReader, DecoderConfig, aliased, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.families.sparse import SparseContext
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import (
     cache_spec,
     correction_bias,

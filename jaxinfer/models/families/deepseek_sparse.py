@@ -15,8 +15,8 @@ from jaxinfer.layers.dsa import SparseLatentAttention
 from jaxinfer.models.config import ConfigReader, aliased
 from jaxinfer.models.families import deepseek
 from jaxinfer.models.families.deepseek import Deepseek, DeepseekBlock, DeepseekConfig, with_layer_types
+from jaxinfer.models.families.sparse import SparseContext
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import cache_spec, decoder, layer_norm, linear
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.models import sparse
 from jaxinfer.models.config import SLIDING_WINDOW, ConfigReader, aliased, sliding_layers
+from jaxinfer.models.families import sparse
 from jaxinfer.models.families.deepseek import count_of, require_only, routed_experts, v3_rule
 from jaxinfer.models.families.glm4_moe import GLM4_MOE
-from jaxinfer.models.sparse import SparseConfig
+from jaxinfer.models.families.sparse import SparseConfig
 
 # Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {

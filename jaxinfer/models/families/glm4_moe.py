@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader, aliased
+from jaxinfer.models.families import sparse
 from jaxinfer.models.families.deepseek import count_of, moe_specs, routed_experts, v3_rule
+from jaxinfer.models.families.sparse import Sparse, SparseConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import Sparse, SparseConfig
 from jaxinfer.models.specs import cache_spec
 from jaxinfer.types import ParamTree
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.layers.moe import ClampedGLU, RoutingRule
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader, sliding_layers
+from jaxinfer.models.families import sparse
+from jaxinfer.models.families.sparse import Sparse, SparseConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import Sparse, SparseConfig
 from jaxinfer.models.specs import cache_spec, plain
 from jaxinfer.types import ParamSpec, ParamTree, Source
 

@@ -19,8 +19,8 @@ from jaxinfer.models.families import granite, granite_moe
 from jaxinfer.models.families.deepseek import count_of
 from jaxinfer.models.families.granite_moe import GraniteMoeConfig
 from jaxinfer.models.families.llama import block_specs
+from jaxinfer.models.families.sparse import SparseBlock, SparseContext
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import SparseBlock, SparseContext
 from jaxinfer.models.specs import cache_spec, decoder, pre_norm
 from jaxinfer.types import LayerSpec, ParamTree
 

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Hidden, HiddenAndCache
 from jaxinfer.layers.moe import RoutingRule
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
-from jaxinfer.models.families import granite
+from jaxinfer.models.families import granite, sparse
+from jaxinfer.models.families.sparse import Sparse, SparseBlock, SparseConfig, SparseContext
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import Sparse, SparseBlock, SparseConfig, SparseContext
 from jaxinfer.models.specs import cache_spec, linear, plain
 from jaxinfer.types import ParamSpec, ParamTree, Source
 

@@ -15,11 +15,11 @@ from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.recurrent import recur, short_conv
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
+from jaxinfer.models.families import sparse
 from jaxinfer.models.families.deepseek import count_of
+from jaxinfer.models.families.sparse import SparseBlock, SparseConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import SparseBlock, SparseConfig
 from jaxinfer.models.specs import (
     attention,
     cache_spec,

@@ -18,11 +18,10 @@ from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import block_specs
+from jaxinfer.models.families.sparse import Sparse, SparseConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import Sparse, SparseConfig
 from jaxinfer.models.specs import cache_spec, decoder, fused_experts, gated_mlp, plain
 from jaxinfer.types import LayerSpec, ParamTree
 

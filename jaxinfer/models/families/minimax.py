@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.layers.moe import RoutingRule
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.families import sparse
 from jaxinfer.models.families.deepseek import require_only
+from jaxinfer.models.families.sparse import Sparse, SparseConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import Sparse, SparseConfig
 from jaxinfer.models.specs import cache_spec, correction_bias, gated_experts, plain
 from jaxinfer.types import ParamTree
 

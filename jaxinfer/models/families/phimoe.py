@@ -10,12 +10,11 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.layers.moe import RoutingRule
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader, rope_config
-from jaxinfer.models.families import mixtral
+from jaxinfer.models.families import mixtral, sparse
 from jaxinfer.models.families.deepseek import require_only
+from jaxinfer.models.families.sparse import Sparse, SparseBlock, SparseConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import Sparse, SparseBlock, SparseConfig
 from jaxinfer.models.specs import cache_spec, layer_norm, plain
 from jaxinfer.types import ParamTree
 

@@ -19,11 +19,10 @@ from jaxinfer.layers.delta_net import GatedDeltaNet, states
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.models import sparse
 from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
-from jaxinfer.models.families import qwen_moe
+from jaxinfer.models.families import qwen_moe, sparse
+from jaxinfer.models.families.sparse import SparseBlock, SparseConfig, SparseContext
 from jaxinfer.models.family import Family
-from jaxinfer.models.sparse import SparseBlock, SparseConfig, SparseContext
 from jaxinfer.models.specs import cache_spec, decoder, fused_qkv, gated_mlp, linear, plain, pre_norm, rms_norm
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, plus_bias

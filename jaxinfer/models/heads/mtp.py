@@ -15,9 +15,9 @@ from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions, Tokens
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.families.deepseek import DeepseekBlock, DeepseekConfig, block_specs
 from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
+from jaxinfer.models.families.sparse import SparseContext
 from jaxinfer.models.family import HeadFamily
 from jaxinfer.models.head import DraftHead, HeadConfig, HeadFiles
-from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import cache_spec, linear, rms_norm, vocabulary
 from jaxinfer.quant import matmul
 from jaxinfer.types import ParamTree

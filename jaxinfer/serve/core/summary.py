@@ -7,9 +7,9 @@ import math
 import jax
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.placement import array_bytes
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import array_bytes
 from jaxinfer.types import CacheSpec
 from pallas_kernels.choice import lowering_target
 

@@ -14,11 +14,11 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.distributed.leader import HostInputTokens, LeaderExecutor, _digests, follow
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution import calibration
+from jaxinfer.engine.execution.calibration import measure_costs
 from jaxinfer.engine.execution.commands import COMMANDS, DecodeBatch, SaveSlot
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import prepare
-from jaxinfer.engine.execution.step_costs import measure_costs
-from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.engine.scheduling.pages import Costs
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.parallel.mesh import mesh_for
@@ -98,7 +98,7 @@ def drafting():
 @contextlib.contextmanager
 def paired(model: Model, config: EngineConfig) -> Iterator[Pair]:
     mesh, called = mesh_for(config), list[str]()
-    follower = LocalExecutor(*prepare(model, config, "cpu", mesh), mesh)
+    follower = LocalExecutor(prepare(model, config, "cpu", mesh), mesh)
     with group_of(timeout=60.0) as (members, ends):
         leader, member = members
         take = member.calls

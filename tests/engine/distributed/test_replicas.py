@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.distributed import replicas
+from jaxinfer.engine.distributed import make as making
+from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.scheduling.queues import Queued
@@ -70,16 +71,16 @@ class FakeEngine(Engine):
 
 def make(
     monkeypatch: pytest.MonkeyPatch, count: int = 2, progress: Any = None, loras: Any = None, **settings: Any
-) -> replicas.Replicas:
-    monkeypatch.setattr(replicas, "Engine", FakeEngine)
-    monkeypatch.setattr(replicas, "replicas", lambda mesh: [mesh] * count)
+) -> Replicas:
+    monkeypatch.setattr(making, "Engine", FakeEngine)
+    monkeypatch.setattr(making, "replicas", lambda mesh: [mesh] * count)
     config = EngineConfig(**{"max_num_seqs": 4, "max_model_len": 64, **settings})
-    return replicas.Replicas(random_model(), config, "cpu", progress, make_mesh(), loras=loras)
+    return making._make_replicas(random_model(), config, "cpu", progress, make_mesh(), None, loras)
 
 
 def test_the_calibration_of_the_first_holds_for_one_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     here = iter([True, True, False] * 2)  # is each replica local: read once for progress, once for each replica
-    monkeypatch.setattr(replicas, "own_devices", lambda mesh: [mesh] if next(here) else [])
+    monkeypatch.setattr(making, "own_devices", lambda mesh: [mesh] if next(here) else [])
     told: list[tuple[int, int]] = []
     first, second, third = make(monkeypatch, 3, lambda done, total: told.append((done, total)))._engines
     assert isinstance(first, FakeEngine)
@@ -103,11 +104,11 @@ def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Re
     return Request(name, prompt, SamplingParams(**{"max_tokens": 4, "seed": 0, **params}))
 
 
-def fakes(engines: replicas.Replicas) -> list[FakeEngine]:
+def fakes(engines: Replicas) -> list[FakeEngine]:
     return [engine for engine in engines._engines if isinstance(engine, FakeEngine)]
 
 
-def served(engines: replicas.Replicas) -> list[list[str]]:
+def served(engines: Replicas) -> list[list[str]]:
     return [list(engine.requests) for engine in fakes(engines)]
 
 

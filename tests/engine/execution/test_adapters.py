@@ -18,7 +18,7 @@ from jaxinfer.engine.execution.placement import targets_of
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.engine.scheduling.plan import LoraLoad, StepPlan
+from jaxinfer.engine.scheduling.plan import StepPlan
 from jaxinfer.kv.transfer import TRANSFERS
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.parts import parts
@@ -59,8 +59,9 @@ class Device:
 
     def __init__(self, model: Model, slots: tuple[int, int] = (0, 2)) -> None:
         mesh = mesh_for(CONFIG)
-        self.model, self.engine, limits = prepare(model, CONFIG, "cpu", mesh)
-        self.executor = LocalExecutor(self.model, self.engine, limits, mesh)
+        prepared = prepare(model, CONFIG, "cpu", mesh)
+        self.model, self.engine, _ = prepared
+        self.executor = LocalExecutor(prepared, mesh)
         self.targets = targets_of(Stage(self.model), self.engine)
         self.adapters = [self.drawn(seed) for seed in (1, 2)]
         for slot, adapter in zip(slots, self.adapters, strict=True):
@@ -187,7 +188,7 @@ def test_a_plan_loads_before_its_programs():
     limits, tables = prepare(random_model(), CONFIG, "cpu").limits, np.zeros((1, ROWS, WIDTH), np.int32)
     runner = Runner(Listening(), one.engine, limits, tables, 97, {}, one.engine.decode_sizes)
     arrays = parts(one.adapters[0], one.targets)[0]
-    runner.launch(StepPlan(loads=[LoraLoad(1, 0, arrays)]))
+    runner.launch(StepPlan(loads=[(1, 0, arrays)]))
     (command,) = seen
     assert isinstance(command, commands.LoadLora)
     assert (command.slot, command.part, command.arrays) == (1, 0, arrays)

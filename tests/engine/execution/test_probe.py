@@ -254,7 +254,7 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
     )
     prepared = prepare(random_model(), config, "cpu")
     monkeypatch.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
-    executor = LocalExecutor(*prepared, mesh_for(config))
+    executor = LocalExecutor(prepared, mesh_for(config))
     monkeypatch.setattr(executor, "digest", lambda: None)  # the results of an earlier start belong to other programs
     found = calibrate(executor, prepared, "cpu")
     assert (found.size_classes, found.decode_agrees, found.multi_step) == ({16: 0, 32: 0}, True, 3)

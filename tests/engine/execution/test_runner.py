@@ -21,8 +21,8 @@ from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence, needs_sampler_state
 from jaxinfer.kv.manager import Swapped
-from jaxinfer.kv.page_copies import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.kv.store import Copy, Export, Import
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits, SlotState
 from jaxinfer.sampling_params import SamplingParams
@@ -57,8 +57,9 @@ class Bench:
         model = MODEL()
         engine = resolve(EngineConfig(**{**CONFIG, **changes}), model.cache_spec, max_position=256, itemsize=4)
         self.tables = np.zeros((len(model.cache_spec.windows), ROWS, WIDTH), np.int32)
-        self.executor = LocalExecutor(model, engine, LIMITS, make_mesh())
-        self.calibration = calibrate(self.executor, Prepared(model, engine, LIMITS), "cpu")
+        prepared = Prepared(model, engine, LIMITS)
+        self.executor = LocalExecutor(prepared, make_mesh())
+        self.calibration = calibrate(self.executor, prepared, "cpu")
         batches = self.calibration.prefill_batches
         self.runner = Runner(
             self.executor, engine, LIMITS, self.tables, model.config.vocab_size, batches, engine.decode_sizes

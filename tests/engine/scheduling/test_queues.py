@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.engine.scheduling import queues
-from jaxinfer.engine.scheduling.queues import Deadlines, Queue, RankQueue
+from jaxinfer.engine.scheduling.queues import Queue, RankQueue
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.sampling_params import SamplingParams
@@ -289,41 +289,3 @@ def test_removed_sequences_leave_no_trace_behind_one_that_waits_for_ever(policy:
         tracemalloc.stop()
     assert len(queue) == 1
     assert grown < 60_000  # 30 bytes per push and removal: less than a heap entry
-
-
-# ---- deadlines
-
-
-def test_deadlines_expire_in_order() -> None:
-    deadlines = Deadlines()
-    for name, deadline in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("d", 9.0)):
-        deadlines.add(deadline, name)
-    assert deadlines.pop_expired(lambda: 0.5) == []
-    deadlines.discard("b")
-    deadlines.discard("never added")
-    assert deadlines.pop_expired(lambda: 3.0) == ["a", "c"]
-    assert deadlines.pop_expired(lambda: 3.0) == []
-    assert len(deadlines) == 1
-
-
-def test_an_id_in_use_again_has_its_new_deadline() -> None:
-    deadlines = Deadlines()
-    deadlines.add(1.0, "a")
-    deadlines.add(5.0, "a")
-    assert deadlines.pop_expired(lambda: 2.0) == []
-    assert deadlines.pop_expired(lambda: 5.0) == ["a"]
-
-
-def test_the_clock_is_read_only_for_deadlines() -> None:
-    readings: list[float] = []
-
-    def clock() -> float:
-        readings.append(1.0)
-        return 1.0
-
-    deadlines = Deadlines()
-    deadlines.pop_expired(clock)
-    assert readings == []
-    deadlines.add(1.0, "a")
-    assert deadlines.pop_expired(clock) == ["a"]
-    assert readings == [1.0]

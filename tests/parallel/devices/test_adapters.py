@@ -159,7 +159,7 @@ def test_each_says_what_apply_says(mesh: str) -> None:
 @pytest.mark.usefixtures("folders")
 def test_ranks_with_slots_of_their_own(ranks: int) -> None:
     engine: Any = check(model("experts"), WORDS, expert_parallel_size=ranks, enable_dp_attention=True).engine
-    lockstep = engine._lockstep
+    lockstep = engine.lockstep
     assert not any(re.search(COLLECTIVES, program.as_text()) for program in lockstep.programs.load.values())
     plain, adapted = (
         collections.Counter(re.findall(COLLECTIVES, each.widest_decode.as_text()))

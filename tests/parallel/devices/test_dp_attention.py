@@ -13,14 +13,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
 from jaxinfer.engine.distributed.lockstep import Lockstep
+from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.placement import device_bytes, place_params, shardable_model
+from jaxinfer.engine.execution.placement import place_params, shardable_model
 from jaxinfer.layers.moe import GLU, Experts, Routing, run_experts, run_sharded_experts
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks
 from jaxinfer.parallel.mesh import make_mesh, traced_for
 from jaxinfer.quant import dense
@@ -44,8 +45,9 @@ def ranks_of(model: Model, count: int, **changes: Any) -> LLM:
 
 
 def _lockstep(llm: LLM) -> Lockstep:
-    assert isinstance(llm.engine, DpAttentionEngine)
-    return llm.engine._lockstep
+    assert isinstance(llm.engine, Replicas)
+    assert llm.engine.lockstep is not None
+    return llm.engine.lockstep
 
 
 def collectives(program: Any) -> collections.Counter[str]:

@@ -4,7 +4,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.placement import device_bytes
+from jaxinfer.parallel.arrays import device_bytes
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT
 from tests.parallel.devices.test_pipeline import spread_llm
 from tests.parallel.devices.test_tensor import generate, greedy, model_of

@@ -11,12 +11,13 @@ import pytest
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.placement import device_bytes, place_params, shardable_model
+from jaxinfer.engine.execution.placement import place_params, shardable_model
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, stages, traced_for
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request

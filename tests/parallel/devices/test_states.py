@@ -12,10 +12,10 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.placement import device_bytes
 from jaxinfer.kv.pool import StatePool
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_identity import ROOMY, SETTINGS

@@ -12,10 +12,11 @@ import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.memory import _held, plan_engine
-from jaxinfer.engine.execution.placement import device_bytes, place_params, shardable_model
+from jaxinfer.engine.execution.placement import place_params, shardable_model
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.parallel.mesh import RULES, make_mesh, param_sharding, traced_for
 from jaxinfer.quant import Unquantized
 from jaxinfer.sampling_params import SamplingParams

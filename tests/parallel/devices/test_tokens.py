@@ -14,7 +14,7 @@ from jaxinfer.engine.execution.commands import PrefillBatch
 from jaxinfer.engine.execution.placement import abstract_arrays, place_params, shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.engine.execution.step import make_programs
+from jaxinfer.engine.execution.step import make_prefill_logprobs
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, traced_for
@@ -90,7 +90,7 @@ def test_each_sum_is_kept_in_parts_and_gathered_behind_the_norm():
     one, tokens = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.int32)
     tables = jax.ShapeDtypeStruct((1, 1, engine.table_width), jnp.int32)
     batch = PrefillBatch(jax.ShapeDtypeStruct((1, 64), jnp.int32), one, one, tables)
-    prefill = make_programs(stage, 0, spread_tokens=True).prefill_logprobs
+    prefill = make_prefill_logprobs(stage, 0, spread_tokens=True)
     with traced_for(mesh):
         text = jax.jit(prefill).lower(arrays.params, arrays.pools, batch, None, tokens).compile().as_text()
     assert collections.Counter(re.findall(COLLECTIVES, text)) == {"all-reduce": 2 * 2 + 1, "all-gather": 2 * 2 + 1 + 1}

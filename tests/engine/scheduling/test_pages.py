@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
+from jaxinfer.engine.scheduling.pages import Costs, prefer_swap
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.types import FinishReason

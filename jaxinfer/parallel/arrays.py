@@ -1,0 +1,69 @@
+"""Arrays on a mesh: placing them, their abstract forms, and their bytes on a device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.dtypes import itemsize_bits
+from jax.sharding import NamedSharding
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """Place ``value`` with a sharding. Data already in place, perhaps also on other devices, is not copied."""
+    shards = there(value, sharding) if isinstance(value, jax.Array) else None
+    if shards is not None:
+        return jax.make_array_from_single_device_arrays(value.shape, sharding, [shard.data for shard in shards])
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return _moved(value, sharding)
+    return jax.device_put(value, sharding)
+
+
+def _moved(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Move an array shard by shard, for which this process has the shards of ``sharding`` on other devices."""
+    found = {shard.index: shard.data for shard in value.addressable_shards}
+    wanted = sharding.addressable_devices_indices_map(value.shape)
+    parts = [jax.device_put(found[index or ()], device) for device, index in wanted.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
+
+
+def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:
+    """Return the shards of an array that are where ``sharding`` needs them; None unless all are."""
+    wanted = sharding.addressable_devices_indices_map(value.shape)
+    found = {shard.device: shard for shard in value.addressable_shards}
+    if any(device not in found or found[device].index != index for device, index in wanted.items()):
+        return None
+    return [found[device] for device in wanted]
+
+
+def zeros(tree: Any) -> Any:
+    """Make zeros for a tree of abstract arrays, each shard on its device only."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), tree)
+
+
+def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
+    """Return shapes and dtypes of a tree, all with one sharding, or with none."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def device_memory(device: Any) -> int:
+    """Return the bytes that JAX may allocate on a device; 0 where it is not reported, or for a topology description
+    (`jax.experimental.topologies`)."""
+    try:
+        stats = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        return 0
+    return int(stats.get("bytes_limit", 0))
+
+
+def device_bytes(tree: Any) -> int:
+    """Return the bytes per device of a tree of arrays, which may be abstract. All must have a sharding."""
+    leaves = jax.tree.leaves(tree)
+    return sum(array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Return the bytes of an array on a device, where two 4-bit numbers share a byte."""
+    return math.ceil(math.prod(shape) * itemsize_bits(dtype) / 8)
