@@ -440,10 +440,11 @@ def _check_of(row: Parameter) -> Callable[[str, object], Any]:
     """Return the function that checks and normalises values of a parameter."""
     if row.kind not in ("int", "float"):
         return _KINDS[row.kind]
+    range_: dict[str, Any] = {"low": row.low, "high": row.high}
     if row.kind == "float":
-        check: Callable[..., Any] = functools.partial(_number, low=row.low, high=row.high, above=row.positive)
+        check: Callable[..., Any] = functools.partial(_number, **range_, above=row.positive)
     else:
-        check = functools.partial(_integer, low=row.low, high=row.high)
+        check = functools.partial(_integer, **range_)
     return (lambda name, value: max(check(name, value), row.default)) if row.negative_is_default else check
 
 

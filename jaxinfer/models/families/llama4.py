@@ -19,6 +19,7 @@ from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.families import sparse
 from jaxinfer.models.families.llama import block_specs
 from jaxinfer.models.families.sparse import Sparse, SparseConfig
 from jaxinfer.models.family import Family

@@ -140,10 +140,7 @@ def with_sampling(base: type[Body], names: Iterable[str]) -> Any:
     return create_model(base.__name__, __base__=base, **fields)
 
 
-_Sampling = with_sampling(Body, SAMPLING)
-
-
-class Sampling(_Sampling):
+class Sampling(with_sampling(Body, SAMPLING)):  # type: ignore[misc]
     """Fields shared by completions and chat completions."""
 
     renamed: ClassVar[Mapping[str, str]] = {

@@ -74,10 +74,9 @@ class CountTokensRequest(Body):
 
 
 _SAMPLING = tuple(row.name for row in PARAMETERS.values() if "messages" in row.also_in)
-_Sampling = with_sampling(CountTokensRequest, _SAMPLING)
 
 
-class MessagesRequest(_Sampling):
+class MessagesRequest(with_sampling(CountTokensRequest, _SAMPLING)):  # type: ignore[misc]
     """Create a message (``POST /v1/messages``)."""
 
     max_tokens: Annotated[int, Field(strict=True)]

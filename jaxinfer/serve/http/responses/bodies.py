@@ -83,10 +83,9 @@ def _included(names: list[str] | None) -> list[str]:
 
 
 _SAMPLING = tuple(row.name for row in PARAMETERS.values() if "responses" in row.also_in)
-_Sampling = with_sampling(Body, _SAMPLING)
 
 
-class ResponsesRequest(_Sampling):
+class ResponsesRequest(with_sampling(Body, _SAMPLING)):  # type: ignore[misc]
     """Create a response (``POST /v1/responses``). Responses are not stored: requests must include all earlier items."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
