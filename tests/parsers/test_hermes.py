@@ -1,4 +1,4 @@
-"""Tests of stray tags beside calls: none is content, and neither is the whitespace between a call and a stray tag."""
+"""Tests of stray tags around calls: none is content, and neither is the whitespace between a call and a stray tag."""
 
 import pytest
 
