@@ -239,15 +239,14 @@ def trial_case(draw: Draw, x: Any, weights: Any, scales: Any, zeros: Any, *group
     experts = min(TRIED_EXPERTS, weights.shape[0]) if groups else None
     factors = shaped(scales.shape[0], experts, scales.shape[2], dtype=scales.dtype) if experts else scales
     offsets = None if zeros is None else shaped(*factors.shape, dtype=zeros.dtype)
-    numbers = draw.normal(weights, first=experts)
     if options.get("e2m1"):
-        numbers = jnp.clip(numbers, -7, 7).astype(weights.dtype)
         small = draw.integers(factors, 118, 122).astype(scales.dtype)  # powers of two, by their exponents
     else:
         small = draw.uniform(factors, 0.005, 0.01)
+    numbers = draw.normal(weights, first=experts)
     operands = (
         draw.normal(x),
-        numbers,
+        jnp.clip(numbers, -7, 7).astype(weights.dtype) if options.get("e2m1") else numbers,
         small,
         None if offsets is None else draw.integers(offsets, -4, 5).astype(offsets.dtype),
         *(trial_groups(draw, each, experts or 1) for each in groups),
