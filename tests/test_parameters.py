@@ -19,7 +19,7 @@ from jaxinfer.engine.execution.probe import _every_feature
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.sampling import HostSlots, SlotParams, neutral_slots
 from jaxinfer.sampling_params import PARAMETERS, Parameter, SamplingParams
-from jaxinfer.serve.core import wire
+from jaxinfer.serve.core.messages import decode_request, encode_request
 from jaxinfer.serve.grpc import convert
 from jaxinfer.serve.grpc.oip_request import _sampling
 from jaxinfer.serve.http.anthropic import bodies as anthropic
@@ -107,8 +107,7 @@ def test_the_client_declares_the_same_types() -> None:
 @each
 def test_the_engine_process_gets_it(row: Parameter) -> None:
     request = Request("r", (1,), as_params(row, value_of(row)))
-    message = wire.request_message(request, 0.0)
-    assert wire.request_of(type(message).FromString(message.SerializeToString()), 0.0).params == request.params
+    assert decode_request(encode_request(request, 0.0), 0.0).params == request.params
 
 
 @each
