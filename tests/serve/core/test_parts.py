@@ -20,13 +20,13 @@ BYTES = 32 * messages.MOST_CANDIDATES
 
 @pytest.fixture
 def heard(monkeypatch):
-    """Return a list that receives every message with deltas, or parts of them, of a front end."""
-    found: list[messages.Deltas | messages.Part] = []
+    """Return a list that receives every message with deltas, or parts of them, of a front end, and its bytes."""
+    found: list[tuple[messages.Deltas | messages.Part, int]] = []
     take = link.CoreLink._take
 
     def listen(self, message: messages.FromCore) -> None:
         if isinstance(message, messages.Deltas | messages.Part):
-            found.append(message)
+            found.append((message, len(messages.encode(message))))  # on arrival: readers extend the deltas
         take(self, message)
 
     monkeypatch.setattr(link.CoreLink, "_take", listen)
@@ -49,12 +49,11 @@ def test_the_answer_is_the_same_no_message_is_large_and_others_get_theirs_meanwh
             assert got == want
             assert meanwhile[0][0] == tokens(other)
             await nothing_is_left(far)
-        sizes = [len(messages.encode(message)) for message in heard]
-        parts = [place for place, message in enumerate(heard) if is_part(message)]
-        assert max(sizes) < BYTES
+        parts = [place for place, (message, _) in enumerate(heard) if is_part(message)]
+        assert max(size for _, size in heard) < BYTES
         assert len(parts) >= 3 * (len(LONG) * 21 // messages.MOST_CANDIDATES - 1)
         between = heard[parts[0] : parts[-1]]
-        assert sum(not is_part(message) for message in between) > len(parts) / 4
+        assert sum(not is_part(message) for message, _ in between) > len(parts) / 4
 
     run(main())
 
