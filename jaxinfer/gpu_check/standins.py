@@ -1,7 +1,8 @@
 """Stand-ins for packages that the engine imports, so that gpu_check runs with only JAX, Flax and numpy installed.
 
-Annotations (jaxtyping) are strings in this project, and the grammar compiler (llguidance) is called only for requests
-that have a grammar. ``python -m jaxinfer.gpu_check.standins MODULE ...`` is ``python -m MODULE ...`` with stand-ins.
+Annotations (jaxtyping) are strings in this project; the grammar compiler (llguidance) and the encoder of its helpers'
+messages (msgspec) are called only for requests that have a grammar. ``python -m jaxinfer.gpu_check.standins MODULE ...``
+is ``python -m MODULE ...`` with stand-ins.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-PACKAGES = ("jaxtyping", "llguidance")
+PACKAGES = ("jaxtyping", "llguidance", "msgspec")
 
 
 class _Absent:
@@ -23,6 +24,9 @@ class _Absent:
 
     def __init__(self, *arguments: object, **named: object) -> None:
         """Ignore all arguments."""
+
+    def __init_subclass__(cls, **named: object) -> None:
+        """Ignore the options of a base class."""
 
     def __class_getitem__(cls, item: object) -> Any:
         return Any
