@@ -1,8 +1,8 @@
 """Stand-ins for packages that the engine imports, so that gpu_check runs with only JAX, Flax and numpy installed.
 
 Annotations (jaxtyping) are strings in this project; the grammar compiler (llguidance) and the encoder of its helpers'
-messages (msgspec) are called only for requests that have a grammar. ``python -m jaxinfer.gpu_check.standins MODULE ...``
-is ``python -m MODULE ...`` with stand-ins.
+messages (msgspec) are called only for requests that have a grammar.
+``python -m jaxinfer.gpu_check.standins MODULE ...`` is ``python -m MODULE ...`` with stand-ins.
 """
 
 from __future__ import annotations
