@@ -1,9 +1,11 @@
 """Tests of matchers: masks against the library's own check of each token, rollback, and caching."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxinfer.structured import matcher as matching
+from jaxinfer.structured.helper import setup
 from jaxinfer.structured.matcher import LEAD, GreedyTokenizer, Matchers, Vocabulary
 from jaxinfer.structured.schemas import GrammarError
 from tests.structured.test_grammar import BYTES
@@ -63,12 +65,11 @@ def test_matchers_of_one_grammar_do_not_share_their_place():
     assert one.mask() != other.mask()
 
 
-def test_a_vocabulary_survives_the_way_to_a_helper():
-    assert Vocabulary.unpacked(WORDS.packed()) == Vocabulary(
-        list(WORDS.tokens), WORDS.special, list(WORDS.ends), WORDS.size
-    )
-    raw = Vocabulary([b"\n", b"\xff\x00", b""], frozenset(), [2], 3)
-    assert Vocabulary.unpacked(raw.packed()) == raw
+@pytest.mark.parametrize("vocabulary", [WORDS, Vocabulary([b"\n", b"\xff\x00", b""], frozenset(), [2], 3)])
+def test_a_vocabulary_survives_the_way_to_a_helper(vocabulary):
+    found = msgspec.msgpack.decode(setup(2.0, vocabulary, 5), type=tuple[float, Vocabulary, int])
+    same = vocabulary._replace(tokens=list(vocabulary.tokens), ends=list(vocabulary.ends))
+    assert found == (2.0, same, 5)
 
 
 def test_no_more_is_remembered_than_there_is_room_for(monkeypatch):

@@ -71,7 +71,7 @@ def test_where_it_is_full_the_longest_queue_gives_way():
         for task in (*waiting, *others):
             task.cancel()
         await settle()
-        assert (turns._count, turns._waiting) == (0, {})
+        assert (turns.waiting, turns._waiting) == (0, {})
 
     run(main())
 
@@ -107,6 +107,6 @@ def test_whatever_happens_nothing_is_lost(seed):
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(each) for each in results} <= {type(None), QueueFullError, asyncio.CancelledError}
         assert sorted(turns._free) == everything
-        assert (turns.held, turns._count, turns._waiting) == (0, 0, {})
+        assert (turns.held, turns.waiting, turns._waiting) == (0, 0, {})
 
     run(main())
