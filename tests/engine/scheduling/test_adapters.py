@@ -45,7 +45,7 @@ def test_a_sequence_runs_in_the_step_of_the_last_part() -> None:
     loads, admitted = [], []
     for _ in range(PARTS + 2):
         plan = loop.step()
-        loads.append([(load.slot, load.part) for load in plan.loads])
+        loads.append([(slot, part) for slot, part, _ in plan.loads])
         admitted.append(ids(plan.admitted))
     # In the first step the queue finds that the adapter is not resident.
     assert loads == [[], *([(0, part)] for part in range(PARTS)), []]
