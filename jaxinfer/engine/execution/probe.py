@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -281,8 +281,8 @@ class Probe:
     def _steps_agree(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> bool:
         """Run one step in both programs; between them another step overwrites the results."""
         batch, own = self._step_probe(rows, size, number)
-        whole = idle_batch(self._engine, self._groups)
-        self._save(rows)
+        whole, slots = idle_batch(self._engine, self._groups), [int(row) for row in rows]
+        self._save(slots)
         bits = []
         for step in (with_rows(batch, like=whole), batch):
             sampled = self._executor.run(commands.Decode(0, step))
@@ -291,8 +291,8 @@ class Probe:
             others = with_rows(batch, like=whole)._replace(tokens=(whole.tokens + 2).clip(0))
             self._executor.run(commands.Decode(0, others))
             self._executor.wait()  # ranks would restore before they decode
-            self._restore(rows)
-        self._drop(rows)
+            self._restore(slots)
+        self._drop(slots)
         return _equal(*bits)
 
     def _step_probe(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> tuple[DecodeBatch, np.ndarray]:
@@ -374,17 +374,17 @@ class Probe:
 
     # ---- shared by all probes
 
-    def _save(self, rows: Iterable[int]) -> None:
+    def _save(self, rows: Sequence[int]) -> None:
         """Save the sampler state of the slots of these rows, in the first microbatch."""
         for row in rows:
-            self._executor.run(commands.SaveSlot(int(row) * self._engine.microbatches, _SNAPSHOT - int(row)))
+            self._executor.run(commands.SaveSlot(row * self._engine.microbatches, _SNAPSHOT - row))
 
-    def _restore(self, rows: Iterable[int]) -> None:
+    def _restore(self, rows: Sequence[int]) -> None:
         for row in rows:
-            self._executor.run(commands.RestoreSlot(int(row) * self._engine.microbatches, _SNAPSHOT - int(row)))
+            self._executor.run(commands.RestoreSlot(row * self._engine.microbatches, _SNAPSHOT - row))
 
-    def _drop(self, rows: Iterable[int]) -> None:
-        self._executor.run(commands.DropSnapshots([_SNAPSHOT - int(row) for row in rows]))
+    def _drop(self, rows: Sequence[int]) -> None:
+        self._executor.run(commands.DropSnapshots([_SNAPSHOT - row for row in rows]))
 
     def _rounds(self, tokens: int) -> int:
         """Return the number of rounds of ``tokens`` that must be probed."""
