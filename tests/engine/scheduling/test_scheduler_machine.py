@@ -131,7 +131,8 @@ class World:
         if self.policy == "fair":
             engine = self.loop.engine
             chunk = engine.prefill_sizes[-1] if engine.batching == "continuous" else None
-            self.loop.scheduler._queue = make_queue("fair", engine.max_num_seqs, quantum=QUANTUM, chunk=chunk)
+            queue, scheduler = make_queue("fair", engine.max_num_seqs, quantum=QUANTUM, chunk=chunk), self.loop.scheduler
+            scheduler._queue = scheduler._prefill._queue = queue
 
     @property
     def live(self) -> list[str]:
