@@ -36,6 +36,7 @@ sampling = st.builds(
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(-1, 2**40),
     min_p=st.floats(0, 1),
+    top_n_sigma=st.floats(0, 5) | st.just(-1.0),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     repetition_penalty=st.floats(0, 1e300, exclude_min=True),
@@ -220,10 +221,10 @@ def test_every_sampling_parameter_is_drawn():
 
 
 def test_a_new_sampling_parameter_arrives(monkeypatch):
-    field = ("top_n_sigma", float, dataclasses.field(default=-1.0))
+    field = ("novelty", float, dataclasses.field(default=-1.0))
     extended = dataclasses.make_dataclass("Extended", [field], bases=(SamplingParams,), frozen=True, kw_only=True)
     monkeypatch.setattr(messages, "SamplingParams", extended)
-    request = Request("a", (1,), extended(top_n_sigma=2.5, top_k=7))
+    request = Request("a", (1,), extended(novelty=2.5, top_k=7))
     assert decode_request(encode_request(request), 0.0) == request
 
 
