@@ -131,7 +131,8 @@ class World:
         if self.policy == "fair":
             engine = self.loop.engine
             chunk = engine.prefill_sizes[-1] if engine.batching == "continuous" else None
-            queue, scheduler = make_queue("fair", engine.max_num_seqs, quantum=QUANTUM, chunk=chunk), self.loop.scheduler
+            scheduler, slots = self.loop.scheduler, engine.max_num_seqs
+            queue = make_queue("fair", slots, quantum=QUANTUM, chunk=chunk)
             scheduler._queue = scheduler._prefill._queue = queue
 
     @property
