@@ -85,7 +85,8 @@ def test_a_request_has_the_same_bits_alone_and_among_others(llm: LLM):
         cold = run(llm, requests)
         warm = run(llm, requests[::-1])[::-1]
     assert (cold == expected, warm == expected, compilations.count) == (True, True, 0)
-    assert llm.engine.stats().prefix_hits > hits
+    # Where a processor's products make a chunk that begins at a hit differ, the engine has disabled hits.
+    assert (llm.engine.stats().prefix_hits > hits) == llm.engine.calibration.exact_resume
 
 
 @pytest.mark.slow
