@@ -234,8 +234,10 @@ class _Fused:
             where, out = where[1:], None if form is None else form[1:]
         else:
             where, out = where[: len(self._out)], None if form is None else form[:-1]
-        rows_taken = len(range(shape[-2])[part[-1]]) if isinstance(part[-1], slice) else 1
-        return _Piece(source, weight, where, out or (rows_taken,), part)
+        if out is None:
+            taken = (range(size)[at] for size, at in zip(shape[:-1], part, strict=True))
+            out = tuple(len(entries) for entries in taken if isinstance(entries, range))
+        return _Piece(source, weight, where, out, part)
 
     def _quantized(self, pieces: list[_Piece], out: tuple[int, ...]) -> Any:
         weight = pieces[0].weight

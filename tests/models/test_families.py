@@ -143,8 +143,9 @@ def test_bfloat16_is_close_to_float32(model: Model):
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), rounded)
     narrow_logits, wide_logits = (jax.jit(model.apply)(params, tokens) for params in (rounded, wide))
     assert narrow_logits.dtype == wide_logits.dtype == jnp.float32
-    error = float(jnp.sqrt(jnp.mean((narrow_logits - wide_logits) ** 2)) / jnp.std(wide_logits))
-    assert 0 < error < 0.1, error
+    errors = jnp.sqrt(jnp.mean((narrow_logits - wide_logits) ** 2, axis=-1)) / jnp.std(wide_logits)
+    # The median over tokens: rounding may give single tokens other experts, whose logits then differ by far more.
+    assert 0 < float(jnp.median(errors)) < 0.1, errors
 
 
 def test_saved_parameters_are_loaded_again(model: Model, tmp_path: pathlib.Path):

@@ -43,7 +43,7 @@ def groups_of(size: int, **options: Any) -> Chooses:
     return lambda name, inputs: Grouped("int4", size if inputs % size == 0 else inputs, **options)
 
 
-FAST = ("gpt2", "mixtral")
+FAST = ("gpt2", "mixtral", "granitemoe")
 
 
 @pytest.mark.parametrize(
