@@ -110,7 +110,7 @@ def test_columns_in_another_order_come_back():
 
 
 def test_rows_of_a_gated_mlp_are_computed_alike_whatever_the_order():
-    """XLA:CPU fuses the activation into the gather by ``order``, whose loop over rows rounds a fifth row differently."""
+    """XLA:CPU would fuse the activation into the gather by ``order``, whose loop rounds a fifth row otherwise."""
     layout = LAYOUTS["int4 in another order"]
     gate_up = Split(tuple(example(layout, (1, INPUTS), seed=seed) for seed in range(2)), 0)
     down = example(layout, (INPUTS,))
