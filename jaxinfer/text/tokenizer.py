@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import operator
+import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -274,6 +275,10 @@ class LibraryBackend:
         return self._library.token_to_id(token)
 
 
+_MAY_HAVE_PREFIX = re.compile(r'subword_prefix"\s*:\s*"[^"]|\\u00[4-7]')
+"""The field with a value, or escaped letters, which its name might have. Other files are not parsed twice."""
+
+
 def _vocab_size(library: Library) -> int:
     """Return one more than the largest id: there may be gaps."""
     token, largest = max(library.get_vocab().items(), key=operator.itemgetter(1), default=("", -1))
@@ -284,6 +289,7 @@ def _vocab_size(library: Library) -> int:
 
 def _read_library(path: Path) -> Library:
     text = read_text(path, MAX_TOKENIZER_BYTES, TokenizerError)
+    _require_mergeable(text, path)
     try:
         library = Library.from_str(text)
     except Exception as cause:  # the library raises Exception itself, nothing narrower
@@ -293,6 +299,29 @@ def _read_library(path: Path) -> Library:
     library.no_padding()
     _require_sound(library, path)
     return library
+
+
+def _require_mergeable(text: str, path: Path) -> None:
+    """Reject merges that the library would panic on, which may abort the process: it cuts the continuing prefix off
+    the second token of a merge without checking that the token has it.
+
+    Raises:
+        TokenizerError: a second token does not begin with ``continuing_subword_prefix``.
+    """
+    if not _MAY_HAVE_PREFIX.search(text):
+        return
+    try:
+        model = json.loads(text)["model"]
+        prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+        seconds = [(merge.split(" ") if isinstance(merge, str) else merge)[-1] for merge in merges or ()]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return  # the library says what is wrong
+    if not isinstance(prefix, str):
+        return
+    for second in seconds:
+        if isinstance(second, str) and not second.startswith(prefix):
+            field = f"continuing_subword_prefix = {prefix[:80]!r}"
+            raise TokenizerError(f"{path}: merges has {second[:80]!r}, which does not begin with {field}")
 
 
 def _require_sound(library: Library, path: Path) -> None:

@@ -299,12 +299,20 @@ def test_sentencepiece_and_json_of_one_model_agree(test_data: pathlib.Path, tmp_
 # Rejections
 
 
+# The tokenizers library aborts the process where the prefix ends within a character of the second token.
+PREFIXED = """{"model": {"type": "BPE", "vocab": {"b": 0, "é": 1}, "merges": ["b é"], "continuing_subword_prefix":
+    "PREFIX"}}"""
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [
         ({}, "has none of tokenizer.json, tokenizer.model, tiktoken.model"),
         ({"tokenizer.json": "{"}, "is not a tokenizer that the tokenizers library reads"),
         ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}'}, "tokenizers library reads"),
+        ({"tokenizer.json": PREFIXED.replace("PREFIX", "x")}, "merges has 'é', which does not begin"),
+        ({"tokenizer.json": PREFIXED.replace("PREFIX", "\\u0078")}, "merges has 'é', which does not begin"),
+        ({"tokenizer.json": PREFIXED.replace("prefix", "pref\\u0069x")}, "merges has 'é', which does not begin"),
         ({"tokenizer.json": b"\xff"}, "not UTF-8"),
         ({"tokenizer.model": "nonsense"}, "not a sentencepiece model"),
         ({"tokenizer_config.json": "[1]"}, "must hold a JSON object"),
