@@ -207,7 +207,8 @@ def test_gemma3n_is_read_as_the_hub_has_it(tmp_path: pathlib.Path, caplog: pytes
 
 @pytest.mark.parametrize("own", ["model.layers.0.mlp.up_proj", "model.norm", "lm_head"])
 def test_a_module_has_a_name_in_each_spelling(own: str) -> None:
-    within = {f"language_model.{own}"} | ({own.replace("model.", "model.language_model.")} - {own})
+    prefixes = ("model.language_model.", "language_model.")
+    within = {f"language_model.{own}", *(own.replace("model.", prefix) for prefix in prefixes)} - {own}
     for name in (own, *within):
         found = names_of(name)
         assert (found[0], {*found}) == (name, {own, *within})
