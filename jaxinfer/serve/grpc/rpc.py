@@ -137,6 +137,8 @@ class Rpc:
         self.writing_since = time.monotonic()
         if self._greeting is None:
             self._greeting = asyncio.ensure_future(self._context.send_initial_metadata(()))
+            # The client may leave after the write is cancelled: then nothing awaits the failure.
+            self._greeting.add_done_callback(lambda done: done.cancelled() or done.exception())
         if not self._greeting.done():
             await asyncio.shield(self._greeting)
         await self._context.write(message.SerializeToString())
