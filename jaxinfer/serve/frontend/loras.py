@@ -21,6 +21,7 @@ from jaxinfer.serve.api.lora_modules import MAX_NAME_CHARACTERS, MAX_PATH_CHARAC
 from jaxinfer.serve.api.requests import Call
 from jaxinfer.serve.api.streams import EngineDeadError
 from jaxinfer.serve.core.backend import LoRABackend
+from jaxinfer.serve.runtime.background import shielded
 from jaxinfer.types import LoRARef
 
 _SHOWN = 8  # adapter names in a message
@@ -114,7 +115,7 @@ class LoRAs:
             task = asyncio.ensure_future(self._load(name, await self._folder(path), replace))
             self._loading.add(task)
             task.add_done_callback(self._loading.discard)
-            return await asyncio.shield(task)
+            return await shielded(task)
 
     def check_name(self, name: str) -> None:
         """Raise `RequestError` or `ServeError` INVALID for an invalid adapter name."""

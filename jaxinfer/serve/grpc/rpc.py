@@ -32,6 +32,7 @@ from jaxinfer.serve.grpc import status
 from jaxinfer.serve.grpc.auth import OPEN, SCOPES, Authoriser, Caller, token_of
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.decode import decode
+from jaxinfer.serve.runtime.background import shielded
 from jaxinfer.serve.telemetry.request_log import asked
 
 Observer = Callable[[str, grpc.StatusCode, float], None]
@@ -137,10 +138,8 @@ class Rpc:
         self.writing_since = time.monotonic()
         if self._greeting is None:
             self._greeting = asyncio.ensure_future(self._context.send_initial_metadata(()))
-            # The client may leave after the write is cancelled: then nothing awaits the failure.
-            self._greeting.add_done_callback(lambda done: done.cancelled() or done.exception())
         if not self._greeting.done():
-            await asyncio.shield(self._greeting)
+            await shielded(self._greeting)
         await self._context.write(message.SerializeToString())
         self.writing_since = None
 

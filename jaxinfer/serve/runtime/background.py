@@ -18,6 +18,14 @@ TOLERATED = 3
 _log = logging.getLogger("jaxinfer.serve")
 
 
+async def shielded[T](work: Awaitable[T]) -> T:
+    """Await ``work``, which goes on if the caller is cancelled. A failure after that is nobody's, and not logged: with
+    `asyncio.shield` alone it would be reported as an exception that was never retrieved."""
+    future = asyncio.ensure_future(work)
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(future)
+
+
 class Background:
     """The background tasks of one server, by name.
 

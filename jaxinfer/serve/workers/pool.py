@@ -14,6 +14,7 @@ import msgspec
 from jaxinfer.helper_process import Helper
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.errors import ServeError, unavailable
+from jaxinfer.serve.runtime.background import shielded
 from jaxinfer.serve.runtime.fair_pool import FairPool
 from jaxinfer.serve.workers.codec import decode, encode
 from jaxinfer.serve.workers.worker import Task
@@ -58,7 +59,7 @@ class Pool:
         """
         helper = await self._turns.take(tenant)
         # After a client has disconnected, the worker still completes its answer.
-        reply = await asyncio.shield(self._ask(tenant, helper, question))
+        reply = await shielded(self._ask(tenant, helper, question))
         if reply is None:
             raise RequestError(place, self._task.stopped.format(seconds=self._task.seconds))
         answered, answer = reply
