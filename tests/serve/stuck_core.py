@@ -5,9 +5,9 @@ from __future__ import annotations
 import pathlib
 import sys
 import time
+from typing import Any
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.execution.commands import DecodeBatch
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.loading import LOADING_ERRORS
 from jaxinfer.parallel.group import GroupError
@@ -18,10 +18,10 @@ from jaxinfer.serve.core.__main__ import build
 _decode = LocalExecutor._decode
 
 
-def stuck(self: LocalExecutor, microbatch: int, batch: DecodeBatch) -> Sampled:
+def stuck(self: LocalExecutor, *operands: Any) -> Sampled:
     while pathlib.Path(sys.argv[1]).exists():
         time.sleep(0.1)
-    return _decode(self, microbatch, batch)
+    return _decode(self, *operands)
 
 
 if __name__ == "__main__":
