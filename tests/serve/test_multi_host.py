@@ -255,7 +255,7 @@ def test_a_process_that_is_stuck(alone, pair):
 
     check_fault(group, alone[0], harm)
     once.join()
-    assert "process 1 hangs: no call was finished in 10 s, the last was decode" in group.first.log()
+    assert "process 1 hangs: no call was finished in 10 s, the last was Decode" in group.first.log()
 
 
 def main() -> int:
