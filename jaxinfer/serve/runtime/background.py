@@ -19,8 +19,8 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 async def shielded[T](work: Awaitable[T]) -> T:
-    """Await ``work``, which goes on if the caller is cancelled. A failure after that is nobody's, and not logged: with
-    `asyncio.shield` alone it would be reported as an exception that was never retrieved."""
+    """Await ``work``, which continues if the caller is cancelled. A later failure is not logged: with `asyncio.shield`
+    alone, the event loop would report an exception that was never retrieved."""
     future = asyncio.ensure_future(work)
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(future)
