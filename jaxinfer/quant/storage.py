@@ -107,8 +107,8 @@ class Quantized:
         arrays = {name: array for name, array in self.arrays.items() if name != "order"}
         layout = dataclasses.replace(self.layout, ordered=False)
         if lowering_target().platform == "cpu":
-            # XLA:CPU gathers in a loop over rows. Arithmetic fused into it would round the rows that do not fill a vector
-            # register otherwise than the others. On a GPU a thread computes single elements, and fusion saves a launch.
+            # XLA:CPU gathers in a loop over rows. Arithmetic fused into it would round the rows that do not fill a
+            # vector register otherwise than the others. A GPU's threads compute elements: there fusion saves a launch.
             x = lax.optimization_barrier(x)
         return jnp.take(x, self.arrays["order"], axis=-1), dataclasses.replace(self, arrays=arrays, layout=layout)
 
