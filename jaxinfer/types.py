@@ -34,6 +34,7 @@ class Request:
         thinking: tokens that delimit reasoning, which the grammar does not constrain and ``thinking_token_budget``
             bounds; None: the model has none.
         lora: LoRA adapter of the request; None: the base model.
+        images: images of the prompt, in its order; their ranges do not overlap.
     """
 
     request_id: str
@@ -49,6 +50,43 @@ class Request:
     deadline: float | None = None
     thinking: Thinking | None = None
     lora: LoRARef | None = None
+    images: tuple[PlacedImage, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageInput:
+    """An image, or a clip of frames, as a vision tower reads it.
+
+    Attributes:
+        patches: [rows, values], a row for each patch in the order of the tower: resized pixels (uint8), or normalised
+            ones (floating point), with respect to which the model is differentiable.
+        grid: numbers of patches: frames, rows and columns.
+        digest: hexadecimal hash of all of the above and of the processor, the key of everything cached that was computed
+            with it. Images of equal digests are equal.
+    """
+
+    patches: Any
+    grid: tuple[int, int, int]
+    digest: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ImageInput) and (self.digest, self.grid) == (other.digest, other.grid)
+
+    def __hash__(self) -> int:
+        return hash((self.digest, self.grid))
+
+
+class PlacedImage(NamedTuple):
+    """An image at its place in a prompt.
+
+    Attributes:
+        start, stop: range of prompt positions. Each token in it that is the model's image token is a placeholder, and the
+            k-th placeholder takes row k of the tower's output.
+    """
+
+    start: int
+    stop: int
+    image: ImageInput
 
 
 class LoRARef(NamedTuple):

@@ -30,6 +30,7 @@ LAYER = {
     "compilations": 1,
     "v1": 1,  # public name of protos/v1
     "config": 1,
+    "images": 1,
     "parallel": 2,
     "planner": 2,
     "quant": 3,
@@ -117,6 +118,7 @@ THIRD_PARTY = {
     "v1": set[str](),
     "client": WIRE,
     "config": set[str](),
+    "images": {"numpy", "PIL"},
     "version": set[str](),
     "parsers": set[str](),
     "formats": set[str](),
@@ -137,6 +139,7 @@ NO_JAX = (
     "jaxinfer.formats",
     "jaxinfer.generate",
     "jaxinfer.helper_process",
+    "jaxinfer.images",
     "jaxinfer.integrations",
     "jaxinfer.integrations.embedded",
     "jaxinfer.kv.blocks",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.brief import ShortRepr
+
+
+class AxisPositions(NamedTuple):
+    """Positions of tokens, with the three axes of multimodal rotary embeddings (Wang et al. 2024, Qwen2-VL).
+
+    Attributes:
+        at: positions in the sequence; -1: padding.
+        axes: rotary positions: time, height and width. All three are equal for text.
+    """
+
+    at: Int[Array, "*batch"]
+    axes: Int[Array, "3 *batch"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,6 +44,8 @@ class RopeConfig(ShortRepr):
         short_factor, long_factor: longrope: one factor per frequency.
         original_max_position: context length in training; for dynamic, the context length of the model.
         long: longrope: which factors apply; None: the long ones if a position is beyond the original context.
+        sections: frequencies that turn with time, height and width, of `AxisPositions`; none: all turn with positions.
+        interleaved_sections: the axes alternate (Qwen3-VL) instead of having one range of frequencies each (Qwen2-VL).
     """
 
     theta: float = 10000.0
@@ -47,18 +62,36 @@ class RopeConfig(ShortRepr):
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     long: bool | None = None
+    sections: tuple[int, ...] = ()
+    interleaved_sections: bool = False
 
     def angles(
-        self, positions: Int[Array, "*batch"], head_dim: int
+        self, positions: Int[Array, "*batch"] | AxisPositions, head_dim: int
     ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
         """Return cosines and sines of every position's angles for `rotate`, times ``attention_factor``; float32."""
         inverse: np.ndarray | Array = self.inverse_frequencies(head_dim)
+        if isinstance(positions, AxisPositions):
+            if self.sections:
+                return _turned(self._on_axes(positions.axes, inverse), self.attention_factor)
+            positions = positions.at
         if self.kind == "longrope" and self.long is None:
             stretched = dataclasses.replace(self, long=True).inverse_frequencies(head_dim)
             inverse = jnp.where(jnp.max(positions) >= self.original_max_position, stretched, inverse)
         elif self.kind == "dynamic":
             inverse = inverse * self._shrink(jnp.max(positions) + 1, int(head_dim * self.partial))
         return rope_angles(positions, inverse, self.attention_factor)
+
+    def _on_axes(
+        self, axes: Int[Array, "3 *batch"], inverse: Float[np.ndarray, " half"]
+    ) -> Float[Array, "*batch half"]:
+        """Return the angle of each frequency, by the position on its own axis."""
+        axis = np.zeros(inverse.size, np.int32)
+        if self.interleaved_sections:
+            for index in (1, 2):
+                axis[index : 3 * self.sections[index] : 3] = index
+        else:
+            axis = np.repeat(np.arange(3), self.sections)
+        return jnp.moveaxis(axes, 0, -1)[..., axis].astype(jnp.float32) * jnp.asarray(inverse)
 
     def up_to(self, length: int) -> RopeConfig:
         """Return the config for sequences of at most ``length`` tokens, with the same frequencies for all of them:
@@ -128,7 +161,12 @@ def rope_angles(
     positions: Int[Array, "*batch"], inverse: Float[np.ndarray | Array, " half"], factor: float = 1.0
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
     """Return cosines and sines of every position's angles, times ``factor``, float32."""
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse)
+    return _turned(positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse), factor)
+
+
+def _turned(
+    angles: Float[Array, "*batch half"], factor: float
+) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor

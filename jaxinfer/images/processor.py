@@ -1,0 +1,69 @@
+"""Processor of images: from pixels to the patches that a vision tower reads, and to the tokens that stand for them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from PIL.Image import Image
+
+from jaxinfer.types import ImageInput
+
+
+class ImageError(ValueError):
+    """An image cannot be decoded or is not supported; the message is one sentence with the reason."""
+
+
+@runtime_checkable
+class Processor(Protocol):
+    """Image processor of a checkpoint: a frozen dataclass of its preprocessor_config.json.
+
+    Attributes:
+        image_token: id of the placeholder in a prompt, as the chat template writes it and as `expand` repeats it.
+        table: [channels, 256] float32, the normalised value of each pixel value, with the rounding of transformers.
+        channels: [values] int, channel of each value of a patch row.
+        identity: names the processor and all of its options; part of every digest.
+        most_rows: the largest number of patch rows that an image can have.
+    """
+
+    image_token: int
+
+    @property
+    def table(self) -> np.ndarray: ...
+
+    @property
+    def channels(self) -> np.ndarray: ...
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def most_rows(self) -> int: ...
+
+    def prepare(self, picture: Image, **options: Any) -> ImageInput:
+        """Resize an RGB picture and cut it into patches.
+
+        Args:
+            options: fields of the processor that the request overrides (``min_pixels``, ``max_pixels``).
+
+        Raises:
+            ImageError: the picture's shape is not supported, or an option is unknown or out of range.
+        """
+
+    def expand(self, grid: tuple[int, int, int]) -> list[int]:
+        """Return the token ids that replace the placeholder of an image of this grid."""
+
+
+def normalised(processor: Processor, patches: np.ndarray) -> np.ndarray:
+    """Return the values that a tower reads, [rows, values] float32, of resized pixels."""
+    return processor.table[processor.channels, patches]
+
+
+def digest_of(processor: Processor, patches: np.ndarray, grid: tuple[int, int, int]) -> str:
+    """Return the content hash of an image, see `ImageInput`."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in (processor.identity, str(grid), str(patches.dtype), str(patches.shape)):
+        found.update(f"{len(part)}:{part}".encode())
+    found.update(np.ascontiguousarray(patches).data)
+    return found.hexdigest()
