@@ -277,11 +277,11 @@ class FakeDevice:
         """Return the plan with the draft model's tokens, three of four of them true. The draft model must have seen all
         tokens that the model has."""
         found: dict[int, list[int]] = {}
-        for sequence, chunk, _ in plan.prefills:  # computed by the draft model, too
+        for sequence, chunk, *_ in plan.prefills:  # computed by the draft model, too
             if chunk.start <= (before := self._reach(sequence)):
                 self._drafted_to[sequence.arrival] = max(before, chunk.start + chunk.length)
         reach = {draft.sequence.arrival: self._reach(draft.sequence) for draft in plan.drafts or ()}
-        for sequence, chunk, _ in plan.draft_prefills:
+        for sequence, chunk, *_ in plan.draft_prefills:
             assert chunk.start <= reach[sequence.arrival], "the draft model would see nothing of some tokens"
             assert 0 < chunk.length <= chunk.size
             assert chunk.start + chunk.length < len(sequence.tokens), "a chunk of tokens that are not known"
