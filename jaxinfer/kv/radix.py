@@ -2,8 +2,8 @@
 
 Its edges are whole pages (after RadixAttention, Zheng et al. 2024): a node represents a page of tokens in the context
 of all pages above it. Its key has the tokens and a *code*, which identifies the programs that computed them, since
-equal tokens from other programs may not be bitwise identical. Behind the tokens the key has a `Mark` for each image that
-overlaps the page, since equal tokens of other images have other keys and values.
+equal tokens from other programs may not be bitwise identical. Behind the tokens the key has a `Mark` for each image
+that overlaps the page, since equal tokens of other images have other keys and values.
 """
 
 from __future__ import annotations

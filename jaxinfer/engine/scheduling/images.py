@@ -119,12 +119,12 @@ def images_of(request: Request, engine: ResolvedEngine, axes: PlaceAxes | None =
     if not placed:
         return None
     if prompt[-1] == needs.token:
-        raise RequestError("prompt", f" ends with an image token ({needs.token}): a token of text must follow an image")
+        raise RequestError("prompt", f"ends with an image token ({needs.token}): a token of text must follow an image")
     most = engine.most_images
     if most is not None and len(placed) > most:
         raise RequestError("images", f": {len(placed)} are more than limit_mm_per_prompt = {most}")
     if engine.drafts_on_device:
-        raise RequestError("images", f" are not served with speculative = {engine.speculative}, which drafts for text")
+        raise RequestError("images", f"are not served with speculative = {engine.speculative}, which drafts for text")
     return PromptImages(request.prompt_token_ids, placed, needs, axes)
 
 
@@ -143,15 +143,14 @@ def _require_image(
     image, patches = placed.image, placed.image.patches
     rows, largest = patches.shape[0], engine.encoder_sizes[-1]
     if patches.dtype != np.uint8 or patches.shape[1:] != (needs.values,):
-        raise RequestError(
-            field, f": patches are {patches.dtype}{list(patches.shape)}, not uint8[rows, {needs.values}]"
-        )
+        found = f"{patches.dtype}{list(patches.shape)}"
+        raise RequestError(field, f": patches are {found}, not uint8[rows, {needs.values}]")
     if not rows or rows % needs.merged or rows != math.prod(image.grid):
         raise RequestError(field, f": {rows} patch rows are not those of a grid of {image.grid}")
     if not image.digest:
-        raise RequestError(field, " has no digest")
+        raise RequestError(field, "has no digest")
     if rows > largest:
         raise RequestError(field, f": {rows} patch rows are more than the largest encoder program takes ({largest})")
-    found, wanted = list(prompt[placed.start : placed.stop]).count(needs.token), rows // needs.merged
-    if found != wanted:
-        raise RequestError(field, f" has {found} image tokens ({needs.token}) in the prompt, and is {wanted}")
+    tokens, wanted = list(prompt[placed.start : placed.stop]).count(needs.token), rows // needs.merged
+    if tokens != wanted:
+        raise RequestError(field, f"has {tokens} image tokens ({needs.token}) in the prompt, and needs {wanted}")

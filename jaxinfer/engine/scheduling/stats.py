@@ -109,8 +109,8 @@ class EngineStats:
         finished: sequences, by reason.
         preemptions: by kind, see `PREEMPTIONS`.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
-        encoder_queries, encoder_hits: images looked up in the encoder cache for prompt chunks, and found there; the others
-        were encoded.
+        encoder_queries, encoder_hits: images looked up in the encoder cache for prompt chunks, and found there; the
+        others were encoded.
         drafts, draft_tokens, draft_accepted: verified drafts, their tokens, and the accepted tokens.
         draft_accepted_at: accepted tokens by position in the draft, the first position first.
         replayed_tokens, replay_mismatches: tokens recomputed after a preemption, and those that came out different.
