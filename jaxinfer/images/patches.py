@@ -160,8 +160,7 @@ def tower_sizes(config_json: Mapping[str, Any], names: Mapping[str, int]) -> tup
 
 def token_id(config_json: Mapping[str, Any], name: str, default: int) -> int:
     """Return the token id that config.json has as ``<name>_index`` or ``<name>_id``; raises as `positive`."""
-    held = next((spelled for spelled in (f"{name}_index", f"{name}_id") if spelled in config_json), f"{name}_index")
-    return positive(config_json, held, default)
+    return positive(config_json, f"{name}_id" if f"{name}_id" in config_json else f"{name}_index", default)
 
 
 def positive(config: Mapping[str, Any], name: str, default: int, path: str = "") -> int:
