@@ -91,7 +91,7 @@ COMPUTES_NAMES = {
     "jaxinfer.gpu_check.problem",
     "jaxinfer.gpu_check.sections",
     "jaxinfer.models",
-    "jaxinfer.models.registry",
+    "jaxinfer.models.lazy",
     "jaxinfer.serve.workers.worker",
     "pallas_kernels.specs",
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -60,8 +60,14 @@ _SIDES = ((1, 1), (1, 64), (64, 1), (1, 200), (200, 1), (3, 5), (14, 14), (28, 2
 _LARGE = ((480, 640), (1080, 1440))
 
 FILES: dict[str, Callable[[], bytes]] = {
-    **{f"{height}x{width}.png": lambda h=height, w=width: _encoded(picture(h, w, h * w), "PNG") for height, width in _SIDES},
-    **{f"{height}x{width}.jpg": lambda h=height, w=width: _encoded(picture(h, w, h), "JPEG") for height, width in _LARGE},
+    **{
+        f"{height}x{width}.png": lambda h=height, w=width: _encoded(picture(h, w, h * w), "PNG")
+        for height, width in _SIDES
+    },
+    **{
+        f"{height}x{width}.jpg": lambda h=height, w=width: _encoded(picture(h, w, h), "JPEG")
+        for height, width in _LARGE
+    },
     **{f"turned{at}.jpg": lambda at=at: _turned(at, "JPEG") for at in range(2, 9)},
     "turned6.png": lambda: _turned(6, "PNG"),
     "turned9.jpg": lambda: _turned(9, "JPEG"),
