@@ -63,7 +63,7 @@ class ImageInput:
         grid: numbers of patches: frames, rows and columns.
         digest: hexadecimal hash of all of the above and of the processor, the key of everything cached that was
             computed with it. Images of equal digests are equal.
-        step: rotary positions between two frames on the time axis.
+        step: rotary positions between two frames on the time axis; part of the digest.
     """
 
     patches: Any

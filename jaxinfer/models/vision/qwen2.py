@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -345,18 +345,25 @@ def _param_specs(cfg: QwenTowerConfig) -> ParamTree:
     return replicated(tree)
 
 
-def qwen_images(cfg: QwenTowerConfig, files: Mapping[str, Mapping[str, Any]], by_frame: bool = False) -> QwenProcessor:
-    """Return the image processor of a checkpoint; raises as `qwen_processor`."""
-    return qwen_processor(
-        files,
-        image_token=cfg.image_token,
-        patch=cfg.patch,
-        merge=cfg.merge,
-        temporal=cfg.temporal,
-        per_second=cfg.per_second,
-        by_frame=by_frame,
-    )
+def qwen_family(
+    config: Callable[[Mapping[str, Any]], QwenTowerConfig],
+    param_specs: Callable[[QwenTowerConfig], ParamTree],
+    module: Callable[[QwenTowerConfig], Tower],
+    *,
+    by_frame: bool = False,
+) -> VisionFamily:
+    """Return one of Qwen's families; ``by_frame``: see `jaxinfer.images.qwen.QwenProcessor`."""
+
+    def processor(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> QwenProcessor:
+        cfg = config(config_json)
+        sizes = {"patch": cfg.patch, "merge": cfg.merge, "temporal": cfg.temporal, "per_second": cfg.per_second}
+        try:
+            return qwen_processor(files, image_token=cfg.image_token, by_frame=by_frame, **sizes)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    return VisionFamily(config, param_specs, module, processor, place_axes)
 
 
-QWEN2_VL = VisionFamily(_qwen2_config, _param_specs, QwenTower, qwen_images, place_axes)
-QWEN2_5_VL = dataclasses.replace(QWEN2_VL, config=_qwen2_5_config)
+QWEN2_VL = qwen_family(_qwen2_config, _param_specs, QwenTower)
+QWEN2_5_VL = qwen_family(_qwen2_5_config, _param_specs, QwenTower)

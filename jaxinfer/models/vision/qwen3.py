@@ -3,8 +3,6 @@ image; Qwen3-VL hands the outputs of some layers to the first layers of the deco
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +15,6 @@ from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.specs import layer_norm, plain, plain_mlp
 from jaxinfer.models.vision.layers import replicated
 from jaxinfer.models.vision.qwen2 import (
-    QWEN2_VL,
     QwenTower,
     QwenTowerConfig,
     attention_specs,
@@ -25,7 +22,7 @@ from jaxinfer.models.vision.qwen2 import (
     merger_specs,
     patch_places,
     patch_specs,
-    qwen_images,
+    qwen_family,
     tower_fields,
     vision_config,
 )
@@ -112,11 +109,5 @@ def _merger(cfg: QwenTowerConfig, prefix: str, size: int) -> dict[str, Any]:
     return merger_specs(layer_norm(f"{prefix}.norm", size), f"{prefix}.linear_fc1", f"{prefix}.linear_fc2", cfg)
 
 
-QWEN3_VL = dataclasses.replace(
-    QWEN2_VL,
-    config=_qwen3_config,
-    param_specs=_param_specs,
-    module=Qwen3Tower,
-    processor=functools.partial(qwen_images, by_frame=True),
-)
-QWEN3_5 = dataclasses.replace(QWEN3_VL, config=_qwen3_5_config)
+QWEN3_VL = qwen_family(_qwen3_config, _param_specs, Qwen3Tower, by_frame=True)
+QWEN3_5 = qwen_family(_qwen3_5_config, _param_specs, Qwen3Tower, by_frame=True)
