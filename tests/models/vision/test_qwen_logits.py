@@ -87,7 +87,7 @@ def test_positions_are_those_of_transformers(loaded: tuple[ImageGolden, Model], 
     assert axes.max() + 1 - len(prompt) == scene.delta
 
 
-@pytest.mark.parametrize("name", ("text", *SCENES))
+@pytest.mark.parametrize("name", ["text", *SCENES])
 def test_logits_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
     golden, model = loaded
     scene = golden.scenes[name]
