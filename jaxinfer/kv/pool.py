@@ -412,8 +412,8 @@ class PrefillAttend(_PagedAttend):
     The rows are the chunks' tokens one chunk after another, all padded to one size. A chunk of length 0 writes nothing.
     Chunks may be consecutive chunks of one sequence that share no page: all write before any attends.
 
-    ``ends``: last position that each token sees, where the tokens of an image attend in both directions: no chunk splits
-    such an image. None: its own.
+    ``ends``: last position that each token sees, where the tokens of an image attend in both directions; no chunk
+    splits such an image. None: its own.
     """
 
     spec: CacheSpec
