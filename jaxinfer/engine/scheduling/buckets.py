@@ -40,17 +40,21 @@ def next_chunk(
         start: tokens that are computed or cached already; within a chunk of the rule only after a cache hit.
         classes: sizes with equal numbers are bitwise equivalent programs (see `jaxinfer.engine.execution.probe`).
         largest_only: the request wants log probabilities of its prompt, for which there is one program.
-        whole: ranges before ``end`` that no chunk splits, each of at most the largest size: where one is on a cut, the
-            chunk ends before it, or with it.
+        whole: ranges before ``end`` that no chunk splits, each of at most the largest size: where a cut is in one, it
+            moves to the beginning of the range, and the next one to its end.
     """
-    stop = start + min(end - start, sizes[-1] - start % sizes[-1])
+    stop, due_from = start + min(end - start, sizes[-1] - start % sizes[-1]), start
     for first, last in whole:
-        if first < stop < last:
-            stop = first if first > start else last
+        if first // sizes[-1] == (last - 1) // sizes[-1]:
+            continue
+        if first <= start < last:  # after a cache hit within the range, too
+            stop, due_from = last, first
+        elif first < stop < last:
+            stop = first
     length = stop - start
     if largest_only or start + length < end:
         return Chunk(start, length, sizes[-1])  # so that sizes never grow along a prompt: `group_chunks` relies on it
-    due = classes[rule_size(start, end, sizes)]
+    due = classes[rule_size(due_from, end, sizes)]
     return Chunk(start, length, next(size for size in sizes if size >= length and classes[size] == due))
 
 
