@@ -159,9 +159,11 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def wrapped_name(name: str) -> str:
     """Return the name, within a wrapper, of a text model's tensor; those of a vision tower stay as they are."""
-    if name.removeprefix("model.").partition(".")[0] in OTHERS:
-        return name
-    return _respelled(name, _SPELLINGS[0])
+    return name if _is_other(name) else _respelled(name, _SPELLINGS[0])
+
+
+def _is_other(name: str) -> bool:
+    return name.removeprefix("model.").partition(".")[0] in OTHERS
 
 
 def is_wrapper(config_json: Mapping[str, Any]) -> bool:
@@ -190,7 +192,9 @@ def spelling(names: Collection[str], wanted: Collection[str], prefix: str, wrapp
         prefix, wrapped: see `spellings`.
     """
     known = spellings(prefix, wrapped)
-    found = [sum(spell(name) in names for name in wanted) for spell in known]
+    # A tower's tensors have one spelling each, which says nothing about that of the text model.
+    text = [name for name in wanted if not _is_other(name)]
+    found = [sum(spell(name) in names for name in text) for spell in known]
     most = known[found.index(max(found))]
 
     def spell(name: str) -> str:

@@ -75,12 +75,13 @@ class GatedMLP(Layer):
 
 
 class MLP(Layer):
-    """Ungated feed-forward network down(act(up(x))): ``up`` [hidden, d], ``down`` [hidden, d]; biases with ``bias``."""
+    """Ungated feed-forward network down(act(up(x))): ``up`` [hidden, d], ``down`` [hidden, out]; biases with
+    ``bias``."""
 
     activation: str
     bias: bool = True
 
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... out"]:
         hidden = matmul_transposed(all_tokens(x), self.weight("up"))
         if self.bias:
             hidden = plus_bias(hidden, self.weight("up_bias"))

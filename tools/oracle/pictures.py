@@ -36,6 +36,10 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
+def _plain(height: int, width: int, kind: str) -> bytes:
+    return _encoded(picture(height, width, height * width), kind)
+
+
 def _turned(orientation: int, kind: str) -> bytes:
     exif = Image.Exif()
     exif[ORIENTATION] = orientation

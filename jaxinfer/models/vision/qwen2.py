@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.formats.multimodal import text_model
 from jaxinfer.images.qwen import QwenProcessor, qwen_processor
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, MLP
@@ -103,9 +102,6 @@ def tower_fields(
     heads, colours = read.positive("num_heads", 16), read.positive("in_channels", 3)
     read.require(d % (4 * heads) == 0, "num_heads", f"must cut the width ({d}) into heads of a multiple of 4")
     read.require(colours == 3, "in_channels", "must be 3")
-    text = text_model(config_json).get("hidden_size")
-    if out != text:
-        raise ConfigError(f"config.json: vision_config makes tokens of width {out}, and hidden_size is {shown(text)}")
     depth = read.positive("depth")
     read.require(depth <= _MOST_LAYERS, "depth", f"must be at most {_MOST_LAYERS}")
     rope = ConfigReader(read.get("rope_parameters", {}))
