@@ -44,6 +44,15 @@ def test_a_vocabulary_without_two_newlines_is_refused() -> None:
         processor({"size": 8}).with_tokens({"\n": 3}.get)
 
 
+@pytest.mark.parametrize(("tokens", "named"), [(9, "tokens_per_image = 9"), (36, "= 36"), (8, "= 8"), (25, None)])
+def test_tokens_are_squares_of_patches(tokens: int, named: str | None) -> None:
+    if named is None:
+        assert len(processor({"size": 10}, 10, 2, tokens).expand((1, 5, 5))) == tokens + 4
+        return
+    with pytest.raises(ValueError, match=named):
+        processor({"size": 10}, 10, 2, tokens)
+
+
 def test_options_are_refused() -> None:
     with pytest.raises(ImageError, match="do_pan_and_scan"):
         processor({"size": 8}).prepare(noise(9, 9), do_pan_and_scan=True)

@@ -5,12 +5,13 @@ import hashlib
 import io
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from jaxinfer.images.expansion import expanded
 from jaxinfer.images.patches import PatchProcessor
 from jaxinfer.images.processor import ImageError, normalised
 from tests.models.vision.towers import by_row
@@ -52,25 +53,14 @@ def _digest(process: PatchProcessor, picture: Image.Image) -> list[Any] | None:
     return [[side * process.patch for side in image.grid[1:]], hashlib.sha256(pixels.tobytes()).hexdigest()]
 
 
-def expanded(process: PatchProcessor, prompt: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[int]:
-    """Return a prompt with the tokens of images of these sizes, at whose ends tokens merge."""
-    found, shown, merged = list[int](), iter(sizes), True
-    for token in prompt:
-        image = token == process.image_token
-        piece = [token]
-        if image:
-            height, width = next(shown)
-            piece = process.expand((1, height // process.patch, width // process.patch))
-        if found and (image or merged) and (one := process.merges.get((found[-1], piece[0]))) is not None:
-            found[-1:], piece = [one], piece[1:]
-        found, merged = found + piece, image
-    return found
-
-
 def prompt_faults(kind: str, process: PatchProcessor) -> list[list[int]]:
     """Return the prompts that transformers expands differently."""
-    rows = _read("expansions.json")[kind]
-    return [row["prompt"] for row in rows if expanded(process, row["prompt"], row["sizes"]) != row["expanded"]]
+
+    def differs(row: dict[str, Any]) -> bool:
+        grids = [(1, height // process.patch, width // process.patch) for height, width in row["sizes"]]
+        return expanded(process, row["prompt"], grids)[0] != row["expanded"]
+
+    return [row["prompt"] for row in _read("expansions.json")[kind] if differs(row)]
 
 
 def id_of() -> Callable[[str], int | None]:
