@@ -117,6 +117,13 @@ _SPELLINGS: tuple[Mapping[str, str], ...] = (
 )
 """Prefix substitutions by which a wrapper may rename the text model's tensors."""
 
+_TOWER_SPELLINGS: tuple[Mapping[str, str], ...] = (
+    {"vision_tower.vision_model.": "vision_tower."},
+    {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."},
+    {"vision_tower.vision_model.": "model.vision_tower."},
+)
+"""The same for the tensors of a vision tower and its projector."""
+
 INNER_SPELLINGS = tuple(tuple(spelled.items()) for spelled in _SPELLINGS)
 """`_SPELLINGS` as pairs: the prefix of a name within the text model, and within a wrapper."""
 
@@ -171,7 +178,7 @@ def spellings(prefix: str, wrapped: bool) -> tuple[Callable[[str], str], ...]:
         prefix: prefix of the decoder's tensors; a checkpoint of the bare decoder omits it.
         wrapped: whether the checkpoint is that of a wrapper.
     """
-    tables = ({}, *(_SPELLINGS if wrapped else ()), {prefix: ""})
+    tables = ({}, *((*_SPELLINGS, *_TOWER_SPELLINGS) if wrapped else ()), {prefix: ""})
     return tuple(functools.partial(_respelled, spelled=table) for table in tables)
 
 

@@ -51,7 +51,7 @@ def value_table(
     table = np.broadcast_to(values.astype(np.float32), (COLOURS, 256))
     if settings.get("do_normalize") is not False:
         of_channel = [
-            np.asarray(_channels(settings, name, default), np.float32)[:, None]
+            np.asarray(channel_numbers(settings, name, default), np.float32)[:, None]
             for name, default in (("image_mean", mean), ("image_std", deviation))
         ]
         require(bool(np.all(of_channel[1] != 0)), settings, "image_std", "must not be 0")
@@ -81,7 +81,8 @@ def _number(settings: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def _channels(settings: Mapping[str, Any], name: str, default: tuple[float, ...]) -> list[float]:
+def channel_numbers(settings: Mapping[str, Any], name: str, default: tuple[float, ...]) -> list[float]:
+    """Read a number for each channel, or one for all; absent or null: ``default``."""
     value = settings.get(name)
     if value is None:
         return list(default)
