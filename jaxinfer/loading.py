@@ -27,12 +27,16 @@ from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
+from jaxinfer.formats.multimodal import text_model, wrapped_name
+from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.edits import require_described, require_one_dtype, require_specified
-from jaxinfer.models.model import Model, describe
+from jaxinfer.models.model import Model, describe, with_vision
 from jaxinfer.models.plugins import find_families
 from jaxinfer.models.registry import HEADS, Family, family_for
+from jaxinfer.models.vision.registry import vision_family_for
+from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
@@ -59,7 +63,7 @@ from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.source import locate
 from jaxinfer.weights.ties import with_stored_head
-from jaxinfer.weights.tree import Fill, Place
+from jaxinfer.weights.tree import Fill, Place, with_names
 from pallas_kernels.matmul import Layout
 
 _log = logging.getLogger("jaxinfer")
@@ -228,6 +232,7 @@ def load_model(
     families: Mapping[str, Family] = MappingProxyType({}),
     family: str = "auto",
     chat_template: str | None = None,
+    vision: bool = True,
 ) -> Model:
     """Load config, tokenizer and weights; each tensor goes directly to the device.
 
@@ -246,16 +251,17 @@ def load_model(
         family: "auto": the package's own families or, for unknown architectures, those of installed packages;
             "jaxinfer": the package's own only; ``module:NAME``: import it from there, whatever config.json names.
         chat_template: replaces that of the checkpoint: a file, or the text of a template.
+        vision: load the vision tower, if the checkpoint has one; otherwise the model takes text alone.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence with the reason.
         EngineConfigError: the model cannot be sharded over the mesh, or the mesh is not from `make_mesh`.
     """
     mesh = require_mesh(mesh or make_mesh())
-    files, model = _describe(name, dtype, family, families)
+    files, model = _describe(name, dtype, family, families, vision)
     model = shardable_model(model, mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
-    if others := files.left_out:
+    if model.vision is None and (others := files.left_out):
         what = ", ".join(f"{name}: {count}" for name, count in others.items())
         _log.warning(f"{name} is served as a text model, without images: tensors that are not read ({what})")
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
@@ -266,7 +272,7 @@ def load_model(
         tokenizer=tokenizer,
         chat_template=template,
         generation_config=_generation_config(files.path),
-        origin=LoadedFrom(files.path, files.config_json),
+        origin=LoadedFrom(files.path, files.config_json if model.vision is None else files.whole_json),
     )
 
 
@@ -294,8 +300,9 @@ class LoadedFrom:
         """See `Model.save`."""
         described, target = self.config_json if config_json is None else config_json, pathlib.Path(folder)
         require_specified(model)
-        require_described(model, described)
-        save_params(target, model.params, model.specs, described)
+        require_described(model, text_model(described))
+        specs = model.specs if model.vision is None else with_names(model.specs, wrapped_name)
+        save_params(target, model.params, specs, described)
         if not self.path.exists() or not target.samefile(self.path):
             write_companions(self.path, target)
 
@@ -326,7 +333,7 @@ def open_model(
     Raises:
         CheckpointError, ConfigError: one sentence with the reason; for values, when they are read.
     """
-    files, model = _describe(name, dtype)
+    files, model = _describe(name, dtype, vision=False)
     params = _filled(files, model, deferred(model.dtype), progress, check_finite)
     return files, model.replace(params=params)
 
@@ -360,20 +367,24 @@ def _loaded_draft(config: EngineConfig, load: Callable[..., Model], mesh: Mesh) 
     return lambda name, model: load(name, mesh=last)
 
 
-def abstract_model(name: str, dtype: str = "auto", family: str = "auto") -> Model:
+def abstract_model(name: str, dtype: str = "auto", family: str = "auto", vision: bool = True) -> Model:
     """Return the model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
 
     Args:
-        name, dtype, family: see `load_model`.
+        name, dtype, family, vision: see `load_model`.
 
     Raises:
         CheckpointError, ConfigError: one sentence with the reason.
     """
-    return _describe(name, dtype, family)[1]
+    return _describe(name, dtype, family, vision=vision)[1]
 
 
 def _describe(
-    name: str, dtype: str, family: str = "auto", families: Mapping[str, Family] = MappingProxyType({})
+    name: str,
+    dtype: str,
+    family: str = "auto",
+    families: Mapping[str, Family] = MappingProxyType({}),
+    vision: bool = True,
 ) -> tuple[ModelFiles, Model]:
     dtype = _dtype(dtype)
     files = open_model_files(model_folder(name))
@@ -384,9 +395,24 @@ def _describe(
     if model.config.tied:
         files = with_stored_head(files, _untied(model), its.prefix)
         model = describe(its, files.config_json, resolved, name)
+    if vision:
+        model = with_vision(model, _vision(files, its, model), resolved)
     if files.quantized:
         model = model.with_specs(files.stored(files.named(model.specs, its.prefix), resolved), resolved)
     return files, model
+
+
+def _vision(files: ModelFiles, family: Family, model: Model) -> Vision | None:
+    """Return the vision tower of a checkpoint; None: it has none, or one that is not supported."""
+    its = family.vision or vision_family_for(files.whole_json)
+    if its is None or not (files.left_out or family.vision):
+        return None
+    config = its.config(files.whole_json)
+    width, hidden = config.width // (1 + config.deep), model.config.hidden_size
+    if width != hidden:
+        raise ConfigError(f"config.json: vision_config has outputs of {width} numbers, and hidden_size is {hidden}")
+    jsons = {name: read_json_object(path) for name in PROCESSOR_FILES if (path := files.path / name).exists()}
+    return Vision(its.module(config), config, its, its.processor(files.whole_json, jsons))
 
 
 def _untied(model: Model) -> ParamTree:

@@ -61,8 +61,8 @@ class ImageInput:
         patches: [rows, values], a row for each patch in the order of the tower: resized pixels (uint8), or normalised
             ones (floating point), with respect to which the model is differentiable.
         grid: numbers of patches: frames, rows and columns.
-        digest: hexadecimal hash of all of the above and of the processor, the key of everything cached that was computed
-            with it. Images of equal digests are equal.
+        digest: hexadecimal hash of all of the above and of the processor, the key of everything cached that was
+            computed with it. Images of equal digests are equal.
     """
 
     patches: Any
@@ -80,8 +80,8 @@ class PlacedImage(NamedTuple):
     """An image at its place in a prompt.
 
     Attributes:
-        start, stop: range of prompt positions. Each token in it that is the model's image token is a placeholder, and the
-            k-th placeholder takes row k of the tower's output.
+        start, stop: range of prompt positions. Each token in it that is the model's image token is a placeholder, and
+            the k-th placeholder takes row k of the tower's output.
     """
 
     start: int
@@ -102,6 +102,8 @@ class LoRARef(NamedTuple):
     identity: str
 
 
+VISION = "vision"
+"""Name of the parameters of a model's vision tower."""
 EMBEDDING = ("embed", "table")
 """Path of the embedding table."""
 HEAD = ("head", "table")

@@ -93,7 +93,7 @@ COMPUTES_NAMES = {
     "jaxinfer.gpu_check.sections",
     "jaxinfer.images.registry",
     "jaxinfer.models",
-    "jaxinfer.models.registry",
+    "jaxinfer.models.lazy",
     "jaxinfer.serve.workers.worker",
     "pallas_kernels.specs",
 }

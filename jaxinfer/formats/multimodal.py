@@ -150,6 +150,13 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**fields, **_plain_rope(fields), "architectures": [architecture], "model_type": model_type}
 
 
+def wrapped_name(name: str) -> str:
+    """Return the name, within a wrapper, of a text model's tensor; those of a vision tower stay as they are."""
+    if name.removeprefix("model.").partition(".")[0] in OTHERS:
+        return name
+    return _respelled(name, _SPELLINGS[0])
+
+
 def is_wrapper(config_json: Mapping[str, Any]) -> bool:
     """Return whether the checkpoint wraps a text model in another one."""
     return any(name in _WRAPPERS for name in _named(config_json))

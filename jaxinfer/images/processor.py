@@ -10,6 +10,9 @@ from PIL.Image import Image
 
 from jaxinfer.types import ImageInput
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model folder that describe its image processor."""
+
 
 class ImageError(ValueError):
     """An image cannot be decoded or is not supported; the message is one sentence with the reason."""

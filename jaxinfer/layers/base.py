@@ -7,11 +7,13 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.layers.rope import AxisPositions
+
 Tokens = Int[Array, "*batch"]
 """Token ids."""
 
-Positions = Int[Array, "*batch"]
-"""Positions of tokens in their sequences; -1: padding."""
+Positions = Int[Array, "*batch"] | AxisPositions
+"""Positions of tokens in their sequences; -1: padding. With images, those of rotary embeddings, too."""
 
 Hidden = Float[Array, "*batch d"]
 """Hidden states of tokens."""

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.parallel.tokens import own_tokens
+
 
 class Merged(NamedTuple):
     """Input of a `Decoder` in place of token ids.
@@ -30,7 +32,8 @@ class Merged(NamedTuple):
         d = x.shape[-1]
         if (layer + 2) * d > self.images.shape[-1]:
             return x
-        return jnp.where(self.rows[..., None] >= 0, x + self._columns(layer + 1, d).astype(x.dtype), x)
+        added = jnp.where(self.rows[..., None] >= 0, self._columns(layer + 1, d).astype(x.dtype), 0)
+        return x + own_tokens(added)
 
     def _columns(self, part: int, d: int) -> Array:
         return self.images[:, part * d : (part + 1) * d][jnp.maximum(self.rows, 0)]

@@ -30,6 +30,11 @@ class AxisPositions(NamedTuple):
     axes: Int[Array, "3 *batch"]
 
 
+def in_sequence(positions: Int[Array, "*batch"] | AxisPositions) -> Int[Array, "*batch"]:
+    """Return positions in the sequence; -1: padding."""
+    return positions.at if isinstance(positions, AxisPositions) else positions
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class RopeConfig(ShortRepr):
     """RoPE settings of a checkpoint, with the parameters of config.json.
@@ -82,7 +87,7 @@ class RopeConfig(ShortRepr):
         return rope_angles(positions, inverse, self.attention_factor)
 
     def _on_axes(
-        self, axes: Int[Array, "3 *batch"], inverse: Float[np.ndarray, " half"]
+        self, axes: Int[Array, "3 *batch"], inverse: Float[np.ndarray | Array, " half"]
     ) -> Float[Array, "*batch half"]:
         """Return the angle of each frequency, by the position on its own axis."""
         axis = np.zeros(inverse.size, np.int32)

@@ -252,6 +252,15 @@ def layer_rope(
     known |= {name: value for name, value in scaling.items() if value is not None}
     original = read.get("original_max_position_embeddings")
     inner = ConfigReader(known if original is None else known | {"original_max_position_embeddings": original})
+    rope = _layer_rope(inner, max_position, head_dim, partial)
+    sections = inner.get("mrope_section", ())
+    numbers = isinstance(sections, list | tuple) and all(type(size) is int and size >= 0 for size in sections)
+    inner.require(numbers and len(sections) in (0, 3), "mrope_section", "must be three integers >= 0")
+    interleaved = inner.flag("mrope_interleaved", False)
+    return dataclasses.replace(rope, sections=tuple(sections), interleaved_sections=interleaved)
+
+
+def _layer_rope(inner: ConfigReader, max_position: int, head_dim: int | None, partial: bool) -> RopeConfig:
     kind = inner.text("rope_type", inner.text("type", "default"))
     inner.require(kind in ROPE_KINDS, "rope_type", f"is not supported (known: {', '.join(ROPE_KINDS)})")
     part = _partial(inner, partial or kind == "proportional")

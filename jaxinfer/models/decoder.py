@@ -17,11 +17,12 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Tokens
+from jaxinfer.layers.merged import Merged
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul_transposed, plus_bias, take
-from jaxinfer.types import LayerSpec
+from jaxinfer.types import VISION, LayerSpec
 
 
 class Block(Layer):
@@ -136,24 +137,41 @@ class Decoder(Layer):
         del positions
         return take(self.weight("embed")["table"], tokens)
 
-    def __call__(self, tokens: Tokens, positions: Positions, attend: Attend, cache: Any) -> HiddenAndCache:
+    def __call__(self, tokens: Tokens | Merged, positions: Positions, attend: Attend, cache: Any) -> HiddenAndCache:
         """Return hidden states after the final norm, and the caches (one per layer) with the new keys and values."""
-        return self.forward(self.embed(tokens, positions), positions, attend, cache)
+        x, images = self._embedded(tokens, positions)
+        return self.forward(x, positions, attend, cache, images)
+
+    def _embedded(self, tokens: Tokens | Merged, positions: Positions) -> tuple[Array, Merged | None]:
+        """Return embeddings, and the rows of images among them, of which deeper layers add more."""
+        if not isinstance(tokens, Merged):
+            return self.embed(tokens, positions), None
+        return tokens.embedded(self.embed(tokens.tokens, positions)), tokens
 
     def forward(
-        self, x: Float[Array, "*batch embedded"], positions: Positions, attend: Attend, cache: Any
+        self,
+        x: Float[Array, "*batch embedded"],
+        positions: Positions,
+        attend: Attend,
+        cache: Any,
+        images: Merged | None = None,
     ) -> HiddenAndCache:
         """Run the decoder from embeddings, for gradients with respect to them."""
-        x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)))
+        x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)), images)
         return all_tokens(self.normed(x)), caches
 
-    def part(self, x: Array, positions: Positions, attend: Attend, cache: Any, layers: range) -> HiddenAndCache:
+    def part(
+        self, x: Array | Merged, positions: Positions, attend: Attend, cache: Any, layers: range
+    ) -> HiddenAndCache:
         """Run a pipeline stage: a range of layers. The first takes tokens, the others the output of the previous stage.
 
         ``cache`` has one entry for each of these layers. Parameters of other stages may be missing (`owns`).
         """
-        x = x if layers.start else self.embed(x, positions)
-        x, caches = self.blocks(x, positions, attend, cache, layers)
+        images = None
+        if layers.start == 0:
+            x, images = self._embedded(x, positions)
+        assert not isinstance(x, Merged), layers
+        x, caches = self.blocks(x, positions, attend, cache, layers, images)
         return all_tokens(self.normed(x) if layers.stop == len(self.config.layers) else x), caches
 
     def owns(self, name: str, layers: range) -> bool:
@@ -161,12 +179,26 @@ class Decoder(Layer):
         if name.startswith("layers_"):
             return int(name.removeprefix("layers_")) in layers
         last = layers.stop == len(self.config.layers)
+        if name == VISION:
+            return layers.start == 0
         if name in self.embeddings:
             return layers.start == 0 or (last and name == "embed" and self.config.tied)
         return last
 
-    def blocks(self, x: Array, positions: Positions, attend: Attend, cache: Any, layers: range) -> tuple[Array, Any]:
-        """Run these layers; ``cache`` has one entry for each layer that stores keys and values."""
+    def blocks(
+        self,
+        x: Array,
+        positions: Positions,
+        attend: Attend,
+        cache: Any,
+        layers: range,
+        images: Merged | None = None,
+    ) -> tuple[Array, Any]:
+        """Run these layers; ``cache`` has one entry for each layer that stores keys and values.
+
+        Args:
+            images: rows of images, whose deeper numbers are added to the hidden states after the first layers.
+        """
         overrides, specs = dict(self.overrides), self.config.layers
         compiled: dict[Any, Callable[..., Any]] = {}
         mutable = subtract_filters(self.scope.mutable, "params") if self.scope else False
@@ -185,6 +217,7 @@ class Decoder(Layer):
             run = compiled.setdefault(_identity(block), _jit_block(block, attend, mutable))
             told, given = self.told(context, index), own if source is None else kept[source]
             (carried, layer_cache), sown = run(self.weight(f"layers_{index}"), carried, told, given)
+            carried = carried if images is None else images.deep(index, carried)
             for collection, values in sown.items():
                 self.put_variable(collection, f"layers_{index}", values)
             if index in sources:

@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 
 from jaxinfer.models.head import DraftHead, HeadFiles
+from jaxinfer.models.vision.tower import VisionFamily
 from jaxinfer.types import CacheSpec, ParamTree
 
 
@@ -20,6 +21,8 @@ class Family:
         param_specs: every parameter with its shape, logical axes and source checkpoint tensors.
         ignore: patterns of checkpoint tensors that are not loaded.
         prefix: common name prefix of the decoder's tensors; checkpoints of the bare decoder omit it.
+        vision: the vision tower of a family from outside; those of the package are found by the architecture of the
+            checkpoint (`jaxinfer.models.vision.registry`).
     """
 
     config: Callable[[Mapping[str, Any]], Any]
@@ -28,6 +31,7 @@ class Family:
     module: Callable[[Any], nn.Module]
     ignore: tuple[str, ...] = ()
     prefix: str = "model."
+    vision: VisionFamily | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,10 +19,11 @@ from jaxinfer.formats.multimodal import text_model
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
+from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.mesh import require_auto
 from jaxinfer.quant import for_gemm, for_kernels, is_stored, laid_out, with_activations
 from jaxinfer.quant.banks import adapt
-from jaxinfer.types import CacheSpec, ParamTree, walk_specs
+from jaxinfer.types import VISION, CacheSpec, ImageInput, ParamTree, walk_specs
 from pallas_kernels.choice import Wish
 from pallas_kernels.matmul import Layout
 
@@ -61,6 +62,7 @@ class Model:
         specs: a tree like ``params`` with a `ParamSpec` for each array; default: declared by the family.
         cache_spec: the KV cache that the model needs; default: declared by the family.
         draft: a smaller draft model with the same vocabulary (docs/speculation.md).
+        vision: the vision tower, whose parameters are ``params["vision"]``; None: the model takes text alone.
     """
 
     module: nn.Module
@@ -75,10 +77,11 @@ class Model:
     specs: ParamTree = _DECLARED
     cache_spec: CacheSpec = _DECLARED
     draft: Model | None = dataclasses.field(default=None, compare=False)
+    vision: Vision | None = None
 
     def __post_init__(self) -> None:
         if self.specs is _DECLARED or self.cache_spec is _DECLARED:
-            for name, value in _declared(self.family, self.config).items():
+            for name, value in _declared(self.family, self.config, self.vision).items():
                 if getattr(self, name) is _DECLARED:
                     object.__setattr__(self, name, value)
 
@@ -103,29 +106,45 @@ class Model:
         leaves = jax.tree.leaves(self.params, is_leaf=is_stored)
         return next(leaf.dtype for leaf in leaves if not is_stored(leaf))
 
-    def __call__(self, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
+    def __call__(
+        self, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()
+    ) -> Float[Array, "*batch time vocab"]:
         """Compute logits with the model's own parameters, see `apply`."""
-        return self.apply(self.params, tokens)
+        return self.apply(self.params, tokens, images)
 
-    def apply(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
+    def apply(
+        self, params: Any, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()
+    ) -> Float[Array, "*batch time vocab"]:
         """Compute logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it.
 
         Every token is attended to. Padding on the right changes no logits before it; padding on the left counts as text
         and shifts positions: `jaxinfer.research.apply` takes a mask.
+
+        Args:
+            images: in the order of their image tokens in ``tokens`` (docs/images.md). With normalised pixels (floating
+                point) the logits are differentiable with respect to them.
         """
         apply: Any = self.module.apply
-        return apply({"params": params}, self.hidden(params, tokens), method="head")
+        return apply({"params": params}, self.hidden(params, tokens, images), method="head")
 
-    def hidden(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time d"]:
+    def hidden(
+        self, params: Any, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()
+    ) -> Float[Array, "*batch time d"]:
         """Compute hidden states after the final norm.
 
         Raises:
             TypeError: ``tokens`` is no array of integers, or it or ``params`` is on a mesh with Explicit axes.
+            ValueError: the model takes no images, or the image tokens are not as many as the rows of the images.
         """
         require_ids(tokens)
         require_auto("params", jax.tree.leaves(params)[0])
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         apply: Any = self.module.apply
+        if images:
+            if self.vision is None:
+                raise ValueError(f"images: {len(images)} were given, and {self.name or 'the model'} takes text alone")
+            merged, positions = self.vision.merged(params[VISION], tokens, images)
+            return apply({"params": params}, merged, positions, causal_attend, None)[0]
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         return apply({"params": params}, tokens, positions, causal_attend, None)[0]
 
     def with_cache(self, kv_cache_dtype: str) -> Model:
@@ -210,7 +229,8 @@ class Model:
     def _redeclared(self, **changes: Any) -> dict[str, Any]:
         """Return the fields for which a config or family among the ``changes`` declares new values."""
         family, config = changes.get("family", self.family), changes.get("config", self.config)
-        before, after = _declared(self.family, self.config), _declared(family, config)
+        before = _declared(self.family, self.config, self.vision)
+        after = _declared(family, config, self.vision)
         found = {name: value for name, value in after.items() if value != before[name]}
         if changes.keys().isdisjoint(("params", "specs")):
             _require_same_shapes(before["specs"], after["specs"])
@@ -261,8 +281,9 @@ def _rounded(count: int) -> str:
     return str(count)
 
 
-def _declared(family: Family, config: Any) -> dict[str, Any]:
-    return {"specs": family.param_specs(config), "cache_spec": family.cache_spec(config)}
+def _declared(family: Family, config: Any, vision: Vision | None) -> dict[str, Any]:
+    tower = {} if vision is None else {VISION: vision.family.param_specs(vision.config)}
+    return {"specs": {**family.param_specs(config), **tower}, "cache_spec": family.cache_spec(config)}
 
 
 def abstract(
@@ -281,6 +302,14 @@ def abstract(
     """
     config_json = text_model(config_json)
     return describe(family_for(config_json, families), config_json, dtype, name)
+
+
+def with_vision(model: Model, vision: Vision | None, dtype: str) -> Model:
+    """Return an abstract model with a vision tower."""
+    if vision is None:
+        return model
+    model = dataclasses.replace(model, vision=vision, specs=_DECLARED)
+    return model.with_specs(model.specs, dtype)
 
 
 def describe(family: Family, config_json: Mapping[str, Any], dtype: str, name: str = "") -> Model:

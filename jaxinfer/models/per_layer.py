@@ -15,7 +15,7 @@ from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Hidden, Layer, Positions, Tokens
 from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.layers.norm import RMSNorm, unit_rms
-from jaxinfer.layers.rope import RopeConfig, rotate
+from jaxinfer.layers.rope import RopeConfig, in_sequence, rotate
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.specs import fused_qkv, linear, plain, rms_norm
@@ -164,7 +164,9 @@ class PerLayerDecoder(Decoder):
     def context(self, positions: Positions) -> Context:
         cfg = self.config
         wide, near = head_dims(cfg.layers, cfg.head_dim)
-        return Context((cfg.rope.angles(positions, wide), cfg.local_rope.angles(positions, near)), positions >= 0)
+        return Context(
+            (cfg.rope.angles(positions, wide), cfg.local_rope.angles(positions, near)), in_sequence(positions) >= 0
+        )
 
     def embed(self, tokens: Tokens, positions: Positions) -> Float[Array, "*batch d_and_all"]:
         """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype; per-layer embeddings are appended."""

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.models.config import ConfigError, shown
 from jaxinfer.models.family import Family, HeadFamily
+from jaxinfer.models.lazy import Lazy
 from jaxinfer.models.nearest import nearest
 
 __all__ = ["FAMILIES", "HEADS", "Family", "HeadFamily", "family_for"]
-
-
-class _Lazy[T](Mapping[str, T]):
-    """A mapping whose values are imported when they are looked up: rows are ``module:CONSTANT`` of a package."""
-
-    def __init__(self, package: str, rows: Mapping[str, str]) -> None:
-        self._package, self._rows = package, rows
-
-    def __getitem__(self, name: str) -> T:
-        module, _, constant = self._rows[name].partition(":")
-        found: T = getattr(importlib.import_module(f"{self._package}.{module}"), constant)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
 
 
 _ROWS = {
@@ -101,9 +80,9 @@ _ROWS = {
     "NemotronHForCausalLM": "nemotron_h:NEMOTRON_H",
     "FalconH1ForCausalLM": "falcon_h1:FALCON_H1",
 }
-FAMILIES: Mapping[str, Family] = _Lazy("jaxinfer.models.families", _ROWS)
+FAMILIES: Mapping[str, Family] = Lazy("jaxinfer.models.families", _ROWS)
 
-HEADS: Mapping[str, HeadFamily] = _Lazy(
+HEADS: Mapping[str, HeadFamily] = Lazy(
     "jaxinfer.models.heads",
     {
         "medusa": "medusa:MEDUSA",

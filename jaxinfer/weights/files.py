@@ -36,6 +36,7 @@ class ModelFiles:
         wrapped: whether the model is inside a wrapper model (`jaxinfer.formats.multimodal`).
         renamed: tensor names to read instead, by the names they replace.
         quantized_by: the file that describes the weight quantisation.
+        whole_json: contents of config.json as they are; of a wrapped model, those of the wrapper.
     """
 
     path: pathlib.Path
@@ -43,6 +44,7 @@ class ModelFiles:
     wrapped: bool = dataclasses.field(default=False, kw_only=True)
     renamed: Mapping[str, str] = dataclasses.field(default=MappingProxyType({}), kw_only=True)
     quantized_by: str = dataclasses.field(default=CONFIG_FILE, kw_only=True)
+    whole_json: Mapping[str, Any] = dataclasses.field(default=MappingProxyType({}), kw_only=True)
 
     @functools.cached_property
     def tensors(self) -> Tensors:
@@ -153,4 +155,4 @@ def open_files(path: pathlib.Path) -> ModelFiles:
     """
     config = mlx.described(read_json_object(path / CONFIG_FILE))
     config, file = with_quantization(config, path)
-    return ModelFiles(path, text_model(config), wrapped=is_wrapper(config), quantized_by=file)
+    return ModelFiles(path, text_model(config), wrapped=is_wrapper(config), quantized_by=file, whole_json=config)

@@ -12,7 +12,7 @@ from jaxinfer.layers.mla import LatentAttention
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rope import RopeConfig, yarn_mscale
+from jaxinfer.layers.rope import RopeConfig, in_sequence, yarn_mscale
 from jaxinfer.models.config import ConfigReader, DecoderConfig, aliased, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.sparse import SparseContext
@@ -279,7 +279,7 @@ class Deepseek(Decoder):
         return make(self.config, self.config.layers[index], index < self.config.dense, parent=None)
 
     def context(self, positions: Positions) -> SparseContext:
-        return SparseContext(self.config.rope.angles(positions, self.config.rope_dim), positions >= 0)
+        return SparseContext(self.config.rope.angles(positions, self.config.rope_dim), in_sequence(positions) >= 0)
 
 
 def param_specs(cfg: DeepseekConfig) -> ParamTree:

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
-from jaxinfer.layers.rope import RopeConfig
+from jaxinfer.layers.rope import RopeConfig, in_sequence
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed, rope_config
 from jaxinfer.models.decoder import Block, LayerNormDecoder
 from jaxinfer.models.family import Family
@@ -110,7 +110,7 @@ def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
     return np.exp2(-np.asarray(powers)).astype(np.float32)
 
 
-def alibi_bias(positions: Positions, heads: int) -> Float[Array, "*batch heads"]:
+def alibi_bias(positions: Int[Array, "*batch"], heads: int) -> Float[Array, "*batch heads"]:
     """Return the ALiBi bias of the keys at ``positions``, float32.
 
     Slopes, positions and bias are each rounded to bfloat16, whatever the model dtype, as in training. XLA may remove a
@@ -194,7 +194,7 @@ class Falcon(LayerNormDecoder):
     def context(self, positions: Positions) -> Any:
         if self.config.rope is not None:
             return self.config.rope.angles(positions, self.config.head_dim)
-        return alibi_bias(positions, self.config.heads)
+        return alibi_bias(in_sequence(positions), self.config.heads)
 
 
 def cache_spec(cfg: FalconConfig) -> CacheSpec:

@@ -10,6 +10,7 @@ from jaxinfer.layers.attention import Attention
 from jaxinfer.layers.base import Hidden, Positions, Tokens
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
+from jaxinfer.layers.rope import in_sequence
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
 from jaxinfer.models.decoder import Block, LayerNormDecoder
 from jaxinfer.models.family import Family
@@ -94,7 +95,7 @@ class GPT2(LayerNormDecoder):
         del positions
 
     def embed(self, tokens: Tokens, positions: Positions) -> Hidden:
-        return super().embed(tokens, positions) + take(self.weight("positions")["table"], positions)
+        return super().embed(tokens, positions) + take(self.weight("positions")["table"], in_sequence(positions))
 
 
 def param_specs(cfg: GPT2Config) -> ParamTree:

@@ -12,7 +12,7 @@ from jaxinfer.layers.attention import Attention
 from jaxinfer.layers.base import Positions
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
-from jaxinfer.layers.rope import RopeConfig, rope_angles
+from jaxinfer.layers.rope import RopeConfig, in_sequence, rope_angles
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
 from jaxinfer.models.decoder import LayerNormDecoder, ParallelBlock
 from jaxinfer.models.families.gpt2 import GENERAL_NAMES, IGNORE, NAMES
@@ -69,7 +69,7 @@ class GPTJ(LayerNormDecoder):
     head_bias = True
 
     def context(self, positions: Positions) -> tuple[jax.Array, jax.Array]:
-        return rope_angles(positions, RopeConfig().inverse_frequencies(self.config.rotary_dim))
+        return rope_angles(in_sequence(positions), RopeConfig().inverse_frequencies(self.config.rotary_dim))
 
 
 def param_specs(cfg: GPTJConfig) -> ParamTree:

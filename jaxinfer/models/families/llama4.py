@@ -18,6 +18,7 @@ from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rope import in_sequence
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families import sparse
 from jaxinfer.models.families.llama import block_specs
@@ -167,16 +168,18 @@ class Llama4(Sparse):
 
     def context(self, positions: Positions) -> Any:
         cfg = self.config
-        turns = jnp.floor((positions.astype(jnp.float32) + 1.0) / cfg.floor_scale)  # padding has position -1
+        turns = jnp.floor(
+            (in_sequence(positions).astype(jnp.float32) + 1.0) / cfg.floor_scale
+        )  # padding has position -1
         temperature = 1.0 + cfg.growth * jnp.log1p(turns) if cfg.tuned else None
         return Context(*super().context(positions), temperature)
 
-    def forward(self, x: Any, positions: Any, attend: Attend, cache: Any) -> Any:
+    def forward(self, x: Any, positions: Any, attend: Attend, cache: Any, images: Any = None) -> Any:
         """Run as `Decoder.forward`; a text without a cache must not be longer than a chunk (ValueError)."""
         chunk, length = self.config.chunk, x.shape[-2]
         if cache is None and chunk is not None and length > chunk:
             raise ValueError(f"{length} tokens are more than attention_chunk_size ({chunk}): that is not supported")
-        return super().forward(x, positions, attend, cache)
+        return super().forward(x, positions, attend, cache, images)
 
 
 def param_specs(cfg: Llama4Config) -> ParamTree:

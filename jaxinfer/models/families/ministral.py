@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions
+from jaxinfer.layers.rope import in_sequence
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.families.llama import Llama, LlamaBlock, LlamaConfig, param_specs
 from jaxinfer.models.family import Family
@@ -86,7 +87,7 @@ class Ministral(Llama):
 
     def context(self, positions: Positions) -> Any:
         cfg = self.config
-        turns = jnp.floor(positions.astype(jnp.float32) / cfg.rope.original_max_position)
+        turns = jnp.floor(in_sequence(positions).astype(jnp.float32) / cfg.rope.original_max_position)
         temperature = 1.0 + cfg.beta * jnp.log1p(jnp.maximum(turns, 0.0))  # padding has position -1
         return Context(super().context(positions), temperature)
 

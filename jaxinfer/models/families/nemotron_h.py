@@ -20,6 +20,7 @@ from jaxinfer.layers.mamba2 import Mamba2, MambaSizes
 from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.moe import MoE, RoutingRule, Ungated, run_sharded_experts
 from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rope import in_sequence
 from jaxinfer.models import mamba
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
 from jaxinfer.models.decoder import Decoder
@@ -229,7 +230,7 @@ class NemotronH(Decoder):
 
     def context(self, positions: Positions) -> Bool[Array, "*batch"]:
         """Return which tokens are real: padding is routed to no expert."""
-        return positions >= 0
+        return in_sequence(positions) >= 0
 
 
 def param_specs(cfg: NemotronHConfig) -> ParamTree:

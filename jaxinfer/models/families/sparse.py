@@ -17,7 +17,7 @@ from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, ClampedGLU, MoE, RoutingRule
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
-from jaxinfer.layers.rope import RopeConfig
+from jaxinfer.layers.rope import RopeConfig, in_sequence
 from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.families.llama import block_specs
@@ -145,7 +145,7 @@ class Sparse(Decoder):
     block_fields: ClassVar[tuple[str, ...]] = ("layers", "sparse")
 
     def context(self, positions: Positions) -> SparseContext:
-        return SparseContext(self.config.rope.angles(positions, self.config.head_dim), positions >= 0)
+        return SparseContext(self.config.rope.angles(positions, self.config.head_dim), in_sequence(positions) >= 0)
 
 
 def param_specs(

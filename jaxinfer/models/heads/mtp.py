@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Hidden, HiddenAndCache, Positions, Tokens
+from jaxinfer.layers.rope import in_sequence
 from jaxinfer.models.config import ConfigError, ConfigReader
 from jaxinfer.models.families.deepseek import DeepseekBlock, DeepseekConfig, block_specs
 from jaxinfer.models.families.deepseek_sparse import DeepseekSparseConfig
@@ -66,11 +67,11 @@ class Mtp(DraftHead):
     def __call__(
         self, tokens: Tokens, hidden: Hidden, positions: Positions, attend: Attend, cache: Any
     ) -> HiddenAndCache:
-        cfg, block = self.config, self.config.block
-        embedded = jnp.where(positions[..., None] == 0, 0, self.embed(tokens)).astype(hidden.dtype)
+        cfg, block, at = self.config, self.config.block, in_sequence(positions)
+        embedded = jnp.where(at[..., None] == 0, 0, self.embed(tokens)).astype(hidden.dtype)
         both = jnp.concatenate([self.normed(embedded, "enorm"), self.normed(hidden, "hnorm")], axis=-1)
         layer: Any = DeepseekBlock(block, cfg.layers[0], cfg.dense, parent=None).apply
-        context = SparseContext(block.rope.angles(positions, block.rope_dim), positions >= 0)
+        context = SparseContext(block.rope.angles(positions, block.rope_dim), at >= 0)
         entering = matmul(both, self.weight("project")), context, attend, None if cache is None else cache[0]
         x, kept = layer({"params": self.weight("layer")}, *entering)
         return self.normed(x), None if cache is None else [kept]

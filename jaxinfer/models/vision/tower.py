@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.images.processor import Processor
 from jaxinfer.layers.base import Layer
+from jaxinfer.layers.merged import Merged
+from jaxinfer.layers.rope import AxisPositions
 from jaxinfer.types import ImageInput, ParamTree, PlacedImage
 
 Grid = tuple[int, int, int]
@@ -64,6 +67,26 @@ class Tower(Layer):
         raise NotImplementedError
 
 
+def place_images(tokens: Sequence[int], images: Sequence[ImageInput], config: TowerConfig) -> tuple[PlacedImage, ...]:
+    """Place images at the image tokens of an expanded prompt, in order.
+
+    Raises:
+        ValueError: the prompt has more or fewer image tokens than the images have rows.
+    """
+    places = np.flatnonzero(np.asarray(tokens) == config.image_token)
+    counts = [image.patches.shape[0] // config.merged for image in images]
+    if len(places) != sum(counts):
+        raise ValueError(
+            f"images: the prompt has {len(places)} image tokens (id {config.image_token}), and {len(images)} images "
+            f"have {sum(counts)}"
+        )
+    ends = np.cumsum(counts)
+    return tuple(
+        PlacedImage(int(places[end - count]), int(places[end - 1]) + 1, image)
+        for image, count, end in zip(images, counts, ends, strict=True)
+    )
+
+
 PlaceAxes = Callable[[Sequence[int], Sequence[PlacedImage]], Int[np.ndarray, "3 length"]]
 """Rotary positions on the three axes of a prompt's tokens."""
 
@@ -74,14 +97,15 @@ class VisionFamily:
 
     Attributes:
         config: reads the whole config.json of the checkpoint.
-        processor: makes the image processor from the config of the tower and the JSON files of the folder by name.
+        processor: makes the image processor from config.json and the JSON files of the folder that describe it
+            (`jaxinfer.images.processor.PROCESSOR_FILES`), by name.
         axes: rotary positions on three axes of a prompt with images; None: positions are those of text.
     """
 
     config: Callable[[Mapping[str, Any]], Any]
     param_specs: Callable[[Any], ParamTree]
     module: Callable[[Any], Tower]
-    processor: Callable[[Any, Mapping[str, Mapping[str, Any]]], Processor]
+    processor: Callable[[Mapping[str, Any], Mapping[str, Mapping[str, Any]]], Processor]
     axes: Callable[[Any], PlaceAxes] | None = None
 
 
@@ -97,6 +121,42 @@ class Vision:
     def axes(self, tokens: Sequence[int], images: Sequence[PlacedImage]) -> Int[np.ndarray, "3 length"] | None:
         """Return the rotary positions of a prompt; None: those of text."""
         return None if self.family.axes is None else self.family.axes(self.config)(tokens, images)
+
+    def merged(
+        self, params: Any, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput]
+    ) -> tuple[Merged, Int[Array, "*batch time"] | AxisPositions]:
+        """Return the input of the decoder, and its positions, of contiguous sequences with images.
+
+        Args:
+            params: those of the tower.
+            images: in the order of their image tokens in ``tokens``, row after row.
+
+        Raises:
+            ValueError: see `place_images`.
+            TypeError: ``tokens`` are traced: only pixels and parameters may be.
+        """
+        if isinstance(tokens, jax.core.Tracer):
+            raise TypeError("tokens are traced: with images they must be concrete; pixels and parameters may be traced")
+        ids = np.asarray(tokens)
+        flat = place_images(ids.reshape(-1).tolist(), images, self.config)
+        encoded = [self.encode(params, image) for image in images]
+        held = ids == self.config.image_token
+        rows = np.where(held, np.cumsum(held).reshape(ids.shape) - 1, -1)
+        at = np.broadcast_to(np.arange(ids.shape[-1]), ids.shape)
+        merged = Merged(tokens, jnp.asarray(rows), jnp.concatenate(encoded))
+        if self.family.axes is None:
+            return merged, jnp.asarray(at)
+        place = self.family.axes(self.config)
+        length, axes = ids.shape[-1], []
+        for index, row in enumerate(ids.reshape(-1, length).tolist()):
+            first = index * length
+            own = [
+                placed._replace(start=placed.start - first, stop=placed.stop - first)
+                for placed in flat
+                if first <= placed.start < first + length
+            ]
+            axes.append(place(row, own))
+        return merged, AxisPositions(jnp.asarray(at), jnp.asarray(np.stack(axes, 1).reshape(3, *ids.shape)))
 
     def encode(self, params: Any, image: ImageInput, rows: int | None = None) -> Float[Array, "tokens width"]:
         """Return the rows of one image. Pure, and differentiable with respect to patches of floating point.

@@ -1,0 +1,31 @@
+"""Vision families by the architecture that config.json names: one row each, imported when it is looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models.lazy import Lazy
+from jaxinfer.models.vision.tower import VisionFamily
+
+VISION_FAMILIES: Mapping[str, VisionFamily] = Lazy(
+    "jaxinfer.models.vision",
+    {
+        "Qwen2VLForConditionalGeneration": "qwen2:QWEN2_VL",
+        "Qwen2_5_VLForConditionalGeneration": "qwen2:QWEN2_5_VL",
+        "Qwen3VLForConditionalGeneration": "qwen3:QWEN3_VL",
+        "Qwen3VLMoeForConditionalGeneration": "qwen3:QWEN3_VL",
+        "Qwen3_5ForConditionalGeneration": "qwen3:QWEN3_5",
+        "Qwen3_5MoeForConditionalGeneration": "qwen3:QWEN3_5",
+        "LlavaForConditionalGeneration": "clip:LLAVA",
+        "Gemma3ForConditionalGeneration": "siglip:GEMMA3",
+        "Mistral3ForConditionalGeneration": "pixtral:MISTRAL3",
+    },
+)
+
+
+def vision_family_for(config_json: Mapping[str, Any]) -> VisionFamily | None:
+    """Find the vision family of a checkpoint; None: it has no tower, or one that is not supported."""
+    names = config_json.get("architectures")
+    listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return next((VISION_FAMILIES[name] for name in listed if name in VISION_FAMILIES), None)
