@@ -15,6 +15,9 @@ from jaxinfer.images.processor import ImageError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
 """Formats that are decoded. TIFF is left out: its decoders have been attacked most, and no API lists it."""
 
+MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+"""Pixels above which Pillow opens no image, whatever the limits."""
+
 # Errors of Pillow's decoders: they parse hostile files in Python, where a wrong offset raises almost anything.
 _FAULTS = (
     ArithmeticError,

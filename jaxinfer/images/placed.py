@@ -21,7 +21,7 @@ def place_images(
     Raises:
         RequestError: the prompt has more or fewer placeholders than there are images.
     """
-    token = processor.image_token
+    ids, token = list(ids), processor.image_token
     if (found := ids.count(token)) != len(images):
         reason = f"has {found} placeholders of images (token {token}), and {len(images)} images are given"
         raise RequestError(field, reason)

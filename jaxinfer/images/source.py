@@ -18,6 +18,7 @@ from jaxinfer.images.processor import ImageError
 _DATA_URL = re.compile(r"data:(?P<kind>[\w.+-]*/?[\w.+*-]*)(?P<options>(?:;[\w.+=-]*)*),", re.IGNORECASE)
 _CHANNELS = (1, 3, 4)
 _WHITE = 255
+_REMOTE = ("http://", "https://")
 
 
 def is_data_url(text: str) -> bool:
@@ -60,6 +61,8 @@ def picture_of(source: Any, limits: ImageLimits = LIMITS) -> Image.Image:
             return decode_picture(bytes(source), limits)
         case str() if is_data_url(source):
             return decode_picture(data_of(source, limits), limits)
+        case str() if source.startswith(_REMOTE):
+            raise ImageError("URLs are not fetched here: give the file's path or its bytes")
         case str() | os.PathLike():
             return decode_picture(_read(Path(source), limits), limits)
     if hasattr(source, "__array__"):

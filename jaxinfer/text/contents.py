@@ -99,8 +99,8 @@ def detail_options(field: str, detail: Any) -> Mapping[str, Any]:
 def with_images(
     messages: Sequence[Mapping[str, Any]], sources: Sequence[str]
 ) -> tuple[list[Mapping[str, Any]], list[GivenImage]]:
-    """Return messages for templates, and the images in them, in order: a template gets ``{"type": "image"}`` in place of
-    each. Templates that read lists of parts only get texts as such lists, too.
+    """Return messages for templates, and the images in them, in order: in place of each image a template gets
+    ``{"type": "image"}``. Templates that read nothing but lists of parts get texts as such lists, too.
 
     Args:
         sources: sources of the templates.
@@ -130,9 +130,7 @@ def asks_for_none(sources: Sequence[str]) -> bool:
     return any(map(_ASKS_FOR_NONE.search, sources))
 
 
-def message_of(
-    path: str, message: Any, none: bool = True, image: ImageReader = image_part
-) -> dict[str, Any]:
+def message_of(path: str, message: Any, none: bool = True, image: ImageReader = image_part) -> dict[str, Any]:
     """Return the message without null fields. Its content is text or, if it has images, a list of text parts and
     `GivenImage`. A refusal becomes content of the assistant.
 

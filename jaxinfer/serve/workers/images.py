@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxinfer.images.decode import ImageLimits
+from jaxinfer.images.decode import ImageLimits, decode_picture
 from jaxinfer.images.processor import ImageError
 from jaxinfer.images.registry import ProcessorSource
-from jaxinfer.images.source import data_of, decode_picture
+from jaxinfer.images.source import data_of
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.workers.codec import decode
 from jaxinfer.types import ImageInput
 
-type Encoded = tuple[memoryview, str, list[int], list[int], str]
-"""Patches with their dtype and shape, grid and digest of an image."""
+type Encoded = tuple[memoryview | bytes, str, list[int], dict[str, Any]]
+"""Patches with their dtype and shape, and the other fields of an image."""
 
 
 def preparer(source: Mapping[str, Any], limits: tuple[int, int]) -> Callable[[bytes], Encoded]:
@@ -32,9 +33,13 @@ def preparer(source: Mapping[str, Any], limits: tuple[int, int]) -> Callable[[by
         field, given, options = decode(question)
         try:
             data = data_of(given, bounds) if isinstance(given, str) else given
-            return encoded(processor.prepare(decode_picture(data, bounds), **options))
+            picture = decode_picture(data, bounds)
         except ImageError as error:
             raise RequestError(field, f": {error}") from error
+        try:
+            return encoded(processor.prepare(picture, **options))
+        except ImageError as error:
+            raise RequestError(field, f": {error}{f' (options {options})' if options else ''}") from error
 
     return prepare
 
@@ -42,11 +47,11 @@ def preparer(source: Mapping[str, Any], limits: tuple[int, int]) -> Callable[[by
 def encoded(image: ImageInput) -> Encoded:
     """Return an image as plain data, whose patches are not copied."""
     patches = np.ascontiguousarray(image.patches)
-    data = memoryview(patches).cast("B")
-    return data, str(patches.dtype), list(patches.shape), list(image.grid), image.digest
+    others = {field.name: getattr(image, field.name) for field in dataclasses.fields(image) if field.name != "patches"}
+    return memoryview(patches).cast("B"), str(patches.dtype), list(patches.shape), others
 
 
-def decoded(plain: tuple[bytes, str, list[int], list[int], str]) -> ImageInput:
+def decoded(plain: Encoded) -> ImageInput:
     """Return the image of plain data, see `encoded`; the patches are read-only."""
-    data, dtype, shape, (frames, rows, columns), digest = plain
-    return ImageInput(np.frombuffer(data, dtype).reshape(shape), (frames, rows, columns), digest)
+    data, dtype, shape, others = plain
+    return ImageInput(np.frombuffer(data, dtype).reshape(shape), **{**others, "grid": tuple(others["grid"])})
