@@ -74,7 +74,10 @@ def test_texts_of_a_model_that_reads_images() -> None:
 def test_responses() -> None:
     async def test() -> None:
         async with watched() as (http, seen):
-            content = [{"type": "input_text", "text": "hi"}, {"type": "input_image", "image_url": URL, "detail": "auto"}]
+            content = [
+                {"type": "input_text", "text": "hi"},
+                {"type": "input_image", "image_url": URL, "detail": "auto"},
+            ]
             call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
             output = {"type": "function_call_output", "call_id": "c", "output": [content[1]]}
             body = {"instructions": "s", "input": [{"role": "user", "content": content}, call, output]}
@@ -210,7 +213,10 @@ def test_a_helper_that_is_stopped_ends_its_request_alone(width: int, monkeypatch
             stopped = asyncio.create_task(asked(http, [part_of(url_of(file_of(width, 2)))]))
             assert (await asked(http, [part_of(URL)])).status_code == 200
             answer = await stopped
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (
+                400,
+                "messages[0].content[0].image_url.url",
+            )
             assert (await asked(http, [part_of(URL)])).status_code == 200
             assert len(seen) == 2
 
