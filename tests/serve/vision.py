@@ -21,7 +21,8 @@ from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, PAD, fake_card, fake_l
 
 PLACEHOLDER = "<image>"
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% for m in messages %}[{{ m.role }}] "
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
     f"{{% if p.type == 'image' %}}{PLACEHOLDER}{{% else %}}{{{{ p.text }}}}{{% endif %}}"
     "{% endfor %}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
 )
