@@ -66,8 +66,7 @@ def image_part(path: str, part: Mapping[str, Any]) -> GivenImage | None:
         _refuse(f"{path}.image_url", None, "must have the image: none is kept under its uuid")
     image = {"url": given} if isinstance(given, str) else given
     if not isinstance(image, Mapping) or not isinstance(image.get("url"), str):
-        kind = type(image.get("url") if isinstance(image, Mapping) else image).__name__
-        raise RequestError(f"{path}.image_url.url", f"must be a URL, not {kind}")
+        _refuse(f"{path}.image_url.url", image.get("url") if isinstance(image, Mapping) else image, "must be a URL")
     options = detail_options(f"{path}.image_url.detail", image.get("detail"))
     return GivenImage(path, "image_url", "image_url" if image is not given else "image_url.url", image["url"], options)
 

@@ -13,7 +13,7 @@ TEXT = {"type": "text", "text": "hello"}
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
 NOT_TEXT: list[tuple[Any, str]] = [
     ([{"type": "image_url"}], ".content[0].image_url.url"),
-    ([{"type": "image_url", "image_url": {"url": b"bytes"}}], ".content[0].image_url.url"),
+    ([{"type": "image_url", "image_url": {"url": 7}}], ".content[0].image_url.url"),
     ([{"type": "image_url", "image_url": None, "uuid": "7"}], ".content[0].image_url"),
     ([TEXT, {"type": "image_url", "image_url": {"url": "data:", "detail": "fine"}}], ".content[1].image_url.detail"),
     ([IMAGE, {"type": "input_audio", "input_audio": {}}], ".content[1].type"),
