@@ -46,11 +46,6 @@ class PatchProcessor:
     def identity(self) -> str:
         return f"{self!r} {self.values!r}"
 
-    @property
-    def merges(self) -> Mapping[tuple[int, int], int]:
-        """Pairs of tokens, one of them at an end of `expand`, that a tokenizer would make one token."""
-        return {}
-
     def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches; raises ImageError, see `jaxinfer.images.processor.Processor`."""
         pixels = self.pixels(rgb(picture), **options)
@@ -78,6 +73,11 @@ class SquareProcessor(PatchProcessor):
     """A processor whose resized pictures are squares of ``side`` pixels. Requests have no options."""
 
     side: int
+
+    def __post_init__(self) -> None:
+        if not self.merge or self.side % (self.patch * self.merge):
+            units = f"{self.merge} x {self.merge} patches of {self.patch} pixels"
+            raise ValueError(f"config.json: vision_config.image_size = {self.side} must be a multiple of {units}")
 
     @property
     def most_rows(self) -> int:

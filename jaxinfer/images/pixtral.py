@@ -37,7 +37,7 @@ class PixtralProcessor(PatchProcessor):
         Raises:
             ValueError: the vocabulary has no token that ends a row or an image.
         """
-        found = dict[str, int]()
+        found: dict[str, Any] = {}
         for name, text in (("break_token", "[IMG_BREAK]"), ("end_token", "[IMG_END]")):
             if (one := id_of(text)) is None:
                 raise ValueError(f"the vocabulary has no token {text}")
