@@ -80,7 +80,7 @@ class EncoderCache:
 
     def _take(self, count: int) -> Int32[np.ndarray, " count"]:
         while len(self._free) < count:
-            oldest = next(digest for digest in self._rows if digest not in self._kept)
-            self._free = np.concatenate([self._free, self._rows.pop(oldest)])
+            _, oldest = self._rows.popitem(last=False)  # never an image of this step: those are the newest
+            self._free = np.concatenate([self._free, oldest])
         taken, self._free = self._free[-count:], self._free[:-count]
         return taken

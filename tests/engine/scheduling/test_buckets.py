@@ -1,6 +1,6 @@
 """The program that computes a prompt token depends on its own prompt alone."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.engine.scheduling.buckets import Chunk, group_chunks, next_chunk, page_code, rule_size
@@ -41,6 +41,35 @@ def test_a_chunk_after_a_hit_ends_where_it_would_end_without(end, start, classes
     start %= end
     chunk = next_chunk(start, end, SIZES, classes)
     assert chunk.start + chunk.length in (end, start - start % SIZES[-1] + SIZES[-1])
+
+
+def ranges(pieces: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """Return the ranges of gaps and lengths, as far as they are before ``end``."""
+    at, found = 0, list[tuple[int, int]]()
+    for gap, length in pieces:
+        found.append((at + gap, at + gap + length))
+        at += gap + length
+    return [(first, last) for first, last in found if last <= end]
+
+
+pieces_of = st.lists(st.tuples(st.integers(0, 70), st.integers(1, SIZES[-1])), max_size=6)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 250), pieces_of, all_classes, st.booleans())
+def test_no_chunk_splits_a_range_and_after_a_hit_the_same_classes_run(end, pieces, classes, last):
+    whole, at, due = ranges(pieces, end), 0, list[int]()
+    end = whole[-1][1] if last and whole else end
+    while at < end:
+        chunk = next_chunk(at, end, SIZES, classes, whole=whole)
+        due += [classes[chunk.size]] * chunk.length
+        at += chunk.length
+    for start in range(end):
+        chunk = next_chunk(start, end, SIZES, classes, whole=whole)
+        stop = start + chunk.length
+        assert 0 < chunk.length <= chunk.size
+        assert not any(first < stop < last for first, last in whole)
+        assert set(due[start:stop]) == {classes[chunk.size]}
 
 
 @given(st.integers(1, 500), all_classes, st.booleans())

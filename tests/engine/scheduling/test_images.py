@@ -229,7 +229,7 @@ def draw_image_request(choose: Choose, name: str, now: float) -> Request:
     request, at, placed = draw_request(choose, name, now), 0, list[tuple[int, ImageInput]]()
     for _ in range(choose(0, 1, 1, 2, 4)):
         at += choose(0, 0, 1, 3, 7, 12)
-        image = make_image(choose(1, 2), choose(1, 2, 3, 4))
+        image = make_image(choose(1, 2, 3, 4), choose(1, 2, 4, 7, LARGEST))
         if at + len(image.patches) < len(request.prompt_token_ids):
             placed.append((at, image))
             at += len(image.patches)
