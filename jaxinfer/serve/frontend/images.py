@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxinfer.images.expansion import for_vocabulary
 from jaxinfer.images.placed import place_images
 from jaxinfer.images.processor import ImageError
 from jaxinfer.images.registry import ProcessorSource
@@ -32,12 +33,20 @@ class Images:
         source: source of the model's processor.
         most: images of one prompt; None: any number.
         media: fetches URLs (None: they are rejected).
+        id_of: looks up a token of the model's vocabulary (None: the processor knows its tokens).
     """
 
     def __init__(
-        self, source: ProcessorSource, limits: ServeLimits, most: int | None = None, media: MediaFetcher | None = None
+        self,
+        source: ProcessorSource,
+        limits: ServeLimits,
+        most: int | None = None,
+        media: MediaFetcher | None = None,
+        id_of: Callable[[str], int | None] | None = None,
     ) -> None:
-        self._processor, self._limits, self._most, self._media = source.processor(), limits, most, media
+        self._limits, self._most, self._media = limits, most, media
+        own = source.processor()
+        self._processor = own if id_of is None else for_vocabulary(own, id_of)
         self._preparer = ImagePreparer(source, limits)
 
     async def warm(self) -> None:

@@ -1,6 +1,8 @@
 """Mistral 3's vision against transformers."""
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 import pytest
@@ -35,6 +37,17 @@ def test_rows_are_those_of_transformers_in_any_program(loaded: tuple[str, Model]
 def test_logits_are_those_of_transformers(loaded: tuple[str, Model], scene: str) -> None:
     name, model = loaded
     assert logit_faults(model, golden_of(name).scenes[scene]) == []
+
+
+def test_the_tokens_after_rows_are_those_of_the_vocabulary(tmp_path: pathlib.Path) -> None:
+    vocabulary = {f"w{index}": index for index in range(62)} | {"[IMG_BREAK]": 62, "[IMG_END]": 63}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    assert vision_of(load(NAMES[0], tmp_path)).processor.expand((1, 4, 2)) == [62, 62, 62, 63]
+    del vocabulary["[IMG_END]"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(ConfigError, match="IMG_END"):
+        load(NAMES[0], tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"theta": 60.0}, {"projector_eps": 1e-2}, {"activation": "gelu"}])
