@@ -13,7 +13,16 @@ from jaxinfer import load_model
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.clip import ClipConfig
-from tests.models.vision.towers import SCENES, golden_of, load, logit_faults, pixel_faults, row_error, vision_of
+from tests.models.vision.towers import (
+    SCENES,
+    golden_of,
+    load,
+    logit_faults,
+    pixel_faults,
+    row_error,
+    served_faults,
+    vision_of,
+)
 
 NAME = "llava"
 
@@ -32,6 +41,10 @@ def test_pixels_are_those_of_transformers(model: Model, scene: str) -> None:
 @pytest.mark.parametrize("scene", SCENES)
 def test_rows_are_those_of_transformers_in_any_program(model: Model, scene: str, extra: int) -> None:
     assert row_error(model, golden_of(NAME).scenes[scene], extra) <= 1
+
+
+def test_served_tokens_and_logprobs_are_those_of_transformers(model: Model) -> None:
+    assert served_faults(model, golden_of(NAME).scenes["several"]) == []
 
 
 @pytest.mark.parametrize("scene", ["text", *SCENES])

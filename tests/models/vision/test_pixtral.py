@@ -10,7 +10,16 @@ import pytest
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.pixtral import PixtralConfig
-from tests.models.vision.towers import SCENES, golden_of, load, logit_faults, pixel_faults, row_error, vision_of
+from tests.models.vision.towers import (
+    SCENES,
+    golden_of,
+    load,
+    logit_faults,
+    pixel_faults,
+    row_error,
+    served_faults,
+    vision_of,
+)
 
 NAMES = ("mistral3", "mistral3-ministral3")
 
@@ -31,6 +40,11 @@ def test_pixels_are_those_of_transformers(loaded: tuple[str, Model], scene: str)
 def test_rows_are_those_of_transformers_in_any_program(loaded: tuple[str, Model], scene: str, extra: int) -> None:
     name, model = loaded
     assert row_error(model, golden_of(name).scenes[scene], extra) <= 1
+
+
+def test_served_tokens_and_logprobs_are_those_of_transformers(loaded: tuple[str, Model]) -> None:
+    name, model = loaded
+    assert served_faults(model, golden_of(name).scenes["several"], break_token=63, end_token=61) == []
 
 
 @pytest.mark.parametrize("scene", ["text", *SCENES])
