@@ -117,6 +117,13 @@ _SPELLINGS: tuple[Mapping[str, str], ...] = (
 )
 """Prefix substitutions by which a wrapper may rename the text model's tensors."""
 
+_TOWER_SPELLINGS: tuple[Mapping[str, str], ...] = (
+    {"vision_tower.vision_model.": "vision_tower."},
+    {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."},
+    {"vision_tower.vision_model.": "model.vision_tower."},
+)
+"""The same for the tensors of a vision tower and its projector."""
+
 INNER_SPELLINGS = tuple(tuple(spelled.items()) for spelled in _SPELLINGS)
 """`_SPELLINGS` as pairs: the prefix of a name within the text model, and within a wrapper."""
 
@@ -152,9 +159,11 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def wrapped_name(name: str) -> str:
     """Return the name, within a wrapper, of a text model's tensor; those of a vision tower stay as they are."""
-    if name.removeprefix("model.").partition(".")[0] in OTHERS:
-        return name
-    return _respelled(name, _SPELLINGS[0])
+    return name if _is_other(name) else _respelled(name, _SPELLINGS[0])
+
+
+def _is_other(name: str) -> bool:
+    return name.removeprefix("model.").partition(".")[0] in OTHERS
 
 
 def is_wrapper(config_json: Mapping[str, Any]) -> bool:
@@ -169,7 +178,7 @@ def spellings(prefix: str, wrapped: bool) -> tuple[Callable[[str], str], ...]:
         prefix: prefix of the decoder's tensors; a checkpoint of the bare decoder omits it.
         wrapped: whether the checkpoint is that of a wrapper.
     """
-    tables = ({}, *(_SPELLINGS if wrapped else ()), {prefix: ""})
+    tables = ({}, *((*_SPELLINGS, *_TOWER_SPELLINGS) if wrapped else ()), {prefix: ""})
     return tuple(functools.partial(_respelled, spelled=table) for table in tables)
 
 
@@ -183,7 +192,9 @@ def spelling(names: Collection[str], wanted: Collection[str], prefix: str, wrapp
         prefix, wrapped: see `spellings`.
     """
     known = spellings(prefix, wrapped)
-    found = [sum(spell(name) in names for name in wanted) for spell in known]
+    # A tower's tensors have one spelling each, which says nothing about that of the text model.
+    text = [name for name in wanted if not _is_other(name)]
+    found = [sum(spell(name) in names for name in text) for spell in known]
     most = known[found.index(max(found))]
 
     def spell(name: str) -> str:

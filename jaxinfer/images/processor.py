@@ -30,7 +30,8 @@ class Processor(Protocol):
         most_rows: the largest number of patch rows that an image can have.
     """
 
-    image_token: int
+    @property
+    def image_token(self) -> int: ...
 
     @property
     def table(self) -> np.ndarray: ...

@@ -401,7 +401,9 @@ class DecodeAttend(_PagedAttend):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tables", "starts", "lengths"], meta_fields=["spec", "backend"]
+    jax.tree_util.register_dataclass,
+    data_fields=["tables", "starts", "lengths", "ends"],
+    meta_fields=["spec", "backend"],
 )
 @dataclasses.dataclass(frozen=True)
 class PrefillAttend(_PagedAttend):
@@ -409,6 +411,9 @@ class PrefillAttend(_PagedAttend):
 
     The rows are the chunks' tokens one chunk after another, all padded to one size. A chunk of length 0 writes nothing.
     Chunks may be consecutive chunks of one sequence that share no page: all write before any attends.
+
+    ``ends``: last position that each token sees, where the tokens of an image attend in both directions; no chunk
+    splits such an image. None: its own.
     """
 
     spec: CacheSpec
@@ -416,6 +421,7 @@ class PrefillAttend(_PagedAttend):
     starts: Int[Array, " batch"]
     lengths: Int[Array, " batch"]
     backend: Wish = "auto"
+    ends: Int[Array, "batch chunk"] | None = None
 
     def _by_chunk(self, x: jax.Array) -> jax.Array:
         batch = self.tables.shape[1]
@@ -434,6 +440,7 @@ class PrefillAttend(_PagedAttend):
 
     def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
         op = paged_attention if isinstance(options, AttentionOptions) else mla_attention
+        options = options if self.ends is None else dataclasses.replace(options, ends=self.ends)
         mixed = op.prefill(q, cache.data, table, self.starts, self._ends(), options, path=self.backend)
         return mixed.reshape(-1, *mixed.shape[2:])
 

@@ -190,15 +190,20 @@ def causal_attend(
     scale: float,
     sinks: Float[Array, " heads"] | None = None,
     chosen: Bool[Array, "*batch time time"] | None = None,
+    ends: Int[Array, "*#batch time"] | None = None,
 ) -> tuple[Float[Array, "*batch time heads value_dim"], tuple[jax.Array, jax.Array]]:
     """Attend over one contiguous sequence per batch entry: the reference formula, differentiable. The cache is the keys
-    and values."""
+    and values. ``ends``: last position that each token sees, in an image with attention in both directions; None: its
+    own."""
     if k is None:
         assert cache is not None, layer
         k, v = cache
     v = k[..., : layer.latent_rank] if v is None else v
     at = jnp.arange(q.shape[-3])
-    return distant_attend(q, k, v, at[:, None] - at[None, :], layer, scale, sinks, chosen)[0], (k, v)
+    distance = at[:, None] - at[None, :]
+    if ends is not None:
+        distance = jnp.where(at <= ends[..., None], jnp.maximum(distance, 0), distance)
+    return distant_attend(q, k, v, distance, layer, scale, sinks, chosen)[0], (k, v)
 
 
 def distant_attend(

@@ -28,6 +28,11 @@ def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x, approximate=False)
 
 
+def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Approximate `gelu_erf` by a sigmoid (Hendrycks & Gimpel 2016)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.square(jax.nn.relu(x))
 
@@ -38,6 +43,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu_erf,
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": jax.nn.relu,
     "relu2": squared_relu,
 }
@@ -69,12 +75,13 @@ class GatedMLP(Layer):
 
 
 class MLP(Layer):
-    """Ungated feed-forward network down(act(up(x))): ``up`` [hidden, d], ``down`` [hidden, d]; biases with ``bias``."""
+    """Ungated feed-forward network down(act(up(x))): ``up`` [hidden, d], ``down`` [hidden, out]; biases with
+    ``bias``."""
 
     activation: str
     bias: bool = True
 
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... out"]:
         hidden = matmul_transposed(all_tokens(x), self.weight("up"))
         if self.bias:
             hidden = plus_bias(hidden, self.weight("up_bias"))

@@ -143,7 +143,7 @@ class Model:
             if self.vision is None:
                 raise ValueError(f"images: {len(images)} were given, and {self.name or 'the model'} takes text alone")
             merged, positions = self.vision.merged(params[VISION], tokens, images)
-            return apply({"params": params}, merged, positions, causal_attend, None)[0]
+            return apply({"params": params}, merged, positions, self.vision.attend(tokens), None)[0]
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         return apply({"params": params}, tokens, positions, causal_attend, None)[0]
 

@@ -160,15 +160,16 @@ def grouped_attention(prefix: str, d: int, heads: int, kv_heads: int, head_dim: 
     return tree
 
 
-def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True) -> dict[str, Any]:
-    """Return the parameters of `MLP` from two checkpoint layers, stored as [out, in]."""
+def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True, out: int | None = None) -> dict[str, Any]:
+    """Return the parameters of `MLP` from two checkpoint layers, stored as [out, in]. ``out``: default ``d``."""
+    out = d if out is None else out
     tree: dict[str, Any] = {
         "up": matrix(f"{up}.weight", (hidden, d), ("mlp", "embed")),
-        "down": linear(f"{down}.weight", (hidden, d), ("mlp", "embed")),
+        "down": linear(f"{down}.weight", (hidden, out), ("mlp", "embed")),
     }
     if bias:
         tree["up_bias"] = plain(f"{up}.bias", (hidden,), ("mlp",), "zeros")
-        tree["down_bias"] = plain(f"{down}.bias", (d,), ("embed",), "zeros")
+        tree["down_bias"] = plain(f"{down}.bias", (out,), ("embed",), "zeros")
     return tree
 
 

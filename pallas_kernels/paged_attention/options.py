@@ -11,7 +11,7 @@ import jax
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["sinks", "scales", "tree"],
+    data_fields=["sinks", "scales", "tree", "ends"],
     meta_fields=["scale", "window", "softcap"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,9 @@ class AttentionOptions:
         tree: mask of the chunk's tokens that each token sees, bool ``[sequences, chunk, chunk]``, query first; a token
             sees itself. Keys before the chunk are seen by all. Verification of a token tree (SpecInfer,
             arXiv:2305.09781). For prefill only.
+        ends: last position that each token of a chunk sees, int ``[sequences, chunk]``, at or after its own and within
+            the chunk: that of its image, in which attention is bidirectional (Gemma 3). For prefill by XLA only,
+            without a ``tree``.
     """
 
     scale: float
@@ -37,10 +40,13 @@ class AttentionOptions:
     sinks: Any = None
     scales: Any = None
     tree: Any = None
+    ends: Any = None
 
     @property
     def refusal(self) -> str | None:
-        """The reason to reject numbers that no kernel supports; None: they are fine."""
+        """The reason to reject options that no kernel supports; None: they are fine."""
+        if self.ends is not None:
+            return "no kernel attends in both directions"
         if (self.window is None or self.window >= 1) and (self.softcap is None or self.softcap > 0):
             return None
         return f"window {self.window} and softcap {self.softcap} must be positive"

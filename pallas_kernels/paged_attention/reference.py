@@ -51,10 +51,11 @@ def visible_keys(
     length: Int[Array, ""],
     window: int | None,
     tree: Bool[Array, "chunk chunk"] | None,
+    ends: Int[Array, " chunk"] | None = None,
 ) -> Bool[Array, "chunk keys"]:
     """Return the mask of the sequence's first ``length`` keys for queries at ``start``, ``start + 1``, ..."""
     at, queries = jnp.arange(keys)[None, :], (start + jnp.arange(chunk))[:, None]
-    seen = (at <= queries) & (at < length)
+    seen = (at <= (queries if ends is None else jnp.maximum(queries, ends[:, None]))) & (at < length)
     if tree is not None:
         within = jnp.clip(at - start, 0, chunk - 1)
         own = jnp.take_along_axis(tree, jnp.broadcast_to(within, seen.shape), axis=1)
@@ -141,15 +142,21 @@ def prefill(
     ``tree``, windows count from a token's depth in it.
     """
     numbers = dequantize(pool, options.scales, dtype)
-    chunk, tree = q.shape[1], options.tree
+    chunk, tree, ends = q.shape[1], options.tree, options.ends
 
     def sequence(
-        q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array, tree: jax.Array | None
+        q: jax.Array,
+        table: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        tree: jax.Array | None,
+        ends: jax.Array | None,
     ) -> jax.Array:
         keys, values = gather(numbers, table)
-        visible = visible_keys(chunk, keys.shape[1], start, length, options.window, tree)
+        visible = visible_keys(chunk, keys.shape[1], start, length, options.window, tree, ends)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
         return attend(q, keys, values, visible, options, weights_dtype, score_grid)
 
-    mixed = jax.vmap(sequence, in_axes=(0, 0, 0, 0, None if tree is None else 0))(q, tables, starts, lengths, tree)
+    optional = (None if each is None else 0 for each in (tree, ends))
+    mixed = jax.vmap(sequence, in_axes=(0, 0, 0, 0, *optional))(q, tables, starts, lengths, tree, ends)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -199,9 +199,11 @@ def prefill(
     def sequence(index: jax.Array, results: jax.Array) -> jax.Array:
         own, start, length = (lax.dynamic_slice_in_dim(x, index, 1) for x in (pages.tables, starts, lengths))
         seen = None if options.tree is None else jnp.tile(options.tree[index], (group, 1))
+        ends = None if options.ends is None else jnp.tile(options.ends[index], group)
         one = dataclasses.replace(pages, tables=own, lengths=length)
         queries = lax.dynamic_slice_in_dim(grouped, index, 1)
-        mixed = _prefill_sequence(equation, queries, jnp.tile(jnp.arange(chunk), group), start[0], one, sinks, seen)
+        places = jnp.tile(jnp.arange(chunk), group)
+        mixed = _prefill_sequence(equation, queries, places, start[0], one, sinks, seen, ends)
         return lax.dynamic_update_slice_in_dim(results, mixed, index, 0)
 
     mixed = lax.fori_loop(0, sequences, sequence, jnp.zeros_like(grouped)).reshape(
@@ -218,15 +220,17 @@ def _prefill_sequence(
     pages: _Pages,
     sinks: jax.Array | None,
     tree: jax.Array | None,
+    ends: jax.Array | None,
 ) -> jax.Array:
     """Attend with one sequence's scaled queries [1, kv_heads, queries, head_dim], at ``places`` of its chunk."""
     length = pages.lengths[0]
     depths = places if tree is None else tree.sum(-1) - 1
     at_query = (start + depths)[:, None]
+    last = at_query if ends is None else jnp.maximum(at_query, ends[:, None])
 
     def body(index: jax.Array, state: Softmax) -> Softmax:
         (keys, values), at = pages.read(index), pages.positions(index)
-        causal = at <= at_query if tree is None else _seen_in_tree(tree, at - start)
+        causal = at <= last if tree is None else _seen_in_tree(tree, at - start)
         visible = causal & (at < length) & equation.in_window(at_query, at)
         return state.add(equation.scores(queries, keys), visible, lambda w: _einsum("rhqk,rhkd->rhqd", w, values))
 

@@ -29,12 +29,17 @@ def pool() -> LayerPool:
     return new_pools(CacheSpec((LayerSpec(),), KV_HEADS, DIM), 14, PAGE, jnp.dtype("float32"))[0]
 
 
-def prefilled(layer: LayerSpec, cuts: list[int], size: int = 40) -> tuple[np.ndarray, LayerPool]:
+def prefilled(
+    layer: LayerSpec, cuts: list[int], size: int = 40, ends: np.ndarray | None = None
+) -> tuple[np.ndarray, LayerPool]:
     """Prefill the whole sequence in chunks that begin at ``cuts``; return outputs and pool."""
     cache, parts = pool(), []
     q, k, v = tokens()
     for start, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
-        attend = PrefillAttend(SPEC, jnp.asarray(TABLES[:, None]), jnp.array([start]), jnp.array([end - start]))
+        last = None if ends is None else jnp.asarray(np.resize(ends[start:end], (1, size)))
+        attend = PrefillAttend(
+            SPEC, jnp.asarray(TABLES[:, None]), jnp.array([start]), jnp.array([end - start]), ends=last
+        )
         padded = [
             jnp.pad(x[start:end], ((0, size - end + start), (0, 0), (0, 0)), constant_values=9) for x in (q, k, v)
         ]
@@ -49,6 +54,23 @@ def test_chunks_from_anywhere_give_contiguous_attention(layer, cuts):
     got, _ = prefilled(layer, cuts)
     want, _ = causal_attend(*tokens(), None, layer, 0.3)
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("layer", GROUPS)
+@pytest.mark.parametrize("cuts", [[0, 40], [0, 5, 45], [0, 34, 38]])
+def test_chunks_that_split_no_image_give_attention_in_both_directions_within_it(layer, cuts):
+    """Images are at 6 .. 33 and 48 .. 59; padding rows may name any position."""
+    ends = np.arange(LENGTH, dtype=np.int32)
+    ends[6:34], ends[48:60] = 33, 59
+    got, _ = prefilled(layer, cuts, ends=ends)
+    want, _ = causal_attend(*tokens(), None, layer, 0.3, ends=jnp.asarray(ends))
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_text_has_the_same_bits_where_images_may_be():
+    plain, _ = prefilled(GROUPS[1], [0, 40])
+    got, _ = prefilled(GROUPS[1], [0, 40], ends=np.arange(LENGTH, dtype=np.int32))
+    np.testing.assert_array_equal(got, plain)
 
 
 def test_each_group_has_its_own_pages():

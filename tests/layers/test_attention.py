@@ -10,17 +10,18 @@ from jaxinfer.layers.rope import RopeConfig, rope_angles, rotate
 from jaxinfer.types import LayerSpec
 
 
-def attention64(q, k, v, scale, window):
-    """Compute softmax attention one head at a time, as the papers define it."""
+def attention64(q, k, v, scale, window, ends=None):
+    """Compute softmax attention one head at a time, as the papers define it. ``ends``: last key of each query."""
     time, heads, _ = q.shape
     out = np.zeros_like(q)
     for head in range(heads):
         own = head // (heads // k.shape[1])
         for i in range(time):
             first = 0 if window is None else max(0, i - window + 1)
-            scores = k[first : i + 1, own] @ q[i, head] * scale
+            after = i + 1 if ends is None else ends[i] + 1
+            scores = k[first:after, own] @ q[i, head] * scale
             weights = np.exp(scores - scores.max())
-            out[i, head] = (weights / weights.sum()) @ v[first : i + 1, own]
+            out[i, head] = (weights / weights.sum()) @ v[first:after, own]
     return out
 
 
@@ -33,6 +34,17 @@ def test_causal_attend_is_the_equation(heads, kv_heads, window):
     np.testing.assert_allclose(got, attention64(q, k, v, 0.7, window), atol=2e-6)
     for kept, given in zip(cache, (k, v), strict=True):
         np.testing.assert_array_equal(kept, given.astype(np.float32))
+
+
+@pytest.mark.parametrize("window", [None, 2, 5])
+def test_tokens_of_an_image_see_one_another_and_text_sees_what_is_before_it(window):
+    """A window bounds what an image's token sees before it, and not what it sees after it."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((11, n, 5)) for n in (4, 2, 2))
+    ends = np.array([0, 4, 4, 4, 4, 5, 8, 8, 8, 9, 10])
+    given = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    got, _ = causal_attend(*given, None, LayerSpec(window), 0.7, ends=jnp.asarray(ends))
+    np.testing.assert_allclose(got, attention64(q, k, v, 0.7, window, ends), atol=2e-6)
 
 
 def test_batch_dimensions_are_independent():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.images.processor import Processor
+from jaxinfer.layers.attention import Attend, causal_attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.merged import Merged
 from jaxinfer.layers.rope import AxisPositions
@@ -121,6 +123,20 @@ class Vision:
     def axes(self, tokens: Sequence[int], images: Sequence[PlacedImage]) -> Int[np.ndarray, "3 length"] | None:
         """Return the rotary positions of a prompt; None: those of text."""
         return None if self.family.axes is None else self.family.axes(self.config)(tokens, images)
+
+    def attend(self, tokens: Int[Array, "*batch time"]) -> Attend:
+        """Return the attention backend of contiguous sequences with images."""
+        if not self.config.bidirectional:
+            return causal_attend
+        return functools.partial(causal_attend, ends=jnp.asarray(self.ends(np.asarray(tokens))))
+
+    def ends(self, tokens: Int[np.ndarray, "*batch time"]) -> Int[np.ndarray, "*batch time"]:
+        """Return the last position that each token sees: within an image, with attention in both directions, that of
+        the image; else its own. Images are runs of image tokens."""
+        held, at = tokens == self.config.image_token, np.arange(tokens.shape[-1])
+        last = held & ~np.append(held[..., 1:], np.zeros_like(held[..., :1]), axis=-1)
+        following = np.minimum.accumulate(np.where(last, at, at.size)[..., ::-1], axis=-1)[..., ::-1]
+        return np.where(held, following, at).astype(np.int32)
 
     def merged(
         self, params: Any, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput]

@@ -186,6 +186,7 @@ class KvStored(msgspec.Struct, array_like=True):
         tokens: token ids of all pages, int32 in this machine's byte order.
         lora: adapter that computed the pages.
         extra: opaque key of cache scope and salt, "" if there is neither.
+        images: opaque key of the images in the pages, "" if there are none.
     """
 
     medium: str
@@ -194,6 +195,12 @@ class KvStored(msgspec.Struct, array_like=True):
     tokens: bytes
     lora: LoRARef | None = None
     extra: str = ""
+    images: str = ""
+
+    @property
+    def extra_keys(self) -> tuple[str, ...]:
+        """All keys of the pages besides their tokens and adapter."""
+        return tuple(key for key in (self.extra, self.images) if key)
 
 
 class KvRemoved(msgspec.Struct, array_like=True):

@@ -49,6 +49,21 @@ def test_prefill_equals_the_equation(chunks, window):
         np.testing.assert_allclose(got[sequence, :count], want[sequence, :count], atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 5, 300])
+def test_prefill_in_both_directions_equals_the_equation(window):
+    """The second sequence is an image in the middle of a text, beyond the first block of keys."""
+    page, chunk, starts, lengths = 32, 32, jnp.array([0, 250]), jnp.array([30, 282])
+    pool, q = _pool(2, 30, 2, page, 16), _queries(3, 2, chunk, 6, 16)
+    tables = jnp.asarray(np.random.default_rng(4).permutation(30).reshape(2, 15), jnp.int32)
+    ends = np.asarray(starts)[:, None] + np.arange(chunk)
+    ends[0, 3:20], ends[1, 2:30] = 19, 279
+    options = AttentionOptions(SCALE, window, ends=jnp.asarray(ends))
+    got = jax.jit(paged_attention.prefill)(q, pool, tables, starts, lengths, options)
+    want = reference.prefill(q, pool, tables, starts, lengths, options)
+    for sequence, count in enumerate((30, 32)):
+        np.testing.assert_allclose(got[sequence, :count], want[sequence, :count], atol=2e-6, rtol=1e-5)
+
+
 def test_a_chunk_does_not_depend_on_other_sequences():
     pool, q = _pool(5, 64, 2, 16, 8), _queries(6, 3, 16, 4, 8)
     tables = jnp.asarray(np.random.default_rng(7).permutation(64)[:48].reshape(3, 16), jnp.int32)
@@ -159,6 +174,14 @@ def test_the_path_and_why(operands, target, path, why):
     choice = explain(*operands, AttentionOptions(SCALE), target=target)
     assert choice.path == path
     assert why in choice.why
+
+
+@pytest.mark.parametrize("target", [H100, A100])
+@pytest.mark.parametrize("chunk", [3, 256])
+def test_no_kernel_attends_in_both_directions(target, chunk):
+    options = AttentionOptions(SCALE, ends=jax.ShapeDtypeStruct((3, chunk), jnp.int32))
+    choice = paged_attention.explain_prefill(*shapes(jnp.bfloat16, chunk=chunk), options, target=target)
+    assert (choice.path, "both directions" in choice.why) == ("xla", True)
 
 
 def test_a_path_that_cannot_be_is_refused():

@@ -1,0 +1,100 @@
+"""Qwen's vision models against transformers: rows of images, rotary positions, and logits at prefill and decode.
+
+The rule: the largest error against transformers in float64 is at most twice that of transformers in float32, plus 1e-6.
+"""
+
+import functools
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import load_model
+from jaxinfer.images.processor import normalised
+from jaxinfer.images.qwen import QwenProcessor
+from jaxinfer.models.model import Model
+from jaxinfer.models.vision.tower import Vision, place_images
+from jaxinfer.types import VISION, ImageInput
+from tools.oracle.images_golden import ImageGolden, Scene, allowed, read_images, write_image_checkpoint
+from tools.oracle.pictures import picture
+
+GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "images"
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+SCENES = ("one", "several", "clip")
+IMAGE, VIDEO = 62, 63
+
+
+@functools.cache
+def golden_of(name: str) -> ImageGolden:
+    return read_images(GOLDENS / name)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageGolden, Model]:
+    golden = golden_of(request.param)
+    folder = write_image_checkpoint(golden, tmp_path_factory.mktemp("model"))
+    return golden, load_model(str(folder), dtype="float32", show_progress=False)
+
+
+def vision_of(model: Model) -> Vision:
+    assert model.vision is not None
+    return model.vision
+
+
+def images_of(model: Model, scene: Scene) -> list[ImageInput]:
+    process = vision_of(model).processor
+    assert isinstance(process, QwenProcessor)
+    if scene.clip is None:
+        return [process.prepare(picture(*each)) for each in scene.pictures]
+    frames, height, width, rate = scene.clip
+    shown = [picture(int(height), int(width), 100 + index) for index in range(int(frames))]
+    return list(process.prepare_clip(shown, rate))
+
+
+def as_images(tokens: list[int]) -> list[int]:
+    """Return a prompt whose clips are images: one kind of placeholder stands for both."""
+    return [IMAGE if token == VIDEO else token for token in tokens]
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_pixels_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
+    golden, model = loaded
+    scene, images = golden.scenes[name], images_of(model, golden.scenes[name])
+    process = vision_of(model).processor
+    assert np.array_equal(np.concatenate([normalised(process, image.patches) for image in images]), scene.pixels)
+    grids = [list(image.grid) for image in images]
+    assert grids == scene.grids or grids == [[1, *scene.grids[0][1:]]] * scene.grids[0][0]
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_rows_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
+    golden, model = loaded
+    scene, vision = golden.scenes[name], vision_of(model)
+    rows = np.concatenate([vision.encode(model.params[VISION], image) for image in images_of(model, scene)])
+    error = np.abs(rows.astype(np.float64) - scene.rows).max()
+    assert error <= allowed(scene.rows_error, np.abs(scene.rows).max())
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_positions_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
+    golden, model = loaded
+    scene, vision = golden.scenes[name], vision_of(model)
+    prompt = as_images(scene.prompt)
+    axes = vision.axes(prompt, place_images(prompt, images_of(model, scene), vision.config))
+    assert axes is not None
+    assert axes.tolist() == scene.axes.tolist()
+    assert axes.max() + 1 - len(prompt) == scene.delta
+
+
+@pytest.mark.parametrize("name", ["text", *SCENES])
+def test_logits_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
+    golden, model = loaded
+    scene = golden.scenes[name]
+    tokens, length = as_images(scene.prompt) + scene.greedy[:-1], len(scene.prompt)
+    images = images_of(model, scene)
+    logits = np.asarray(model.apply(model.params, jnp.asarray([tokens]), images)[0], np.float64)
+    prefill, decode = np.abs(logits[:length] - scene.prefill).max(), np.abs(logits[length:] - scene.decode).max(-1)
+    assert prefill <= allowed(scene.prefill_error)
+    assert np.all(decode <= allowed(scene.decode_error))
+    assert logits[length - 1 :].argmax(-1).tolist() == scene.greedy
