@@ -63,11 +63,13 @@ class ImageInput:
         grid: numbers of patches: frames, rows and columns.
         digest: hexadecimal hash of all of the above and of the processor, the key of everything cached that was
             computed with it. Images of equal digests are equal.
+        step: rotary positions between two frames on the time axis.
     """
 
     patches: Any
     grid: tuple[int, int, int]
     digest: str = ""
+    step: float = 1.0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ImageInput) and (self.digest, self.grid) == (other.digest, other.grid)

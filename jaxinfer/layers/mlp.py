@@ -28,6 +28,11 @@ def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x, approximate=False)
 
 
+def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Approximate `gelu_erf` by a sigmoid (Hendrycks & Gimpel 2016)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.square(jax.nn.relu(x))
 
@@ -38,6 +43,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu_erf,
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": jax.nn.relu,
     "relu2": squared_relu,
 }

@@ -1,0 +1,249 @@
+"""Image processor of Qwen's vision models: any aspect ratio, within bounds on the number of pixels.
+
+Clips are lists of frames at a rate. Frames are resized like images (Pillow, bicubic); transformers has only a
+torchvision implementation for them, which rounds differently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from jaxinfer.images.pixels import COLOURS, image_settings, require, rgb, value_table, whole
+from jaxinfer.images.processor import ImageError, digest_of
+from jaxinfer.types import ImageInput
+
+MOST_ASPECT = 200
+"""The longer side of a picture by the shorter one, at most."""
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_VIDEO = "video_preprocessor_config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenProcessor:
+    """See `jaxinfer.images.processor.Processor`.
+
+    Attributes:
+        patch, merge, temporal: pixels of a patch's side, patches of a token's side, and frames of a patch.
+        pixels: fewest and most pixels of a resized image.
+        clip_pixels: the same for a frame of a clip, or for all frames together if ``by_frame``.
+        resample: Pillow's filter.
+        values: normalised value of each pixel value in each channel.
+        per_second: rotary positions on the time axis in a second of a clip (Qwen2.5-VL); 0: a frame pair is one.
+        by_frame: a clip is a row of images, one for each pair of frames, between which a prompt tells the time
+            (Qwen3-VL), not one image of several frames.
+    """
+
+    image_token: int
+    patch: int
+    merge: int
+    temporal: int
+    pixels: tuple[int, int]
+    clip_pixels: tuple[int, int]
+    resample: int
+    values: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
+    per_second: float = 0
+    by_frame: bool = False
+
+    @functools.cached_property
+    def table(self) -> np.ndarray:
+        return np.asarray(self.values, np.float32)
+
+    @property
+    def channels(self) -> np.ndarray:
+        return np.repeat(np.arange(COLOURS), self.temporal * self.patch**2)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        return f"{self!r} {self.values!r}"
+
+    @property
+    def factor(self) -> int:
+        """Pixels of the side of a token."""
+        return self.patch * self.merge
+
+    @property
+    def most_rows(self) -> int:
+        least, most = (bound / self.factor**2 for bound in self.pixels)
+        # A picture of the largest aspect ratio has at least a token on its short side, and sides are rounded up where
+        # a picture is enlarged.
+        thin, enlarged = math.sqrt(MOST_ASPECT * most), least + math.sqrt(MOST_ASPECT * least) + math.sqrt(least) + 1
+        return int(max(most, thin, enlarged)) * self.merge**2
+
+    def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
+        """Resize a picture and cut it into patches.
+
+        Args:
+            options: ``min_pixels`` and ``max_pixels`` of the resized picture; at most those of the processor.
+
+        Raises:
+            ImageError: the picture's shape is not supported, or an option is unknown or out of range.
+        """
+        picture = rgb(picture)
+        height, width = fitted(picture.height, picture.width, self.factor, self._bounds(self.pixels, options))
+        return self._cut([self._resized(picture, height, width)])
+
+    def prepare_clip(
+        self, frames: Sequence[Image.Image | np.ndarray], rate: float, **options: Any
+    ) -> tuple[ImageInput, ...]:
+        """Resize the frames of a clip and cut them into patches; the last one is repeated to fill a pair.
+
+        Args:
+            rate: frames per second.
+            options: see `prepare`.
+
+        Returns:
+            One input; ``by_frame`` one for each pair of frames.
+
+        Raises:
+            ImageError: frames have several sizes, there are none, or the rate is not positive; see `prepare`.
+        """
+        pictures = [rgb(frame) for frame in frames]
+        if len({picture.size for picture in pictures}) != 1:
+            raise ImageError(f"the {len(pictures)} frames of a clip must have one size")
+        _require_rate(rate)
+        bounds, (width, height) = self._bounds(self.clip_pixels, options), pictures[0].size
+        sides = self._clip_size(len(pictures), height, width, bounds)
+        resized = [self._resized(picture, *sides) for picture in pictures]
+        resized += [resized[-1]] * (-len(resized) % self.temporal)
+        if self.by_frame:
+            steps = range(0, len(resized), self.temporal)
+            return tuple(self._cut(resized[step : step + self.temporal]) for step in steps)
+        step = self.per_second * self.temporal / rate if self.per_second else 1.0
+        return (self._cut(resized, step),)
+
+    def stamps(self, frames: int, rate: float) -> tuple[float, ...]:
+        """Return the seconds of each pair of frames of a clip, the mean of both, as a prompt of Qwen3-VL tells them."""
+        _require_rate(rate)
+        at = [min(index, frames - 1) / rate for index in range(frames + -frames % self.temporal)]
+        return tuple((at[index] + at[index + self.temporal - 1]) / 2 for index in range(0, len(at), self.temporal))
+
+    def expand(self, grid: tuple[int, int, int]) -> list[int]:
+        return [self.image_token] * (math.prod(grid) // self.merge**2)
+
+    def _clip_size(self, frames: int, height: int, width: int, bounds: tuple[int, int]) -> tuple[int, int]:
+        if not self.by_frame:
+            return fitted(height, width, self.factor, bounds)
+        if min(height, width) < self.factor:
+            scale = max(self.factor / height, self.factor / width)
+            height, width = int(height * scale), int(width * scale)
+        padded = max(round(frames / self.temporal) * self.temporal, self.temporal)
+        return fitted(height, width, self.factor, bounds, (padded, max(frames, self.temporal)))
+
+    def _bounds(self, own: tuple[int, int], options: Mapping[str, Any]) -> tuple[int, int]:
+        names = ("min_pixels", "max_pixels")
+        for name, value in options.items():
+            if name not in names:
+                raise ImageError(f"option {name} is unknown (known: {', '.join(names)})")
+            if type(value) is not int or not 0 < value <= own[1]:
+                raise ImageError(f"{name} = {value!r} must be an integer from 1 to {own[1]}")
+        least, most = (options.get(name, bound) for name, bound in zip(names, own, strict=True))
+        return min(least, most), most
+
+    def _resized(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
+        return np.asarray(picture.resize((width, height), Image.Resampling(self.resample)))
+
+    def _cut(self, frames: list[np.ndarray], step: float = 1.0) -> ImageInput:
+        """Cut resized frames [height, width, 3] into patches, by time, token, patch of a token, channel and pixel."""
+        stack = np.stack(frames * (self.temporal if len(frames) == 1 else 1))
+        height, width = stack.shape[1:3]
+        grid = (len(stack) // self.temporal, height // self.patch, width // self.patch)
+        rows, columns = (side // self.factor for side in (height, width))
+        parts = (grid[0], self.temporal, rows, self.merge, self.patch, columns, self.merge, self.patch, COLOURS)
+        cut = stack.reshape(parts).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        patches = np.ascontiguousarray(cut.reshape(math.prod(grid), -1))
+        digest = digest_of(self, patches, grid)
+        if step != 1.0:
+            digest = hashlib.blake2b(f"{digest} {step.hex()}".encode(), digest_size=16).hexdigest()
+        return ImageInput(patches, grid, digest, step)
+
+
+def fitted(
+    height: int, width: int, factor: int, bounds: tuple[int, int], frames: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
+    """Return the size to which a picture is resized: multiples of ``factor``, within bounds on the number of pixels.
+
+    Args:
+        frames: frames that the bounds are for: as they are counted in the result, and in the picture.
+
+    Raises:
+        ImageError: the picture is too narrow.
+    """
+    if max(height, width) / min(height, width) > MOST_ASPECT:
+        raise ImageError(f"a picture of {width} x {height} pixels is too narrow: sides are at most 1 to {MOST_ASPECT}")
+    least, most = bounds
+    tall, wide = (round(side / factor) * factor for side in (height, width))
+    if frames[0] * tall * wide > most:
+        shrink = math.sqrt(frames[1] * height * width / most)
+        tall, wide = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+    elif frames[0] * tall * wide < least:
+        grow = math.sqrt(least / (frames[1] * height * width))
+        tall, wide = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return tall, wide
+
+
+def qwen_processor(
+    files: Mapping[str, Mapping[str, Any]],
+    *,
+    image_token: int,
+    patch: int,
+    merge: int,
+    temporal: int,
+    per_second: float = 0,
+    by_frame: bool = False,
+) -> QwenProcessor:
+    """Read the processor of a checkpoint; fields that its files lack are those of transformers.
+
+    Args:
+        files: JSON files of the checkpoint by name.
+        patch, merge, temporal: those of the tower.
+
+    Raises:
+        ValueError: a setting is invalid, not supported, or differs from the tower's.
+    """
+    settings = image_settings(files)
+    for name, own in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
+        require(whole(settings, name, own) == own, settings, name, f"is not that of the tower, {own}")
+    require(settings.get("do_resize") is not False, settings, "do_resize", "is not supported")
+    resample = settings.get("resample")
+    known = resample is None or (type(resample) is int and resample in set(Image.Resampling))
+    require(known, settings, "resample", "is unknown")
+    clip_edge = 128 * 32 * 32 if by_frame else 128 * 28 * 28, 32 * 32 * 768 if by_frame else 28 * 28 * 768
+    return QwenProcessor(
+        image_token=image_token,
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+        pixels=_edges(settings, (56 * 56, 28 * 28 * 1280)),
+        clip_pixels=_edges(files.get(_VIDEO, {}), clip_edge),
+        resample=int(Image.Resampling.BICUBIC if resample is None else resample),
+        values=value_table(settings, _CLIP_MEAN, _CLIP_STD),
+        per_second=per_second,
+        by_frame=by_frame,
+    )
+
+
+def _edges(settings: Mapping[str, Any], default: tuple[int, int]) -> tuple[int, int]:
+    """Read the fewest and most pixels: ``min_pixels`` and ``max_pixels`` override ``size``."""
+    size = settings.get("size")
+    size = size if isinstance(size, Mapping) else {}
+    names = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+    least, most = (
+        whole(settings, old, whole(size, name, value)) for (old, name), value in zip(names, default, strict=True)
+    )
+    require(least <= most, {"size": (least, most)}, "size", "must be the fewest and the most pixels")
+    return least, most
+
+
+def _require_rate(rate: float) -> None:
+    if not (isinstance(rate, int | float) and math.isfinite(rate) and rate > 0):
+        raise ImageError(f"rate = {rate!r} must be a positive number of frames per second")

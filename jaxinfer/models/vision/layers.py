@@ -1,0 +1,126 @@
+"""Layers of vision transformers: attention within the segments of an image, and the blocks of a tower."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mlp import MLP, GatedMLP
+from jaxinfer.layers.norm import LayerNorm, RMSNorm
+from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, map_specs
+
+PADDING = -1
+"""Segment of rows that pad an image to the rows of a program."""
+
+_WHOLE = 1024
+"""Most rows whose scores are computed at once; more are computed in blocks of queries, to bound the memory."""
+_BLOCK = 256
+
+
+def within(segments: Int[Array, " rows"], reach: int | None = None) -> Attend:
+    """Return an attention backend where each row attends to the rows of its own segment, in both directions.
+
+    Args:
+        segments: consecutive rows have the same number; `PADDING`: rows that are no part of the image.
+        reach: the most rows of a segment, where few are: each block of queries scores only the keys near it.
+    """
+
+    def attend(
+        q: Float[Array, "rows heads head_dim"],
+        k: Float[Array, "rows heads head_dim"] | None,
+        v: Float[Array, "rows heads head_dim"] | None,
+        cache: Any,
+        layer: LayerSpec,
+        scale: float,
+        sinks: Float[Array, " heads"] | None = None,
+        chosen: Any = None,
+    ) -> tuple[Float[Array, "rows heads head_dim"], Any]:
+        if q.shape[0] <= _WHOLE:
+            return _scored(q, k, v, segments, segments, scale), cache
+        return _by_block(q, k, v, segments, scale, reach), cache
+
+    return attend
+
+
+def _by_block(q: Array, k: Any, v: Any, segments: Array, scale: float, reach: int | None) -> Array:
+    """Compute blocks of queries one after another, each with all keys or those within ``reach`` of the block."""
+    rows, margin = q.shape[0], reach or 0
+    blocks = math.ceil(rows / _BLOCK)
+    excess = blocks * _BLOCK - rows
+
+    def padded(x: Array, margin: int, value: int = 0) -> Array:
+        return jnp.pad(x, [(margin, margin + excess), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
+
+    queries = padded(q, 0), padded(segments, 0, PADDING)
+    keys = padded(k, margin), padded(v, margin), padded(segments, margin, PADDING)
+
+    def block(first: Array) -> Array:
+        own, of_query = (lax.dynamic_slice_in_dim(x, first, _BLOCK) for x in queries)
+        seen = keys if reach is None else [lax.dynamic_slice_in_dim(x, first, _BLOCK + 2 * margin) for x in keys]
+        return _scored(own, seen[0], seen[1], of_query, seen[2], scale)
+
+    found = lax.map(block, jnp.arange(blocks) * _BLOCK)
+    return found.reshape(-1, *q.shape[1:])[:rows]
+
+
+def _scored(
+    q: Float[Array, "queries heads head_dim"],
+    k: Float[Array, "keys heads head_dim"],
+    v: Float[Array, "keys heads head_dim"],
+    of_query: Int[Array, " queries"],
+    of_key: Int[Array, " keys"],
+    scale: float,
+) -> Float[Array, "queries heads head_dim"]:
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
+    scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32, precision=precision) * scale
+    same = of_query[:, None] == of_key[None, :]
+    weights = jax.nn.softmax(jnp.where(same, scores, jnp.finfo(scores.dtype).min), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", weights.astype(v.dtype), v, precision=precision)
+
+
+class TowerBlock(Layer):
+    """A layer of a vision transformer: attention and a feed-forward layer, each after a norm.
+
+    Attributes:
+        rms: the norms are `RMSNorm`, not `LayerNorm`.
+        gated: the feed-forward layer is `GatedMLP`.
+        bias: the projections have biases.
+    """
+
+    heads: int
+    head_dim: int
+    activation: str
+    eps: float
+    rms: bool = False
+    gated: bool = False
+    bias: bool = True
+
+    def setup(self) -> None:
+        norm = RMSNorm if self.rms else LayerNorm
+        self.attention_norm, self.mlp_norm = norm(self.eps), norm(self.eps)
+        self.attention = Attention(self.heads, self.heads, self.head_dim, LayerSpec(), self.bias, self.bias)
+        self.mlp = (GatedMLP if self.gated else MLP)(self.activation, self.bias)
+
+    def __call__(
+        self, x: Float[Array, "rows d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend
+    ) -> Float[Array, "rows d"]:
+        x = x + self.attention(self.attention_norm(x), rope, attend, None)[0]
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def replicated(tree: ParamTree) -> dict[str, Any]:
+    """Return the parameters of a tower without logical axes: every device has all of them."""
+
+    def spec(_: tuple[str, ...], given: ParamSpec) -> ParamSpec:
+        return dataclasses.replace(given, axes=(None,) * len(given.axes))
+
+    found: dict[str, Any] = map_specs(spec, tree)
+    return found
