@@ -16,7 +16,7 @@ from jaxinfer.types import map_specs
 
 def prepare(tower: str, grid: Grid, dtype: str) -> Callable[[], Any]:
     fields = TOWERS[tower]
-    config = QWEN2_VL.config({"vision_config": fields, "image_token_id": 0, "hidden_size": fields["hidden_size"]})
+    config = QWEN2_VL.config({"vision_config": fields, "image_token_id": 1, "hidden_size": fields["hidden_size"]})
     rng, rows = np.random.default_rng(0), grid[0] * grid[1] * grid[2]
 
     def drawn(_: tuple[str, ...], spec: Any) -> jax.Array:
