@@ -169,7 +169,7 @@ def build(config_json: dict[str, Any], seed: int) -> Model:
     family = vision_family_for(config_json)
     assert family is not None
     config = family.config(config_json)
-    processor = family.processor(config, {"preprocessor_config.json": PREPROCESSOR})
+    processor = family.processor(config_json, {"preprocessor_config.json": PREPROCESSOR})
     text = abstract(config_json, "float32", "vision")
     model = with_vision(text, Vision(family.module(config), config, family, processor), "float32")
     return model.replace(params=initial_params(model.specs, seed, len(model.cache_spec.layers)))
