@@ -264,7 +264,7 @@ def load_model(
     model = shardable_model(model, mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if model.vision is not None and tokenizer is not None:
-        model = model.replace(vision=_with_tokens(model.vision, tokenizer))
+        model = model.replace(vision=_with_vocabulary(model.vision, tokenizer))
     if model.vision is None and (others := files.left_out):
         what = ", ".join(f"{name}: {count}" for name, count in others.items())
         _log.warning(f"{name} is served as a text model, without images: tensors that are not read ({what})")
@@ -280,7 +280,7 @@ def load_model(
     )
 
 
-def _with_tokens(vision: Vision, tokenizer: Tokenizer) -> Vision:
+def _with_vocabulary(vision: Vision, tokenizer: Tokenizer) -> Vision:
     """Return the tower with an image processor for the tokenizer's vocabulary."""
     try:
         return dataclasses.replace(vision, processor=for_vocabulary(vision.processor, tokenizer.token_to_id))
