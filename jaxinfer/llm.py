@@ -19,20 +19,22 @@ from jaxinfer.brief import ShortRepr
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.images.placed import place_images
+from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt
 from jaxinfer.loading import start_engine
 from jaxinfer.lora.door import LoRAChoice, LoRAFrontend
 from jaxinfer.models.model import Model
 from jaxinfer.parsers.registry import detect
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.structured.grammar import require_compiled
-from jaxinfer.text.contents import messages_of
-from jaxinfer.text.intake import Intake, Prompt, as_prompts, recommended_sampling
+from jaxinfer.text.contents import messages_of, with_images
+from jaxinfer.text.intake import AnyPrompt, Intake, Prompt, as_prompts, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
+from jaxinfer.types import FinishReason, PlacedImage, PositionLogprobs, Request, SequenceDelta
 
-# Fields of a request that hold the prompt itself, as text or as tokens.
-_PROMPT = ("prompt", "prompt_token_ids")
+# Fields of a request that hold the prompt itself, as text or as tokens, and its images.
+_OF_ONE_PROMPT = ("prompt", "prompt_token_ids", "images", "multi_modal_data")
 
 
 class Logprob(NamedTuple):
@@ -190,7 +192,7 @@ class LLM(LoRAFrontend):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: AnyPrompt | Sequence[AnyPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora: LoRAChoice | Sequence[LoRAChoice] = None,
@@ -198,7 +200,11 @@ class LLM(LoRAFrontend):
         progress: bool | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, or a list of token ids); results are in the order of the prompts.
+        """Complete each prompt; results are in the order of the prompts.
+
+        A prompt is text, a list of token ids or, with images, ``{"prompt": ..., "images": [...]}``, in whose text or
+        ``prompt_token_ids`` each image is one placeholder. An image is a path, the bytes of a file, a data URL, a
+        Pillow image or an array (docs/images.md).
 
         Args:
             sampling_params: one for all, or one for each prompt (default: the checkpoint's recommendation).
@@ -217,7 +223,7 @@ class LLM(LoRAFrontend):
 
     def _generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: AnyPrompt | Sequence[AnyPrompt] | Sequence[ImagePrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_delta: Callable[[Delta], None] | None,
         asked: bool | None,
@@ -226,7 +232,7 @@ class LLM(LoRAFrontend):
         answers: bool = False,
     ) -> list[RequestOutput]:
         """Implement `generate`. ``answers``: the prompts are conversations."""
-        listed = as_prompts(prompts)
+        listed = [image_prompt(each) if isinstance(each, Mapping) else each for each in as_prompts(prompts)]
         made = self._requests("prompts", listed, self._params_for(listed, sampling_params), answers)
         requests = self._adapted(made, lora)
         show = False if asked is None and on_delta is not None else asked
@@ -241,11 +247,11 @@ class LLM(LoRAFrontend):
 
     def _run(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | ImagePrompt],
         requests: Sequence[Request],
         told: Callable[[Delta, RequestOutput], None] = lambda delta, whole: None,
     ) -> list[RequestOutput]:
-        run = _Run(self.engine, self.tokenizer, prompts, requests)
+        run = _Run(self.engine, self.tokenizer, list(map(_bare, prompts)), requests)
         try:
             for delta in run:
                 told(delta, run.outputs[delta.request])
@@ -286,19 +292,37 @@ class LLM(LoRAFrontend):
         return ids
 
     def _requests(
-        self, field: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams], answers: bool = False
+        self,
+        field: str,
+        prompts: Sequence[Prompt | ImagePrompt],
+        params: Sequence[SamplingParams],
+        answers: bool = False,
     ) -> list[Request]:
         """Make and check the requests; with several prompts the error names the rejected one."""
         made = []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
-                made.append(self._intake.request(str(next(self._ids)), prompt, each, answers=answers))
+                made.append(self._request(prompt, each, answers))
                 require_compiled(each)
             except RequestError as error:
-                if len(prompts) == 1 or error.field not in _PROMPT:
+                if len(prompts) == 1 or error.field not in _OF_ONE_PROMPT:
                     raise
                 raise RequestError(f"{field}[{index}]", f": {error}") from error
         return made
+
+    def _request(self, prompt: Prompt | ImagePrompt, params: SamplingParams, answers: bool) -> Request:
+        vision, images = self.model.vision, list[HeldImage]()
+        if isinstance(prompt, ImagePrompt):
+            images, prompt = [*prompt.images], prompt.prompt
+        if vision is None and images:
+            raise RequestError(images[0].field, "is an image, and the model reads text only")
+        placed: tuple[PlacedImage, ...] = ()
+        if vision is not None:
+            ids = self._intake.encode("prompt", prompt) if isinstance(prompt, str) else prompt
+            found = [image.prepared(vision.processor) for image in images]
+            prompt, placed = place_images("prompt", ids, vision.processor, found)
+        request = self._intake.request(str(next(self._ids)), prompt, params, answers=answers)
+        return dataclasses.replace(request, images=placed)
 
     def chat(
         self,
@@ -308,14 +332,21 @@ class LLM(LoRAFrontend):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         lora: LoRAChoice | Sequence[LoRAChoice] = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_delta: Callable[[Delta], None] | None = None,
         progress: bool | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate on conversations, through the checkpoint's chat template; see `generate`.
 
+        An image is a part of a content: ``{"type": "image", "image": ...}``, or OpenAI's ``image_url`` with a data URL.
+
+        Args:
+            mm_processor_kwargs: options of the image processor for all images (``min_pixels``, ``max_pixels``).
+
         Raises:
-            RequestError: the checkpoint has no chat template, a content is not text, or `generate` rejects a prompt.
+            RequestError: the checkpoint has no chat template, a content is neither text nor an image, or `generate`
+                rejects a prompt.
             TemplateError: the template rejects the messages.
         """
         template, tokenizer = self.model.chat_template, self.tokenizer
@@ -324,14 +355,19 @@ class LLM(LoRAFrontend):
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         plain = (messages_of("messages" + f"[{i}]" * (not single), c, template) for i, c in enumerate(conversations))
-        texts = [template.render(each, add_generation_prompt, tools) for each in plain]
-        # The template adds the special tokens itself.
-        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts = []
+        for each in plain:
+            shown, images = with_images(each, list(template.sources.values()))
+            text = template.render(shown, add_generation_prompt, tools)
+            options = mm_processor_kwargs or {}
+            held = [HeldImage(image.field, image.source, {**options, **image.options}) for image in images]
+            # The template adds the special tokens itself.
+            prompts.append(ImagePrompt(tokenizer.encode(text, add_special_tokens=False), held))
         asked = use_tqdm if progress is None else progress
         return self._generate(prompts, sampling_params, on_delta, asked, lora, answers=True)
 
     def _params_for(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None:
             params = self.default_sampling_params()
@@ -340,6 +376,10 @@ class LLM(LoRAFrontend):
         if len(params) != len(prompts):
             raise RequestError("sampling_params", f": {len(params)} given for {len(prompts)} prompts")
         return list(params)
+
+
+def _bare(prompt: Prompt | ImagePrompt) -> Prompt:
+    return prompt.prompt if isinstance(prompt, ImagePrompt) else prompt
 
 
 def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:

@@ -82,7 +82,8 @@ ENTRY_POINTS = LAYER["loading"]
 # Modules that may import by a computed name: the package for its lazy names; the command line, which reads a command's
 # flags before it imports what the command needs; the registry of families, which imports a family on lookup; the specs
 # of kernels, which are found by folders; the GPU check, which has a module for each section (in a checkout, also
-# benchmarks) and names kernels by their path; a worker, which imports what its task needs.
+# benchmarks) and names kernels by their path; the registry of image processors; a worker, which imports what its task
+# needs.
 COMPUTES_NAMES = {
     "jaxinfer",
     "jaxinfer.cli.app",
@@ -90,6 +91,7 @@ COMPUTES_NAMES = {
     "jaxinfer.gpu_check.kernels",
     "jaxinfer.gpu_check.problem",
     "jaxinfer.gpu_check.sections",
+    "jaxinfer.images.registry",
     "jaxinfer.models",
     "jaxinfer.models.lazy",
     "jaxinfer.serve.workers.worker",

@@ -18,6 +18,7 @@ IMPORTED_AS = {
     "googleapis-common-protos": "google",
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
+    "pillow": "PIL",
     "pyyaml": "yaml",
     "fastapi-swagger": "fastapi_swagger",
     "orbax-checkpoint": "orbax",

@@ -15,6 +15,7 @@ _COMMON = (
     "prompt",
     "prompt_file",
     "prompts",
+    "image",
     "max_tokens",
     "temperature",
     "seed",
@@ -31,6 +32,7 @@ _EXAMPLES = (
     "echo -n 'To be, or not to be' | jaxinfer generate demo --max-tokens 40",
     "jaxinfer generate path/to/folder --prompt-file letter.txt --json --logprobs 5",
     "jaxinfer generate path/to/folder --prompts questions.jsonl --json",
+    'jaxinfer generate path/to/folder --image cat.jpg --prompt "What is this?"',
 )
 
 
@@ -39,7 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(argv)
     parser.take_model(args)
-    for name in ("json", *_PROMPTS):
+    for name in ("json", "image", *_PROMPTS):
         if args.chat and getattr(args, name):
             parser.error(f"--chat and --{name.replace('_', '-')} exclude each other: a conversation is typed and read")
     given = [f"--{name.replace('_', '-')}" for name in _PROMPTS if getattr(args, name)]
@@ -47,8 +49,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{' and '.join(given)} exclude each other")
     if args.system is not None and not args.chat:
         parser.error("--system is the first message of a conversation: it needs --chat")
-    if args.chat_template is not None and given:
-        parser.error("--chat-template renders conversations: it needs --chat")
+    if args.chat_template is not None and given and not args.image:
+        parser.error("--chat-template renders conversations: it needs --chat or --image")
     args.lora = [(name, path or _folder(parser, args.model, name)) for name, path in args.lora]
     args.settings, args.sampling = engine_settings(parser, args), sampling_settings(args)
     if args.lora:
@@ -66,6 +68,8 @@ def make_parser() -> Parser:
     what.add_argument(*all_flags("prompt_file"), dest="prompt_file", metavar="FILE", help=whole)
     each = 'file with one prompt per line; in a .jsonl file each line is a JSON string or {"prompt": TEXT}'
     what.add_argument("--prompts", metavar="FILE", help=each)
+    image = "image that the prompts are about, before their text in a chat message; may be repeated"
+    what.add_argument("--image", action="append", default=[], metavar="FILE", help=image)
     what.add_argument("--chat", action="store_true", help="chat in the terminal, like jaxinfer chat")
     chat.add_system(what)
     shipped = ", ".join(f"{name} ({what})" for name, what in DEMO_ADAPTERS.items())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,9 @@ from jaxinfer.protos.v1 import inference_pb2 as pb
 ChatMessage = Mapping[str, Any]
 _MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
 _TYPED = ("content", "tool_call_id", "reasoning")
+_IMAGES = ("image", "image_url")
+_OPTIONS = ("min_pixels", "max_pixels")
+_LOW = 512 * 512  # pixels of OpenAI's detail "low"
 
 
 @dataclasses.dataclass
@@ -28,12 +33,16 @@ def set_message(item: pb.ChatMessage, message: ChatMessage) -> None:
 
     Raises:
         ValueError: a value that the message cannot carry; the sentence names it.
+        OSError: the file of an image cannot be read.
     """
     fields = dict(message)
     set_field(item, "role", fields.pop("role", ""))
     for name in _TYPED:
         if isinstance(fields.get(name), str):
             set_field(item, name, fields.pop(name))
+    if _has_images(fields.get("content")):
+        for part in fields.pop("content"):
+            _set_part(item.parts.add(), part)
     calls = _calls(fields.get("tool_calls"))
     if calls:
         del fields["tool_calls"]
@@ -41,6 +50,32 @@ def set_message(item: pb.ChatMessage, message: ChatMessage) -> None:
             guarded("tool_calls", call, _add_call, item, call)
     if fields:
         set_struct("messages", item.fields, fields)
+
+
+def _has_images(content: Any) -> bool:
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return any(isinstance(part, Mapping) and part.get("type") in _IMAGES for part in parts)
+
+
+def _set_part(item: pb.Content, part: Any) -> None:
+    """Set a text part, or an image: OpenAI's ``image_url``, or ``{"type": "image", "image": ...}`` with the bytes, the
+    path or the URL of a file."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _IMAGES:
+        set_field(item, "text", part.get("text") if kind == "text" else None)
+        return
+    image = part.get(kind)
+    options = image if isinstance(image, Mapping) else part
+    source = image.get("url") if isinstance(image, Mapping) else image
+    if isinstance(source, str) and source.startswith(("data:", "http://", "https://")):
+        set_field(item.image, "url", source)
+    elif kind == "image" and isinstance(source, (str, os.PathLike)):
+        item.image.data = pathlib.Path(source).read_bytes()
+    else:
+        set_field(item.image, "data", source)
+    for name, value in (("max_pixels", _LOW if options.get("detail") == "low" else None), *options.items()):
+        if name in _OPTIONS and value is not None:
+            set_field(item.image, name, value)
 
 
 def _add_call(item: pb.ChatMessage, call: ToolCall) -> None:

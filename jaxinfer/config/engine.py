@@ -9,6 +9,7 @@ from typing import Literal
 
 from jaxinfer.config.cache import CacheConfig
 from jaxinfer.config.defaults import CPU, Defaults
+from jaxinfer.config.images import ImageConfig, ImageNeeds
 from jaxinfer.config.lora import LoRAConfig
 from jaxinfer.config.parallel import ParallelConfig
 from jaxinfer.config.speculative import GRAMMAR, HEADS, SpeculativeConfig
@@ -103,7 +104,9 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig(LoRAConfig, ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
+class EngineConfig(
+    ImageConfig, LoRAConfig, ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig
+):
     """Settings of an engine, all groups in one; None: chosen by `resolve`."""
 
 
@@ -129,6 +132,8 @@ class ResolvedEngine(_Chosen):
         prefill_batch_sizes: chunks in the wide program of each of ``prefill_sizes`` (1: there is none).
         num_states: 0 for a model without states.
         host_pages: pages that fit into ``swap_space_gib``; 0 for a model with states, which are recomputed.
+        images: properties of the vision tower; None: prompts have no images.
+        encoder_sizes, encoder_cache_size: nothing without images.
     """
 
     max_model_len: int
@@ -140,6 +145,9 @@ class ResolvedEngine(_Chosen):
     table_width: int
     prefill_batch_sizes: tuple[int, ...]
     host_pages: int
+    images: ImageNeeds | None
+    encoder_sizes: tuple[int, ...]
+    encoder_cache_size: int
 
     @property
     def microbatches(self) -> int:
@@ -189,6 +197,7 @@ def resolve(
     itemsize: int,
     defaults: Defaults = CPU,
     draft: CacheSpec | None = None,
+    images: ImageNeeds | None = None,
 ) -> ResolvedEngine:
     """Fill in the settings that the user left open and reject invalid ones.
 
@@ -197,6 +206,7 @@ def resolve(
         max_position: the model's maximum context.
         defaults: defaults of the platform.
         draft: the draft model's KV cache, with elements of the same size.
+        images: properties of the model's vision tower, if it has one.
 
     Raises:
         EngineConfigError: names the setting and the value.
@@ -223,6 +233,7 @@ def resolve(
         "table_width": width,
         "prefill_batch_sizes": tuple(max(1, min(each, states // 2)) for each in batches) if states else batches,
         "host_pages": 0 if states else _host_pages(config, caches, itemsize),
+        **_image_sizes(chosen, images, length),
     }
     return ResolvedEngine(**vars(chosen) | found)
 
@@ -324,6 +335,7 @@ def _require_simple(config: EngineConfig) -> None:
     _require(held is None or held >= config.max_loras, "max_cpu_loras", held, f"must be at least {config.max_loras}")
     modules = config.lora_target_modules
     _require(bool(modules) and all(modules), "lora_target_modules", modules, "must name modules, or all-linear")
+    _most_images(config)
     for name in ("max_logprobs", "structured_output_helpers"):
         _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
 
@@ -432,6 +444,48 @@ def _host_pages(config: EngineConfig, caches: Sequence[CacheSpec], itemsize: int
     # On the host each device has its own heads of a page or, for latents, the whole page.
     page = sum(config.devices * spec.bytes_per_page(config.page_size, itemsize, config.devices) for spec in caches)
     return int(config.swap_space_gib * 2**30 / page)
+
+
+_ENCODER_SIZES = (256, 1024, 4096, 16384)
+_LEAST_CACHED = 4096  # image tokens
+
+
+def _most_images(config: EngineConfig) -> int | None:
+    try:
+        return config.most_images
+    except ValueError as error:
+        raise EngineConfigError(f"limit_mm_per_prompt = {config.limit_mm_per_prompt} {error}") from error
+
+
+def _image_sizes(config: _Chosen, images: ImageNeeds | None, length: int) -> dict[str, object]:
+    """Return the settings of the encoder programs and their cache; none where images are not served."""
+    if images is None or _most_images(config) == 0:
+        for name in ("encoder_sizes", "encoder_cache_size"):
+            given = getattr(config, name)
+            _require(not given, name, given, "is of models with a vision tower: this has none, or is served without")
+        return {"images": None, "encoder_sizes": (), "encoder_cache_size": 0}
+    sizes, chunk = config.encoder_sizes or _encoder_sizes(images, length), config.prefill_sizes[-1]
+    ascending = list(sizes) == sorted(set(sizes)) and all(size > 0 and size % images.merged == 0 for size in sizes)
+    _require(ascending, "encoder_sizes", sizes, f"must be ascending multiples of {images.merged}, the rows of a token")
+    _require(sizes[-1] >= images.least_rows, "encoder_sizes", sizes, f"must reach {images.least_rows}, a small image")
+    largest = min(sizes[-1], images.most_rows) // images.merged
+    if images.both_ways:
+        whole = f"must hold a whole image of this model ({largest} tokens), which no chunk may split"
+        _require(chunk >= largest, "prefill_sizes", config.prefill_sizes, whole)
+    least = chunk + 2 * largest
+    cached = max(least, _LEAST_CACHED) if config.encoder_cache_size is None else config.encoder_cache_size
+    _require(
+        cached >= least, "encoder_cache_size", cached, f"must hold a chunk and two of the largest images ({least})"
+    )
+    return {"images": images, "encoder_sizes": tuple(sizes), "encoder_cache_size": cached}
+
+
+def _encoder_sizes(images: ImageNeeds, length: int) -> tuple[int, ...]:
+    """Return default sizes: no smaller than the smallest image, and no larger than the largest that a prompt holds."""
+    merged = images.merged
+    most = max(images.least_rows, min(images.most_rows, length * merged, _ENCODER_SIZES[-1]))
+    sizes = [size for size in _ENCODER_SIZES if images.least_rows < size < most]
+    return tuple(-(-size // merged) * merged for size in (*sizes, most))
 
 
 _LEAST_STATES = 4  # of a single sequence: the one that it continues from, and those of its next pages

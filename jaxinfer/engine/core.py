@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.images import PlaceAxes
 from jaxinfer.engine.scheduling.pages import Costs
 from jaxinfer.engine.scheduling.plan import PlanRunner
 from jaxinfer.engine.scheduling.queues import Queued
@@ -93,6 +94,7 @@ class EngineLoop:
         costs: costs for the choice between swapping and recomputing a preempted sequence.
         vocabulary: vocabulary for grammars; None: requests have none.
         loras: adapters that requests may name; None: requests have none.
+        axes: rotary positions on three axes of prompts with images; None: the model has one.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         vocabulary: Callable[[], Vocabulary] | None = None,
         loras: LoRAStore | None = None,
+        axes: PlaceAxes | None = None,
     ) -> None:
         self.config, self._kv, self.loras = config, kv, loras
         self._runner = runner if config.trace_steps is None else StepTrace(config.trace_steps, runner)
@@ -118,7 +121,7 @@ class EngineLoop:
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)
         ahead = 0 if config.speculative is None else config.num_speculative_tokens
         masks = Masks(vocabulary if config.grammars else None, config.structured_output_helpers, ahead)
-        more: dict[str, Any] = {"masks": masks, "loras": loras, "decode_agrees": decode_agrees}
+        more: dict[str, Any] = {"masks": masks, "loras": loras, "decode_agrees": decode_agrees, "axes": axes}
         self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock, **more)
         self._pending: collections.deque[Any] = collections.deque()  # launched steps that are not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0

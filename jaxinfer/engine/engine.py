@@ -57,7 +57,8 @@ class Engine(EngineLoop):
             kv.stop_caching()  # resuming a prompt within a chunk would not be bitwise identical
         vocab = model.config.vocab_size
         batches, sizes = found.prefill_batches, found.decode_sizes
-        runner = Runner(self._executor, engine, limits, kv.tables, vocab, batches, sizes)
+        vision = model.vision
+        runner = Runner(self._executor, engine, limits, kv.tables, vocab, batches, sizes, vision)
         engine = dataclasses.replace(engine, multi_step=found.multi_step)
         super().__init__(
             engine,
@@ -69,6 +70,7 @@ class Engine(EngineLoop):
             vocab_size=vocab,
             costs=found.costs,
             loras=loras,
+            axes=vision.family.axes(vision.config) if vision is not None and vision.family.axes is not None else None,
             vocabulary=functools.partial(_vocabulary, model.tokenizer, vocab) if limits.grammars else None,
         )
         self._compiled = compilations_during(self)

@@ -59,6 +59,7 @@ class StepTrace:
             drafts=[[*_name(each.sequence), each.start, each.paths] for each in (*(plan.drafts or ()), *plan.forced)],
             draft_prefills=_chunks(plan.draft_prefills),
             masked=sorted(plan.masks),
+            encoded=[each.image.digest for each in plan.encodes],
             lora_slots=sorted({slot for slot, _, _ in plan.loads}),
             exports=plan.exports,
             copies=plan.copies,
@@ -76,4 +77,4 @@ def _name(sequence: Sequence) -> tuple[str, int]:
 
 def _chunks(chunks: list[PrefillPlan]) -> list[list[Any]]:
     """Return sequence, start, length and program size of each chunk."""
-    return [[*_name(sequence), *chunk] for sequence, chunk, _ in chunks]
+    return [[*_name(plan.sequence), *plan.chunk] for plan in chunks]

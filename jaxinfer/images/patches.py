@@ -47,9 +47,12 @@ class PatchProcessor:
         return f"{self!r} {self.values!r}"
 
     @property
-    def merges(self) -> Mapping[tuple[int, int], int]:
-        """Pairs of tokens, one of them at an end of `expand`, that a tokenizer would make one token."""
-        return {}
+    def most_rows(self) -> int:
+        raise NotImplementedError
+
+    def expand(self, grid: tuple[int, int, int]) -> list[int]:
+        """Return the tokens of an image of this grid."""
+        raise NotImplementedError
 
     def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches; raises ImageError, see `jaxinfer.images.processor.Processor`."""
@@ -79,12 +82,16 @@ class SquareProcessor(PatchProcessor):
 
     side: int
 
+    def __post_init__(self) -> None:
+        if not self.merge or self.side % (self.patch * self.merge):
+            units = f"{self.merge} x {self.merge} patches of {self.patch} pixels"
+            raise ValueError(f"config.json: vision_config.image_size = {self.side} must be a multiple of {units}")
+
     @property
     def most_rows(self) -> int:
         return int((self.side // self.patch) ** 2)
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        """Return the tokens of an image."""
         del grid
         return [self.image_token] * (self.most_rows // self.merge**2)
 

@@ -22,11 +22,11 @@ class SiglipProcessor(SquareProcessor):
     """See `jaxinfer.images.processor.Processor`. The placeholder in a prompt is the token that begins an image.
 
     Attributes:
-        soft_token, end_token: tokens that stand for the rows of an image, and that ends it.
+        row_token, end_token: tokens that stand for the rows of an image, and that ends it.
         newlines: tokens of one newline, of two, and so on.
     """
 
-    soft_token: int = dataclasses.field(repr=False)
+    row_token: int = dataclasses.field(repr=False)
     end_token: int = dataclasses.field(repr=False)
     newlines: tuple[int, ...] = dataclasses.field(default=_NEWLINES, repr=False)
 
@@ -51,7 +51,7 @@ class SiglipProcessor(SquareProcessor):
         return {(a, b): self.newlines[i + j - 1] for i, a in runs for j, b in runs if i + j <= most}
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        soft = [self.soft_token] * len(super().expand(grid))
+        soft = [self.row_token] * len(super().expand(grid))
         return [self.newlines[1], self.image_token, *soft, self.end_token, self.newlines[1]]
 
 
@@ -67,14 +67,18 @@ def make(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]])
     require(size == {"height": side, "width": side}, settings, "size", f"is not the tower's image_size, {side}")
     for name in ("do_pan_and_scan", "do_center_crop", "do_pad"):
         require(not settings.get(name), settings, name, "is not supported")
-    tokens = positive(config_json, "mm_tokens_per_image", 256)
+    tokens, patches = positive(config_json, "mm_tokens_per_image", 256), side // patch
+    merge = patches // math.isqrt(tokens)
+    if not merge or merge**2 * tokens != patches**2:
+        what = f"must be the square of a divisor of {patches}, the patches of an image's side"
+        raise ValueError(f"config.json: mm_tokens_per_image = {tokens} {what}")
     return SiglipProcessor(
         image_token=token_id(config_json, "boi_token", 255_999),
         patch=patch,
-        merge=side // patch // math.isqrt(tokens),
+        merge=merge,
         resample=resample,
         values=value_table(settings, _HALF, _HALF),
         side=side,
-        soft_token=token_id(config_json, "image_token", 262_144),
+        row_token=token_id(config_json, "image_token", 262_144),
         end_token=token_id(config_json, "eoi_token", 256_000),
     )

@@ -17,7 +17,9 @@ def cache_identity(request: Request) -> bytes:
     - `Request.cache_salt` is set by the client, and separates requests within its scope.
     - `Request.lora` changes the keys and values of equal tokens: its identity, a hash of its *content*, is the third
       component. Its name is not: clients choose names, and another adapter may have the name later.
-    - Any other input that changes keys and values (an image) becomes one more component, empty where there is none.
+    - Any other input that changes all keys and values becomes one more component, empty where there is none. An image
+      changes those of its own tokens and of later ones: its digest is in the keys of the pages that it overlaps
+      (`jaxinfer.kv.radix.PageKeys`).
     - Every lookup of a page, or of whether one exists, uses this namespace: the tree, copies of a page's head, host
       pages, the choice of a replica.
 

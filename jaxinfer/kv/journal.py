@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxinfer.kv.cache_key import parts_of
-from jaxinfer.kv.radix import Node
+from jaxinfer.kv.radix import TOKEN_BYTES, Node
 from jaxinfer.kv.store import PageStore
 
 DEVICE, HOST = "GPU", "CPU"
@@ -22,20 +22,23 @@ _CODE_BYTES = 8
 
 
 class Label(NamedTuple):
-    """Public label of a namespace: the identity of its adapter, and an opaque digest of scope and salt that does not
-    reveal them; "" where there is none."""
+    """Public label of a page: the identity of its namespace's adapter, an opaque digest of scope and salt that does not
+    reveal them, and a digest of the images in the page; "" where there is none."""
 
     lora: str = ""
     extra: str = ""
+    images: str = ""
 
 
 class Changes(NamedTuple):
     """Cache changes in order: first all pages were removed (``cleared``), then pages ``came``, each to a medium,
-    parents first, then other pages ``left``: their hashes, by medium."""
+    parents first, then other pages ``left``: their hashes, by medium. ``page_bytes``: bytes of a page's tokens, which
+    begin its key."""
 
     cleared: bool
     came: list[tuple[Node, str]]
     left: dict[str, list[bytes]]
+    page_bytes: int
 
 
 class Journal:
@@ -52,6 +55,7 @@ class Journal:
         whole = [group for group, window in enumerate(store.windows) if window is None]
         self._tree, self._groups = store.tree, whole or list(range(len(store.windows)))
         self._tree.touched = {}
+        self._page_bytes = TOKEN_BYTES * store.page_size
         self._shown: dict[bytes, int] = {}  # by hash: mediums on which a page was reported, one bit each
         self._secret = secrets.token_bytes(16)
 
@@ -71,7 +75,7 @@ class Journal:
         for digest in [digest for digest, (_, _, now) in changed.items() if not now]:
             del self._shown[digest]
         left = {name: hashes for name, hashes in left.items() if hashes}
-        return Changes(cleared, came, left) if cleared or came or left else None
+        return Changes(cleared, came, left, self._page_bytes) if cleared or came or left else None
 
     def _changed(self, touched: Iterable[Node]) -> dict[bytes, tuple[Node, int, int]]:
         """Return by hash each page with changed mediums: its node, the mediums before, and now. Parents first."""
@@ -115,7 +119,8 @@ class Journal:
         above = self._name_root(parent) if parent.digest is None else parent.digest
         if node.digest is None:
             node.digest = hashlib.sha256(b"".join((above, code.to_bytes(_CODE_BYTES), tokens))).digest()
-            node.label = parent.label
+            marks = tokens[self._page_bytes :]
+            node.label = parent.label._replace(images=hashlib.sha256(marks).hexdigest()[:32] if marks else "")
         if parent.parent is None:
             return node.digest, True
         return node.digest, bool(changed[above][2] if above in changed else self._shown.get(above, 0))

@@ -2,23 +2,39 @@
 
 Its edges are whole pages (after RadixAttention, Zheng et al. 2024): a node represents a page of tokens in the context
 of all pages above it. Its key has the tokens and a *code*, which identifies the programs that computed them, since
-equal tokens from other programs may not be bitwise identical.
+equal tokens from other programs may not be bitwise identical. Behind the tokens the key has a `Mark` for each image
+that overlaps the page, since equal tokens of other images have other keys and values.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
+import itertools
+import math
+import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 PageKey = tuple[int, bytes]
 Rank = tuple[int, bytes, int]  # class of a code, tokens, code
-_ITEM = np.dtype(np.int32).itemsize
+TOKEN_BYTES = np.dtype(np.int32).itemsize
 # Neighbours compared on either side. More matter only where many pages share a prefix and few of them are usable.
 _NEIGHBOURS = 16
+
+
+class Mark(NamedTuple):
+    """An image in the tokens of a sequence: positions [start, stop), and the hash of its content."""
+
+    start: int
+    stop: int
+    digest: str
+
+
+_MARK = struct.Struct("<ii16s")  # place in the page, offset in the image, hash of its digest
 
 
 class Buffer:
@@ -65,11 +81,13 @@ class PageKeys:
     Args:
         namespace: sequences of different namespaces share nothing (`jaxinfer.kv.cache_key.cache_identity`).
         page_size: tokens per page.
+        marks: images among the tokens, in order.
     """
 
-    def __init__(self, namespace: bytes, page_size: int) -> None:
+    def __init__(self, namespace: bytes, page_size: int, marks: Sequence[Mark] = ()) -> None:
         self.namespace = namespace
         self.page_size = page_size
+        self._marks = marks
         self._tokens = Buffer(np.int32)
         self._pages: list[bytes] = []
 
@@ -92,8 +110,19 @@ class PageKeys:
             end = (len(self._pages) + 1) * self.page_size
             if end > len(self._tokens):
                 raise IndexError(f"page {len(self._pages)} of {len(self._tokens)} tokens is not full")
-            self._pages.append(self.tokens[end - self.page_size : end].tobytes())
+            self._pages.append(self.range_bytes(end - self.page_size, end))
         return self._pages[page]
+
+    def range_bytes(self, start: int, end: int) -> bytes:
+        """Return the tokens of a page, or of its head, and the marks of images in them, as bytes."""
+        found = [mark for mark in self._marks if mark.start < end and mark.stop > start]
+        packed = (_packed(mark, start) for mark in found)
+        return b"".join((self.tokens[start:end].tobytes(), *packed))
+
+
+def _packed(mark: Mark, page: int) -> bytes:
+    content = hashlib.blake2b(mark.digest.encode(), digest_size=16).digest()
+    return _MARK.pack(max(0, mark.start - page), max(0, page - mark.start), content)
 
 
 class Node:
@@ -194,22 +223,27 @@ class RadixTree:
             self.touched[node] = None
 
     def closest(
-        self, parent: Node, code: int, tokens: bytes, usable: Callable[[Node], bool]
+        self, parent: Node, code: int, wanted: bytes, length: int, usable: Callable[[Node], bool]
     ) -> tuple[Node | None, int]:
-        """Find the child whose page shares the most reusable leading tokens with ``tokens``, and their number.
+        """Find the child whose page shares the most reusable leading tokens with ``wanted``, and their number.
 
         Children are sorted by their bytes, so the longest common prefixes are next to the insertion point of
-        ``tokens``. Under another code of the same class only tokens that prefill computes in both pages count.
+        ``wanted``. Under another code of the same class only tokens that prefill computes in both pages count.
+
+        Args:
+            wanted: the first ``length`` tokens of a page, as `PageKeys.range_bytes`.
         """
         kind, split = divmod(code, self._codes)
-        order = self._sorted(parent)
-        at = bisect.bisect_left(order, (kind, tokens))
+        order, most, size = self._sorted(parent), length * TOKEN_BYTES, (self._codes - 1) * TOKEN_BYTES
+        tokens, marks = wanted[:most], wanted[most:]
+        at = bisect.bisect_left(order, (kind, wanted if most == size else tokens))
         best: tuple[Node | None, int] = (None, 0)
         for near in (order[at : at + _NEIGHBOURS], order[max(0, at - _NEIGHBOURS) : at][::-1]):
             for other_kind, other, other_code in near:
-                common = _common_tokens(other, tokens)
+                common = _common_tokens(other[:size], tokens)
                 if other_kind != kind or common <= best[1]:
                     break
+                common = int(min(common, _unlike(other[size:], marks)))
                 count = common if other_code == code else min(common, split, other_code % self._codes)
                 node = parent.children[(other_code, other)]
                 if count > best[1] and usable(node):
@@ -248,6 +282,14 @@ class RadixTree:
 
 def _common_tokens(first: bytes, second: bytes) -> int:
     """Return the number of leading tokens that two pages have in common."""
-    count = min(len(first), len(second)) // _ITEM
+    count = min(len(first), len(second)) // TOKEN_BYTES
     differ = np.frombuffer(first, np.int32, count) != np.frombuffer(second, np.int32, count)
     return int(differ.argmax()) if differ.any() else count
+
+
+def _unlike(first: bytes, second: bytes) -> float:
+    """Return the place of the first image in which the marks of two pages differ."""
+    if first == second:
+        return math.inf
+    pairs = itertools.zip_longest(_MARK.iter_unpack(first), _MARK.iter_unpack(second))
+    return next(min(mark[0] for mark in pair if mark is not None) for pair in pairs if pair[0] != pair[1])

@@ -281,10 +281,13 @@ def find_prefix(store: PageStore, keys: PageKeys, codes: Sequence[int], limit: i
     start = len(nodes) * size
     donor, head = None, 0
     if start < limit and STATE not in store.windows:  # a state is only stored at the end of a page
-        rest = keys.tokens[start : min(limit, start + size)].tobytes()
-        parent = nodes[-1] if nodes else root
+        end, parent = min(limit, start + size), nodes[-1] if nodes else root
         donor, head = store.tree.closest(
-            parent, codes[len(nodes)], rest, lambda node: store.donor_source(node) is not None
+            parent,
+            codes[len(nodes)],
+            keys.range_bytes(start, end),
+            end - start,
+            lambda node: store.donor_source(node) is not None,
         )
     return Match(start + head, tuple(nodes), donor, store.tree.changes)
 

@@ -36,7 +36,7 @@ class Budget:
 @dataclasses.dataclass(frozen=True)
 class Needs:
     """Bytes that an engine needs: weights, sampler state, one page of the KV pool over all layers, temporaries of
-    running programs (None: not known yet), banks of adapters, and states."""
+    running programs (None: not known yet), banks of adapters, states, and encoded images."""
 
     weights: int
     sampler: int
@@ -44,10 +44,11 @@ class Needs:
     temporaries: int | None = None
     adapters: int = 0
     states: int = 0
+    images: int = 0
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.sampler + (self.temporaries or 0) + self.adapters + self.states
+        return self.weights + self.sampler + (self.temporaries or 0) + self.adapters + self.states + self.images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _require_fit(needs: Needs, budget: Budget, pages: int, purpose: str, out: Ca
     if total <= budget.bytes:
         return
     parts = {"weights": needs.weights, "adapters": needs.adapters, "temporaries": needs.temporaries}
-    parts["states"] = needs.states
+    parts |= {"states": needs.states, "encoder cache": needs.images}
     parts["sampler state"] = needs.sampler
     terms = [f"{name} {size_text(size)}" for name, size in parts.items() if size]
     raise EngineConfigError(

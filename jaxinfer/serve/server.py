@@ -9,6 +9,7 @@ import pathlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from jaxinfer.images.registry import find_source
 from jaxinfer.serve.api.auth import Authoriser
 from jaxinfer.serve.api.errors import unavailable
 from jaxinfer.serve.api.requests import ModelCard
@@ -17,6 +18,7 @@ from jaxinfer.serve.core.link import CoreLink
 from jaxinfer.serve.core.messages import StartupEvent
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, Supervisor
 from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.images import Images, most_images
 from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.frontend.parser_settings import model_parsers
 from jaxinfer.serve.grpc import oip
@@ -27,6 +29,7 @@ from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.kv_events.door import KvEventsEndpoint
 from jaxinfer.serve.runtime import descriptors
 from jaxinfer.serve.runtime.background import Background
+from jaxinfer.serve.runtime.fetch import FetchLimits, MediaFetcher
 from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig, is_loopback
 from jaxinfer.serve.telemetry.metrics import ServerMetrics
 from jaxinfer.serve.telemetry.request_log import RequestLog
@@ -300,6 +303,7 @@ class Server:
             folder=folder,
             parsers=await asyncio.to_thread(model_parsers, config, folder, template, tokenizer),
             loras=self._loras,
+            images=await asyncio.to_thread(self._images, folder, card),
         )
         await frontend.warm()
         if self._opened is not None:
@@ -307,6 +311,18 @@ class Server:
         self.frontend = self._door.frontend = frontend
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
         _log.info("serving %s", self._addresses)
+
+    def _images(self, folder: pathlib.Path, card: ModelCard) -> Images | None:
+        """Return what reads the images of requests; None: the model reads text only.
+
+        Raises:
+            ValueError: a file of the processor is invalid.
+        """
+        source, most, limits = find_source(folder), most_images(card), self.config.limits
+        if source is None or most == 0:
+            return None
+        domains, bounds = self.config.allowed_media_domains, FetchLimits(bytes=limits.image_bytes)
+        return Images(source, limits, most, MediaFetcher(domains, bounds) if domains else None)
 
     def _adapters(self) -> LoRAs | None:
         config = self.config

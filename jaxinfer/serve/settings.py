@@ -18,11 +18,13 @@ import yaml
 
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.config.aliases import DTYPES, advice, known_dtype
+from jaxinfer.images.decode import MOST_PIXELS
 from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from jaxinfer.serve.api.kv_events import KvEventsConfig, refusal
 from jaxinfer.serve.api.lora_modules import parse_modules
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.api.tenants import SHARING, TENANT
+from jaxinfer.serve.runtime.fetch import DOMAIN
 from jaxinfer.serve.runtime.logs import FORMATS, LEVELS
 
 QUEUE: Mapping[str, Any] = {
@@ -129,6 +131,8 @@ class AccessConfig:
         tls_client_ca: PEM file of the CA that must have signed client certificates; required from clients if set.
         allow_request_templates: allow chat templates in requests (they run in the sandbox).
         allowed_origins: web pages that may use the HTTP API, as https://chat.example.com; "*": all (default: none).
+        allowed_media_domains: hosts from which images of requests are fetched, as images.example.com, *.example.com or
+            HOST:PORT (default: none, images are data URLs); only public addresses are connected to (docs/images.md).
     """
 
     api_keys: str | None = None
@@ -139,6 +143,7 @@ class AccessConfig:
     tls_client_ca: str | None = None
     allow_request_templates: bool = False
     allowed_origins: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -349,6 +354,7 @@ def _check(config: ServeConfig) -> None:
     for origin in config.allowed_origins:
         good = _ORIGIN.fullmatch(origin) is not None
         _require(good, "allowed_origins", origin, "must be an origin, as https://chat.example.com, or *")
+    _check_images(config)
     for name in ("max_connections", "max_receive_bytes"):
         _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
     for name, value in dataclasses.asdict(config.limits).items():
@@ -372,6 +378,16 @@ def _check(config: ServeConfig) -> None:
         check(config.engine)
     except EngineConfigError as error:
         raise ServeConfigError(f"engine.{error}") from error
+
+
+def _check_images(config: ServeConfig) -> None:
+    for domain in config.allowed_media_domains:
+        good = DOMAIN.fullmatch(domain.lower()) is not None
+        _require(
+            good, "allowed_media_domains", domain, "must be a host, as images.example.com, *.example.com or HOST:PORT"
+        )
+    pixels = config.limits.image_pixels
+    _require(pixels <= MOST_PIXELS, "limits.image_pixels", pixels, f"must be at most {MOST_PIXELS}")
 
 
 def _check_doors(config: ServeConfig) -> None:

@@ -8,8 +8,11 @@ import dataclasses
 import sys
 import threading
 import time
+from typing import Any
 
 from jaxinfer.cli.interrupts import stopping
+from jaxinfer.images.processor import ImageError
+from jaxinfer.images.source import picture_of
 from jaxinfer.llm import LLM, Delta
 from jaxinfer.loading import model_folder
 from jaxinfer.sampling_params import RequestError, SamplingParams
@@ -20,6 +23,7 @@ with contextlib.suppress(ImportError):
     import readline  # noqa: F401 importing it adds history and editing to input()
 
 HELP = """/system TEXT  start over with TEXT as the system message
+/image FILE   show an image with the next message
 /clear        start over
 /exit         end the conversation (or Ctrl-D)
 /help         list the commands
@@ -66,7 +70,8 @@ class Conversation:
 
     def _begin(self, system: str | None) -> None:
         self._system = system
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self._images: list[dict[str, Any]] = []
 
     def say(self, line: str) -> bool:
         """Answer a line, or run its command; return whether the conversation continues.
@@ -79,7 +84,9 @@ class Conversation:
         if line.startswith("/"):
             self._command(*line.partition(" ")[::2])
         elif line:
-            self._answer([*self._messages, {"role": "user", "content": line}])
+            content = [*self._images, {"type": "text", "text": line}] if self._images else line
+            self._answer([*self._messages, {"role": "user", "content": content}])
+            self._images = []
         return True
 
     def _command(self, name: str, rest: str) -> None:
@@ -88,12 +95,27 @@ class Conversation:
                 self._begin(self._system)
             case "/system":
                 self._begin(rest.strip() or None)
+            case "/image":
+                self._show(rest.strip())
             case "/help":
                 print(HELP, file=sys.stderr)
             case _:
                 print(f"{name} is not a command: /help lists them", file=sys.stderr)
 
-    def _answer(self, asked: list[dict[str, str]]) -> None:
+    def _show(self, file: str) -> None:
+        """Add an image to the next message.
+
+        Raises:
+            RequestError: it cannot be read, or the model reads text only.
+        """
+        if self._llm.model.vision is None:
+            raise RequestError("/image", "is not known: the model reads text only")
+        try:
+            self._images.append({"type": "image", "image": picture_of(file)})
+        except ImageError as error:
+            raise RequestError("/image", f": {error}") from error
+
+    def _answer(self, asked: list[dict[str, Any]]) -> None:
         """Print the answer while it is generated. A stopped answer stays in the conversation up to that point."""
         seed = None
         with stopping() as stop:

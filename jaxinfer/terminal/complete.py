@@ -9,7 +9,7 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfer.cli.interrupts import leaving_at_once
@@ -40,9 +40,13 @@ def complete(args: argparse.Namespace, prompts: list[str]) -> None:
     llm, params = start(args, min(len(prompts) * (args.n or 1), _MOST_TOGETHER))
     streaming = args.stream and not args.json and len(prompts) == 1 and params.n == 1
     clock, loras = Clock(), [LoRARequest(*each) for each in args.lora]
-    on_delta = _printer(clock, prompts[0] if streaming else None)
+    on_delta = _printer(clock, ("" if args.image else prompts[0]) if streaming else None)
+    lora = loras[0] if len(loras) == 1 else loras or None
     with leaving_at_once():
-        outputs = llm.generate(prompts, params, lora=loras[0] if len(loras) == 1 else loras or None, on_delta=on_delta)
+        if args.image:
+            outputs = llm.chat([question(args.image, each) for each in prompts], params, lora=lora, on_delta=on_delta)
+        else:
+            outputs = llm.generate(prompts, params, lora=lora, on_delta=on_delta)
     clock.stop()
     if streaming:
         print()
@@ -54,13 +58,19 @@ def complete(args: argparse.Namespace, prompts: list[str]) -> None:
         _print_stats(llm, clock, outputs)
 
 
+def question(images: Sequence[str], text: str) -> list[dict[str, Any]]:
+    """Return a conversation that asks about images."""
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
 def _is_talk(args: argparse.Namespace) -> bool:
     """Return whether to start a chat: no prompt is given, and stdin is a terminal.
 
     Raises:
         RequestError: so it is, but the model has no chat template.
     """
-    if args.prompt or args.prompt_file or args.prompts or args.json or not sys.stdin.isatty():
+    if args.prompt or args.prompt_file or args.prompts or args.image or args.json or not sys.stdin.isatty():
         return False
     if load_template(model_folder(args.model), args.chat_template) is None:
         raise RequestError(None, f"no prompt, and the model {args.model!r} has no chat template: {_NO_PROMPT}")
@@ -140,7 +150,7 @@ def _print_all(outputs: list[RequestOutput], as_json: bool) -> None:
         for completion in output.outputs:
             if len(output.outputs) > 1:
                 print(f"[{completion.index + 1}/{len(output.outputs)}]")
-            print(f"{output.prompt}{completion.text}")
+            print(f"{output.prompt or ''}{completion.text}")
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:

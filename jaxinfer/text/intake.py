@@ -24,6 +24,8 @@ from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, Thinking
 
 Prompt = str | Sequence[int]
+AnyPrompt = Prompt | Mapping[str, Any]
+"""A prompt of an offline call: text, token ids, or an object of a prompt with its images."""
 
 # Fields read from generation_config.json, with their converters: other tools write 20.0 or "20" for 20.
 _READ: Mapping[str, Callable[[object], Any]] = {
@@ -41,9 +43,9 @@ _MUST_BE: Mapping[Callable[[object], Any], str] = {
 }
 
 
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """Return the list of prompts for a text, a list of token ids, or a list of these."""
-    if isinstance(prompts, str):
+def as_prompts(prompts: Any) -> list[AnyPrompt]:
+    """Return the list of prompts for a text, a list of token ids, an object of a prompt, or a list of these."""
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
         reason = f"={reprlib.repr(prompts)} must be a text, a list of token ids, or a list of these"

@@ -72,3 +72,38 @@ def test_a_limit_is_no_full_queue() -> None:
     """A size limit and a full queue are both RESOURCE_EXHAUSTED; only a full queue is worth a retry."""
     error = from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the body is too large", ())
     assert type(error) is c.ResourceExhausted
+
+
+def test_images_are_sent_as_parts() -> None:
+    text = {"type": "text", "text": "hi"}
+    low = {"type": "image_url", "image_url": {"url": "https://a/b.png", "detail": "low"}}
+    held = {"type": "image", "image": b"file", "min_pixels": 3}
+    request = generate_request(None, None, [{"role": "user", "content": [text, low, held]}], {})
+    message = request.chat.messages[0]
+    assert not message.HasField("content")
+    assert not message.HasField("fields")
+    first, second, third = message.parts
+    assert first.text == "hi"
+    assert (second.image.url, second.image.max_pixels) == ("https://a/b.png", 512 * 512)
+    assert (third.image.data, third.image.min_pixels) == (b"file", 3)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image"},
+        {"type": "image", "image": 7},
+        {"type": "image_url", "image_url": "a.png"},
+        {"type": "image_url", "image_url": {}},
+        {"type": "image", "image": b"file", "max_pixels": "x"},
+    ],
+)
+def test_what_is_no_image_is_not_sent(part: dict) -> None:
+    with pytest.raises(ValueError, match="cannot be sent"):
+        generate_request(None, None, [{"role": "user", "content": [part]}], {})
+
+
+def test_beside_an_image_there_are_texts() -> None:
+    for part in ({"type": "audio"}, {"type": "text"}, "hi"):
+        with pytest.raises(ValueError, match="text=None cannot be sent"):
+            generate_request(None, None, [{"role": "user", "content": [{"type": "image", "image": b"a"}, part]}], {})

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.scheduling.buckets import rule_size
+from jaxinfer.engine.scheduling.buckets import Chunk, next_chunk, rule_size
 from jaxinfer.engine.scheduling.plan import DecodePlan, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence, needs_sampler_state
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob
+from jaxinfer.types import FinishReason, ImageInput, PositionLogprobs, Request, TokenLogprob
 
 VOCAB, EOS = 11, 10
 DECODE = -1  # class of the decode program
@@ -108,6 +108,7 @@ class FakeModel:
     classes: tuple[tuple[int, int], ...] = ((8, 0), (16, 1))
     relaxed: bool = False
     agree: bool = False
+    both_ways: bool = False
 
     @functools.cached_property
     def class_of(self) -> dict[int, int]:
@@ -127,7 +128,17 @@ class FakeModel:
         if position >= end:
             return self.decode_class
         wants = request.params.prompt_logprobs is not None
-        return self.chunk_class(self.sizes[-1] if wants else rule_size(position, end, self.sizes), logprobs=wants)
+        size = self._whole_size(request, position, end) if self.both_ways else rule_size(position, end, self.sizes)
+        return self.chunk_class(self.sizes[-1] if wants else size, logprobs=wants)
+
+    def _whole_size(self, request: Request, position: int, end: int) -> int:
+        """Return the size of the chunk of a token where no image is split: the prompt is computed from its start."""
+        spans, chunk = [(start, stop) for start, stop, _ in request.images], Chunk(0, 0, 0)
+        while chunk.start + chunk.length <= position:
+            start = chunk.start + chunk.length
+            chunk = next_chunk(start, end, self.sizes, dict.fromkeys(self.sizes, 0), whole=spans)
+            size = rule_size(start, end, self.sizes) if start + chunk.length == end else self.sizes[-1]
+        return size
 
     def answer(self, request: Request, index: int, position: int, seen: int, state: int) -> tuple[int, float]:
         """Return the sampled token of a row and its log probability. An n-gram drafter can guess every second token."""
@@ -145,11 +156,14 @@ class FakeModel:
 
     def alone(self, request: Request, index: int) -> Alone:
         chain, state = Chain(self.windows, adapter=content_number(request)), self.first_state(request)
+        rows = {
+            placed.start + row: number for placed in request.images for row, number in enumerate(encoded(placed.image))
+        }
         tokens, logprobs = list(request.prompt_token_ids), []
         prompt, reason = len(tokens), None
         while reason is None:
             at = chain.position
-            seen = chain.feed(tokens[at], self.due(request, at))
+            seen = chain.feed(rows.get(at, tokens[at]), self.due(request, at))
             if at + 1 < prompt:
                 logprobs.append(float(seen >> 44))
                 continue
@@ -164,6 +178,11 @@ class FakeModel:
 def content_number(request: Request) -> int:
     """Return the content number of a request's adapter: the value of each part of its slot once it is loaded."""
     return 0 if request.lora is None else int(request.lora.identity, 16)
+
+
+def encoded(image: ImageInput) -> list[int]:
+    """Return what the encoder makes of an image: a number for each of its rows."""
+    return [mix(int(image.digest, 16), row) for row in range(image.patches.shape[0])]
 
 
 def _reason(request: Request, token: int, generated: int) -> FinishReason | None:
@@ -208,6 +227,7 @@ class FakeDevice:
         self._before = 0, 0, False  # previous row: sampled token, its state, whether its drafts are true
         self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: sequence, position and token last sampled
         self._drafted_to: dict[int, int] = {}  # by arrival: number of tokens whose keys the draft model has
+        self._encoded: dict[int, int] = {}  # rows of the encoder cache
         self._banks: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # adapter banks by slot and part
         self.computed = {"prefill": 0, "decode": 0}  # tokens
         self.moved = {"exports": 0, "copies": 0, "imports": 0}
@@ -219,6 +239,9 @@ class FakeDevice:
         self._tables, self._microbatch = self._live_tables.copy(), plan.microbatch
         for slot, part, arrays in plan.loads:
             self._banks.setdefault(slot, {})[part] = {name: array.copy() for name, array in arrays.items()}
+        for image, rows in plan.encodes:
+            assert all(0 <= row < self._engine.encoder_cache_size for row in rows), "a row beyond the encoder cache"
+            self._encoded |= dict(zip(rows.tolist(), encoded(image), strict=True))
         self._move(plan)
         self._seat(plan)
         self._holders = self._count_holders(plan)
@@ -277,11 +300,11 @@ class FakeDevice:
         """Return the plan with the draft model's tokens, three of four of them true. The draft model must have seen all
         tokens that the model has."""
         found: dict[int, list[int]] = {}
-        for sequence, chunk, _ in plan.prefills:  # computed by the draft model, too
+        for sequence, chunk, *_ in plan.prefills:  # computed by the draft model, too
             if chunk.start <= (before := self._reach(sequence)):
                 self._drafted_to[sequence.arrival] = max(before, chunk.start + chunk.length)
         reach = {draft.sequence.arrival: self._reach(draft.sequence) for draft in plan.drafts or ()}
-        for sequence, chunk, _ in plan.draft_prefills:
+        for sequence, chunk, *_ in plan.draft_prefills:
             assert chunk.start <= reach[sequence.arrival], "the draft model would see nothing of some tokens"
             assert 0 < chunk.length <= chunk.size
             assert chunk.start + chunk.length < len(sequence.tokens), "a chunk of tokens that are not known"
@@ -328,6 +351,8 @@ class FakeDevice:
             assert chunk.start + chunk.length <= sequence.prefill_end, f"{chunk} goes too far"
             assert chunk.start + chunk.length < len(sequence.tokens), "the last known token is a row"
             assert prefill.logprobs == (sequence.params.prompt_logprobs is not None)
+            spans = sequence.images.spans if sequence.images is not None else ()
+            assert not any(first < chunk.start + chunk.length < last for first, last in spans), "an image is split"
             reach[id(sequence)] = chunk.start + chunk.length
         self._check_rows(plan, reach)
 
@@ -428,7 +453,10 @@ class FakeDevice:
         klass = self._model.chunk_class(size, logprobs=plan.logprobs)
         chain = Chain(self._model.windows, start, self._context(sequence, start, compare=True), self._adapter(sequence))
         prompt = sequence.prompt
-        seen = [chain.feed(token, klass) for token in sequence.tokens[start : start + length]]
+        tokens = list(sequence.tokens[start : start + length])
+        if plan.rows is not None:
+            tokens = [token if row < 0 else self._encoded[row] for token, row in zip(tokens, plan.rows, strict=True)]
+        seen = [chain.feed(token, klass) for token in tokens]
         self._write(sequence, start, chain.new, klass)
         self.computed["prefill"] += length
         if not plan.logprobs:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.config.images import ImageNeeds
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.pages import Costs
@@ -200,6 +201,7 @@ def make_loop(
     costs: Costs | None = None,
     loras: LoRAStore | None = None,
     decode_agrees: bool = False,
+    images: ImageNeeds | None = None,
     **changes: Any,
 ) -> Loop:
     """Return a loop with three slots and 24 pages of 8 tokens, unless ``changes`` override them.
@@ -209,6 +211,7 @@ def make_loop(
         rows: of the decode program, if more than slots.
         loras: source of adapters, for settings that enable them.
         decode_agrees: all programs are of one class.
+        images: of the model's vision tower.
     """
     config = {
         "max_num_seqs": 3,
@@ -220,11 +223,12 @@ def make_loop(
         **changes,
     }
     cache = CacheSpec(tuple(LayerSpec(window) for window in windows), kv_heads=1, head_dim=8)
-    engine = resolve(EngineConfig(**config), cache, max_position=128, itemsize=4)
+    engine = resolve(EngineConfig(**config), cache, max_position=128, itemsize=4, images=images)
     rows = -(-max(rows, engine.rows) // engine.microbatches) * engine.microbatches
     engine = dataclasses.replace(engine, host_pages=host_pages, rows=rows)
+    both_ways = images is not None and images.both_ways
     pairs = tuple(zip(engine.prefill_sizes, classes, strict=True))
-    model = FakeModel(windows, engine.prefill_sizes, pairs, engine.exactness == "relaxed", decode_agrees)
+    model = FakeModel(windows, engine.prefill_sizes, pairs, engine.exactness == "relaxed", decode_agrees, both_ways)
     return Loop(engine, model, costs, loras)
 
 

@@ -44,7 +44,7 @@ def tree() -> RadixTree:
 
 
 def nearest(tree: RadixTree, root: Node, wanted: int, *tokens: int) -> tuple[bytes | None, int]:
-    node, count = tree.closest(root, wanted, page(*tokens), lambda node: True)
+    node, count = tree.closest(root, wanted, page(*tokens), len(tokens), lambda node: True)
     return node and node.key[1], count
 
 
@@ -93,7 +93,7 @@ def test_a_nearer_page_that_cannot_be_used_is_passed_over(tree):
     root = tree.plant(b"")
     tree.add(root, (code(4), page(1, 2, 3, 4)))
     far = tree.add(root, (code(4), page(1, 2, 9, 9)))
-    assert tree.closest(root, code(4), page(1, 2, 3), lambda node: node is far) == (far, 2)
+    assert tree.closest(root, code(4), page(1, 2, 3), 3, lambda node: node is far) == (far, 2)
 
 
 def test_pruning_takes_parents_that_lead_to_nothing(tree):

@@ -5,14 +5,18 @@ from typing import Any
 import pytest
 
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.text.contents import asks_for_none, message_of, text_of
+from jaxinfer.text.contents import GivenImage, asks_for_none, held_image, images_in, message_of, text_of, with_images
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+URL = "data:image/png;base64,AAAA"
+IMAGE = {"type": "image_url", "image_url": {"url": URL}}
 TEXT = {"type": "text", "text": "hello"}
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
 NOT_TEXT: list[tuple[Any, str]] = [
-    ([IMAGE], ".content[0].type"),
-    ([TEXT, IMAGE], ".content[1].type"),
+    ([{"type": "image_url"}], ".content[0].image_url.url"),
+    ([{"type": "image_url", "image_url": {"url": 7}}], ".content[0].image_url.url"),
+    ([{"type": "image_url", "image_url": None, "uuid": "7"}], ".content[0].image_url"),
+    ([TEXT, {"type": "image_url", "image_url": {"url": "data:", "detail": "fine"}}], ".content[1].image_url.detail"),
+    ([IMAGE, {"type": "input_audio", "input_audio": {}}], ".content[1].type"),
     ([TEXT, {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}], ".content[1].type"),
     ([{"type": "video_url", "video_url": {}}], ".content[0].type"),
     ([{"type": "image"}], ".content[0].type"),
@@ -77,3 +81,56 @@ def test_templates_that_ask_for_no_content() -> None:
     assert asks_for_none(["{% if message.content is none %}"])
     assert asks_for_none(["{{ x }}", "{% if m['content'] is not none %}"])
     assert not asks_for_none(["{{ message.content }}"])
+
+
+def test_images_are_read_at_their_place_and_texts_beside_them_stay_parts() -> None:
+    low = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}, "uuid": "7"}
+    content = [TEXT, IMAGE, {"type": "image_url", "image_url": URL}, low]
+    made = message_of("m", {"role": "user", "content": content})["content"]
+    assert made[0] == TEXT
+    assert [(each.path, each.field, each.source, each.options) for each in made[1:]] == [
+        ("m.content[1]", "m.content[1].image_url.url", URL, {}),
+        ("m.content[2]", "m.content[2].image_url", URL, {}),
+        ("m.content[3]", "m.content[3].image_url.url", URL, {"max_pixels": 512 * 512}),
+    ]
+    assert message_of("m", {"role": "user", "content": made})["content"] == made
+
+
+def test_images_held_in_this_process_are_read_only_where_they_may_be() -> None:
+    for part, field in (
+        ({"type": "image", "image": b"bytes"}, "m.content[0].image"),
+        ({"type": "image", "path": "a.png"}, "m.content[0].path"),
+        ({"type": "image_pil", "image_pil": 7}, "m.content[0].image_pil"),
+        (IMAGE, "m.content[0].image_url.url"),
+    ):
+        message = {"role": "user", "content": [part]}
+        (made,) = message_of("m", message, image=held_image)["content"]
+        assert made.field == field
+        if part is not IMAGE:  # a server must not read files that its clients name
+            with pytest.raises(RequestError):
+                message_of("m", message)
+
+
+def test_templates_get_places_of_images() -> None:
+    image = GivenImage("m", "image", "image", b"")
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [image, TEXT, image]}]
+    for source in ("{{ m.content }}", "{% if message.content is string %}{% for part in message.content %}"):
+        made, images = with_images(messages, [source])
+        assert made[0]["content"] == "s"
+        assert made[1]["content"] == [{"type": "image"}, TEXT, {"type": "image"}]
+        assert images == [image, image] == images_in(messages)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}",
+        "{%- for part in message.content -%}",
+    ],
+)
+def test_templates_that_read_lists_of_parts_alone_get_lists(source: str) -> None:
+    assert with_images([{"role": "user", "content": "hello"}], [source])[0][0]["content"] == [TEXT]
+
+
+def test_an_image_is_not_shown() -> None:
+    assert "secret" not in repr(GivenImage("m", "image", "image", b"secret"))

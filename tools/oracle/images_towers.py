@@ -19,6 +19,7 @@ import numpy as np
 import PIL.Image
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -27,7 +28,7 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from tools.oracle.golden import write_json
-from tools.oracle.images import END, IMAGE, START, ImageCase, Pixels, Plan, main
+from tools.oracle.images import END, IMAGE, START, ImageCase, Pixels, Plan, _as_url, main
 from tools.oracle.pictures import FILES, HANDED
 
 with mock.patch(
@@ -305,30 +306,42 @@ def expansions() -> dict[str, Any]:
 
 # ---- pictures
 
-DIGESTED: Mapping[str, tuple[int, Any, dict[str, Any]]] = {
-    "clip 336": (14, CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size=336), {}),
-    "clip 32 of 40": (8, CLIPImageProcessorPil(size={"height": 40, "width": 24}, crop_size=32, resample=2), {}),
-    "llava 48, padded": (8, LlavaImageProcessorPil(size={"shortest_edge": 48}, crop_size=48, do_pad=True), {}),
-    "siglip 224": (14, Gemma3ImageProcessorPil(), {}),
-    "siglip 896": (14, Gemma3ImageProcessorPil(size={"height": 896, "width": 896}), {}),
-    "pixtral 1540": (14, PixtralImageProcessorPil(size={"longest_edge": 1540}), {"patch_size": 28}),
-    "pixtral 100": (16, PixtralImageProcessorPil(size={"longest_edge": 100}), {"patch_size": 16}),
-}
-"""Patch, processor and options, by name."""
+_KINDS = {"clip": CLIPImageProcessorPil, "siglip": Gemma3ImageProcessorPil, "pixtral": PixtralImageProcessorPil}
+DIGESTED: Sequence[dict[str, Any]] = (
+    {"kind": "clip", "patch": 14, "settings": {"size": {"shortest_edge": 336}, "crop_size": 336}},
+    {"kind": "clip", "patch": 8, "settings": {"size": {"height": 40, "width": 23}, "crop_size": 32, "resample": 2}},
+    {
+        "kind": "clip",
+        "patch": 8,
+        "settings": {
+            "image_processor_type": "LlavaImageProcessor",
+            "size": {"shortest_edge": 48},
+            "crop_size": 48,
+            "do_pad": True,
+        },
+    },
+    {"kind": "siglip", "patch": 14, "settings": {}},
+    {"kind": "siglip", "patch": 14, "merge": 4, "settings": {"size": {"height": 896, "width": 896}, "resample": 3}},
+    {"kind": "pixtral", "patch": 14, "merge": 2, "settings": {"size": {"longest_edge": 1540}}},
+    {"kind": "pixtral", "patch": 16, "settings": {"size": {"longest_edge": 100}, "do_normalize": False}},
+)
+"""Processors whose pixels are digested: family, pixels of a patch, patches of a token's side, and settings."""
 
 
-def digests() -> dict[str, dict[str, Any]]:
-    """Return shapes and SHA-256 of the pixels of all pictures by processor; null: transformers fails."""
-    from transformers.image_utils import load_image
-
-    from tools.oracle.images import _as_url
-
+def digests() -> dict[str, Any]:
+    """Return `DIGESTED`, each with shapes and SHA-256 of the pixels of all pictures; null: transformers fails."""
+    shown: dict[str, Callable[[], Any]]
     shown = {name: functools.partial(lambda data: load_image(_as_url(data())), data) for name, data in FILES.items()}
     shown |= {f"handed {mode}": made for mode, made in HANDED.items()}
-    found = dict[str, dict[str, Any]]()
-    for name, (patch, process, options) in DIGESTED.items():
-        found[name] = {picture: _digest(process, made(), patch, options) for picture, made in shown.items()}
-    return found
+    return {f"processor {index}": {**each, "pictures": _digested(each, shown)} for index, each in enumerate(DIGESTED)}
+
+
+def _digested(each: Mapping[str, Any], shown: Mapping[str, Callable[[], PIL.Image.Image]]) -> dict[str, Any]:
+    settings = dict(each["settings"])
+    kind = LlavaImageProcessorPil if settings.pop("image_processor_type", None) else _KINDS[each["kind"]]
+    patch, process = each["patch"], kind(**settings)
+    options = {"patch_size": patch * each.get("merge", 1)} if each["kind"] == "pixtral" else {}
+    return {name: _digest(process, made(), patch, options) for name, made in shown.items()}
 
 
 def _digest(process: Any, image: PIL.Image.Image, patch: int, options: Mapping[str, Any]) -> list[Any] | None:

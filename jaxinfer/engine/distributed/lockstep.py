@@ -8,6 +8,8 @@ rank's own commands is kept, so that its step is the same as on an engine with i
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,8 +20,17 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int32, UInt8
 
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch, idle_batch, with_rows
+from jaxinfer.engine.execution.commands import (
+    Command,
+    DecodeBatch,
+    Executor,
+    PrefillBatch,
+    as_text,
+    idle_batch,
+    with_rows,
+)
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
+from jaxinfer.engine.execution.encoder import text_part
 from jaxinfer.engine.execution.placement import abstract_arrays, place_params, put_part, targets_of
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage
@@ -27,10 +38,11 @@ from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, HostPages, moved_pages, slot_bytes
 from jaxinfer.parallel.arrays import zeros
-from jaxinfer.parallel.dp_attention import joined, rank_sharding
+from jaxinfer.parallel.dp_attention import joined, of_ranks, rank_sharding
 from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
+from jaxinfer.types import VISION
 
 
 class Awaited:
@@ -86,7 +98,7 @@ class RankExecutor(Executor):
                 return self._ask(command, _awaited(Logprobs))
             case commands.Prefill() | commands.CopyPages() | commands.SetSlots() | commands.AdmitSlot():
                 return self._ask(command, None)
-            case commands.LoadLora():
+            case commands.LoadLora() | commands.Encode():
                 return self._ask(command, None)
             case commands.ExportPages() | commands.ImportPages():
                 return self._ask(command, self._host)
@@ -149,7 +161,8 @@ class Lockstep:
         self._sharding, count = rank_sharding(mesh), mesh.shape["dp_attn"]
         self._hosted = on_host(self._sharding)
         self.size_classes: Mapping[int, int] = {size: size for size in engine.prefill_sizes}
-        self.params = place_params(model, mesh)
+        whole = place_params(model, mesh)
+        self.params, self._tower = text_part(whole), whole.get(VISION)
         spec, page = model.cache_spec, engine.page_size
         self.pools = new_pools(spec, count * engine.num_pages, page, model.dtype, self._sharding)
         self._device_slots = [HostSlots(engine.rows, limits).snapshot()._asdict() for _ in range(count)]
@@ -158,7 +171,7 @@ class Lockstep:
         self.ranks = [RankExecutor(self, HostPages(engine.host_pages)) for _ in range(count)]
         stage = Stage(model)
         arrays = abstract_arrays(stage, engine, limits, mesh)
-        self.banks = zeros(arrays.banks)
+        self.banks, self.images = zeros(arrays.banks), zeros(of_ranks((arrays.images,), mesh)[0])
         self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         self.programs: Any = compile_stages([stage], [arrays], engine, progress)[0]
         self._idle = self._idle_operands()
@@ -195,13 +208,18 @@ class Lockstep:
             commands.AdmitSlot: self._admit,
             commands.SetSlots: self._set_slots,
             commands.LoadLora: self._load,
+            commands.Encode: self._encode,
             commands.PrefillLogprobs: self._prefill_logprobs,
             commands.Prefill: self._prefill,
             commands.Decode: self._decode,
         }
+        choose: dict[Any, Callable[[], list[Any]]] = {
+            commands.Prefill: self._together,
+            commands.Encode: self._of_one_size,
+        }
         for kind, call in calls.items():
             while any(rank.pending[kind] for rank in self.ranks):
-                call(self._together() if kind is commands.Prefill else self._next(kind))
+                call(choose.get(kind, functools.partial(self._next, kind))())
 
     def _next(self, kind: type[Command[Any]]) -> list[Any]:
         """Pop the next command of each rank, with the object that awaits its result; None where it has none."""
@@ -300,6 +318,26 @@ class Lockstep:
                 place = np.int32(rank * self._engine.lora_slots + slot)
                 self.banks[part] = self.programs.load[part](self.banks[part], place, placed)
 
+    # ---- images
+
+    def _of_one_size(self) -> list[tuple[commands.Encode, None] | None]:
+        """Pop the next image of each rank that runs in the same program as the first: another would change its bits."""
+        waiting = [rank.pending[commands.Encode] for rank in self.ranks]
+        sizes = [queue[0][0].patches.shape[0] if queue else 0 for queue in waiting]
+        first = next(filter(None, sizes))
+        return [queue.popleft() if size == first else None for queue, size in zip(waiting, sizes, strict=True)]
+
+    def _encode(self, pending: list[tuple[commands.Encode, None] | None]) -> None:
+        """Encode an image of each rank; a rank without one drops the rows of another's."""
+        some = next(one[0] for one in pending if one is not None)
+        nowhere = np.full_like(some.rows, self._engine.encoder_cache_size)
+        given = [one[0] if one else dataclasses.replace(some, rows=nowhere) for one in pending]
+        parts = [
+            (each.patches, {name: np.atleast_1d(x) for name, x in each.layout.items()}, each.rows) for each in given
+        ]
+        program = self.programs.encode[some.patches.shape[0]]
+        self.images = program(self._tower, self.images, *joined(parts))
+
     # ---- steps
 
     def _programs(self, batches: Sequence[DecodeBatch] | Sequence[PrefillBatch]) -> tuple[Any, Any, Any]:
@@ -323,18 +361,23 @@ class Lockstep:
         shapes = [batch.tokens.shape for batch in batches if batch is not None]
         side, size = max(count for count, _ in shapes), max(size for _, size in shapes)
         programs, params, packed = self._programs([self._chunks(one, side, size) for one in batches])
-        self.pools = programs.prefill[size, side](params, self.pools, joined(packed), None)
+        self.pools = programs.prefill[size, side](params, self.pools, joined(packed), self.images)
 
     def _chunks(self, batch: PrefillBatch | None, side: int, size: int) -> PrefillBatch:
         """Pad a batch to ``side`` chunks of this size; the missing chunks are empty."""
         starts = np.zeros(side, np.int32)
         tables = np.zeros((self._idle.pages.shape[0], side, self._engine.table_width), np.int32)
         loras = np.full(side, -1, np.int32) if self.banks else None
-        wide = PrefillBatch(np.zeros((side, size), np.int32), starts, starts.copy(), tables, loras=loras)
+        wide = as_text(
+            PrefillBatch(np.zeros((side, size), np.int32), starts, starts.copy(), tables, loras=loras), self._engine
+        )
         if batch is not None:
             count, chunk = batch.tokens.shape
             wide.tokens[:count, :chunk], wide.starts[:count], wide.lengths[:count] = batch[:3]
             wide.tables[:, :count] = batch.tables
+            for name in ("images", "axes", "ends"):
+                if (own := getattr(batch, name)) is not None:
+                    getattr(wide, name)[:count, ..., :chunk] = own
             if loras is not None and batch.loras is not None:
                 loras[:count] = batch.loras
         return wide
@@ -344,7 +387,7 @@ class Lockstep:
         programs, params, packed = self._programs([self._chunks(one and one[0].batch, 1, size) for one in pending])
         nothing = np.zeros(size, np.int32)
         following = joined([one[0].following if one else nothing for one in pending])
-        self.pools, logprobs = programs.prefill_logprobs(params, self.pools, joined(packed), None, following)
+        self.pools, logprobs = programs.prefill_logprobs(params, self.pools, joined(packed), self.images, following)
         self._deal(logprobs, pending, size)
 
     def _decode(self, pending: list[tuple[commands.Decode, Sampled] | None]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from jaxinfer.compilations import found_out, timed
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Executor, PrefillBatch, idle_batch
+from jaxinfer.engine.execution.commands import Executor, PrefillBatch, as_text, idle_batch
+from jaxinfer.engine.execution.encoder import text_part
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.probe import AdaptedExecutor, Probe, joint
 from jaxinfer.engine.scheduling.pages import Costs
@@ -80,7 +81,8 @@ def _try_out(executor: Executor, prepared: Prepared, platform: str) -> dict[str,
     found = [probe.prefill_batches() for probe in probes]
     batches = {size: count for size, count in found[0].items() if all(size in each for each in found)}
     classes, resume, agrees = {size: number for number, size in enumerate(engine.prefill_sizes)}, True, False
-    operations = 2 * len(probes) * sum(leaf.size for leaf in jax.tree.leaves(model.params))  # operations of one token
+    weights = sum(leaf.size for leaf in jax.tree.leaves(text_part(model.params)))
+    operations = 2 * len(probes) * weights  # of one token
     most = _CPU_OPERATIONS // operations if platform == "cpu" else math.inf
     if exact and engine.enable_prefix_caching and (tokens := probes[0].size_class_tokens()) <= most:
         classes = joint([probe.size_classes() for probe in probes])
@@ -124,7 +126,7 @@ def measure_costs(executor: Executor, engine: ResolvedEngine, groups: int) -> Co
         np.array([min(size, engine.table_width * engine.page_size)], np.int32),
         np.broadcast_to(np.arange(engine.table_width, dtype=np.int32), (groups, 1, engine.table_width)).copy(),
     )
-    pages = np.zeros((groups, len(hosts)), np.int32)
+    chunk, pages = as_text(chunk, engine), np.zeros((groups, len(hosts)), np.int32)
     nowhere = np.full_like(pages, engine.num_pages)
 
     def swap() -> None:

@@ -32,6 +32,8 @@ class DecodeBatch(NamedTuple):
     among a slot's drafts (0: that of its own row); None: there is one.
 
     ``loras``: bank slot of each row's adapter; -1: no adapter. None: the engine has no adapters.
+
+    ``shifts``: what is added to each position for the rotary position, after images; None: the model has one axis.
     """
 
     tokens: Int[Any, " rows"]
@@ -41,6 +43,7 @@ class DecodeBatch(NamedTuple):
     owners: Int[Any, " rows"] | None = None
     branches: Int[Any, " rows"] | None = None
     loras: Int[Any, " rows"] | None = None
+    shifts: Int[Any, " rows"] | None = None
 
 
 class DraftBatch(NamedTuple):
@@ -81,6 +84,10 @@ class PrefillBatch(NamedTuple):
 
     A chunk of length 0 is idle. ``following``: the token after each chunk, for a draft head; None: the head does not
     run on the chunks. ``loras``: adapter of each chunk, as of a row of `DecodeBatch`.
+
+    Of models with a vision tower, else None: ``images`` is the row of the encoder cache that is the embedding of each
+    token, -1 of text; ``axes`` are rotary positions on three axes, None where there is one; ``ends`` the last position
+    that each token sees, None where no image is attended to in both directions.
     """
 
     tokens: Int[Any, "batch chunk"]
@@ -89,6 +96,24 @@ class PrefillBatch(NamedTuple):
     tables: Int[Any, "groups batch width"]
     following: Int[Any, " batch"] | None = None
     loras: Int[Any, " batch"] | None = None
+    images: Int[Any, "batch chunk"] | None = None
+    axes: Int[Any, "batch 3 chunk"] | None = None
+    ends: Int[Any, "batch chunk"] | None = None
+
+    def for_drafts(self) -> PrefillBatch:
+        """Return the chunks as a draft model or head takes them: without adapters and images."""
+        return self._replace(loras=None, images=None, axes=None, ends=None)
+
+
+def as_text(batch: PrefillBatch, engine: ResolvedEngine) -> PrefillBatch:
+    """Return chunks of text with the arrays that an engine with images needs."""
+    if engine.images is None:
+        return batch
+    count, size = batch.tokens.shape
+    at = (batch.starts[:, None] + np.arange(size, dtype=np.int32)).astype(np.int32)
+    axes = np.repeat(at[:, None], 3, axis=1) if engine.images.axes else None
+    ends = at if engine.images.both_ways else None
+    return batch._replace(images=np.full((count, size), -1, np.int32), axes=axes, ends=ends)
 
 
 def idle_batch(engine: ResolvedEngine, groups: int, rows: int | None = None) -> DecodeBatch:
@@ -97,7 +122,8 @@ def idle_batch(engine: ResolvedEngine, groups: int, rows: int | None = None) -> 
     none, tables = np.full(rows, -1, np.int32), np.zeros((groups, rows, engine.table_width), np.int32)
     owners = None if engine.speculative is None else np.arange(rows, dtype=np.int32)
     branches = np.zeros(rows, np.int32) if engine.drafts_trees else None
-    return DecodeBatch(none, none, none, tables, owners, branches, none if engine.lora_slots else None)
+    shifts = np.zeros(rows, np.int32) if engine.images is not None and engine.images.axes else None
+    return DecodeBatch(none, none, none, tables, owners, branches, none if engine.lora_slots else None, shifts)
 
 
 def with_rows(batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
@@ -182,6 +208,17 @@ class PrefillLogprobs(Command[Logprobs]):
     batch: PrefillBatch
     following: Int32[np.ndarray, " chunk"]
     by_last_stage = True
+
+
+# ---- images
+
+
+class Encode(Command[None]):
+    """Encode one image into ``rows`` of the encoder cache, for prompt chunks that follow. ``layout``: see `Tower`."""
+
+    patches: UInt8[np.ndarray, "patches values"]
+    layout: Mapping[str, Shaped[np.ndarray, "..."]]
+    rows: Int32[np.ndarray, " outputs"]
 
 
 # ---- adapters

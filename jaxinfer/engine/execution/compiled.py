@@ -19,6 +19,7 @@ from jaxinfer.compilations import Fingerprints, compiler_options, lower, timed
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
+from jaxinfer.engine.execution.encoder import abstract_layout, make_encode
 from jaxinfer.engine.execution.kernel_trial import try_kernels
 from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
@@ -48,8 +49,8 @@ ADAPTED = "_adapted"  # suffix of the names of programs with adapters
 @dataclasses.dataclass(frozen=True)
 class CompiledStage:
     """Executables of a pipeline stage, named as in `engine.step`; ``decode`` and ``decode_many`` by rows (none where
-    the stage has none), ``prefill`` by chunk size and number of chunks, ``export`` and ``restore`` by number of pages.
-    They take a batch as `pack` makes it.
+    the stage has none), ``prefill`` by chunk size and number of chunks, ``export`` and ``restore`` by number of pages,
+    ``encode`` by patch rows of an image. They take a batch as `pack` makes it.
 
     On all stages but the last, ``decode`` and ``prefill`` are those of `make_pass_programs`, and the programs that need
     the head or the sampler are None. ``decode_many`` is empty where one step is the most. A draft model or head has
@@ -70,6 +71,7 @@ class CompiledStage:
     admit: Any = None
     save_slot: Any = None
     restore_slot: Any = None
+    encode: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     adapted: CompiledStage | None = None
     load: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -81,7 +83,7 @@ class CompiledStage:
     def temporaries(self) -> int:
         """Return the bytes that the program with the largest working set uses while it runs, see `temporary_bytes`."""
         widest = self.prefill[max(self.prefill, key=math.prod)] if self.prefill else None
-        programs = (*self.decode.values(), self.draft, widest, self.prefill_logprobs)
+        programs = (*self.decode.values(), *self.encode.values(), self.draft, widest, self.prefill_logprobs)
         own = max(temporary_bytes(program) for program in programs if program is not None)
         return own if self.adapted is None else max(own, self.adapted.temporaries())
 
@@ -131,7 +133,8 @@ def compile_largest(
     wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
     wanted += [work.sized("decode", rows) for rows in work.engine.decode_sizes] if every_size else []
     wanted += [name + ADAPTED for name in wanted]
-    jobs = {name: job for name, job in work.computing().items() if name in wanted}
+    wanted += [f"encode_{rows}" for rows in engine.encoder_sizes[-1:]]
+    jobs = {name: job for name, job in {**work.computing(), **work.encoding()}.items() if name in wanted}
     return list(_compile(_tried([(work.mesh, jobs)], engine))[0].values())
 
 
@@ -201,14 +204,15 @@ class _Work:
             kind: {size: done.pop(f"{kind}_{size}") for size in TRANSFERS if f"{kind}_{size}" in done}
             for kind in ("export", "restore")
         }
-        return CompiledStage(prefill, decode=decode, decode_many=many, **moving, **done)
+        encode = {rows: done.pop(name) for rows in self.engine.encoder_sizes if (name := f"encode_{rows}") in done}
+        return CompiledStage(prefill, decode=decode, decode_many=many, encode=encode, **moving, **done)
 
     # ---- programs
 
     def jobs(self) -> dict[str, _Job]:
         rest = {**self.moving(), **(self.keeping() if self.stage.last else {})}
         ranked = {name: _of_ranks(job, self.mesh) for name, job in rest.items()}
-        return {**self.computing(), **ranked, **self._loading()}
+        return {**self.computing(), **self.encoding(), **ranked, **self._loading()}
 
     def computing(self) -> dict[str, _Job]:
         jobs = self._whole() if self.stage.last else self._passing()
@@ -234,7 +238,7 @@ class _Work:
         return jobs | self._prefill_jobs(prefill, results)
 
     def _whole(self) -> dict[str, _Job]:
-        engine, (params, pools, slots, last_tokens, sampler, features, _) = self.engine, self.arrays
+        engine, (params, pools, slots, last_tokens, sampler, features, *_) = self.engine, self.arrays
         state = StepState(pools, last_tokens, sampler, features)
         backend, spread, loops = engine.attention_backend, engine.sequence_parallel_norms, self.stage.loops
         decode = make_decode(self.stage, engine.max_logprobs, engine.num_speculative_tokens, backend)
@@ -251,7 +255,7 @@ class _Work:
                 many = _renamed(decode_many, name := self.sized("decode_many", rows))
                 jobs[name] = _Job(many, several, 2, (carried, out, out), loops=True, batch=3)
         largest = engine.prefill_sizes[-1]
-        prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
+        prompt = (params, pools, self._prefill_batch(largest, 1), self._entering(largest), self._ints(largest))
         with_logprobs = make_prefill_logprobs(self.stage, engine.max_logprobs, backend, spread_tokens=spread)
         jobs["prefill_logprobs"] = _Job(with_logprobs, prompt, 1, (pages, out), loops, batch=2)
         return jobs | self._prefill_jobs(make_prefill(self.stage, backend, spread_tokens=spread), pages)
@@ -283,9 +287,22 @@ class _Work:
     def _prefill_jobs(self, function: Callable[..., Any], results: Any) -> dict[str, _Job]:
         jobs = {}
         for size, count in self.prefills:
-            arriving = None if self.stage.first else self._arriving(size * count)
-            arguments = (*self.arrays[:2], self._prefill_batch(size, count), arriving)
+            arguments = (*self.arrays[:2], self._prefill_batch(size, count), self._entering(size * count))
             jobs[f"prefill_{size}x{count}"] = _Job(function, arguments, 1, results, self.stage.loops, batch=2)
+        return jobs
+
+    def encoding(self) -> dict[str, _Job]:
+        """Return programs that encode images, in the stage that has the vision tower."""
+        vision, images, jobs = self.stage.model.vision, self.arrays.images, dict[str, _Job]()
+        if vision is None or images is None:
+            return jobs
+        for rows in self.engine.encoder_sizes:
+            shapes = abstract_layout(vision, rows)
+            layout = {key: self._array(value.shape, value.dtype) for key, value in shapes.items()}
+            patches = self._array((rows, vision.config.values), np.uint8)
+            given = (self.arrays.tower, images, patches, layout, self._ints(rows // vision.config.merged))
+            encode = _renamed(make_encode(vision), name := f"encode_{rows}")
+            jobs[name] = _of_ranks(_Job(encode, given, 1, _sharding(images)), self.mesh, shared=1)
         return jobs
 
     def _like_parts(self) -> dict[str, str]:
@@ -348,17 +365,28 @@ class _Work:
             return None if self.stage.last else self._ints(rows)
         return self._array((rows, self.stage.taken), self.stage.model.dtype)
 
+    def _entering(self, rows: int) -> jax.ShapeDtypeStruct | None:
+        """Return what prefill programs take besides tokens: the encoder cache, or hidden states."""
+        return self.arrays.images if self.stage.first else self._arriving(rows)
+
     def _decode_batch(self, count: int) -> DecodeBatch:
         rows, tables = self._ints(count), self._ints(self.groups, count, self.engine.table_width)
         owners, branches = self.engine.speculative is not None, self.engine.drafts_trees
-        return DecodeBatch(rows, rows, rows, tables, rows if owners else None, rows if branches else None)
+        own, images = (rows if owners else None, rows if branches else None), self.engine.images
+        shifts = rows if images is not None and images.axes else None
+        return DecodeBatch(rows, rows, rows, tables, *own, shifts=shifts)
 
     def _drafted(self) -> jax.ShapeDtypeStruct:
         return self._ints(self.engine.rows // self.engine.microbatches, drafted_width(self.engine))
 
     def _prefill_batch(self, size: int, count: int) -> PrefillBatch:
         tables = self._ints(self.groups, count, self.engine.table_width)
-        return PrefillBatch(self._ints(count, size), self._ints(count), self._ints(count), tables)
+        batch = PrefillBatch(self._ints(count, size), self._ints(count), self._ints(count), tables)
+        if self.stage.drafts or self.engine.images is None:
+            return batch
+        images = self._ints(count, size)
+        axes = self._ints(count, 3, size) if self.engine.images.axes else None
+        return batch._replace(images=images, axes=axes, ends=images if self.engine.images.both_ways else None)
 
 
 class _DraftWork(_Work):
@@ -396,7 +424,7 @@ class _HeadWork(_Work):
         return {**self.computing(), **(self.moving() if self.arrays.pools else {})}
 
     def computing(self) -> dict[str, _Job]:
-        engine, (params, pools, slots, _, sampler, features, _) = self.engine, self.arrays
+        engine, (params, pools, slots, _, sampler, features, *_) = self.engine, self.arrays
         most, paths = engine.num_speculative_tokens, engine.speculative_tree
         programs = HeadPrograms(self.stage, most, paths, engine.attention_backend)
         pages = _shardings(pools)

@@ -19,6 +19,7 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch, Executor, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
+from jaxinfer.engine.execution.encoder import abstract_cache, text_part
 from jaxinfer.engine.execution.placement import (
     StageArrays,
     abstract_banks,
@@ -42,19 +43,22 @@ from jaxinfer.parallel.mesh import replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
+from jaxinfer.types import VISION
 
 _NONE: Any = None
 _ELSEWHERE = Sampled(_NONE, Logprobs(_NONE, _NONE, _NONE, _NONE))  # results that another process has
 
 
 class StageRuntime:
-    """A pipeline stage on its devices: parameters, banks of adapters, pools (donated to each call), host pages,
-    executables."""
+    """A pipeline stage on its devices: parameters, vision tower and encoder cache, banks of adapters, pools (donated to
+    each call), host pages, executables."""
 
     def __init__(self, stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> None:
         model = stage.model
         self.stage, self.mesh, self.replicated = stage, mesh, replicated(mesh)
-        self.params = place_params(model, mesh)
+        whole = place_params(model, mesh)
+        self.params, self.tower = text_part(whole), whole.get(VISION)
+        self.images: Array | None = zeros(abstract_cache(model, engine, self.replicated))
         self.banks = zeros(abstract_banks(stage, engine, mesh))
         self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         self.pools: list[Pool] = zeros(abstract_pools(model, engine, mesh))
@@ -79,6 +83,11 @@ class StageRuntime:
         if self.banks is not None and part in self.banks:
             placed = put_part(part, arrays, self._of_parts[part], self.mesh)
             self.banks[part] = self.run.load[part](self.banks[part], np.int32(slot), placed)
+
+    def encode(self, command: commands.Encode) -> None:
+        """Write the encoder's outputs of an image into the encoder cache."""
+        program = self.run.encode[command.patches.shape[0]]
+        self.images = program(self.tower, self.images, command.patches, dict(command.layout), command.rows)
 
     def tokens(self, rows: int) -> Array:
         """Make dummy last tokens for the first stage where all tokens come from the host."""
@@ -164,7 +173,7 @@ class LocalExecutor:
         self.runtimes, last = [runtime for runtime in places if runtime is not None], places[-1]
         rows = engine.rows // engine.microbatches
         self._passing = list(zip(places[:-1], _links(cuts, meshes, engine), strict=True))
-        self._first = places[0] if self._passing else None
+        self._entry, self._first = places[0], places[0] if self._passing else None
         # If one process has all stages, tokens go back to the first one from device to device.
         self._loops = self._first is not None and len(processes_of(mesh)) == 1
         self._no_tokens = None if self._first is None else self._first.tokens(rows)
@@ -219,11 +228,12 @@ class LocalExecutor:
         return {rows: put_whole(np.full((rows, words), -1, np.int32), last.replicated) for rows in sizes}
 
     def _arrays(self, runtime: StageRuntime) -> StageArrays:
+        vision = {"tower": runtime.tower, "images": runtime.images}
         if not runtime.stage.last:
-            return StageArrays(runtime.params, runtime.pools, banks=runtime.banks)
+            return StageArrays(runtime.params, runtime.pools, banks=runtime.banks, **vision)
         microbatch = self.microbatches[0]
         kept = microbatch.slots, microbatch.last_tokens, microbatch.sampler, microbatch.features
-        return StageArrays(runtime.params, runtime.pools, *kept, runtime.banks)
+        return StageArrays(runtime.params, runtime.pools, *kept, runtime.banks, **vision)
 
     def run[Result](self, command: Command[Result]) -> Result:
         """Run a command: the single dispatch over command types."""
@@ -239,6 +249,8 @@ class LocalExecutor:
                 return self._prefill(batch)
             case commands.PrefillLogprobs(batch, following):
                 return self._prefill_logprobs(batch, following)
+            case commands.Encode():
+                return None if self._entry is None else self._entry.encode(command)
             case commands.DraftPrefill(batch):
                 return self._draft_prefill(batch)
             case commands.LoadLora(slot, part, arrays):
@@ -330,7 +342,7 @@ class LocalExecutor:
         return drafted
 
     def _draft_prefill(self, batch: PrefillBatch) -> None:
-        (count, size), plain = batch.tokens.shape, batch._replace(loras=None)
+        (count, size), plain = batch.tokens.shape, batch.for_drafts()
         for runtime in self.drafting:
             if not runtime.stage.is_head:
                 runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(plain), None)
@@ -340,7 +352,7 @@ class LocalExecutor:
         if not self.runtimes[-1].stage.prompts:
             return cast(list[Pool], filled)
         (runtime,), (pools, features) = self.drafting, filled
-        (count, size), plain = batch.tokens.shape, batch._replace(loras=None)
+        (count, size), plain = batch.tokens.shape, batch.for_drafts()
         if batch.following is not None:
             runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(plain), features)
         return pools
@@ -368,7 +380,8 @@ class LocalExecutor:
 
     def _chunks_through(self, batch: PrefillBatch) -> Array | None:
         seen = batch._replace(following=None)  # `following` is for a draft head only
-        return self._through(batch.tokens.size, lambda runtime, x: runtime.pass_prefill(seen, x))
+        images = None if self._entry is None else self._entry.images
+        return self._through(batch.tokens.size, lambda runtime, x: runtime.pass_prefill(seen, x), images)
 
     def _through(
         self, rows: int, run: Callable[[StageRuntime, Array | None], Array], x: Array | None = None

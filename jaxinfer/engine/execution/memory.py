@@ -115,14 +115,15 @@ def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
 def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Needs:
     """Return the bytes of a stage of a `Prepared` model on each of its devices, without its programs; ``arrays``: its
     `abstract_arrays`. A draft model is on the devices of its model's last stage, and has as many pages."""
-    weights, page = device_bytes(arrays.params), _page_bytes(part.model, engine)
+    weights, page = device_bytes((arrays.params, arrays.tower)), _page_bytes(part.model, engine)
     for draft in draft_stages(part.model):
         mesh = jax.tree.leaves(arrays.params)[0].sharding.mesh
         weights += device_bytes(abstract_params(unshared(draft.model, part.model), mesh))
         page += _page_bytes(draft.model, engine)
     sampler, adapters = device_bytes((arrays.sampler, arrays.features)), device_bytes(arrays.banks)
     state = part.model.cache_spec.bytes_per_state(part.model.dtype.itemsize, engine.devices)
-    return Needs(weights, sampler * engine.microbatches, page, adapters=adapters, states=state * engine.state_places)
+    others = {"adapters": adapters, "states": state * engine.state_places, "images": device_bytes(arrays.images)}
+    return Needs(weights, sampler * engine.microbatches, page, **others)
 
 
 def _page_bytes(model: Model, engine: ResolvedEngine) -> int:

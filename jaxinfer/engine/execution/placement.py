@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
+from jaxinfer.engine.execution.encoder import abstract_cache, text_part
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import Pool, new_pools, with_states
 from jaxinfer.models.model import Model
@@ -24,7 +25,7 @@ from jaxinfer.parallel.mesh import devices_along, param_sharding, pool_sharding,
 from jaxinfer.parallel.processes import put_whole
 from jaxinfer.quant.banks import Path, bank_specs, lora_targets
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
-from jaxinfer.types import EMBEDDING, HEAD, CacheSpec, LoRATarget, ParamSpec, StateSpec
+from jaxinfer.types import EMBEDDING, HEAD, VISION, CacheSpec, LoRATarget, ParamSpec, StateSpec
 
 
 def shardable_model(model: Model, mesh: Mesh) -> Model:
@@ -73,7 +74,8 @@ def abstract_params(model: Model, mesh: Mesh) -> Any:
 
 class StageArrays(NamedTuple):
     """Arrays that a pipeline stage keeps on its devices. Sampler arrays are on the last stage only, else None;
-    ``features`` where a draft head reads them, ``banks`` where the engine has adapters."""
+    ``features`` where a draft head reads them, ``banks`` where the engine has adapters; ``tower`` and ``images`` are on
+    the first stage, where the engine serves images."""
 
     params: Any
     pools: list[Pool]
@@ -82,6 +84,8 @@ class StageArrays(NamedTuple):
     sampler: Any = None  # SlotState
     features: Any = None  # [rows, window, width]
     banks: Any = None  # Banks
+    tower: Any = None  # parameters of the vision tower
+    images: Any = None  # encoder cache [rows, width]
 
 
 def targets_of(stage: Stage, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
@@ -92,7 +96,7 @@ def targets_of(stage: Stage, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
     model = stage.model
     here: dict[Path, bool] = {EMBEDDING: stage.first, HEAD: stage.last}
     declared = model.family.param_specs(model.config)
-    found = lora_targets(model.specs, declared, engine.max_lora_rank, engine.lora_target_modules)
+    found = lora_targets(text_part(model.specs), declared, engine.max_lora_rank, engine.lora_target_modules)
     return {path: target for path, target in found.items() if here.get(path, True)}
 
 
@@ -144,13 +148,15 @@ def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits
     """Return the arrays of a stage as `jax.ShapeDtypeStruct`; slot arrays are those of one microbatch."""
     model, rows = stage.model, engine.rows // engine.microbatches
     placed = abstract_pools(model, engine, mesh)
-    params, banks = abstract_params(model, mesh), abstract_banks(stage, engine, mesh)
+    whole, banks = abstract_params(model, mesh), abstract_banks(stage, engine, mesh)
+    vision = {"tower": whole.get(VISION), "images": abstract_cache(model, engine, replicated(mesh))}
+    params = text_part(whole)
     if not stage.last:
-        return StageArrays(params, placed, banks=banks)
+        return StageArrays(params, placed, banks=banks, **vision)
     slots = abstract(HostSlots(rows, limits).snapshot(), replicated(mesh))
     made = jax.eval_shape(lambda: (*_slots(model, rows, limits), _features(stage, engine)))
     last_tokens, sampler, features = abstract(made, replicated(mesh))
-    return StageArrays(params, placed, slots, last_tokens, sampler, features, banks)
+    return StageArrays(params, placed, slots, last_tokens, sampler, features, banks, **vision)
 
 
 def mask_words(sampler: Any) -> int:

@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
 from jaxinfer.config.defaults import Defaults, of_platform
+from jaxinfer.config.engine import Backend
 from jaxinfer.config.speculative import other_vocabulary
+from jaxinfer.engine.execution.encoder import image_needs, text_part
 from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
@@ -31,6 +33,7 @@ from jaxinfer.quant import (
 )
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
+from jaxinfer.types import VISION
 
 _log = logging.getLogger("jaxinfer.start")
 
@@ -58,12 +61,12 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         EngineConfigError: a setting cannot be served; see also `with_activations` and `shardable_model`.
     """
     mesh = mesh or mesh_for(config)
-    draft = _draft_of(model, config, mesh)
+    draft, model = _draft_of(model, config, mesh), _with_images(model, config)
     model = shardable_model(with_activations(model, config), mesh).replace(draft=draft)
     resolved = _with_gemm(resolve_for(model, config, platform, mesh), model, platform, mesh)
     if platform == "gpu" and config.gemm_backend == "mosaic":
         _log_refused_products(model, mesh)
-    model = model.for_kernels(resolved.gemm_backend) if platform == "gpu" else model
+    model = _for_kernels(model, resolved.gemm_backend) if platform == "gpu" else model
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     model = model.replace(cache_spec=dataclasses.replace(model.cache_spec, page_size=resolved.page_size))
     if model.draft is not None:
@@ -77,6 +80,21 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         grammars=resolved.grammars and model.tokenizer is not None,
     )
     return Prepared(model, resolved, limits)
+
+
+def _with_images(model: Model, config: EngineConfig) -> Model:
+    """Return the model without its vision tower where the settings exclude images."""
+    return model.map_weights(text_part).replace(vision=None) if model.vision and config.most_images == 0 else model
+
+
+def _for_kernels(model: Model, gemm: Backend) -> Model:
+    """Return the model with weights for GPU kernels; those of a vision tower stay as they are."""
+    changed = model.for_kernels(gemm)
+    if model.vision is None:
+        return changed
+    return changed.replace(
+        specs={**changed.specs, VISION: model.specs[VISION]}, params={**changed.params, VISION: model.params[VISION]}
+    )
 
 
 def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
@@ -179,6 +197,7 @@ def resolve_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         itemsize=model.dtype.itemsize,
         defaults=_defaults_for(model, config, platform, mesh),
         draft=model.draft.cache_spec if model.draft is not None and config.drafts_on_device else None,
+        images=image_needs(model),
     )
 
 

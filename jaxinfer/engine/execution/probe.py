@@ -18,7 +18,15 @@ from jaxtyping import Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch, idle_batch, with_rows
+from jaxinfer.engine.execution.commands import (
+    Command,
+    DecodeBatch,
+    Executor,
+    PrefillBatch,
+    as_text,
+    idle_batch,
+    with_rows,
+)
 from jaxinfer.kv.transfer import TRANSFERS
 from jaxinfer.lora.parts import random_parts
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
@@ -196,7 +204,7 @@ class Probe:
                     self._engine.num_states - 1 if untouched else index
                 )
                 whole[self._state, index, (start + length - 1) // page] = index
-        return PrefillBatch(tokens, starts, lengths, whole)
+        return as_text(PrefillBatch(tokens, starts, lengths, whole), self._engine)
 
     def _last_state(self) -> list[np.ndarray]:
         return [] if self._state is None else [self._state_bits((0,))]
@@ -366,7 +374,11 @@ class Probe:
         tables = np.zeros((rows, engine.table_width), np.int32)
         tables[:, :need] = np.arange(rows * need).reshape(-1, need) * active[:, None]
         positions = np.where(active, start, -1).astype(np.int32)
-        return DecodeBatch(self._tokens(rows), positions, np.zeros(rows, np.int32), self._for_groups(tables))
+        batch = idle_batch(self._engine, self._groups, rows)
+        none = np.zeros(rows, np.int32)
+        return batch._replace(
+            tokens=self._tokens(rows), positions=positions, generated=none, tables=self._for_groups(tables), loras=None
+        )
 
     def _rows_bits(self, batch: DecodeBatch) -> list[np.ndarray]:
         end = int(batch.positions.max()) + self._engine.multi_step
@@ -465,7 +477,8 @@ def _of_rows(steps: list[np.ndarray], rows: int) -> list[np.ndarray]:
 
 def _chunk_of(batch: PrefillBatch, index: int) -> PrefillBatch:
     one = slice(index, index + 1)
-    return PrefillBatch(batch.tokens[one], batch.starts[one], batch.lengths[one], batch.tables[:, one])
+    parts = {name: None if part is None else part[one] for name, part in batch._asdict().items() if name != "tables"}
+    return PrefillBatch(tables=batch.tables[:, one], **parts)
 
 
 def _equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:

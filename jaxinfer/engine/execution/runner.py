@@ -21,12 +21,15 @@ from jaxinfer.engine.execution.commands import (
     PrefillBatch,
     SamplerSnapshot,
     SnapshotNumbers,
+    as_text,
 )
+from jaxinfer.engine.execution.encoder import encode_command
 from jaxinfer.engine.scheduling.buckets import group_chunks
 from jaxinfer.engine.scheduling.plan import Branch, DecodePlan, Draft, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
 from jaxinfer.kv.store import Copy, Export, Import, Pages
 from jaxinfer.kv.transfer import COPIES, transfers
+from jaxinfer.models.vision.tower import Vision
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
 from jaxinfer.spec.drafter import path_of
 from jaxinfer.types import PositionLogprobs, TokenLogprob
@@ -59,6 +62,7 @@ class Runner:
         vocab: size of the vocabulary.
         prefill_batches: chunks that run together, by prefill size (`Calibration`).
         decode_sizes: rows of the decode programs, ascending (`Calibration`).
+        vision: the vision tower, where plans have images.
     """
 
     def __init__(
@@ -70,7 +74,9 @@ class Runner:
         vocab: int,
         prefill_batches: Mapping[int, int],
         decode_sizes: Sequence[int],
+        vision: Vision | None = None,
     ) -> None:
+        self._vision = vision
         self._executor, self._engine, self._tables, self._vocab = executor, engine, tables, vocab
         self._groups, self._rows = tables.shape[0], engine.rows // engine.microbatches
         self._prefill_batches, self._decode_sizes = prefill_batches, decode_sizes
@@ -100,6 +106,9 @@ class Runner:
         self._admit(plan.admitted)
         for load in plan.loads:
             self._executor.run(commands.LoadLora(*load))
+        for encode in plan.encodes:
+            assert self._vision is not None
+            self._executor.run(encode_command(self._vision, self._engine, encode))
         prompt = self._prefills(plan.prefills)
         drafted = self._draft(plan) if plan.drafts and self._engine.drafts_on_device else None
         sampled, ran = self._decode(plan) if plan.decodes else (None, None)
@@ -208,8 +217,10 @@ class Runner:
         return results
 
     def _together(self, plans: list[PrefillPlan]) -> list[list[PrefillPlan]]:
-        """Group chunks for one program: with states, one chunk per sequence, from which the next one continues."""
-        if not self._engine.num_states:
+        """Group chunks for one program: one chunk per sequence with states, from which the next one continues, and
+        where chunks end at images: the next one may share a page with it."""
+        images = self._engine.images
+        if not self._engine.num_states and not (images is not None and images.both_ways):
             return [plans]
         turns: dict[int, list[PrefillPlan]] = {}
         chunks = collections.Counter[Sample]()
@@ -238,7 +249,10 @@ class Runner:
                 following[index] = plan.sequence.tokens[start + length]
             if loras is not None:
                 loras[index] = plan.sequence.lora_slot
-        return PrefillBatch(tokens, starts, lengths, tables, following, loras)
+        batch = as_text(PrefillBatch(tokens, starts, lengths, tables, following, loras), self._engine)
+        for index, plan in enumerate(plans):
+            _place_images(batch, index, plan)
+        return batch
 
     # ---- decode rows
 
@@ -325,12 +339,16 @@ class Runner:
 
     def _decode_batch(self, microbatch: int, plans: Sequence[DecodePlan], count: int) -> DecodeBatch:
         """Make the first ``count`` rows of a microbatch; rows without a plan are idle."""
-        batch = self._rows_batch(microbatch, plans, count)
-        if not self._engine.lora_slots:
-            return batch
-        loras = np.full(count, -1, np.int32)
-        loras[[plan.row for plan in plans]] = [plan.sequence.lora_slot for plan in plans]
-        return batch._replace(loras=loras)
+        batch, rows = self._rows_batch(microbatch, plans, count), [plan.row for plan in plans]
+        if self._engine.lora_slots:
+            loras = np.full(count, -1, np.int32)
+            loras[rows] = [plan.sequence.lora_slot for plan in plans]
+            batch = batch._replace(loras=loras)
+        if self._engine.images is not None and self._engine.images.axes:
+            shifts = np.zeros(count, np.int32)
+            shifts[rows] = [0 if (images := plan.sequence.images) is None else images.shift for plan in plans]
+            batch = batch._replace(shifts=shifts)
+        return batch
 
     def _rows_batch(self, microbatch: int, plans: Sequence[DecodePlan], count: int) -> DecodeBatch:
         microbatches = self._engine.microbatches
@@ -372,6 +390,19 @@ class Runner:
                 f"{positions[wrong][0]}; its slot sampled that of sequence {whose[row]} at {where[row] + 1}"
             )
         whose[rows], where[rows] = arrivals, positions
+
+
+def _place_images(batch: PrefillBatch, index: int, plan: PrefillPlan) -> None:
+    """Fill in chunk ``index`` of a batch what depends on the images of its prompt."""
+    images, (start, length, _) = plan.sequence.images, plan.chunk
+    if images is None:
+        return
+    if batch.images is not None and plan.rows is not None:
+        batch.images[index, :length] = plan.rows
+    if batch.axes is not None:
+        batch.axes[index, :, :length] = images.axes(start, start + length)
+    if batch.ends is not None:
+        batch.ends[index, :length] = images.ends(start, start + length)
 
 
 def with_drafted(plan: StepPlan, drafted: Int32[np.ndarray, "rows drafts"]) -> StepPlan:

@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
+from jaxinfer.engine.execution.encoder import text_part
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Positions
+from jaxinfer.layers.merged import Merged
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.head import DraftHead, HeadConfig
 from jaxinfer.models.model import Model
@@ -64,9 +67,10 @@ class Stage:
 
     def described_by(self, params: Any) -> Stage:
         """Return the stage for its programs: with abstract parameters, since programs take the real ones as arguments,
-        and without the text components of the checkpoint."""
+        those of a vision tower apart, and without the text components of the checkpoint."""
         of = self.model
-        model = Model(of.module, params, of.config, of.family, specs=of.specs, cache_spec=of.cache_spec)
+        specs, cache_spec = text_part(of.specs), of.cache_spec
+        model = Model(of.module, params, of.config, of.family, specs=specs, cache_spec=cache_spec, vision=of.vision)
         return dataclasses.replace(self, model=model)
 
     @property
@@ -75,14 +79,17 @@ class Stage:
         return isinstance(self.model.module, DraftHead)
 
     def tapped(
-        self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
+        self, params: Any, x: Array | Merged, positions: Positions, attend: Attend, pools: Any
     ) -> tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any]:
         """Compute as `backbone`; also the features of each position: inputs of tapped layers, else the hidden states.
         Features of earlier stages arrive after the hidden states."""
         if not getattr(self.model.module, "taps", ()):
             hidden, pools = self.backbone(params, x, positions, attend, pools)
             return hidden, hidden, pools
-        x, *earlier = jnp.split(x, self.taken // self.width, axis=-1) if not self.first else [x]
+        earlier: list[Array] = []
+        if not self.first:
+            assert not isinstance(x, Merged)
+            x, *earlier = jnp.split(x, self.taken // self.width, axis=-1)
         (hidden, pools), sown = self.backbone(params, x, positions, attend, pools, mutable=["features"])
         own = sown.get("features", {}).get("taps", ())
         return hidden, jnp.concatenate([*earlier, *own], axis=-1) if earlier or own else hidden[..., :0], pools
@@ -92,10 +99,10 @@ class Stage:
         return jnp.concatenate([hidden, features], axis=-1) if getattr(self.model.module, "taps", ()) else hidden
 
     def backbone(
-        self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any, **options: Any
+        self, params: Any, x: Array | Merged, positions: Positions, attend: Attend, pools: Any, **options: Any
     ) -> Any:
-        """Compute hidden states and the new pools from tokens, or from the hidden states of the stage before;
-        ``options`` are those of Flax's `apply`."""
+        """Compute hidden states and the new pools from tokens (and images), or from the hidden states of the stage
+        before; ``options`` are those of Flax's `apply`."""
         apply: Any = self.model.module.apply
         part: dict[str, Any] = {} if self.layers is None else {"layers": self.layers, "method": "part"}
         return apply({"params": params}, x, positions, attend, pools, **part, **options)
@@ -124,6 +131,9 @@ def cut(model: Model, count: int) -> list[Stage]:
         raise EngineConfigError(f"{what} the model's layers read {model.module.bound}")
     width = _width(model)
     firsts = [index * (total // count) + min(index, total % count) for index in range(count + 1)]
+    if model.vision is not None and model.vision.config.deep > firsts[1]:
+        deep = model.vision.config.deep
+        raise EngineConfigError(f"{what} images are added to {deep} layers, and the first stage has {firsts[1]}")
     for first in firsts[:-1]:
         if not model.module.begins(first):
             raise EngineConfigError(f"{what} layer {first} would begin a stage, and takes more than hidden states")
@@ -191,5 +201,6 @@ def _stage(model: Model, module: Decoder, layers: range, width: int) -> Stage:
         return {name: node for name, node in tree.items() if module.owns(name, layers)}
 
     cache, last = model.cache_spec.part(slice(layers.start, layers.stop)), layers.stop == len(model.cache_spec.layers)
-    part = model.map_weights(own).replace(cache_spec=cache, draft=model.draft if last else None)
+    draft, vision = model.draft if last else None, None if layers.start else model.vision
+    part = model.map_weights(own).replace(cache_spec=cache, draft=draft, vision=vision)
     return Stage(part, layers, layers.start == 0, last, width)

@@ -18,6 +18,9 @@ from jaxinfer.engine.execution.draft import keep_features
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, Pool, PrefillAttend, StatePool, copy_pages, pages_of, with_pages
 from jaxinfer.kv.transfer import export_pages, import_pages
+from jaxinfer.layers.base import Positions
+from jaxinfer.layers.merged import Merged
+from jaxinfer.layers.rope import AxisPositions
 from jaxinfer.parallel.mesh import gathered_logits, traced_size
 from jaxinfer.parallel.tokens import tokens_spread
 from jaxinfer.sampling import (
@@ -81,7 +84,7 @@ def make_pass_programs(
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
         x = jnp.where(fed >= 0, fed, arriving[: fed.shape[0]]) if stage.first else arriving
         attend = DecodeAttend(spec, batch.tables, batch.positions, backend)
-        hidden, features, pools = stage.tapped(params, x, batch.positions, attend, pools)
+        hidden, features, pools = stage.tapped(params, x, _row_positions(batch), attend, pools)
         return pools, stage.handed(hidden, features)
 
     def prefill(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> Any:
@@ -136,7 +139,7 @@ def make_decode(
         owners = batch.owners if spec.stateful else None
         turns = None if traced_size("kv_heads") == 1 else 1 + most_drafts
         attend = DecodeAttend(spec, batch.tables, batch.positions, backend, owners, turns)
-        hidden, features, pools = stage.tapped(params, x, batch.positions, attend, state.pools)
+        hidden, features, pools = stage.tapped(params, x, _row_positions(batch), attend, state.pools)
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         sampled, slot_state = sample(
@@ -153,6 +156,14 @@ def make_decode(
         return StepState(pools, last_tokens, slot_state, kept), sampled
 
     return decode
+
+
+def _row_positions(batch: DecodeBatch) -> Positions:
+    """Return the positions of rows; after images with M-RoPE rotary positions differ, alike on all axes."""
+    if batch.shifts is None:
+        return batch.positions
+    turned = batch.positions + batch.shifts
+    return AxisPositions(batch.positions, jnp.broadcast_to(turned, (3, *turned.shape)))
 
 
 def _with_drafted(batch: DecodeBatch, drafted: Int[Array, "rows drafts"]) -> Int[Array, " rows"]:
@@ -208,21 +219,31 @@ def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., t
     spec = stage.model.cache_spec
 
     def chunks(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> tuple[list[Pool], Any, Any]:
-        attend = PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend)
+        attend = PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend, batch.ends)
         index = jnp.arange(batch.tokens.shape[1])
-        positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
+        at = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1).reshape(-1)
+        positions = at if batch.axes is None else AxisPositions(at, jnp.moveaxis(batch.axes, 1, 0).reshape(3, -1))
         # Chunks end to end: the matrix products see one matrix.
-        x = batch.tokens.reshape(-1) if stage.first else arriving
+        x = _entering(batch, arriving) if stage.first else arriving
         with tokens_spread(spread_tokens):
-            hidden, features, pools = stage.tapped(params, x, positions.reshape(-1), attend, pools)
+            hidden, features, pools = stage.tapped(params, x, positions, attend, pools)
         return pools, hidden, features
 
     return chunks
 
 
+def _entering(batch: PrefillBatch, images: Float[Array, "cached width"] | None) -> Array | Merged:
+    """Return the input of the first stage: tokens, of which some may be rows of the encoder cache ``images``."""
+    tokens = batch.tokens.reshape(-1)
+    if batch.images is None or images is None:
+        return tokens
+    return Merged(tokens, batch.images.reshape(-1), images)
+
+
 def make_prefill(stage: Stage, backend: Wish = "auto", *, spread_tokens: bool = False) -> Callable[..., Any]:
     """Make the program of prompt chunks. It returns the pools, with the features of all tokens where a draft head reads
-    them.
+    them. ``arriving`` are the hidden states of the stage before, or for the first stage the encoder cache; None where
+    there is neither.
 
     Args:
         spread_tokens: see `jaxinfer.parallel.tokens`.

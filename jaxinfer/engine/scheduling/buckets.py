@@ -26,7 +26,13 @@ def rule_size(start: int, end: int, sizes: Sequence[int]) -> int:
 
 
 def next_chunk(
-    start: int, end: int, sizes: Sequence[int], classes: Mapping[int, int], *, largest_only: bool = False
+    start: int,
+    end: int,
+    sizes: Sequence[int],
+    classes: Mapping[int, int],
+    *,
+    largest_only: bool = False,
+    whole: Sequence[tuple[int, int]] = (),
 ) -> Chunk:
     """Return the chunk from ``start`` to the next cut, in the smallest program bitwise equivalent to `rule_size`'s.
 
@@ -34,11 +40,21 @@ def next_chunk(
         start: tokens that are computed or cached already; within a chunk of the rule only after a cache hit.
         classes: sizes with equal numbers are bitwise equivalent programs (see `jaxinfer.engine.execution.probe`).
         largest_only: the request wants log probabilities of its prompt, for which there is one program.
+        whole: ranges before ``end`` that no chunk splits, each of at most the largest size: where a cut is in one, it
+            moves to the beginning of the range, and the next one to its end.
     """
-    length = min(end - start, sizes[-1] - start % sizes[-1])
+    stop, due_from = start + min(end - start, sizes[-1] - start % sizes[-1]), start
+    for first, last in whole:
+        if first // sizes[-1] == (last - 1) // sizes[-1]:
+            continue
+        if first <= start < last:  # after a cache hit within the range, too
+            stop, due_from = last, first
+        elif first < stop < last:
+            stop = first
+    length = stop - start
     if largest_only or start + length < end:
         return Chunk(start, length, sizes[-1])  # so that sizes never grow along a prompt: `group_chunks` relies on it
-    due = classes[rule_size(start, end, sizes)]
+    due = classes[rule_size(due_from, end, sizes)]
     return Chunk(start, length, next(size for size in sizes if size >= length and classes[size] == due))
 
 

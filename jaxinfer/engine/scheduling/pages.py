@@ -61,7 +61,8 @@ class SequencePages:
 
     def next_chunk(self, sequence: Sequence, start: int) -> Chunk:
         wants = sequence.params.prompt_logprobs is not None
-        return next_chunk(start, sequence.prefill_end, self._sizes, self._classes, largest_only=wants)
+        whole = sequence.images.spans if sequence.images is not None else ()
+        return next_chunk(start, sequence.prefill_end, self._sizes, self._classes, largest_only=wants, whole=whole)
 
     def extend(self, sequence: Sequence, length: int, *, slide: bool = False, spare: int = 0) -> bool:
         """Take pages for the first ``length`` tokens, never more than the sequence can need. False: too few pages, or

@@ -9,8 +9,10 @@ from collections.abc import Sequence as Row
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int32
 
 from jaxinfer.engine.scheduling.buckets import Chunk
+from jaxinfer.engine.scheduling.encoder_cache import Encode
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.kv.store import Copy, Export, Import
 from jaxinfer.lora.slots import Load
@@ -18,11 +20,13 @@ from jaxinfer.types import PositionLogprobs
 
 
 class PrefillPlan(NamedTuple):
-    """``chunk`` of a sequence's prompt; ``logprobs``: the request wants the log probabilities of its tokens."""
+    """``chunk`` of a sequence's prompt; ``logprobs``: the request wants the log probabilities of its tokens.
+    ``rows``: row of the encoder cache for each token, -1 where it is text; None: all are."""
 
     sequence: Sequence
     chunk: Chunk
     logprobs: bool
+    rows: Int32[np.ndarray, " tokens"] | None = None
 
 
 class DecodePlan(NamedTuple):
@@ -117,6 +121,7 @@ class StepPlan:
         masks: allowed tokens of grammar-constrained decode rows, by row, as int32 words.
         forced: drafts among the decode rows, besides ``drafts``, of tokens forced by a grammar.
         loads: adapter weights, to be written before any program runs.
+        encodes: images to encode before the chunks.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -134,6 +139,7 @@ class StepPlan:
     masks: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     forced: list[Draft] = dataclasses.field(default_factory=list)
     loads: Row[Load] = ()
+    encodes: Row[Encode] = ()
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports

@@ -19,6 +19,7 @@ from jaxinfer.engine.scheduling.decode import Constraints, DecodePlanner
 from jaxinfer.engine.scheduling.draft_branches import RowResult
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.fair import Heap
+from jaxinfer.engine.scheduling.images import PlaceAxes, PromptImages, images_of
 from jaxinfer.engine.scheduling.pages import Costs, SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Preempted, StepPlan, StepResult
 from jaxinfer.engine.scheduling.prefill import PrefillPlanner
@@ -46,6 +47,7 @@ class Scheduler:
         masks: source of grammar masks; None: requests have no grammars.
         loras: source of adapters; None: requests have none, and `lora_usage` returns None.
         costs: costs for the choice between swapping and recomputing a preempted sequence.
+        axes: rotary positions on three axes of prompts with images; None: the model has one.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class Scheduler:
         masks: Masks | None = None,
         loras: AdapterSource | None = None,
         decode_agrees: bool = False,
+        axes: PlaceAxes | None = None,
     ) -> None:
-        self._engine, self._kv, self._clock = engine, kv, clock
+        self._engine, self._kv, self._clock, self._axes = engine, kv, clock, axes
         self._costs = costs or Costs()
         self._pages = SequencePages(engine, kv, classes, decode_agrees=decode_agrees)
         chunk = engine.prefill_sizes[-1] if engine.batching == "continuous" else None
@@ -71,7 +74,7 @@ class Scheduler:
         self._loras, self._queue = with_adapters(queue, engine.lora_slots, loras, self.stats)
         self.lora_usage = self._loras.usage
         self._deadlines: Heap[str, str] = Heap()  # unfinished requests, earliest deadline first
-        self._prefill = PrefillPlanner(engine, self._pages, self._queue)
+        self._prefill = PrefillPlanner(engine, self._pages, self._queue, self.stats)
         self._drafts = None if drafter is None else DraftPlanner(engine, self._pages, drafter, self.stats, clock)
         self._constraints = Constraints(masks or Masks(None, 0), stateful=engine.num_states > 0)
         self._decode = DecodePlanner(engine, self._pages, self._drafts, self._constraints)
@@ -110,7 +113,7 @@ class Scheduler:
 
     def cached(self, request: Request) -> int:
         """Return how many prompt tokens would hit the prefix cache now."""
-        return self._pages.cached(self._sequence(request, 0))
+        return self._pages.cached(self._sequence(request, 0, images_of(request, self._engine, self._axes)))
 
     def add(self, request: Request) -> None:
         """Queue the ``n`` samples of a validated request. The first one's prompt is computed, the others share it.
@@ -123,7 +126,8 @@ class Scheduler:
             raise RequestError("request_id", f"={request.request_id!r} is in use")
         if request.params.grammar is not None and not self._constraints.served:
             raise RequestError("structured_outputs", "is not served by this engine")
-        samples = [self._sequence(request, index) for index in range(request.params.n)]
+        images = images_of(request, self._engine, self._axes)
+        samples = [self._sequence(request, index, images) for index in range(request.params.n)]
         self._refuse(samples)
         self._loras.enter(request)
         self._requests[request.request_id] = samples
@@ -147,7 +151,7 @@ class Scheduler:
             if index in (None, sequence.index):
                 self._end(sequence, reason)
 
-    def _sequence(self, request: Request, index: int) -> Sequence:
+    def _sequence(self, request: Request, index: int, images: PromptImages | None) -> Sequence:
         assert request.params.max_tokens is not None  # resolved when the request was validated
         prompt = request.prompt_token_ids
         return Sequence(
@@ -155,7 +159,8 @@ class Scheduler:
             index,
             next(self._arrivals),
             tokens=array("i", prompt),
-            keys=PageKeys(cache_identity(request), self._engine.page_size),
+            keys=PageKeys(cache_identity(request), self._engine.page_size, images.marks if images else ()),
+            images=images,
             prefill_end=len(prompt) - 1,
             final_length=len(prompt) + request.params.max_tokens - 1,
             stateful=needs_sampler_state(request),
@@ -205,7 +210,19 @@ class Scheduler:
         moves, gone = self._kv.take_moves(), [*preempted, *outranked]
         place, forced = self._decode.microbatch, self._drafts.forced if self._drafts else []
         made = StepPlan(
-            *moves, gone, admitted, prefills, decodes, steps, place, drafts, *catch_up, masks, forced, loads
+            *moves,
+            gone,
+            admitted,
+            prefills,
+            decodes,
+            steps,
+            place,
+            drafts,
+            *catch_up,
+            masks,
+            forced,
+            loads,
+            self._prefill.encoder.encodes,
         )
         self._loras.launched(bool(made))
         return made
@@ -438,6 +455,7 @@ class Scheduler:
         """Check that slots, pages and sequences are all accounted for."""
         self._kv.check()
         self._loras.check(self._running.values())
+        self._prefill.encoder.check()
         self._pages.check(self._running.values(), self._engine.branches)
         if sorted([*self._free_slots, *self._running]) != list(range(self._engine.max_num_seqs)):
             raise AssertionError(f"slots {self._free_slots} free and {sorted(self._running)} running are not all")

@@ -8,6 +8,7 @@ import math
 from array import array
 from collections.abc import Sequence as Row
 
+from jaxinfer.engine.scheduling.images import PromptImages
 from jaxinfer.engine.scheduling.stats import Times
 from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.radix import PageKeys
@@ -50,6 +51,7 @@ class Sequence:
     keys: PageKeys
     prefill_end: int
     final_length: int  # most tokens that can ever have keys: the last generated one is never fed
+    images: PromptImages | None = None
     status: Status = Status.WAITING
     slot: int = -1
     lora_slot: int = -1  # bank slot of its adapter; -1: no adapter

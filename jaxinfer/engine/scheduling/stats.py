@@ -109,6 +109,8 @@ class EngineStats:
         finished: sequences, by reason.
         preemptions: by kind, see `PREEMPTIONS`.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
+        encoder_queries, encoder_hits: images looked up in the encoder cache for prompt chunks, and found there; the
+        others were encoded.
         drafts, draft_tokens, draft_accepted: verified drafts, their tokens, and the accepted tokens.
         draft_accepted_at: accepted tokens by position in the draft, the first position first.
         replayed_tokens, replay_mismatches: tokens recomputed after a preemption, and those that came out different.
@@ -128,6 +130,8 @@ class EngineStats:
     preemptions: Mapping[str, int]
     prefix_queries: int
     prefix_hits: int
+    encoder_queries: int
+    encoder_hits: int
     drafts: int
     draft_tokens: int
     draft_accepted: int
@@ -179,6 +183,8 @@ class _Counters:
     generated_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    encoder_queries: int = 0
+    encoder_hits: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
@@ -264,6 +270,11 @@ class StatsRecorder:
         """Count tokens that a sequence looked up in the prefix cache, and those it found."""
         self._counters.prefix_queries += queries
         self._counters.prefix_hits += hits
+
+    def encoder(self, queries: int, hits: int) -> None:
+        """Count images that a step looked up in the encoder cache, and those it found."""
+        self._counters.encoder_queries += queries
+        self._counters.encoder_hits += hits
 
     def drafted(self, tokens: int, accepted: int, depth: int | None = None) -> None:
         """Count a verified draft, its tokens and its accepted tokens. ``depth``: maximum depth of the draft; None: it

@@ -105,20 +105,42 @@ class AllowedTools(_message.Message):
     def __init__(self, mode: _Optional[_Union[ToolMode, str]] = ..., functions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "fields", "tool_calls", "tool_call_id", "reasoning")
+    __slots__ = ("role", "content", "fields", "tool_calls", "tool_call_id", "reasoning", "parts")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     fields: _struct_pb2.Struct
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
     tool_call_id: str
     reasoning: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., fields: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[Content]
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., fields: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Content, _Mapping]]] = ...) -> None: ...
+
+class Content(_message.Message):
+    __slots__ = ("text", "image")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    image: Image
+    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("data", "url", "min_pixels", "max_pixels")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    url: str
+    min_pixels: int
+    max_pixels: int
+    def __init__(self, data: _Optional[bytes] = ..., url: _Optional[str] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ...) -> None: ...
 
 class ToolCall(_message.Message):
     __slots__ = ("id", "name", "arguments")
@@ -440,7 +462,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., defaults: _Optional[_Union[SamplingParams, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., engine: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_n", "max_logprobs", "max_stop_strings", "max_stop_characters", "max_stop_token_ids", "max_bad_words", "max_logit_bias", "max_prompt_characters", "max_message_bytes")
+    __slots__ = ("max_n", "max_logprobs", "max_stop_strings", "max_stop_characters", "max_stop_token_ids", "max_bad_words", "max_logit_bias", "max_prompt_characters", "max_message_bytes", "max_image_bytes", "max_image_pixels")
     MAX_N_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +472,8 @@ class Limits(_message.Message):
     MAX_LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_CHARACTERS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_PIXELS_FIELD_NUMBER: _ClassVar[int]
     max_n: int
     max_logprobs: int
     max_stop_strings: int
@@ -459,4 +483,6 @@ class Limits(_message.Message):
     max_logit_bias: int
     max_prompt_characters: int
     max_message_bytes: int
-    def __init__(self, max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_characters: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_bad_words: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_prompt_characters: _Optional[int] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    max_image_bytes: int
+    max_image_pixels: int
+    def __init__(self, max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_characters: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_bad_words: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_prompt_characters: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_image_pixels: _Optional[int] = ...) -> None: ...

@@ -14,11 +14,13 @@ class Conversation:
     """Chat messages to render with the checkpoint's chat template.
 
     Attributes:
-        messages: messages, each with a ``role`` and the other fields that the template uses, usually ``content``.
+        messages: messages, each with a ``role`` and the other fields that the template uses, usually ``content``: text,
+            or a list of text parts and `jaxinfer.text.contents.GivenImage`.
         variables: additional template variables.
         template: chat template of the request, rejected unless the server allows it.
         reasoning_effort: OpenAI's reasoning effort, if the template supports it.
         continue_final_message: whether the output continues the content of the last message.
+        image_options: options of the image processor for all images (``min_pixels``, ``max_pixels``).
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -28,6 +30,7 @@ class Conversation:
     template: str | None = None
     reasoning_effort: str | None = None
     continue_final_message: bool = False
+    image_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 Input = str | Sequence[int] | Conversation
@@ -109,6 +112,8 @@ class ServeLimits:
         values: values of one JSON body or gRPC message: names, strings, lists and objects; token ids are not counted.
         message_bytes: bytes of one gRPC message or HTTP body.
         score_continuations: continuations of one Score call.
+        image_bytes: bytes of one image file; in a body, base64 makes them a third more.
+        image_pixels: pixels of one image, as its header tells them, before it is resized.
     """
 
     n: int = 128
@@ -123,6 +128,8 @@ class ServeLimits:
     values: int = 32768
     message_bytes: int = 16 << 20
     score_continuations: int = 64
+    image_bytes: int = 10 << 20
+    image_pixels: int = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)

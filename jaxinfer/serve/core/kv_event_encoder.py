@@ -37,31 +37,32 @@ def events_message(rank: int, changes: Changes, names: Mapping[str, str]) -> KvE
     return KvEvents(
         rank=rank,
         cleared=changes.cleared,
-        stored=[_stored(medium, run, names) for medium, run in _runs(changes.came)],
+        stored=[_stored(medium, run, names, changes.page_bytes) for medium, run in _runs(changes.came)],
         removed=[KvRemoved(medium, hashes) for medium, hashes in changes.left.items()],
     )
 
 
 def _runs(came: Iterable[tuple[Node, str]]) -> list[tuple[str, list[Node]]]:
-    """Group stored pages, in their order, into runs of pages that follow each other as parent and child."""
+    """Group stored pages, in their order, into runs of one label that follow each other as parent and child."""
     runs: list[tuple[str, list[Node]]] = []
     last: dict[str, list[Node]] = {}
     for node, medium in came:
         run = last.get(medium)
-        if run is None or node.parent is not run[-1]:
+        if run is None or node.parent is not run[-1] or node.label != run[-1].label:
             run = last[medium] = []
             runs.append((medium, run))
         run.append(node)
     return runs
 
 
-def _stored(medium: str, run: Sequence[Node], names: Mapping[str, str]) -> KvStored:
-    above, (lora, extra) = run[0].parent, run[0].label
+def _stored(medium: str, run: Sequence[Node], names: Mapping[str, str], page_bytes: int) -> KvStored:
+    above, (lora, extra, images) = run[0].parent, run[0].label
     return KvStored(
         medium=medium,
         parent=None if above is None or above.parent is None else above.digest,
         hashes=[node.digest for node in run if node.digest is not None],
-        tokens=b"".join([node.key[1] for node in run]),
+        tokens=b"".join([node.key[1][:page_bytes] for node in run]),
         lora=LoRARef(names.get(lora, lora), lora) if lora else None,
         extra=extra,
+        images=images,
     )

@@ -134,8 +134,9 @@ class CoreLink:
     async def submit(self, request: Request) -> LinkStream:
         """See `Backend.submit`."""
         number = next(self._numbers)
-        stream = LinkStream(request, self._leave, number)
         message = messages.Submit(number, messages.encode_request(request, time.monotonic()))
+        # The engine has the images now, which may be many megabytes: they are not kept here as long as the stream.
+        stream = LinkStream(dataclasses.replace(request, images=()), self._leave, number)
         self._check()
         self._streams[number] = stream
         try:

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.lora.store import LoadedLoRA
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.api.tenants import own_id
-from jaxinfer.types import LoRARef, PositionLogprobs, Request, SequenceDelta
+from jaxinfer.types import ImageInput, LoRARef, PlacedImage, PositionLogprobs, Request, SequenceDelta
 
 METHOD = "/jaxinfer.internal.Core/Serve"
 """gRPC method of a core: its only call, one stream of encoded messages in each direction, lasts as long as the core."""
@@ -185,6 +186,7 @@ class KvStored(msgspec.Struct, array_like=True):
         tokens: token ids of all pages, int32 in this machine's byte order.
         lora: adapter that computed the pages.
         extra: opaque key of cache scope and salt, "" if there is neither.
+        images: opaque key of the images in the pages, "" if there are none.
     """
 
     medium: str
@@ -193,6 +195,12 @@ class KvStored(msgspec.Struct, array_like=True):
     tokens: bytes
     lora: LoRARef | None = None
     extra: str = ""
+    images: str = ""
+
+    @property
+    def extra_keys(self) -> tuple[str, ...]:
+        """All keys of the pages besides their tokens and adapter."""
+        return tuple(key for key in (self.extra, self.images) if key)
 
 
 class KvRemoved(msgspec.Struct, array_like=True):
@@ -227,8 +235,10 @@ FromCore = Accepted | Refused | Answer | Deltas | Part | Lifecycle
 
 
 def _plain(value: object) -> Any:
-    """Convert a value that msgspec does not encode: a number of numpy, or a mapping that is no dict."""
+    """Convert a value that msgspec does not encode: an array or a number of numpy, or a mapping that is no dict."""
     match value:
+        case np.ndarray():
+            return str(value.dtype), value.shape, memoryview(np.ascontiguousarray(value)).cast("B")
         case numbers.Integral():
             return int(value)
         case numbers.Real():
@@ -265,11 +275,27 @@ def _decoded[M](decoder: msgspec.msgpack.Decoder[M], data: bytes) -> M:
 # ---- requests
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SentImage(ImageInput):
+    """An image as it arrives: dtype, shape and bytes of its patches."""
+
+    patches: tuple[Literal["uint8"], tuple[int, int], bytes]
+
+    def image(self) -> ImageInput:
+        """Return the image, whose patches are read-only."""
+        dtype, shape, data = self.patches
+        try:
+            return ImageInput(**{**vars(self), "patches": np.frombuffer(data, dtype).reshape(shape)})
+        except ValueError as error:
+            raise MessageError(f"{len(data)} bytes are no patches of {shape}") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sent(Request):
     """A request as it arrives."""
 
     params: dict[str, Any]  # type: ignore[assignment]
+    images: tuple[tuple[int, int, _SentImage], ...] = ()  # type: ignore[assignment]
 
 
 _SENT = msgspec.msgpack.Decoder(_Sent)
@@ -302,7 +328,9 @@ def decode_request(data: bytes, now: float) -> Request:
     try:
         sent = _decoded(_SENT, data)
         deadline = None if sent.deadline is None else now + sent.deadline
-        return Request(**{**vars(sent), "deadline": deadline, "params": SamplingParams(**sent.params)})
+        images = tuple(PlacedImage(start, stop, image.image()) for start, stop, image in sent.images)
+        own = {"deadline": deadline, "params": SamplingParams(**sent.params), "images": images}
+        return Request(**{**vars(sent), **own})
     except (MessageError, TypeError) as error:  # TypeError: there is no such parameter
         raise RequestError(None, f"a request cannot be read: {error}") from error
 

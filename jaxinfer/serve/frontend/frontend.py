@@ -14,7 +14,13 @@ from contextlib import AbstractContextManager
 from jaxinfer.config.speculative import GRAMMAR
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.parsers.registry import Parsers
-from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams, check_token_ids
+from jaxinfer.sampling_params import (
+    RequestError,
+    SamplingLimits,
+    SamplingParams,
+    check_prompt_length,
+    check_token_ids,
+)
 from jaxinfer.serve.api.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.api.capacity import CapacityLimiter, Load, Place
 from jaxinfer.serve.api.errors import DuplicateIdError, ServeError, map_exceptions, unavailable
@@ -22,6 +28,7 @@ from jaxinfer.serve.api.requests import Call, Conversation, Input, ModelCard, Sc
 from jaxinfer.serve.api.tenants import cache_scope, engine_id, own_id
 from jaxinfer.serve.core.backend import Backend
 from jaxinfer.serve.frontend.generation import Generation, failing, within
+from jaxinfer.serve.frontend.images import Images, refuse_images
 from jaxinfer.serve.frontend.loras import LoRAs, meant
 from jaxinfer.serve.frontend.scoring import check_continuations, check_lengths, score_all
 from jaxinfer.serve.runtime.event_loop import INLINE, off_loop
@@ -29,9 +36,10 @@ from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.serve.workers.normalize import normalize_messages
 from jaxinfer.serve.workers.tasks import LONG_CHARACTERS, Grammars, LongTexts, Renderer, has_grammars
 from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.contents import GivenImage, images_in, with_images
 from jaxinfer.text.intake import Intake
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, Request
+from jaxinfer.types import FinishReason, ImageInput, PlacedImage, Request
 
 _LIMITS = ServeLimits()
 _NO_PARSERS = Parsers()
@@ -56,6 +64,7 @@ class Frontend:
         folder: folder of the tokenizer for helper processes that tokenize long texts (None: threads do it).
         parsers: tool and reasoning parsers of the model.
         loras: LoRA adapters that calls may name as their model (None: the engine serves none).
+        images: images of the model's requests (None: it reads text only).
 
     Attributes:
         leaving: whether readiness is withdrawn while new calls are still accepted.
@@ -80,6 +89,7 @@ class Frontend:
         folder: pathlib.Path | None = None,
         parsers: Parsers = _NO_PARSERS,
         loras: LoRAs | None = None,
+        images: Images | None = None,
     ) -> None:
         most = min(limits.logprobs, card.engine.get("max_logprobs", limits.logprobs))
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
@@ -88,7 +98,7 @@ class Frontend:
         self.room = CapacityLimiter(card.engine)
         self._backend, self._clock = backend, clock
         self._tracing = tracing or Tracing()
-        self._scope, self._weight = scope, weight
+        self._scope, self._weight, self._images = scope, weight, images
         self._allow_templates = allow_request_templates
         drafts = card.engine.get("speculative") not in (None, GRAMMAR)
         bounds = SamplingLimits(max_logprobs=most, drafts=drafts, grammars=has_grammars(card, tokenizer))
@@ -114,8 +124,10 @@ class Frontend:
     # ---- lifecycle
 
     async def warm(self) -> None:
-        """Start the template helpers, so that the first conversation does not wait for them."""
+        """Start the helpers of templates and images, so that the first conversation does not wait for them."""
         await self._renderer.warm()
+        if self._images is not None:
+            await self._images.warm()
 
     @property
     def is_open(self) -> bool:
@@ -147,6 +159,8 @@ class Frontend:
         await self.drain(0.0)
         self._renderer.close()
         self._grammars.close()
+        if self._images is not None:
+            self._images.close()
         if self._long is not None:
             self._long.close()
         for threads in (self._threads, self._long_threads):
@@ -253,6 +267,7 @@ class Frontend:
 
     async def _score(self, call: Call, continuations: Sequence[str | Sequence[int]]) -> list[Scored]:
         prompt, tenant = call.prompt, call.tenant
+        refuse_images(_images_of(prompt), "a score is of text")
         if isinstance(prompt, str):
             self._intake.check_text("prompt", prompt)
         context = await self._ids(prompt, call.add_special_tokens, tenant)
@@ -353,15 +368,15 @@ class Frontend:
             self._idle.set()
 
     async def _request(self, call: Call, request_id: str, params: SamplingParams) -> Request:
-        prompt, special = call.prompt, call.add_special_tokens
-        answers = isinstance(prompt, Conversation) and not prompt.continue_final_message
+        answers = isinstance(call.prompt, Conversation) and not call.prompt.continue_final_message
         make = functools.partial(self._intake.request, answers=answers)
-        if isinstance(prompt, Conversation):
-            prompt, special = await self._rendered(prompt, call.tenant), False  # the template writes special tokens
+        special = call.add_special_tokens and not isinstance(call.prompt, Conversation)  # the template writes them
+        prompt, images = await self._text(call.prompt, call.tenant)
         if isinstance(prompt, str):
             self._intake.check_text("prompt", prompt)
-            if len(prompt) > LONG_CHARACTERS:
+            if len(prompt) > LONG_CHARACTERS or self._images is not None:
                 prompt = await self._encoded("prompt", prompt, special, call.tenant)
+        prompt, placed = self._placed(prompt, images)
         words = sum(map(len, params.bad_words or ()))
         work = len(prompt) + words + len(params.allowed_token_ids or ())
         request = await self._off_loop(work, make, request_id, prompt, params, special)
@@ -373,6 +388,7 @@ class Frontend:
             cache_scope=self._scope(call.tenant),
             cache_salt=call.cache_salt,
             lora=call.lora,
+            images=placed,
         )
 
     async def _start(self, request: Request, place: Place, shown: frozenset[str]) -> Generation:
@@ -386,11 +402,31 @@ class Frontend:
         return generation
 
     async def _ids(self, prompt: Input, add_special_tokens: bool | None, tenant: str) -> Sequence[int]:
-        if isinstance(prompt, Conversation):
-            prompt, add_special_tokens = await self._rendered(prompt, tenant), bool(add_special_tokens)
-        if not isinstance(prompt, str):
-            return prompt
-        return await self._encoded("prompt", prompt, add_special_tokens is not False, tenant)
+        special = bool(add_special_tokens) if isinstance(prompt, Conversation) else add_special_tokens is not False
+        text, images = await self._text(prompt, tenant)
+        if not isinstance(text, str):
+            return text
+        ids = await self._encoded("prompt", text, special, tenant)
+        return self._images.placed("prompt", ids, images)[0] if self._images is not None and images else ids
+
+    def _placed(
+        self, prompt: str | Sequence[int], images: Sequence[ImageInput]
+    ) -> tuple[str | Sequence[int], tuple[PlacedImage, ...]]:
+        """Return a prompt with the tokens of its images in place of their placeholders, and the images."""
+        if self._images is None or isinstance(prompt, str):
+            return prompt, ()
+        check_prompt_length(len(prompt), self.card.max_model_len)  # before copying
+        return self._images.placed("prompt", prompt, images)
+
+    async def _text(self, prompt: Input, tenant: str) -> tuple[str | Sequence[int], Sequence[ImageInput]]:
+        """Return the text of a conversation and its images, or any other prompt as it is."""
+        if not isinstance(prompt, Conversation):
+            return prompt, ()
+        given = _images_of(prompt)
+        text = await self._rendered(prompt, tenant)
+        if self._images is None or not given:
+            return text, ()
+        return text, await self._images.prepare(given, prompt.image_options, tenant)
 
     async def _encoded(self, field: str, text: str, special: bool, tenant: str) -> Sequence[int]:
         if self._long is not None and len(text) > LONG_CHARACTERS:
@@ -409,6 +445,12 @@ class Frontend:
 
     async def _check_prompt(self, prompt: Input) -> None:
         """Check a prompt, in a thread if it is a long conversation."""
+        if isinstance(prompt, Conversation):
+            given = _images_of(prompt)
+            if self._images is None:
+                refuse_images(given)
+            else:
+                self._images.check(given, prompt.image_options)
         work = len(prompt.messages) + len(prompt.tools or ()) if isinstance(prompt, Conversation) else 0
         check = functools.partial(check_prompt, prompt, self.limits, allow_templates=self._allow_templates)
         await self._off_loop(work * INLINE // _FEW_MESSAGES, check)
@@ -417,7 +459,9 @@ class Frontend:
         if self.tokenizer is None or (self.template is None and conversation.template is None):
             raise RequestError("messages", f": the model {self.card.name!r} has no chat template")
         sources = [conversation.template] if conversation.template is not None else self._sources
-        text = await self._renderer.render(normalize_messages(conversation, sources), tenant)
+        messages, _ = with_images(conversation.messages, sources)
+        shown = dataclasses.replace(conversation, messages=messages, image_options={})
+        text = await self._renderer.render(normalize_messages(shown, sources), tenant)
         check_prompt(text, self.limits, allow_templates=False)
         return text
 
@@ -433,6 +477,10 @@ class Frontend:
     async def _off_loop[*A, T](self, work: int, function: Callable[[*A], T], *args: *A) -> T:
         threads = self._threads if work <= LONG_CHARACTERS else self._long_threads
         return await off_loop(work, function, *args, threads=threads)
+
+
+def _images_of(prompt: Input) -> list[GivenImage]:
+    return images_in(prompt.messages) if isinstance(prompt, Conversation) else []
 
 
 def _load(prompt: Input, n: int) -> Load:

@@ -14,6 +14,7 @@ from jaxinfer.serve.api.errors import Kind, ServeError, invalid
 from jaxinfer.serve.api.requests import Conversation
 from jaxinfer.serve.frontend.chat.messages import for_template, message_at, tool_call
 from jaxinfer.serve.frontend.chat.terms import AUTO, EFFORTS, NONE, REQUIRED, ChatTerms
+from jaxinfer.text.contents import GivenImage
 
 _TERMS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort")
 NAMES: Mapping[str, str] = {name: f"chat.{name}" for name in ("messages", "template", *_TERMS)}
@@ -112,12 +113,33 @@ def _chat_message(message: pb.ChatMessage, path: str) -> dict[str, Any]:
     for name in ("content", "tool_call_id", "reasoning"):
         if message.HasField(name):
             plain[name] = getattr(message, name)
+    if message.parts:
+        if "content" in plain:
+            raise ServeError(Kind.INVALID, f"{path}.parts and {path}.content exclude each other", f"{path}.parts")
+        plain["content"] = [_part(part, f"{path}.parts[{rank}]") for rank, part in enumerate(message.parts)]
     if message.tool_calls:
         plain["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in message.tool_calls]
     fields = _object(message.fields, f"{path}.fields")
     if twice := plain.keys() & fields.keys():
         raise ServeError(Kind.INVALID, f"{path}.fields: {min(twice)} is set by its own field", field=f"{path}.fields")
     return message_at(path, {**for_template(plain), **fields})
+
+
+def _part(part: pb.Content, path: str) -> dict[str, Any] | GivenImage:
+    match part.WhichOneof("part"):
+        case "text":
+            return {"type": "text", "text": part.text}
+        case "image":
+            return _image(part.image, path)
+    raise ServeError(Kind.INVALID, f"{path} is not set: give one of text, image", path)
+
+
+def _image(image: pb.Image, path: str) -> GivenImage:
+    name = image.WhichOneof("source")
+    if name is None:
+        raise ServeError(Kind.INVALID, f"{path}.image.source is not set: give one of data, url", f"{path}.image")
+    options = {option: getattr(image, option) for option in ("min_pixels", "max_pixels") if image.HasField(option)}
+    return GivenImage(path, "image", f"image.{name}", getattr(image, name), options)
 
 
 def _object(struct: struct_pb2.Struct, path: str) -> dict[str, Any]:

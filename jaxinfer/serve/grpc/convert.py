@@ -305,6 +305,8 @@ def _limits(limits: ServeLimits) -> pb.Limits:
         max_logit_bias=limits.logit_bias,
         max_prompt_characters=limits.prompt_characters,
         max_message_bytes=limits.message_bytes,
+        max_image_bytes=limits.image_bytes,
+        max_image_pixels=limits.image_pixels,
     )
 
 

@@ -69,6 +69,7 @@ def terms_of(body: ChatCompletionRequest) -> ChatTerms:
     """Return the fields of ``body`` that describe the answer (tools, reasoning, continued text)."""
     last = f"messages[{len(body.messages) - 1}]"
     begun = _message(last, body.messages[-1]).get("content") or "" if body.continue_final_message else None
+    begun = "" if isinstance(begun, list) else begun  # it is rejected with its conversation
     return ChatTerms(body.tools, body.tool_choice, body.parallel_tool_calls, body.include_reasoning, begun)
 
 
@@ -119,7 +120,7 @@ def names_in_prompts(body: CompletionRequest) -> list[dict[str, str]]:
 
 
 async def conversation_of(body: ChatCompletionRequest | TokenizeRequest, limits: ServeLimits) -> Conversation:
-    """Return the conversation with text in place of text parts, see `_conversation`; long ones use a thread.
+    """Return the conversation with its contents read, see `_conversation`; long ones use a thread.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -136,7 +137,8 @@ async def conversation_of(body: ChatCompletionRequest | TokenizeRequest, limits:
 
 
 def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
-    """Return the conversation with text in place of text parts. ``tool_choice`` "none" hides tools from the template.
+    """Return the conversation with its contents read: text, or text and images. ``tool_choice`` "none" hides tools from
+    the template.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -145,6 +147,7 @@ def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation
     if body.continue_final_message:
         _check_continued(body, messages)
     generate = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    options = body.mm_processor_kwargs
     return Conversation(
         messages=messages,
         tools=terms_of(body).shown_tools if isinstance(body, ChatCompletionRequest) else body.tools,
@@ -153,6 +156,7 @@ def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation
         template=body.chat_template,
         reasoning_effort=body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None,
         continue_final_message=bool(body.continue_final_message),
+        image_options={} if options is None else options.model_dump(exclude_none=True),
     )
 
 
@@ -162,6 +166,8 @@ def _check_continued(body: ChatCompletionRequest | TokenizeRequest, messages: Se
     last, place = messages[-1] if messages else {}, f"messages[{len(messages) - 1}]"
     if last.get("role") != "assistant":
         _refuse(f"{place}.role", last.get("role"), "must be assistant: its message is to be continued")
+    if isinstance(last.get("content"), list):
+        raise ServeError(Kind.INVALID, f"{place}.content has images, and cannot be continued", f"{place}.content")
     if last.get("tool_calls"):
         _refuse(f"{place}.tool_calls", last["tool_calls"], "cannot be continued: what they have returned is missing")
 

@@ -199,6 +199,15 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool | None = None
 
 
+class ImageOptions(Body):
+    """Options of the image processor for all images of a request; ``fps`` is for clips, which are not served."""
+
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"fps": NOTHING}
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
 class ChatCompletionRequest(Sampling):
     """Create a chat completion (``POST /v1/chat/completions``); tools are passed to the chat template."""
 
@@ -240,6 +249,7 @@ class ChatCompletionRequest(Sampling):
     continue_final_message: Annotated[bool | None, Field(description=_CONTINUES)] = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ImageOptions | None = None
 
 
 class TokenizeRequest(Body):
@@ -257,6 +267,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ImageOptions | None = None
 
 
 class DetokenizeRequest(Body):

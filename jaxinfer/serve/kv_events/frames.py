@@ -96,7 +96,7 @@ def stored_fields(run: KvStored) -> dict[str, Any]:
         "lora_id": lora_id(run.lora.identity) if run.lora else None,
         "medium": run.medium,
         "lora_name": run.lora.name if run.lora else None,
-        "extra_keys": [(run.extra,)] * len(hashes) if run.extra else None,
+        "extra_keys": [run.extra_keys] * len(hashes) if run.extra_keys else None,
     }
 
 

@@ -20,6 +20,7 @@ class Block(NamedTuple):
         tokens: token ids, int32 [page_size].
         lora: adapter that computed it.
         extra: opaque key of its cache scope and salt, "" if there is neither.
+        images: opaque key of the images in it, "" if there are none.
         mediums: mediums that hold it, in the order in which it came there.
     """
 
@@ -27,6 +28,7 @@ class Block(NamedTuple):
     tokens: bytes
     lora: LoRARef | None
     extra: str
+    images: str
     mediums: tuple[str, ...]
 
 
@@ -71,7 +73,7 @@ class Mirror:
             known = self._blocks.get(digest)
             if known is None:
                 tokens = run.tokens[number * size : (number + 1) * size]
-                known = Block(above, tokens, run.lora, run.extra, ())
+                known = Block(above, tokens, run.lora, run.extra, run.images, ())
             if run.medium not in known.mediums:
                 self._blocks[digest] = known._replace(mediums=(*known.mediums, run.medium))
                 self._copies += 1
@@ -98,11 +100,16 @@ def stored_of(copies: Sequence[Copy]) -> list[KvStored]:
     chains: list[list[Copy]] = []
     for copy in copies:
         last = chains[-1][-1] if chains else None
-        if last is not None and copy.block.parent == last.digest and copy.medium == last.medium:
+        if last is not None and _follows(copy, last):
             chains[-1].append(copy)
         else:
             chains.append([copy])
     return [_stored(chain) for chain in chains]
+
+
+def _follows(copy: Copy, last: Copy) -> bool:
+    same = copy.medium == last.medium and copy.block.images == last.block.images
+    return same and copy.block.parent == last.digest
 
 
 def _stored(chain: Sequence[Copy]) -> KvStored:
@@ -114,6 +121,7 @@ def _stored(chain: Sequence[Copy]) -> KvStored:
         tokens=b"".join(copy.block.tokens for copy in chain),
         lora=block.lora,
         extra=block.extra,
+        images=block.images,
     )
 
 

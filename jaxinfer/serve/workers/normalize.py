@@ -55,6 +55,8 @@ def written(messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Map
     if not any(map(_instructs, messages[1:])) or _shows_all(messages, write):
         return write(messages)
     instructions = list(filter(_instructs, messages))
+    if any(isinstance(each.get("content"), list) for each in instructions):  # they have images
+        return write(messages)
     contents = (str(each.get("content") or "").strip() for each in instructions)
     one = {**instructions[0], "content": "\n\n".join(filter(None, contents))}
     try:

@@ -10,22 +10,26 @@ round-robin between tenants: no tenant has all of them, and no task delays anoth
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
+from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.api.errors import map_exceptions
 from jaxinfer.serve.api.requests import Conversation, ModelCard, ServeLimits
 from jaxinfer.serve.workers.codec import encode
+from jaxinfer.serve.workers.images import decoded
 from jaxinfer.serve.workers.pool import Pool
 from jaxinfer.serve.workers.worker import Task
 from jaxinfer.structured.masks import CPU_SECONDS
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import ImageInput
 
 LONG_CHARACTERS = 64 << 10
 """Characters above which a text is tokenized in a worker. Up to here a thread takes 0.1 s and some megabytes."""
@@ -50,6 +54,10 @@ TASKS = {
         seconds=10.0,
         cpu_seconds=CPU_SECONDS / 2,
         idle=True,
+    ),
+    # Decoded pixels are bounded; a processor holds them a few times, some of them as floating point numbers.
+    "prepare_image": Task(
+        f"{_PACKAGE}.images:preparer", "images", f": the image {_STOPPED}", workers=4, waiting=1024, memory=6 << 30
     ),
 }
 
@@ -139,6 +147,18 @@ class Grammars(Pool):
         self._good.move_to_end(key)
         if len(self._good) > _REMEMBERED:
             self._good.popitem(last=False)
+
+
+class ImagePreparer(Pool):
+    """A preparer of images for the model's vision tower."""
+
+    def __init__(self, source: ProcessorSource, limits: ServeLimits) -> None:
+        bounds = limits.image_bytes, limits.image_pixels
+        super().__init__(TASKS["prepare_image"], source=dataclasses.asdict(source), limits=bounds)
+
+    async def prepare(self, field: str, image: str | bytes, options: Mapping[str, Any], tenant: str) -> ImageInput:
+        """Return an image, given as a data URL or as the bytes of a file. Raises the errors of `Pool.ask`."""
+        return decoded(await self.ask(tenant, field, encode((field, image, dict(options)))))
 
 
 def has_grammars(card: ModelCard, tokenizer: Tokenizer | None) -> bool:

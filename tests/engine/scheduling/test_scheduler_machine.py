@@ -115,15 +115,16 @@ def cost(request: Request, sizes: tuple[int, ...]) -> int:
 
     A step computes a chunk or a token; twice as many steps where every other step waits for the host, and a few extra.
     """
-    chunks = -(-len(request.prompt_token_ids) // sizes[-1]) + 1
+    chunks = -(-len(request.prompt_token_ids) // sizes[-1]) + 1 + len(request.images)
     return request.params.n * (2 * (chunks + request.params.max_tokens) + 4)
 
 
 class World:
     """A loop and, for each of its requests, the step by which the request must be done."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], draw: Callable[[Choose, str, float], Request] = draw_request) -> None:
         self.loop: Loop = make_loop(**config)
+        self.draw_request = draw
         self.policy = config["scheduling_policy"]
         self.bounds: dict[str, float] = {}
         self.count = 0
@@ -140,7 +141,7 @@ class World:
         return list(self.loop.live)
 
     def add(self, choose: Choose) -> None:
-        request = draw_request(choose, str(self.count), self.loop.now)
+        request = self.draw_request(choose, str(self.count), self.loop.now)
         self.count += 1
         before = [self.loop.outputs[name][0].request for name in self.live]
         try:

@@ -1,10 +1,15 @@
 """LLaVA's vision against transformers."""
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
+import jax
 import pytest
+from safetensors.numpy import save_file
 
+from jaxinfer import load_model
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.clip import ClipConfig
@@ -32,6 +37,28 @@ def test_rows_are_those_of_transformers_in_any_program(model: Model, scene: str,
 @pytest.mark.parametrize("scene", ["text", *SCENES])
 def test_logits_are_those_of_transformers(model: Model, scene: str) -> None:
     assert logit_faults(model, golden_of(NAME).scenes[scene]) == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "tower"),
+    [("", "vision_tower.vision_model."), ("model.", "vision_tower.vision_model."), ("model.", "vision_tower.")],
+)
+def test_names_of_older_and_newer_checkpoints_are_read(
+    model: Model, tmp_path: pathlib.Path, prefix: str, tower: str
+) -> None:
+    golden = golden_of(NAME)
+
+    def spelled(name: str) -> str:
+        name = name.replace("vision_tower.", tower)
+        return name if name.startswith("language_model.") else prefix + name
+
+    tensors = {spelled(name): tensor for name, tensor in golden.tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(golden.files["config.json"]))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(golden.files["preprocessor_config.json"]))
+    other = load_model(str(tmp_path), dtype="float32", show_progress=False)
+    same = jax.tree.map(lambda one, two: bool((one == two).all()), other.params, model.params)
+    assert all(jax.tree.leaves(same))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
 from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.messages import MessageError, decode_from_core, decode_request, decode_to_core, encode
-from jaxinfer.types import FinishReason, Request, SequenceDelta
+from jaxinfer.types import FinishReason, ImageInput, PlacedImage, Request, SequenceDelta
 from tests.serve import fake_engine as fake
 
 # Run-time checks of signatures look at random elements of lists.
@@ -74,6 +74,12 @@ PLAIN = {
     bytes: st.binary(max_size=20),
     SamplingParams: sampling,
 }
+PLAIN[ImageInput] = st.builds(
+    lambda rows, columns, seed, digest: ImageInput(
+        np.random.default_rng(seed).integers(0, 256, (rows * columns, 3), np.uint8), (1, rows, columns), digest
+    ),
+    *(st.integers(1, 4), st.integers(1, 4), st.integers(0, 9), some_text),
+)
 PLAIN[typing.Any] = st.recursive(st.one_of(*(PLAIN[kind] for kind in (type(None), bool, int, float, str))), st.lists)
 
 
@@ -208,6 +214,27 @@ def test_requests(request):
     arrived = decode_request(encode_request(request), 0.0)
     assert type(arrived) is Request
     assert arrived == request
+
+
+def test_pixels_of_an_image_arrive():
+    patches = np.random.default_rng(0).integers(0, 256, (6, 8), np.uint8)
+    for pixels in (patches, patches[:, ::2], patches.T):
+        image = ImageInput(pixels, (1, 2, 3), "digest")
+        request = Request("a", (1,), SamplingParams(), images=(PlacedImage(0, 1, image),))
+        ((start, stop, arrived),) = decode_request(encode_request(request), 0.0).images
+        assert (start, stop, arrived.digest, arrived.grid) == (0, 1, "digest", (1, 2, 3))
+        assert arrived.patches.dtype == np.uint8
+        np.testing.assert_array_equal(arrived.patches, pixels)
+
+
+@pytest.mark.parametrize(
+    "patches", [["uint8", [2, 3], b"12345"], ["float32", [1, 1], b"1234"], ["uint8", [6], b"123456"], [[1, 2], [3, 4]]]
+)
+def test_what_are_no_pixels_is_refused(patches):
+    fields = {"request_id": "a", "prompt_token_ids": [1], "params": {}}
+    image = {"patches": patches, "grid": [1, 2, 3], "digest": "d"}
+    with pytest.raises(RequestError, match="cannot be read"):
+        decode_request(encode({**fields, "images": [[0, 1, image]]}), 0.0)
 
 
 def encode_request(request: Request) -> bytes:

@@ -20,11 +20,13 @@ from jaxinfer.serve.api.auth import Authoriser
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.images import Images
 from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import parts_of, read_number
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
+from tests.serve.vision import vision_card, vision_template, vision_tokenizer
 
 WELL = Mischief()
 DETAILS = {
@@ -130,6 +132,7 @@ async def running(
     settings: dict[str, Any] | None = None,
     more: Callable[[Callable[[], Frontend]], list[Any]] = lambda frontend: [],
     loras: Callable[[AsyncEngine], LoRAs] | None = None,
+    vision: Images | None = None,
     **config: Any,
 ) -> AsyncIterator[Running]:
     """Yield a server and a client.
@@ -140,6 +143,7 @@ async def running(
         frontend: wraps or replaces the front end of the server.
         settings: settings of the engine.
         loras: makes the server's adapters, with folders written by `tests.lora.fakes.write_number`; None: LoRA is off.
+        vision: what reads images, see `tests.serve.vision`; None: the model reads text only.
         config: fields of `ServeConfig`.
     """
     store = None if loras is None else LoRAStore(read_number, parts_of, 8)
@@ -152,7 +156,9 @@ async def running(
         card, adapters = fake_card(engine.config), loras and loras(served)
         if adapters is not None:
             await adapters.restore(served, card.name)
-        made = Frontend(served, card, fake_tokenizer(), fake_template(), chosen.limits, loras=adapters)
+        texts = (fake_tokenizer(), fake_template()) if vision is None else (vision_tokenizer(), vision_template())
+        card = card if vision is None else vision_card(engine.config)
+        made = Frontend(served, card, *texts, chosen.limits, loras=adapters, images=vision)
         stack.push_async_callback(made.aclose)
         supervisor = FakeSupervisor()
         given = frontend(made)

@@ -18,6 +18,7 @@ from jaxinfer.serve.api.auth import Authoriser
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.images import Images
 from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.app_state import AppState
@@ -25,6 +26,7 @@ from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import Folders, make_store
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
+from tests.serve.vision import vision_card, vision_template, vision_tokenizer
 
 BOUND = 20.0  # seconds; a test that waits longer fails
 
@@ -79,10 +81,12 @@ async def serving(
     folders: Folders | None = None,
     root: pathlib.Path | None = None,
     operated: bool = True,
+    vision: Images | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Yield a server. ``engine``: fields of `EngineConfig`; ``settings``: fields of `ServeConfig`; ``folders``: adapter
-    folders, with the ``root`` below which they are loaded."""
+    folders, with the ``root`` below which they are loaded; ``vision``: the model reads images, by `tests.serve.vision`.
+    """
     limits = ServeLimits() if limits is None else limits
     config = ServeConfig(model="fake", http_port=0, limits=limits, **settings)
     store = None if folders is None else make_store(folders)[0]
@@ -92,7 +96,9 @@ async def serving(
         if store is not None:
             loras = LoRAs(backend, root=root)
             await loras.restore(backend, card.name)
-        frontend = Frontend(backend, card, fake_tokenizer(), fake_template(), limits, loras=loras)
+        texts = (fake_tokenizer(), fake_template()) if vision is None else (vision_tokenizer(), vision_template())
+        card = card if vision is None else vision_card(fake.config)
+        frontend = Frontend(backend, card, *texts, limits, loras=loras, images=vision)
         door = AppState("1.2.3", limits, Authoriser(keys), frontend, operated=operated)
         async with listening(config, door, frontend, backend) as started:
             yield started

@@ -14,9 +14,9 @@ from jaxinfer.serve.api.requests import Call, Input
 from jaxinfer.serve.grpc.vllm import messages
 
 REFUSED: Mapping[str, str] = {
-    "mm_inputs": "the model takes text alone",
-    "extra_mm_inputs": "the model takes text alone",
-    "media_refs": "the model takes text alone",
+    "mm_inputs": "pixels that another program has prepared are not taken: send images to Inference or HTTP",
+    "extra_mm_inputs": "pixels that another program has prepared are not taken: send images to Inference or HTTP",
+    "media_refs": "send images to Inference or HTTP",
     "kv_transfer_params": "there are no transfers of cached pages between engines",
     "kv_transfer_params_json": "there are no transfers of cached pages between engines",
 }

@@ -175,7 +175,7 @@ def _stored(run: KvStored) -> Any:
     tokens, count = run.tokens, len(run.hashes)
     size = len(tokens) // count
     adapter = {"lora_id": lora_id(run.lora.identity)} if run.lora else {}
-    keys = [common.KvBlockExtraKey(text=run.extra)] if run.extra else ()
+    keys = [common.KvBlockExtraKey(text=key) for key in run.extra_keys]
     blocks = [
         common.KvBlock(
             block_hash=short(digest),

@@ -124,6 +124,30 @@ class TextBlock(Body):
     text: str
 
 
+class ImageBlock(Body):
+    """An image block; ``source``: see `ImageData` and `ImageLink`."""
+
+    labels: ClassVar[frozenset[str]] = _MARKED
+
+    type: Literal["image"]
+    source: dict[str, Any]
+
+
+class ImageData(Body):
+    """An image file in base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageLink(Body):
+    """The URL of an image."""
+
+    type: Literal["url"]
+    url: str
+
+
 class ThinkingBlock(Body):
     """A reasoning block of an earlier answer."""
 
@@ -200,8 +224,9 @@ class Thinking(Body):
 
 
 TEXT: Mapping[str, type[Body]] = {"text": TextBlock}
-RESULT: Mapping[str, type[Body] | None] = {**TEXT, "tool_reference": None}
-USER: Mapping[str, type[Body] | None] = {**TEXT, "tool_result": ToolResultBlock}
+SOURCES: Mapping[str, type[Body]] = {"base64": ImageData, "url": ImageLink}
+RESULT: Mapping[str, type[Body] | None] = {**TEXT, "image": ImageBlock, "tool_reference": None}
+USER: Mapping[str, type[Body] | None] = {**TEXT, "image": ImageBlock, "tool_result": ToolResultBlock}
 _ELSEWHERE = ("bash_code_execution", "code_execution", "mcp", "text_editor_code_execution", "tool_search")
 ASSISTANT: Mapping[str, type[Body] | None] = {
     **TEXT,

@@ -14,11 +14,15 @@ from jaxinfer.serve.http.anthropic.bodies import (
     CHOICES,
     PASSED,
     RESULT,
+    SOURCES,
     TEXT,
     THINKING,
     TOOLS,
     USER,
     CountTokensRequest,
+    ImageBlock,
+    ImageData,
+    ImageLink,
     Message,
     TextBlock,
     Thinking,
@@ -34,6 +38,7 @@ from jaxinfer.serve.http.events.inputs import (
     item_of,
     items_of,
     off_loop,
+    pieces_of,
     refuse,
     renamed_to,
     served,
@@ -42,6 +47,7 @@ from jaxinfer.serve.http.events.inputs import (
 from jaxinfer.serve.http.fields import Body, checked
 from jaxinfer.serve.http.requests import ChatCompletionRequest
 from jaxinfer.serve.workers.normalize import thinking_switches
+from jaxinfer.text.contents import GivenImage
 
 _NAMES = {
     "stop": "stop_sequences",
@@ -124,12 +130,26 @@ def _say(turns: Turns, role: str, path: str, block: Body | None) -> None:
             turns.answer(text)
         case TextBlock(text=text):
             turns.ask(text)
+        case ImageBlock():
+            turns.ask(_image(path, block))
         case ThinkingBlock(thinking=thought):
             turns.think(thought)
         case ToolUseBlock(id=call_id, name=name, input=arguments):
             turns.call(call_id, name, arguments)
         case ToolResultBlock(tool_use_id=call_id, content=content):
-            turns.say("tool", text_of(f"{path}.content", content, RESULT), tool_call_id=call_id)
+            turns.say("tool", *pieces_of(f"{path}.content", content, RESULT, _image_of), tool_call_id=call_id)
+
+
+def _image_of(path: str, block: Body | None) -> GivenImage | None:
+    return _image(path, block) if isinstance(block, ImageBlock) else None
+
+
+def _image(path: str, block: ImageBlock) -> GivenImage:
+    source = item_of(f"{path}.source", block.source, SOURCES)
+    if isinstance(source, ImageLink):
+        return GivenImage(path, block.type, "source.url", source.url)
+    assert isinstance(source, ImageData)
+    return GivenImage(path, block.type, "source.data", f"data:{source.media_type};base64,{source.data}")
 
 
 def _renamed(body: CountTokensRequest) -> dict[str, Any]:

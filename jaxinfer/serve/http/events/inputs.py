@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from jaxinfer.serve.frontend.chat.messages import by_place
 from jaxinfer.serve.http.fields import Body, checked, left_out, undated
 from jaxinfer.serve.http.requests import ChatCompletionRequest
 from jaxinfer.text import contents
+from jaxinfer.text.contents import GivenImage
 
 _FEW = 256
 _FUNCTION, _PARAMETERS = (re.compile(rf"^(tools\[\d+\])\.{name}\b") for name in ("function", "parameters"))
@@ -70,6 +72,35 @@ def text_of(path: str, content: Any, kinds: Kinds) -> str:
         return contents.text_of(path, content, lambda at, part: getattr(item_of(at, part, kinds), "text", ""), kinds)
 
 
+Piece = str | GivenImage
+"""A text or an image of a content."""
+ImageOf = Callable[[str, Any], GivenImage | None]
+"""Returns the image of the item at a path; None: the item is no image."""
+
+
+def pieces_of(path: str, content: Any, kinds: Kinds, image: ImageOf) -> list[Piece]:
+    """Return the texts and images of a content whose parts have these kinds; texts side by side are joined by newlines.
+
+    Raises:
+        ServeError: INVALID, naming field and value: a part is neither text nor an image.
+    """
+    if not isinstance(content, list):
+        return [text_of(path, content, kinds)]
+    found: list[Piece] = []
+    with by_place():
+        for rank, part in enumerate(content):
+            item = item_of(at := f"{path}[{rank}]", part, kinds)
+            text: str = getattr(item, "text", None) or ""
+            add_piece(found, image(at, item) or text)
+    return found
+
+
+def add_piece(content: list[Piece], piece: Piece) -> None:
+    """Add a text or an image to a content; a newline comes between two texts."""
+    apart = isinstance(piece, str) and content and isinstance(content[-1], str)
+    content += ["\n", piece] if apart else [piece]
+
+
 class Turns:
     """Builder of chat messages from items; reasoning, text and tool calls of one assistant turn form one message.
 
@@ -90,15 +121,14 @@ class Turns:
         """Role of the last message; "" before the first."""
         return self._made[-1]["role"] if self._made else ""
 
-    def say(self, role: str, text: str, **fields: Any) -> None:
+    def say(self, role: str, *content: Piece, **fields: Any) -> None:
         """Add a complete message."""
         self._open = ""
-        self._made.append({"role": role, "content": [text], **fields})
+        self._made.append({"role": role, "content": list(content), **fields})
 
-    def ask(self, text: str) -> None:
-        """Add user text; consecutive user texts form one message."""
-        turn = self._turn("user")
-        turn["content"] += ["\n", text] if turn["content"] else [text]
+    def ask(self, piece: Piece) -> None:
+        """Add user text or an image; consecutive ones form one message."""
+        add_piece(self._turn("user")["content"], piece)
 
     def think(self, text: str) -> None:
         self._turn("assistant").setdefault("reasoning_content", []).append(text)
@@ -115,8 +145,7 @@ class Turns:
 
     def _turn(self, role: str) -> dict[str, Any]:
         if self._open != role:
-            self.say(role, "")
-            self._made[-1]["content"].clear()
+            self.say(role)
             self._open = role
         return self._made[-1]
 
@@ -124,8 +153,20 @@ class Turns:
 def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
     thoughts = message.get("reasoning_content")
     joined = {} if thoughts is None else {"reasoning_content": "\n".join(thoughts)}
-    content = "".join(message["content"])
+    pieces = message["content"]
+    if not all(isinstance(piece, str) for piece in pieces):
+        return {**message, "content": list(_parts(pieces)), **joined}
+    content = "".join(pieces)
     return {**message, "content": content or (None if "tool_calls" in message else ""), **joined}
+
+
+def _parts(pieces: Sequence[Piece]) -> Iterator[Any]:
+    """Yield parts of a chat message, with the texts between two images as one."""
+    for image, group in itertools.groupby(pieces, lambda piece: isinstance(piece, GivenImage)):
+        if image:
+            yield from group
+        else:
+            yield {"type": "text", "text": "".join(map(str, group))}
 
 
 def chat_body(**fields: Any) -> ChatCompletionRequest:

@@ -15,6 +15,7 @@ from jaxinfer.serve.http.events.inputs import (
     item_of,
     items_of,
     off_loop,
+    pieces_of,
     refuse,
     renamed_to,
     text_of,
@@ -30,6 +31,7 @@ from jaxinfer.serve.http.responses.bodies import (
     CallOutputItem,
     CustomCallItem,
     FunctionTool,
+    InputImage,
     InputText,
     MessageItem,
     OutputText,
@@ -40,6 +42,7 @@ from jaxinfer.serve.http.responses.bodies import (
     ShellCallItem,
     ShellOutputItem,
 )
+from jaxinfer.text.contents import GivenImage, detail_options
 
 _NAMES = {
     "messages": "input",
@@ -49,7 +52,7 @@ _NAMES = {
     "response_format.json_schema": "text.format",
     "structured_outputs": "text.format",
 }
-_INPUT: Mapping[str, type[Body]] = {"input_text": InputText}
+_INPUT: Mapping[str, type[Body]] = {"input_text": InputText, "input_image": InputImage}
 _OUTPUT: Mapping[str, type[Body]] = {"output_text": OutputText, "refusal": Refusal}
 _THOUGHT: Mapping[str, type[Body]] = {"reasoning_text": ReasoningText}
 _SUMMARY: Mapping[str, type[Body]] = {"summary_text": ReasoningText}
@@ -110,14 +113,21 @@ def _add(turns: Turns, path: str, value: Any) -> None:
         case ShellOutputItem(id=call_id, output=output):
             turns.say("tool", output, tool_call_id=call_id)
         case CallOutputItem(call_id=call_id, output=output):
-            turns.say("tool", text_of(f"{path}.output", output, _INPUT), tool_call_id=call_id)
+            turns.say("tool", *pieces_of(f"{path}.output", output, _INPUT, _image), tool_call_id=call_id)
 
 
 def _say(turns: Turns, path: str, item: MessageItem) -> None:
     if item.role == "assistant":
         turns.answer(text_of(path, item.content, _OUTPUT))
     else:
-        turns.say(item.role, text_of(path, item.content, _INPUT))
+        turns.say(item.role, *pieces_of(path, item.content, _INPUT, _image))
+
+
+def _image(path: str, part: Body | None) -> GivenImage | None:
+    if not isinstance(part, InputImage):
+        return None
+    options = detail_options(f"{path}.detail", part.detail)
+    return GivenImage(path, part.type, "image_url", part.image_url, options)
 
 
 def _thought(path: str, item: ReasoningItem) -> str:

@@ -205,6 +205,7 @@ def test_variables_of_a_request_stand_above_the_switch() -> None:
     run(test)
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 CONTENT = "messages[0].content"
 REFUSED = [
     ({"max_tokens": ...}, "max_tokens is missing"),
@@ -218,8 +219,10 @@ REFUSED = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role='tool'"),
     ({"messages": [{**HI, "name": "x"}]}, "messages[0].name is not a field"),
     ({"messages": [{"role": "user", "content": 3}]}, f"{CONTENT}=3 must be text or a list of blocks"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, f"{CONTENT}[0].type=None is not served: it may be text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, f"{CONTENT}[0].type='image' is not served"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, f"{CONTENT}[0].type=None is not served: it may be image"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, f"{CONTENT}[0].source is missing"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, f"{CONTENT}[0].type='image' is not served: the model reads"),
+    ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, f"{CONTENT}[0].type='image' is not served: it may be"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, f"{CONTENT}[0].text is missing"),
     ({"messages": [{"role": "user", "content": [{**text("x"), "a": 1}]}]}, f"{CONTENT}[0].a is not a field"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, f"{CONTENT}[0].type='tool_use' is not"),

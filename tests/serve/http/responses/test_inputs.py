@@ -129,7 +129,7 @@ REFUSED = [
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0].type",
-        "'input_image' is not served: it may be input_text",
+        "'input_image' is not served: the model reads text only",
     ),
     ({"input": [{"role": "assistant", "content": said("x", "input_text")}]}, "input[0].content[0].type", "output_text"),
     ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments", "input[0].arguments={}"),

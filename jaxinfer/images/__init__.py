@@ -1,0 +1,1 @@
+"""Images: decoding, processors, and their places in prompts. No jax."""

@@ -1,0 +1,39 @@
+"""Places of images in tokenised prompts: each placeholder becomes the tokens of its image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxinfer.images.processor import Processor
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.types import ImageInput, PlacedImage
+
+
+def place_images(
+    field: str, ids: Sequence[int], processor: Processor, images: Sequence[ImageInput]
+) -> tuple[Sequence[int], tuple[PlacedImage, ...]]:
+    """Return a prompt in which the k-th placeholder is replaced by the tokens of the k-th image, and its images.
+
+    Args:
+        field: field of the request that has the prompt, for errors.
+        ids: token ids in which each image is one token, as chat templates write it.
+
+    Raises:
+        RequestError: the prompt has more or fewer placeholders than there are images.
+    """
+    ids, token = list(ids), processor.image_token
+    if (found := ids.count(token)) != len(images):
+        reason = f"has {found} placeholders of images (token {token}), and {len(images)} images are given"
+        raise RequestError(field, reason)
+    if not images:
+        return ids, ()
+    made: list[int] = []
+    placed, done = [], 0
+    for image in images:
+        at = ids.index(token, done)
+        made += ids[done:at]
+        start = len(made)
+        made += processor.expand(image.grid)
+        placed.append(PlacedImage(start, len(made), image))
+        done = at + 1
+    return [*made, *ids[done:]], tuple(placed)

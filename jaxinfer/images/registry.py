@@ -1,0 +1,95 @@
+"""Image processors of model folders, without the model: a server's front end and its helper processes make them here.
+
+A family's module has ``make(config_json, files)``, which returns its `Processor` from the folder's JSON files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.images.processor import Processor
+
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""JSON files of a folder that describe processors."""
+
+_QWEN, _CLIP, _SIGLIP, _PIXTRAL = (f"jaxinfer.images.{name}:make" for name in ("qwen", "clip", "siglip", "pixtral"))
+MAKERS: Mapping[str, str] = {
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN,
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "LlavaForConditionalGeneration": _CLIP,
+    "Gemma3ForConditionalGeneration": _SIGLIP,
+    "Mistral3ForConditionalGeneration": _PIXTRAL,
+}
+"""``module:function`` that makes the processor of an architecture."""
+
+_MOST_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessorSource:
+    """What a processor is made of: plain data, which another process can make the same processor of.
+
+    Attributes:
+        make: ``module:function``, called with the other two.
+        config: config.json of the folder.
+        files: content of those `FILES` that the folder has, by name.
+    """
+
+    make: str
+    config: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]
+
+    def processor(self) -> Processor:
+        """Make the processor.
+
+        Raises:
+            ValueError: the files describe none that is supported; the message is one sentence.
+        """
+        module, _, name = self.make.partition(":")
+        made: Processor = getattr(importlib.import_module(module), name)(self.config, self.files)
+        return made
+
+
+def find_source(folder: Path, makers: Mapping[str, str] = MAKERS) -> ProcessorSource | None:
+    """Return the source of a folder's processor; None: its architecture reads no images, or it is no folder.
+
+    Raises:
+        ValueError: a file is not a JSON object.
+    """
+    config = _object(folder / "config.json")
+    named = (config or {}).get("architectures")
+    make = next((makers[name] for name in named if name in makers), None) if isinstance(named, list) else None
+    if config is None or make is None:
+        return None
+    found = {name: value for name in FILES if (value := _object(folder / name)) is not None}
+    return ProcessorSource(make, config, found)
+
+
+def find_processor(folder: Path) -> Processor | None:
+    """Return the processor of a model's folder, see `find_source`."""
+    source = find_source(folder)
+    return None if source is None else source.processor()
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None: there is no such file."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    try:
+        value = json.loads(data) if len(data) <= _MOST_BYTES else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object of at most {_MOST_BYTES} bytes")
+    return value

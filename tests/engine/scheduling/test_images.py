@@ -1,0 +1,287 @@
+"""Prompts with images: what is refused, chunks and their rows, and random requests on a fake device."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from jaxinfer.config import EngineConfig, EngineConfigError, resolve
+from jaxinfer.config.images import ImageNeeds
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.types import CacheSpec, ImageInput, LayerSpec, PlacedImage, Request
+from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, chunks, make_loop, make_request
+from tests.engine.scheduling.test_scheduler_machine import (
+    LENGTH,
+    MOST_LIVE,
+    Choose,
+    SchedulerMachine,
+    World,
+    _chooser,
+    draw_config,
+    draw_request,
+)
+
+TOKEN, LARGEST = 9, 8
+NEEDS = ImageNeeds(TOKEN, merged=1, values=3, least_rows=1, most_rows=LARGEST)
+BOTH_WAYS = NEEDS._replace(both_ways=True)
+
+
+def make_image(number: int, rows: int) -> ImageInput:
+    digest = hashlib.blake2b(f"{number} {rows}".encode(), digest_size=16).hexdigest()
+    return ImageInput(np.full((rows, 3), number % 256, np.uint8), (1, 1, rows), digest)
+
+
+def with_images(request: Request, *placed: tuple[int, ImageInput]) -> Request:
+    """Return the request with images in place of the tokens from these positions on."""
+    tokens, images = list(request.prompt_token_ids), list[PlacedImage]()
+    for start, image in placed:
+        stop = start + len(image.patches)
+        tokens[start:stop] = [TOKEN] * len(image.patches)
+        images.append(PlacedImage(start, stop, image))
+    return dataclasses.replace(request, prompt_token_ids=tuple(tokens), images=tuple(images))
+
+
+def image_loop(needs: ImageNeeds = NEEDS, **changes: Any) -> Loop:
+    return make_loop(images=needs, **{"encoder_sizes": (LARGEST,), "encoder_cache_size": 32, **changes})
+
+
+# ---- requests that are refused
+
+
+GOOD = with_images(make_request("a", 20), (2, make_image(1, 4)), (9, make_image(2, 3)))
+REFUSED: dict[str, tuple[Request, str]] = {
+    "a token without an image": (dataclasses.replace(GOOD, images=GOOD.images[:1]), "prompt"),
+    "no tokens for an image": (dataclasses.replace(GOOD, prompt_token_ids=(1,) * 20), "images"),
+    "too few tokens": (dataclasses.replace(GOOD, images=(GOOD.images[0]._replace(stop=5),)), "images"),
+    "ranges in disorder": (dataclasses.replace(GOOD, images=GOOD.images[::-1]), "images"),
+    "a range beyond the prompt": (dataclasses.replace(GOOD, images=(GOOD.images[0]._replace(stop=99),)), "images"),
+    "too many patches": (with_images(make_request("a", 20), (2, make_image(1, LARGEST + 1))), "images"),
+    "nothing after an image": (with_images(make_request("a", 20), (16, make_image(1, 4))), "prompt"),
+    "too many images": (
+        with_images(make_request("a", 20), *((3 * i, make_image(i, 2)) for i in range(4))),
+        "images",
+    ),
+    "normalised patches": (
+        with_images(make_request("a", 20), (2, dataclasses.replace(make_image(1, 4), patches=np.zeros((4, 3))))),
+        "images",
+    ),
+    "another grid": (
+        with_images(make_request("a", 20), (2, dataclasses.replace(make_image(1, 4), grid=(1, 1, 3)))),
+        "images",
+    ),
+    "no digest": (with_images(make_request("a", 20), (2, dataclasses.replace(make_image(1, 4), digest=""))), "images"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_request_is_refused(case):
+    loop, (request, field) = image_loop(limit_mm_per_prompt=("image=3",)), REFUSED[case]
+    with pytest.raises(RequestError) as refused:
+        loop.scheduler.add(request)
+    assert refused.value.field == field
+    assert not loop.busy
+
+
+def test_images_without_a_tower_or_with_a_drafter_on_the_device_are_refused():
+    for loop in (
+        make_loop(),
+        image_loop(limit_mm_per_prompt=("image=0",), encoder_sizes=None, encoder_cache_size=None),
+    ):
+        with pytest.raises(RequestError) as refused:
+            loop.scheduler.add(GOOD)
+        assert refused.value.field == "images"
+    loop = image_loop(speculative="draft_model", speculative_model="some")
+    with pytest.raises(RequestError) as refused:
+        loop.scheduler.add(GOOD)
+    assert refused.value.field == "images"
+    loop.add(make_request("text", 20))
+    loop.drain()
+
+
+# ---- settings
+
+
+def resolved(needs: ImageNeeds | None = NEEDS, **changes: Any) -> Any:
+    cache = CacheSpec((LayerSpec(),), kv_heads=1, head_dim=8)
+    return resolve(EngineConfig(**changes), cache, max_position=4096, itemsize=4, images=needs)
+
+
+def test_encoder_programs_reach_from_the_smallest_to_the_largest_image():
+    qwen = ImageNeeds(1, 4, 1176, 4, 16384)
+    assert resolved(qwen).encoder_sizes == (256, 1024, 4096, 16384)
+    assert resolved(qwen, max_model_len=100).encoder_sizes == (256, 400)
+    assert resolved(ImageNeeds(1, 1, 588, 576, 576)).encoder_sizes == (576,)
+    assert resolved(qwen).encoder_cache_size == 256 + 2 * 4096
+    assert resolved(None).encoder_sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"encoder_sizes": (6,)}, "encoder_sizes"),
+        ({"encoder_sizes": (16, 8)}, "encoder_sizes"),
+        ({"encoder_cache_size": 100, "prefill_sizes": (64,)}, "encoder_cache_size"),
+        ({"limit_mm_per_prompt": ("image=-1",)}, "limit_mm_per_prompt"),
+        ({"limit_mm_per_prompt": ("audio=1",)}, "limit_mm_per_prompt"),
+        ({"limit_mm_per_prompt": ("{image",)}, "limit_mm_per_prompt"),
+    ],
+)
+def test_a_wrong_setting_is_refused(changes, name):
+    with pytest.raises(EngineConfigError, match=name):
+        resolved(ImageNeeds(1, 4, 12, 4, 1024), **changes)
+
+
+def test_settings_of_images_are_refused_without_a_tower():
+    with pytest.raises(EngineConfigError, match="encoder_sizes"):
+        resolved(None, encoder_sizes=(256,))
+
+
+def test_an_image_that_no_chunk_holds_is_refused_where_none_may_be_split():
+    with pytest.raises(EngineConfigError, match="prefill_sizes"):
+        resolved(ImageNeeds(1, 1, 12, 512, 512, both_ways=True), prefill_sizes=(64, 256))
+
+
+def test_the_limit_takes_the_forms_of_vllm():
+    for given in (("image=3",), ('{"image": 3}',), {"image": 3}, "image=3"):
+        assert EngineConfig(limit_mm_per_prompt=given).most_images == 3
+    assert EngineConfig().most_images is None
+
+
+# ---- plans
+
+
+def test_an_image_is_encoded_once_for_several_chunks_and_requests():
+    loop = image_loop(max_num_batched_tokens=64)
+    image = make_image(1, 8)
+    loop.add(with_images(make_request("a", 40), (12, image)))  # in two chunks of 16
+    plan = loop.step()
+    assert [(encode.image, len(encode.rows)) for encode in plan.encodes] == [(image, 8)]
+    loop.add(with_images(make_request("b", 30, cache_salt="other"), (3, image)))
+    loop.drain()
+    stats = loop.scheduler.stats.snapshot()
+    assert (stats.encoder_queries, stats.encoder_hits) == (2, 1)
+
+
+def test_the_encoder_counts_in_the_budget():
+    loop = image_loop(max_num_batched_tokens=16 + 3 + 16)
+    for number, name in enumerate("ab"):
+        loop.add(with_images(make_request(name, 17), (2, make_image(number, 8))))
+    assert [name for name, _ in chunks(loop.step())] == ["a"]
+    assert [name for name, _ in chunks(loop.step())] == ["b"]
+    loop.drain()
+
+
+def test_an_image_in_cached_pages_is_not_encoded_again():
+    loop = image_loop()
+    for name in "ab":
+        loop.add(with_images(make_request(name, 33), (2, make_image(1, 8))))
+        loop.drain()
+    assert loop.outputs["b"][0].cached_tokens == 32
+    assert loop.scheduler.stats.snapshot().encoder_queries == 1
+
+
+def test_no_chunk_splits_an_image_that_attends_in_both_directions():
+    loop = image_loop(BOTH_WAYS, max_num_batched_tokens=99)
+    loop.add(with_images(make_request("a", 40), (12, make_image(1, 8))))
+    found = [(chunk.start, chunk.length) for _, chunk in chunks(loop.step())]
+    assert found == [(0, 12), (12, 8), (20, 12), (32, 7)]
+    loop.drain()
+
+
+def test_a_chunk_that_resumes_in_an_image_ends_with_it():
+    loop = image_loop(BOTH_WAYS, page_size=4, num_pages=64, max_num_batched_tokens=64)
+    image = make_image(1, 8)
+    loop.add(with_images(make_request("a", 19), (10, image)))
+    loop.drain()
+    loop.add(with_images(make_request("b", 40), (10, image)))
+    first = chunks(loop.step())[0][1]
+    assert (first.start, first.length) == (16, 2)
+    loop.drain()
+
+
+# ---- random requests
+
+
+def draw_image_config(choose: Choose) -> dict[str, Any]:
+    """Draw settings with as little room for images as is possible, or a little more."""
+    config = draw_config(choose, drafters=(None, None, "ngram", "trees"))
+    largest = min(LARGEST, config["prefill_sizes"][-1])
+    needs = choose(NEEDS, NEEDS, BOTH_WAYS)._replace(most_rows=largest)
+    least = config["prefill_sizes"][-1] + 2 * largest
+    return config | {
+        "images": needs,
+        "encoder_sizes": choose((largest,), (1, largest)),
+        "encoder_cache_size": least + choose(0, 0, 3, 40),
+        "costs": choose(SWAP, RECOMPUTE, None),
+    }
+
+
+def draw_image_request(choose: Choose, name: str, now: float) -> Request:
+    """Draw a request in which some tokens are those of images, of few contents."""
+    request, at, placed = draw_request(choose, name, now), 0, list[tuple[int, ImageInput]]()
+    for _ in range(choose(0, 1, 1, 2, 4)):
+        at += choose(0, 0, 1, 3, 7, 12)
+        image = make_image(choose(1, 2), choose(1, 2, 3, 4))
+        if at + len(image.patches) < len(request.prompt_token_ids):
+            placed.append((at, image))
+            at += len(image.patches)
+    return with_images(request, *placed)
+
+
+class ImageMachine(SchedulerMachine):
+    @initialize(data=st.data())
+    def start(self, data):
+        self.world = World(draw_image_config(_chooser(data)), draw_image_request)
+
+
+def test_machine(unchecked):
+    run_state_machine_as_test(ImageMachine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+
+
+@pytest.mark.parametrize("episode", range(12))
+def test_many_steps(unchecked, episode):
+    assert run_image_episode(0, episode).loop.steps
+
+
+def run_image_episode(seed: int, episode: int, steps: int = 200) -> World:
+    rng = random.Random(f"{seed} {episode}")
+
+    def choose(*options):
+        return rng.choice(options)
+
+    world = World(draw_image_config(choose), draw_image_request)
+    load = choose(0.1, 0.3, 0.7)
+    for _ in range(steps):
+        while len(world.live) < MOST_LIVE and rng.random() < load:
+            world.add(choose)
+        if rng.random() < 0.02:
+            world.loop.kv.reset_prefix_cache()
+        world.step()
+    world.drain()
+    world.loop.check_empty()
+    return world
+
+
+def test_requests_that_differ_in_one_image_share_no_page_of_it(unchecked):
+    """A thousand prompts of equal tokens, with other images from a random place on: no wrong hit (the fake device would
+    read other numbers), and right hits for each prompt that comes again."""
+    rng, loop = np.random.default_rng(0), image_loop(num_pages=600, max_model_len=LENGTH, host_pages=64)
+    for number in range(1000):
+        base = make_request(str(number), 40, 1)
+        others = [(3, make_image(1, 5)), (14, make_image(2, 4)), (22, make_image(3, 8))]
+        which = int(rng.integers(3))
+        place, image = others[which]
+        others[which] = place, make_image(1000 + int(rng.integers(500)), len(image.patches))
+        loop.add(with_images(base, *others))
+        loop.drain()
+        loop.outputs.clear()
+    stats = loop.scheduler.stats.snapshot()
+    assert 0 < stats.prefix_hits < stats.prefix_queries

@@ -1,0 +1,35 @@
+"""Ranges of images in expanded prompts; what the processors expand to is tested with them."""
+
+import dataclasses
+
+import pytest
+
+from jaxinfer.images.expansion import expanded, for_vocabulary
+from tests.images import test_clip, test_pixtral, test_siglip
+
+GRID = (1, 4, 4)
+
+
+def test_ranges_reach_from_the_first_row_of_an_image_to_the_last() -> None:
+    gemma = test_siglip.processor({"size": 8})
+    ids, ranges = expanded(gemma, [107, 255_999, 255_999, 5], [GRID, GRID])
+    assert ids[0] == 109
+    assert [set(ids[start:stop]) for start, stop in ranges] == [{262_144}] * 2
+    assert [(ids[start - 1], ids[stop], stop - start) for start, stop in ranges] == [(255_999, 256_000, 4)] * 2
+    assert expanded(test_pixtral.processor(), [7, 10, 8], [(1, 4, 6)]) == (
+        [7, 10, 10, 10, 12, 10, 10, 10, 13, 8],
+        [(1, 8)],
+    )
+
+
+def test_text_has_no_ranges() -> None:
+    assert expanded(test_siglip.processor({"size": 8}), [107, 107], []) == ([107, 107], [])
+
+
+def test_processors_whose_tokens_are_named_by_the_vocabulary() -> None:
+    found = {"[IMG_BREAK]": 3, "[IMG_END]": 4, "\n": 5, "\n\n": 6}.get
+    clip, pixtral = test_clip.processor(test_clip.SQUARE, 48), test_pixtral.processor()
+    assert for_vocabulary(clip, found) is clip
+    assert for_vocabulary(pixtral, found) == dataclasses.replace(pixtral, break_token=3, end_token=4)
+    with pytest.raises(ValueError, match="IMG_BREAK"):
+        for_vocabulary(pixtral, {}.get)

@@ -1,0 +1,46 @@
+"""Tests of how the processor of a folder is found."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from jaxinfer.images.registry import MAKERS, find_processor, find_source
+from jaxinfer.models.vision.registry import VISION_FAMILIES
+from tests.fake_vision_processor import FAKE, FakeProcessor
+
+
+def folder(path: pathlib.Path, **files: object) -> pathlib.Path:
+    for name, value in files.items():
+        (path / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def test_every_vision_family_has_a_processor() -> None:
+    assert MAKERS.keys() == set(VISION_FAMILIES)
+
+
+def test_a_processor_is_made_of_the_folders_files(tmp_path: pathlib.Path) -> None:
+    files = {"preprocessor_config": {"max_pixels": 16}, "tokenizer_config": "no JSON"}
+    source = find_source(
+        folder(tmp_path, config={"architectures": ["A", "B"], "image_token_id": 7}, **files), {"B": FAKE}
+    )
+    assert source is not None
+    assert source.files == {"preprocessor_config.json": {"max_pixels": 16}}
+    assert source.processor() == FakeProcessor(7, max_pixels=16)
+
+
+def test_folders_without_images(tmp_path: pathlib.Path) -> None:
+    assert find_processor(tmp_path) is None
+    for config in ({}, {"architectures": None}, {"architectures": ["LlamaForCausalLM"]}):
+        assert find_processor(folder(tmp_path, config=config)) is None
+    assert find_processor(tmp_path / "config.json") is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", " " * (1 << 21)])
+def test_files_that_cannot_be_read(tmp_path: pathlib.Path, text: str) -> None:
+    own = folder(tmp_path, config={"architectures": ["A"]}, preprocessor_config=text)
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json"):
+        find_source(own, {"A": FAKE})
