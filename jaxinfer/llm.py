@@ -312,9 +312,9 @@ class LLM(LoRAFrontend):
         return made
 
     def _request(self, prompt: Prompt | ImagePrompt, params: SamplingParams, answers: bool) -> Request:
-        vision, images = self.model.vision, ()
+        vision, images = self.model.vision, list[HeldImage]()
         if isinstance(prompt, ImagePrompt):
-            prompt, images = prompt.prompt, prompt.images
+            images, prompt = [*prompt.images], prompt.prompt
         if vision is None and images:
             raise RequestError(images[0].field, "is an image, and the model reads text only")
         placed: tuple[PlacedImage, ...] = ()

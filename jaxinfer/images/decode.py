@@ -8,7 +8,7 @@ import warnings
 import zlib
 from typing import NamedTuple
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from jaxinfer.images.processor import ImageError
 
@@ -98,7 +98,7 @@ def _check_size(picture: Image.Image, limits: ImageLimits) -> None:
 def _refusal(data: bytes, error: BaseException) -> ImageError:
     if not data:
         return ImageError("the image is empty")
-    if isinstance(error, Image.UnidentifiedImageError):
+    if isinstance(error, UnidentifiedImageError):
         known = next((name for at, mark, name in _OTHERS if data[at:].startswith(mark)), "no image that can be read")
         return ImageError(f"the file is {known}: images are {', '.join(FORMATS)}")
     if isinstance(error, Image.DecompressionBombError):

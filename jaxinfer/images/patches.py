@@ -46,6 +46,14 @@ class PatchProcessor:
     def identity(self) -> str:
         return f"{self!r} {self.values!r}"
 
+    @property
+    def most_rows(self) -> int:
+        raise NotImplementedError
+
+    def expand(self, grid: tuple[int, int, int]) -> list[int]:
+        """Return the tokens of an image of this grid."""
+        raise NotImplementedError
+
     def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches; raises ImageError, see `jaxinfer.images.processor.Processor`."""
         pixels = self.pixels(rgb(picture), **options)
@@ -84,7 +92,6 @@ class SquareProcessor(PatchProcessor):
         return int((self.side // self.patch) ** 2)
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        """Return the tokens of an image."""
         del grid
         return [self.image_token] * (self.most_rows // self.merge**2)
 

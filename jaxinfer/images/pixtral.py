@@ -16,6 +16,7 @@ from jaxinfer.images.pixels import require, value_table
 from jaxinfer.images.processor import ImageError
 
 _EDGE = "longest_edge"
+_TOKENS = ("[IMG_BREAK]", "[IMG_END]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,10 @@ class PixtralProcessor(PatchProcessor):
         Raises:
             ValueError: the vocabulary has no token that ends a row or an image.
         """
-        found = dict[str, int]()
-        for name, text in (("break_token", "[IMG_BREAK]"), ("end_token", "[IMG_END]")):
-            if (one := id_of(text)) is None:
-                raise ValueError(f"the vocabulary has no token {text}")
-            found[name] = one
-        return dataclasses.replace(self, **found)
+        after_row, after_image = map(id_of, _TOKENS)
+        if after_row is None or after_image is None:
+            raise ValueError(f"the vocabulary must have the tokens {' and '.join(_TOKENS)}")
+        return dataclasses.replace(self, break_token=after_row, end_token=after_image)
 
     @property
     def unit(self) -> int:

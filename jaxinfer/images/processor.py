@@ -6,7 +6,7 @@ import hashlib
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from PIL.Image import Image
+from PIL.Image import Image, new
 
 from jaxinfer.types import ImageInput
 
@@ -59,12 +59,24 @@ class Processor(Protocol):
         """Return the token ids that replace the placeholder of an image of this grid."""
 
 
+class Identified(Protocol):
+    """Protocol of an object whose name says all of its options."""
+
+    @property
+    def identity(self) -> str: ...
+
+
+def smallest_image(processor: Processor) -> ImageInput:
+    """Return an image with as few patches as the processor makes."""
+    return processor.prepare(new("RGB", (1, 1)))
+
+
 def normalised(processor: Processor, patches: np.ndarray) -> np.ndarray:
     """Return the values that a tower reads, [rows, values] float32, of resized pixels."""
     return processor.table[processor.channels, patches]
 
 
-def digest_of(processor: Processor, patches: np.ndarray, grid: tuple[int, int, int]) -> str:
+def digest_of(processor: Identified, patches: np.ndarray, grid: tuple[int, int, int]) -> str:
     """Return the content hash of an image, see `ImageInput`."""
     found = hashlib.blake2b(digest_size=16)
     for part in (processor.identity, str(grid), str(patches.dtype), str(patches.shape)):

@@ -243,8 +243,8 @@ class RadixTree:
                 common = _common_tokens(other[:size], tokens)
                 if other_kind != kind or common <= best[1]:
                     break
-                common = min(common, _unlike(other[size:], marks))
-                count = int(common if other_code == code else min(common, split, other_code % self._codes))
+                common = int(min(common, _unlike(other[size:], marks)))
+                count = common if other_code == code else min(common, split, other_code % self._codes)
                 node = parent.children[(other_code, other)]
                 if count > best[1] and usable(node):
                     best = (node, count)

@@ -396,6 +396,7 @@ BOUNDS = ((56 * 56, 28 * 28 * 1280), (65536, 16777216), (4 * 28 * 28, 12 * 28 * 
 
 def picture_digests() -> dict[str, dict]:
     """Return grids and SHA-256 of the pixels of all pictures, or the reason why there are none."""
+    shown: dict[str, Callable[..., Any]]
     shown = {name: lambda data=data: load_image(_as_url(data())) for name, data in FILES.items()}
     shown |= {f"handed {mode}": made for mode, made in HANDED.items()}
     found: dict[str, dict] = {}

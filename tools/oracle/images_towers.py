@@ -330,6 +330,7 @@ DIGESTED: Sequence[dict[str, Any]] = (
 
 def digests() -> dict[str, Any]:
     """Return `DIGESTED`, each with shapes and SHA-256 of the pixels of all pictures; null: transformers fails."""
+    shown: dict[str, Callable[[], Any]]
     shown = {name: functools.partial(lambda data: load_image(_as_url(data())), data) for name, data in FILES.items()}
     shown |= {f"handed {mode}": made for mode, made in HANDED.items()}
     return {f"processor {index}": {**each, "pictures": _digested(each, shown)} for index, each in enumerate(DIGESTED)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -60,19 +61,20 @@ def _palette(seed: int) -> Image.Image:
     return picture(48, 64, seed).quantize(17)
 
 
+def _sized(height: int, width: int, seed: int, kind: str) -> bytes:
+    return _encoded(picture(height, width, seed), kind)
+
+
 _SIDES = ((1, 1), (1, 64), (64, 1), (1, 200), (200, 1), (3, 5), (14, 14), (28, 28), (70, 42), (42, 126), (300, 10))
 _LARGE = ((480, 640), (1080, 1440))
 
 FILES: dict[str, Callable[[], bytes]] = {
     **{
-        f"{height}x{width}.png": lambda h=height, w=width: _encoded(picture(h, w, h * w), "PNG")
+        f"{height}x{width}.png": functools.partial(_sized, height, width, height * width, "PNG")
         for height, width in _SIDES
     },
-    **{
-        f"{height}x{width}.jpg": lambda h=height, w=width: _encoded(picture(h, w, h), "JPEG")
-        for height, width in _LARGE
-    },
-    **{f"turned{at}.jpg": lambda at=at: _turned(at, "JPEG") for at in range(2, 9)},
+    **{f"{height}x{width}.jpg": functools.partial(_sized, height, width, height, "JPEG") for height, width in _LARGE},
+    **{f"turned{at}.jpg": functools.partial(_turned, at, "JPEG") for at in range(2, 9)},
     "turned6.png": lambda: _turned(6, "PNG"),
     "turned9.jpg": lambda: _turned(9, "JPEG"),
     "grey.png": lambda: _encoded(picture(40, 60, 1).convert("L"), "PNG"),

@@ -213,7 +213,10 @@ class Lockstep:
             commands.Prefill: self._prefill,
             commands.Decode: self._decode,
         }
-        choose = {commands.Prefill: self._together, commands.Encode: self._of_one_size}
+        choose: dict[Any, Callable[[], list[Any]]] = {
+            commands.Prefill: self._together,
+            commands.Encode: self._of_one_size,
+        }
         for kind, call in calls.items():
             while any(rank.pending[kind] for rank in self.ranks):
                 call(choose.get(kind, functools.partial(self._next, kind))())

@@ -297,8 +297,8 @@ class _Work:
         if vision is None or images is None:
             return jobs
         for rows in self.engine.encoder_sizes:
-            layout = abstract_layout(vision, rows)
-            layout = {key: self._array(value.shape, value.dtype) for key, value in layout.items()}
+            shapes = abstract_layout(vision, rows)
+            layout = {key: self._array(value.shape, value.dtype) for key, value in shapes.items()}
             patches = self._array((rows, vision.config.values), np.uint8)
             given = (self.arrays.tower, images, patches, layout, self._ints(rows // vision.config.merged))
             encode = _renamed(make_encode(vision), name := f"encode_{rows}")

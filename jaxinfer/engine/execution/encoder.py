@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt8
-from PIL import Image
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.config.images import ImageNeeds
 from jaxinfer.engine.execution.commands import Encode
 from jaxinfer.engine.scheduling import encoder_cache
+from jaxinfer.images.processor import smallest_image
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.tower import Grid, Vision
 from jaxinfer.types import VISION, ImageInput
@@ -39,7 +39,7 @@ def image_needs(model: Model) -> ImageNeeds | None:
 @functools.lru_cache
 def smallest(vision: Vision) -> ImageInput:
     """Return an image with as few patches as the processor makes."""
-    return vision.processor.prepare(Image.new("RGB", (1, 1)))
+    return smallest_image(vision.processor)
 
 
 def text_part(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,8 +69,8 @@ class Stage:
         """Return the stage for its programs: with abstract parameters, since programs take the real ones as arguments,
         those of a vision tower apart, and without the text components of the checkpoint."""
         of = self.model
-        given = {"specs": text_part(of.specs), "cache_spec": of.cache_spec, "vision": of.vision}
-        model = Model(of.module, params, of.config, of.family, **given)
+        specs, cache_spec = text_part(of.specs), of.cache_spec
+        model = Model(of.module, params, of.config, of.family, specs=specs, cache_spec=cache_spec, vision=of.vision)
         return dataclasses.replace(self, model=model)
 
     @property
@@ -86,7 +86,10 @@ class Stage:
         if not getattr(self.model.module, "taps", ()):
             hidden, pools = self.backbone(params, x, positions, attend, pools)
             return hidden, hidden, pools
-        x, *earlier = jnp.split(x, self.taken // self.width, axis=-1) if not self.first else [x]
+        earlier: list[Array] = []
+        if not self.first:
+            assert not isinstance(x, Merged)
+            x, *earlier = jnp.split(x, self.taken // self.width, axis=-1)
         (hidden, pools), sown = self.backbone(params, x, positions, attend, pools, mutable=["features"])
         own = sown.get("features", {}).get("taps", ())
         return hidden, jnp.concatenate([*earlier, *own], axis=-1) if earlier or own else hidden[..., :0], pools

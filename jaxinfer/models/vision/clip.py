@@ -96,7 +96,7 @@ def param_specs(cfg: ClipConfig) -> ParamTree:
     d, prefix = cfg.hidden_size, "vision_tower.vision_model"
     layers = {f"layers_{i}": layer_specs(cfg, f"{prefix}.encoder.layers.{i}") for i in range(cfg.depth)}
     linear = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
-    tree = {
+    tree: dict[str, Any] = {
         "patch": patch_weight(f"{prefix}.embeddings.patch_embedding.weight", cfg),
         "class": plain(f"{prefix}.embeddings.class_embedding", (d,), (None,)),
         "positions": matrix(f"{prefix}.embeddings.position_embedding.weight", (cfg.side**2 + 1, d), (None, None)),

@@ -43,6 +43,8 @@ def within(segments: Int[Array, " rows"], reach: int | None = None) -> Attend:
         sinks: Float[Array, " heads"] | None = None,
         chosen: Any = None,
     ) -> tuple[Float[Array, "rows heads head_dim"], Any]:
+        assert k is not None
+        assert v is not None
         if q.shape[0] <= _WHOLE:
             return _scored(q, k, v, segments, segments, scale), cache
         return _by_block(q, k, v, segments, scale, reach), cache

@@ -128,7 +128,7 @@ class PixtralTower(Tower):
 def param_specs(cfg: PixtralConfig) -> ParamTree:
     d, projector = cfg.hidden_size, "multi_modal_projector"
     linear = (f"{projector}.linear_1", f"{projector}.linear_2")
-    tree = {
+    tree: dict[str, Any] = {
         "patch": patch_weight("vision_tower.patch_conv.weight", cfg),
         "pre_norm": rms_norm("vision_tower.ln_pre", d),
         "norm": rms_norm(f"{projector}.norm", d),

@@ -352,7 +352,12 @@ def qwen_family(
 
     def processor(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> QwenProcessor:
         cfg = config(config_json)
-        sizes = {"patch": cfg.patch, "merge": cfg.merge, "temporal": cfg.temporal, "per_second": cfg.per_second}
+        sizes: dict[str, Any] = {
+            "patch": cfg.patch,
+            "merge": cfg.merge,
+            "temporal": cfg.temporal,
+            "per_second": cfg.per_second,
+        }
         try:
             return qwen_processor(files, image_token=cfg.image_token, by_frame=by_frame, **sizes)
         except ValueError as error:

@@ -100,7 +100,7 @@ class SiglipTower(SquareTower):
 def param_specs(cfg: SiglipConfig) -> ParamTree:
     d, prefix = cfg.hidden_size, "vision_tower.vision_model"
     layers = {f"layers_{i}": layer_specs(cfg, f"{prefix}.encoder.layers.{i}") for i in range(cfg.depth)}
-    tree = {
+    tree: dict[str, Any] = {
         "patch": patch_weight(f"{prefix}.embeddings.patch_embedding.weight", cfg),
         "patch_bias": plain(f"{prefix}.embeddings.patch_embedding.bias", (d,), (None,), "zeros"),
         "positions": plain(f"{prefix}.embeddings.position_embedding.weight", (cfg.side**2, d), (None, None)),

@@ -90,7 +90,8 @@ def pieces_of(path: str, content: Any, kinds: Kinds, image: ImageOf) -> list[Pie
     with by_place():
         for rank, part in enumerate(content):
             item = item_of(at := f"{path}[{rank}]", part, kinds)
-            add_piece(found, image(at, item) or getattr(item, "text", ""))
+            text: str = getattr(item, "text", None) or ""
+            add_piece(found, image(at, item) or text)
     return found
 
 
