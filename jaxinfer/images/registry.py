@@ -12,10 +12,7 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.images.processor import Processor
-
-FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""JSON files of a folder that describe processors."""
+from jaxinfer.images.processor import PROCESSOR_FILES, Processor
 
 _QWEN, _CLIP, _SIGLIP, _PIXTRAL = (f"jaxinfer.images.{name}:make" for name in ("qwen", "clip", "siglip", "pixtral"))
 MAKERS: Mapping[str, str] = {
@@ -44,7 +41,7 @@ class ProcessorSource:
     Attributes:
         make: ``module:function``, called with the other two.
         config: config.json of the folder.
-        files: content of those `FILES` that the folder has, by name.
+        files: content of those `PROCESSOR_FILES` that the folder has, by name.
     """
 
     make: str
@@ -81,7 +78,7 @@ def find_source(folder: Path, makers: Mapping[str, str] = MAKERS) -> ProcessorSo
     named = None if config is None else reader_of(config, makers)
     if config is None or named is None:
         return None
-    found = {name: value for name in FILES if (value := _object(folder / name)) is not None}
+    found = {name: value for name in PROCESSOR_FILES if (value := _object(folder / name)) is not None}
     return ProcessorSource(makers[named], config, found)
 
 

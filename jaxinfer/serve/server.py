@@ -313,7 +313,7 @@ class Server:
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
         _log.info("serving %s", self._addresses)
 
-    def _images(self, folder: pathlib.Path, card: ModelCard, tokenizer: Tokenizer | None) -> Images | None:
+    def _images(self, folder: pathlib.Path, card: ModelCard, tokenizer: Tokenizer) -> Images | None:
         """Return what reads the images of requests; None: the model reads text only.
 
         Raises:
@@ -323,8 +323,8 @@ class Server:
         if source is None or most == 0:
             return None
         domains, bounds = self.config.allowed_media_domains, FetchLimits(bytes=limits.image_bytes)
-        id_of = None if tokenizer is None else tokenizer.token_to_id
-        return Images(source, limits, most, MediaFetcher(domains, bounds) if domains else None, id_of)
+        media = MediaFetcher(domains, bounds) if domains else None
+        return Images(source, limits, tokenizer.token_to_id, most, media)
 
     def _adapters(self) -> LoRAs | None:
         config = self.config

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer.images.processor import ImageError
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.frontend.images import Images
 from jaxinfer.serve.runtime.fetch import MediaFetcher
@@ -193,6 +194,23 @@ def test_options_of_the_processor_reach_it() -> None:
             assert "mm_processor_kwargs.fps" in answer.headers["x-jaxinfer-ignored"]
             assert (await asked(http, [part_of(URL)], mm_processor_kwargs={"max_pixels": 7})).status_code == 400
             assert len(seen) == 1
+
+    run(test)
+
+
+def test_errors_of_the_engine_name_the_part() -> None:
+    async def test() -> None:
+        async with serving(vision=fake_images(), limits=LIMITS) as running, running.http() as http:
+            for place, field in (("images[1]", "messages[0].content[2].image_url.url"), ("images", "messages")):
+
+                async def refuse(request: Request, place: str = place) -> None:
+                    raise RequestError(place, "is too large")
+
+                running.frontend._backend.submit = refuse  # type: ignore[assignment, method-assign]
+                answer = await asked(http, [part_of(URL), TEXT, part_of(URL)])
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, field)
+                assert error["message"] == f"{field} is too large"
 
     run(test)
 

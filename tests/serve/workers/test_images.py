@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import random
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxinfer.serve.workers.tasks import ImagePreparer
 from jaxinfer.types import ImageInput
 from tests.fake_vision_processor import FakeProcessor, fake_source
 from tests.images.pictures import picture
+from tests.images.test_decode import mutated, seeds
 from tests.serve.vision import LIMITS, file_of, url_of
 
 FILE = file_of(6, 4)
@@ -71,6 +73,33 @@ def test_what_is_refused_names_its_field(source: str | bytes, options: dict[str,
         prepare(encode(("a[0].b", source, options)))
     assert refused.value.place == "a[0].b"
     assert all(name in refused.value.reason for name in options)
+
+
+@pytest.mark.slow
+def test_many_fuzzed_files_end_no_helper(fresh_seed: int) -> None:
+    """Ten thousand mutated files: each is prepared or refused by its field, by the processes that were there before."""
+
+    async def run() -> None:
+        draw, files, refused = random.Random(fresh_seed), seeds(), 0
+        async with preparing() as preparer:
+            for _ in range(3):
+                await asyncio.gather(*(preparer.prepare("a", FILE, {}, tenant) for tenant in "abcd"))
+            before = [helper._process for helper in preparer._helpers]
+
+            async def one(number: int) -> bool:
+                data = mutated(draw.choice(files), draw)
+                try:
+                    await preparer.prepare("a", data, {}, f"{number % 4}")
+                except RequestError as error:
+                    return error.place == "a" and len(error.reason) < 300
+                return False
+
+            for first in range(0, 10_000, 100):
+                refused += sum(await asyncio.gather(*map(one, range(first, first + 100))))
+            assert refused > 2_000
+            assert [helper._process for helper in preparer._helpers] == before
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
