@@ -15,7 +15,7 @@ import pathlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -42,13 +42,16 @@ SHAPES = (
 )
 
 
+PEERS = {"ours": "attention.xla_peer", "torch": "attention.sdpa_peer"}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns 0, or 2 with a message when it cannot measure."""
     options = parse(arguments)
     shapes = [shape for shape in SHAPES if options.only in shape.name]
     with tempfile.TemporaryDirectory() as logs:
         try:
-            peers = start(options.oracle_python, pathlib.Path(logs))
+            peers = start_peers(PEERS, options.oracle_python, pathlib.Path(logs))
             rows = [measure(peers, shape, dtype, options) for dtype in options.dtypes for shape in shapes]
         except PeerDied as cause:
             print(f"attention_cpu: {cause}", file=sys.stderr)
@@ -76,13 +79,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def start(python: pathlib.Path, logs: pathlib.Path) -> dict[str, Worker]:
-    """Start both peers. Raises `PeerDied` where one does not start."""
-    commands = {"ours": (sys.executable, "xla_peer"), "torch": (str(python.absolute()), "sdpa_peer")}
+def start_peers(modules: Mapping[str, str], python: pathlib.Path, logs: pathlib.Path) -> dict[str, Worker]:
+    """Start peers, modules below `benchmarks` by name: the one called torch in the interpreter ``python``.
+
+    Raises:
+        PeerDied: one does not start.
+    """
     peers: dict[str, Worker] = {}
     try:
-        for name, (program, module) in commands.items():
-            peers[name] = Worker(name, (program, "-m", f"benchmarks.attention.{module}"), logs / name)
+        for name, module in modules.items():
+            program = str(python.absolute()) if name == "torch" else sys.executable
+            peers[name] = Worker(name, (program, "-m", f"benchmarks.{module}"), logs / name)
     except PeerDied:
         for peer in peers.values():
             peer.close()

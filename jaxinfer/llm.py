@@ -19,6 +19,7 @@ from jaxinfer.brief import ShortRepr
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.images.expansion import for_vocabulary
 from jaxinfer.images.placed import place_images
 from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt
 from jaxinfer.loading import start_engine
@@ -318,9 +319,12 @@ class LLM(LoRAFrontend):
             raise RequestError(images[0].field, "is an image, and the model reads text only")
         placed: tuple[PlacedImage, ...] = ()
         if vision is not None:
+            processor = vision.processor
+            if self.tokenizer is not None:
+                processor = for_vocabulary(processor, self.tokenizer.token_to_id)
             ids = self._intake.encode("prompt", prompt) if isinstance(prompt, str) else prompt
-            found = [image.prepared(vision.processor) for image in images]
-            prompt, placed = place_images("prompt", ids, vision.processor, found)
+            found = [image.prepared(processor) for image in images]
+            prompt, placed = place_images("prompt", ids, processor, found)
         request = self._intake.request(str(next(self._ids)), prompt, params, answers=answers)
         return dataclasses.replace(request, images=placed)
 

@@ -18,7 +18,7 @@ IMAGE = 259
 """Placeholder, the first id behind those of `tests.serve.fake_engine`."""
 FAKE = "tests.fake_vision_processor:make"
 HANGS, GREEDY = 7, 9
-"""Widths of pictures on which the processor does not return, and allocates without bound."""
+"""Widths of pictures, two pixels high, on which the processor does not return, and allocates without bound."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +45,9 @@ class FakeProcessor:
         for name, value in options.items():
             if name != "max_pixels" or value > self.max_pixels:
                 raise ImageError(f"{name} = {value!r} is not supported")
-        if picture.width == HANGS:
+        if picture.size == (HANGS, 2):
             time.sleep(1e6)
-        if picture.width == GREEDY:
+        if picture.size == (GREEDY, 2):
             bytearray(1 << 40)
         rows, columns = picture.height // 2 * 2, picture.width // 2 * 2
         if rows * columns > options.get("max_pixels", self.max_pixels) or not rows * columns:

@@ -17,7 +17,7 @@ from jaxinfer.types import Request
 from tests.fake_vision_processor import IMAGE, FakeProcessor
 from tests.images.pictures import picture, pixels
 from tests.serve.fake_engine import FakeEngine
-from tests.serve.vision import file_of, ids_of, part_of, url_of, vision_template, vision_tokenizer
+from tests.serve.vision import NEEDS, file_of, ids_of, part_of, url_of, vision_template, vision_tokenizer
 
 FILE = file_of(4, 2)
 TEXT = {"type": "text", "text": "hi"}
@@ -27,7 +27,7 @@ class Recording(FakeEngine):
     """An engine that keeps the requests that it gets."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(images=NEEDS)
         self.seen: list[Request] = []
 
     def add(self, request: Request) -> Request:
@@ -75,10 +75,10 @@ def test_prompts_with_images(llm: FakeLLM, tmp_path: pathlib.Path) -> None:
 
 
 def test_texts_beside_prompts_with_images(llm: FakeLLM) -> None:
-    llm.generate(["hi", list(ids_of("hi")), {"prompt": "hi"}, {"prompt": "<image>", "images": [FILE]}], PARAMS)
+    llm.generate(["hi", list(ids_of("hi")), {"prompt": "hi"}, {"prompt": "<image>a", "images": [FILE]}], PARAMS)
     assert [len(request.images) for request in llm.recording.seen] == [0, 0, 0, 1]
     assert {request.prompt_token_ids for request in llm.recording.seen[:3]} == {ids_of("hi")}
-    llm.generate({"prompt": "<image>", "images": [FILE]}, PARAMS)
+    llm.generate({"prompt": "<image>a", "images": [FILE]}, PARAMS)
     assert len(llm.recording.seen) == 5
 
 

@@ -67,7 +67,13 @@ DEMO_ADAPTERS: Mapping[str, str] = MappingProxyType(
 )
 """Adapters for the demo model that ship with the package, with the style of each."""
 
-DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft", "demo-medusa": "medusa", "demo-eagle3": "eagle3"}
+DEMO_FOLDERS = {
+    "demo": "target",
+    "demo-vision": "vision",
+    "demo-draft": "draft",
+    "demo-medusa": "medusa",
+    "demo-eagle3": "eagle3",
+}
 _DRAFTS = {"draft_model": "demo-draft", "medusa": "demo-medusa", "eagle3": "demo-eagle3"}
 """Default draft model of the demo model by speculation method."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)

@@ -67,6 +67,16 @@ or requires the field: transformers saves only the fields of a nested text model
 _FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 """Values that transformers uses regardless of such a ``text_config``."""
 
+_MROPE: Mapping[str, tuple[list[int], bool]] = {
+    "qwen2_vl_text": ([16, 24, 24], False),
+    "qwen2_5_vl_text": ([16, 24, 24], False),
+    "qwen3_vl_text": ([24, 20, 20], True),
+    "qwen3_vl_moe_text": ([24, 20, 20], True),
+    "qwen3_5_text": ([11, 11, 10], True),
+    "qwen3_5_moe_text": ([11, 11, 10], True),
+}
+"""Default ``mrope_section`` of such a ``text_config``, and whether its axes are interleaved, whatever it says."""
+
 _WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma3nForConditionalGeneration": "gemma3n_text",
@@ -118,6 +128,8 @@ _SPELLINGS: tuple[Mapping[str, str], ...] = (
 """Prefix substitutions by which a wrapper may rename the text model's tensors."""
 
 _TOWER_SPELLINGS: tuple[Mapping[str, str], ...] = (
+    {"visual.": "model.visual."},
+    {"model.visual.": "visual."},
     {"vision_tower.vision_model.": "vision_tower."},
     {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."},
     {"vision_tower.vision_model.": "model.vision_tower."},
@@ -154,7 +166,7 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     fields = {**_DEFAULTS.get(kind, {}), **outer, **said, **_tie(known, outer, said)}
     fields |= _FIXED.get(kind, {})
     architecture, model_type = _TEXT[kind]
-    return {**fields, **_plain_rope(fields), "architectures": [architecture], "model_type": model_type}
+    return {**fields, **_rope(fields, kind), "architectures": [architecture], "model_type": model_type}
 
 
 def wrapped_name(name: str) -> str:
@@ -233,9 +245,15 @@ def _tie(architecture: str, outer: Mapping[str, Any], inner: Mapping[str, Any]) 
     return {name: inner.get(name)}
 
 
-def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace multimodal RoPE (mrope) by default RoPE: the three position dimensions are identical for text."""
+def _rope(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the RoPE settings with the type "default" for multimodal RoPE (mrope), and its sections."""
     found = {name: fields[name] for name in ("rope_scaling", "rope_parameters") if isinstance(fields.get(name), dict)}
+    if kind in _MROPE:
+        section, interleaved = _MROPE[kind]
+        found = {
+            name: {"mrope_section": section, **scaling, "mrope_interleaved": interleaved}
+            for name, scaling in (found or {"rope_scaling": {}}).items()
+        }
     return {
         name: {key: "default" if value == "mrope" else value for key, value in scaling.items()}
         for name, scaling in found.items()

@@ -79,7 +79,8 @@ def decode_picture(data: bytes, limits: ImageLimits = LIMITS) -> Image.Image:
                 _check_size(picture, limits)
                 picture.load()
                 _check_size(picture, limits)  # a frame may be larger than its header says
-                return ImageOps.exif_transpose(picture).convert("RGB")
+                ImageOps.exif_transpose(picture, in_place=True)
+                return picture if picture.mode == "RGB" else picture.convert("RGB")  # without a copy of the pixels
         except ImageError:
             raise
         except _FAULTS as error:

@@ -46,6 +46,14 @@ class PatchProcessor:
     def identity(self) -> str:
         return f"{self!r} {self.values!r}"
 
+    @property
+    def most_rows(self) -> int:
+        raise NotImplementedError
+
+    def expand(self, grid: tuple[int, int, int]) -> list[int]:
+        """Return the tokens of an image of this grid."""
+        raise NotImplementedError
+
     def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches; raises ImageError, see `jaxinfer.images.processor.Processor`."""
         pixels = self.pixels(rgb(picture), **options)
@@ -70,7 +78,7 @@ class PatchProcessor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SquareProcessor(PatchProcessor):
-    """A processor whose resized pictures are squares of ``side`` pixels. Requests have no options."""
+    """A processor whose resized pictures are squares of ``side`` pixels: bounds on their pixels change nothing."""
 
     side: int
 
@@ -84,18 +92,30 @@ class SquareProcessor(PatchProcessor):
         return int((self.side // self.patch) ** 2)
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        """Return the tokens of an image."""
         del grid
         return [self.image_token] * (self.most_rows // self.merge**2)
 
     def pixels(self, picture: Image.Image, **options: Any) -> np.ndarray:
-        for name in options:
-            raise ImageError(f"option {name} is unknown: the images of this model have no options")
+        pixel_bounds(options, ("min_pixels", "max_pixels"))
         return self.square(picture)
 
     def square(self, picture: Image.Image) -> np.ndarray:
         """Return the pixels of a picture, resized to [side, side, 3]."""
         return self.resized(picture, self.side, self.side)
+
+
+def pixel_bounds(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, int]:
+    """Return the bounds on pixels among the options of a request.
+
+    Raises:
+        ImageError: an option is unknown, or no positive integer.
+    """
+    for name, value in options.items():
+        if name not in known:
+            raise ImageError(f"option {name} is unknown (known: {', '.join(known)})")
+        if type(value) is not int or value < 1:
+            raise ImageError(f"{name} = {value!r} must be a positive integer")
+    return dict(options)
 
 
 def cut(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:

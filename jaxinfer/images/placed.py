@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxinfer.images.expansion import expanded
 from jaxinfer.images.processor import Processor
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import ImageInput, PlacedImage
@@ -27,13 +28,5 @@ def place_images(
         raise RequestError(field, reason)
     if not images:
         return ids, ()
-    made: list[int] = []
-    placed, done = [], 0
-    for image in images:
-        at = ids.index(token, done)
-        made += ids[done:at]
-        start = len(made)
-        made += processor.expand(image.grid)
-        placed.append(PlacedImage(start, len(made), image))
-        done = at + 1
-    return [*made, *ids[done:]], tuple(placed)
+    made, ranges = expanded(processor, ids, [image.grid for image in images])
+    return made, tuple(PlacedImage(*at, image) for at, image in zip(ranges, images, strict=True))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from jaxinfer.images.patches import token_id, tower_sizes
 from jaxinfer.images.pixels import COLOURS, image_settings, require, rgb, value_table, whole
 from jaxinfer.images.processor import ImageError, digest_of
 from jaxinfer.types import ImageInput
@@ -189,6 +190,40 @@ def fitted(
         grow = math.sqrt(least / (frames[1] * height * width))
         tall, wide = (math.ceil(side * grow / factor) * factor for side in (height, width))
     return tall, wide
+
+
+# Defaults by architecture: pixels of a patch's side, the placeholder, positions in a second of a clip, `by_frame`.
+_FAMILIES: Mapping[str, tuple[int, int, int, bool]] = {
+    "Qwen2VLForConditionalGeneration": (14, 151655, 0, False),
+    "Qwen2_5_VLForConditionalGeneration": (14, 151655, 4, False),
+    "Qwen3VLForConditionalGeneration": (16, 151655, 0, True),
+    "Qwen3VLMoeForConditionalGeneration": (16, 151655, 0, True),
+    "Qwen3_5ForConditionalGeneration": (16, 248056, 0, True),
+    "Qwen3_5MoeForConditionalGeneration": (16, 248056, 0, True),
+}
+
+
+def make(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> QwenProcessor:
+    """Make the processor of one of Qwen's models from config.json and the folder's other JSON files.
+
+    Raises:
+        ValueError: a setting is invalid or not supported; the message names it.
+    """
+    architecture = next(name for name in config_json["architectures"] if name in _FAMILIES)
+    side, token, per_second, by_frame = _FAMILIES[architecture]
+    names = {"patch_size": side, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    patch, merge, temporal = tower_sizes(config_json, names)
+    if per_second:
+        (per_second,) = tower_sizes(config_json, {"tokens_per_second": per_second})
+    return qwen_processor(
+        files,
+        image_token=token_id(config_json, "image_token", token),
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+        per_second=per_second,
+        by_frame=by_frame,
+    )
 
 
 def qwen_processor(

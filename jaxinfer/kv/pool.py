@@ -440,7 +440,8 @@ class PrefillAttend(_PagedAttend):
 
     def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
         op = paged_attention if isinstance(options, AttentionOptions) else mla_attention
-        if self.ends is not None and isinstance(options, AttentionOptions):
+        if self.ends is not None:
+            assert isinstance(options, AttentionOptions), "latents with attention in both directions"
             options = dataclasses.replace(options, ends=self.ends)
         mixed = op.prefill(q, cache.data, table, self.starts, self._ends(), options, path=self.backend)
         return mixed.reshape(-1, *mixed.shape[2:])

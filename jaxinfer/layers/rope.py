@@ -96,6 +96,8 @@ class RopeConfig(ShortRepr):
                 axis[index : 3 * self.sections[index] : 3] = index
         else:
             axis = np.repeat(np.arange(3), self.sections)
+            if axis.size != inverse.size:
+                raise ValueError(f"mrope_section = {self.sections} must be {inverse.size} frequencies in total")
         return jnp.moveaxis(axes, 0, -1)[..., axis].astype(jnp.float32) * jnp.asarray(inverse)
 
     def up_to(self, length: int) -> RopeConfig:

@@ -36,6 +36,7 @@ from jaxinfer.serve.telemetry.request_log import RequestLog
 from jaxinfer.serve.telemetry.throughput import Throughput
 from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.text.load import load_template, load_tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.version import __version__
 
 _CUT_SECONDS = 1.0
@@ -303,7 +304,7 @@ class Server:
             folder=folder,
             parsers=await asyncio.to_thread(model_parsers, config, folder, template, tokenizer),
             loras=self._loras,
-            images=await asyncio.to_thread(self._images, folder, card),
+            images=await asyncio.to_thread(self._images, folder, card, tokenizer),
         )
         await frontend.warm()
         if self._opened is not None:
@@ -312,7 +313,7 @@ class Server:
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
         _log.info("serving %s", self._addresses)
 
-    def _images(self, folder: pathlib.Path, card: ModelCard) -> Images | None:
+    def _images(self, folder: pathlib.Path, card: ModelCard, tokenizer: Tokenizer) -> Images | None:
         """Return what reads the images of requests; None: the model reads text only.
 
         Raises:
@@ -322,7 +323,8 @@ class Server:
         if source is None or most == 0:
             return None
         domains, bounds = self.config.allowed_media_domains, FetchLimits(bytes=limits.image_bytes)
-        return Images(source, limits, most, MediaFetcher(domains, bounds) if domains else None)
+        media = MediaFetcher(domains, bounds) if domains else None
+        return Images(source, limits, tokenizer.token_to_id, most, media)
 
     def _adapters(self) -> LoRAs | None:
         config = self.config

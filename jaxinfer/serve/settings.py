@@ -386,9 +386,7 @@ def _check_images(config: ServeConfig) -> None:
         _require(
             good, "allowed_media_domains", domain, "must be a host, as images.example.com, *.example.com or HOST:PORT"
         )
-    size, body, pixels = config.limits.image_bytes, config.limits.message_bytes, config.limits.image_pixels
-    what = f"does not fit into limits.message_bytes = {body}, where base64 makes an image a third larger"
-    _require(bool(config.allowed_media_domains) or size * 4 // 3 < body, "limits.image_bytes", size, what)
+    pixels = config.limits.image_pixels
     _require(pixels <= MOST_PIXELS, "limits.image_pixels", pixels, f"must be at most {MOST_PIXELS}")
 
 

@@ -38,7 +38,7 @@ def test_the_command_measures_and_keeps_a_record(tmp_path, monkeypatch):
         name: attention_cpu.Worker(name, (program, "-m", f"benchmarks.attention.{module}"), tmp_path / name)
         for name, (program, module) in names.items()
     }
-    monkeypatch.setattr(attention_cpu, "start", lambda *_: workers)
+    monkeypatch.setattr(attention_cpu, "start_peers", lambda *_: workers)
     out = tmp_path / "record.json"
     words = ["--rounds", "1", "--seconds", "0", "--only", "decode 1 x 128", "--dtypes", "float32", "--out", str(out)]
     assert attention_cpu.main(words) == 0

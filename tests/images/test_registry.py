@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from jaxinfer.images.registry import MAKERS, find_processor, find_source
+from jaxinfer.images.registry import MAKERS, ProcessorSource, find_processor, find_source
 from jaxinfer.models.vision.registry import VISION_FAMILIES
 from tests.fake_vision_processor import FAKE, FakeProcessor
 
@@ -44,3 +44,17 @@ def test_files_that_cannot_be_read(tmp_path: pathlib.Path, text: str) -> None:
     own = folder(tmp_path, config={"architectures": ["A"]}, preprocessor_config=text)
     with pytest.raises(ValueError, match=r"preprocessor_config\.json"):
         find_source(own, {"A": FAKE})
+
+
+@pytest.mark.parametrize("architecture", MAKERS)
+def test_the_processor_is_that_of_the_loaded_model(architecture: str) -> None:
+    """A server's helpers make it of the same files, without the model."""
+    vision = {"LlavaForConditionalGeneration": {"image_size": 336, "patch_size": 14}} | {
+        "Gemma3ForConditionalGeneration": {"image_size": 896, "patch_size": 14}
+    }
+    size = {"LlavaForConditionalGeneration": 336, "Gemma3ForConditionalGeneration": 896}.get(architecture)
+    sizes = {} if size is None else {"size": {"height": size, "width": size}, "crop_size": size}
+    config = {"architectures": [architecture], "vision_config": vision.get(architecture, {})}
+    files = {"preprocessor_config.json": {"image_mean": [0.1, 0.2, 0.3], **sizes}}
+    loaded = VISION_FAMILIES[architecture].processor(config, files)
+    assert ProcessorSource(MAKERS[architecture], config, files).processor() == loaded

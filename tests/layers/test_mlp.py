@@ -21,10 +21,15 @@ def silu(x: float) -> float:
     return x / (1.0 + math.exp(-x)) if x > -600.0 else 0.0
 
 
+def quick_gelu(x: float) -> float:
+    return x / (1.0 + math.exp(-1.702 * x)) if x > -400.0 else 0.0
+
+
 EXACT = {
     "gelu": lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2.0)),
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "silu": silu,
     "swish": silu,
     "relu": lambda x: max(x, 0.0),

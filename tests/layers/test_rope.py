@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers.rope import RopeConfig, yarn_mscale
+from jaxinfer.layers.rope import AxisPositions, RopeConfig, yarn_mscale
 from jaxinfer.models.config import ConfigReader, rope_config
 
 DIM = 64
@@ -133,3 +133,32 @@ def test_the_original_context_may_stand_beside_the_scaling():
     assert read(rope_scaling={**yarn, "original_max_position_embeddings": 512}).original_max_position == 512
     both = read(rope_scaling={**yarn, "original_max_position_embeddings": 512}, original_max_position_embeddings=256)
     assert both.original_max_position == 256
+
+
+@pytest.mark.parametrize(
+    ("interleaved", "axis"),
+    [(False, [0, 0, 1, 1, 1, 2, 2, 2]), (True, [0, 1, 2, 0, 1, 2, 0, 1])],
+)
+def test_each_frequency_turns_with_the_position_on_its_own_axis(interleaved: bool, axis: list[int]):
+    """Wang et al. 2024, section 2.1 (contiguous); Qwen3-VL's technical report, section 2 (interleaved)."""
+    rope = RopeConfig(sections=(2, 3, 2 if interleaved else 3), interleaved_sections=interleaved)
+    axes = np.array([[5, 9], [70, 3], [11, 800]])
+    cos, sin = rope.angles(AxisPositions(jnp.arange(2), jnp.asarray(axes)), 16)
+    angles = axes[axis].T * plain(dim=16)
+    np.testing.assert_allclose(cos, np.cos(angles), atol=1e-4)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=1e-4)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_text_has_the_same_angles_with_and_without_axes(interleaved: bool):
+    at = jnp.asarray([0, 3, 17])
+    rope = RopeConfig(sections=(2, 3, 3), interleaved_sections=interleaved)
+    with_axes = rope.angles(AxisPositions(at, jnp.broadcast_to(at, (3, 3))), 16)
+    for got, expected in zip(with_axes, rope.angles(at, 16), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_sections_of_another_head_are_refused_by_name():
+    axes = AxisPositions(jnp.arange(2), jnp.zeros((3, 2), jnp.int32))
+    with pytest.raises(ValueError, match="mrope_section"):
+        RopeConfig(sections=(16, 24, 24)).angles(axes, 16)

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.config.images import ImageNeeds
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.plan import PrefillPlan, StepPlan, StepResult
 from jaxinfer.lora.store import LoRAStore
@@ -149,6 +150,7 @@ class FakeEngine(EngineLoop):
     Args:
         loras: adapters that requests may name; outputs do not depend on them.
         runner: runs the plans.
+        images: of a vision tower, see `tests.serve.vision`; outputs do not depend on images.
         settings: fields of `EngineConfig`, on top of `DEFAULTS`.
     """
 
@@ -158,9 +160,10 @@ class FakeEngine(EngineLoop):
         *,
         loras: LoRAStore | None = None,
         runner: FakeRunner | None = None,
+        images: ImageNeeds | None = None,
         **settings: Any,
     ) -> None:
-        engine, self._fake = resolved(**settings), runner or FakeRunner(mischief)
+        engine, self._fake = resolved(images, **settings), runner or FakeRunner(mischief)
         super().__init__(engine, new_kv(engine), self._fake, loras=loras)
         self._new_seed = itertools.count(1000 if engine.seed is None else engine.seed).__next__
 
@@ -182,10 +185,12 @@ def _prompt_logprobs(prefill: PrefillPlan) -> list[PositionLogprobs]:
     return [expected_logprobs(prompt[at], at, top) for at in range(first, first + prefill.chunk.length)]
 
 
-def resolved(**settings: Any) -> ResolvedEngine:
+def resolved(images: ImageNeeds | None = None, **settings: Any) -> ResolvedEngine:
     """Resolve `EngineConfig` settings, on top of `DEFAULTS`, for the fake engine."""
     config = EngineConfig(**{**DEFAULTS, **settings})
-    return resolve(config, CacheSpec((LayerSpec(),), kv_heads=1, head_dim=8), max_position=1 << 20, itemsize=4)
+    return resolve(
+        config, CacheSpec((LayerSpec(),), kv_heads=1, head_dim=8), max_position=1 << 20, itemsize=4, images=images
+    )
 
 
 # ---- tokenizer, template and model card

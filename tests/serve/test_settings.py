@@ -69,6 +69,10 @@ REFUSED = [
     ({"model": "demo", "lora_root": "/"}, "lora_root = '/' needs enable_lora"),
     ({"model": "demo", "lora_modules": ["a=b"]}, "lora_modules = ('a=b',) needs enable_lora"),
     ({"model": "demo", "lora_root": "/no", "engine": {"enable_lora": True}}, "lora_root = '/no' must be a folder"),
+    ({"model": "demo", "allowed_media_domains": ["http://a.b"]}, "allowed_media_domains = 'http://a.b' must be a host"),
+    ({"model": "demo", "allowed_media_domains": ["*"]}, "allowed_media_domains = '*' must be a host"),
+    ({"model": "demo", "limits": {"image_pixels": 10**9}}, "limits.image_pixels = 1000000000 must be at most"),
+    ({"model": "demo", "limits": {"image_bytes": 0}}, "limits.image_bytes = 0 must be at least 1"),
     ({**GROUP, "engine": {"enable_dp_attention": True}}, "engine.enable_dp_attention = True and num_processes = 2"),
 ]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.config.images import ImageNeeds
 from jaxinfer.serve.api.requests import ModelCard, ServeLimits
 from jaxinfer.serve.core.backend import Backend
 from jaxinfer.serve.frontend.images import Images
@@ -20,6 +21,7 @@ from tests.images.pictures import picture, saved
 from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, PAD, fake_card, fake_library
 
 PLACEHOLDER = "<image>"
+NEEDS = ImageNeeds(IMAGE, merged=4, values=3, least_rows=4, most_rows=4096)
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] "
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -48,7 +50,7 @@ def vision_card(engine: ResolvedEngine) -> ModelCard:
 
 def fake_images(most: int | None = None, media: MediaFetcher | None = None, limits: ServeLimits = LIMITS) -> Images:
     """Return what reads the images of requests, by the fake processor."""
-    return Images(fake_source(), limits, most, media)
+    return Images(fake_source(), limits, vision_tokenizer().token_to_id, most, media)
 
 
 def watch(backend: Backend) -> list[Request]:

@@ -20,6 +20,7 @@ from tools.train_demo.evaluate import Scorer
 from tools.train_demo.ngram import MAX_ORDER, NGram
 from tools.train_demo.recipes import RECIPES, Recipe, quick
 from tools.train_demo.training import build, train
+from tools.train_demo.vision import QUICK, VisionRecipe, train_vision
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 
@@ -27,7 +28,9 @@ REPO = pathlib.Path(__file__).resolve().parents[2]
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.train_demo", description=__doc__)
     parser.add_argument("--data", type=pathlib.Path, default=REPO.parent / "shared" / "data", help="the data folder")
-    parser.add_argument("--out", type=pathlib.Path, default=REPO / "jaxinfer" / "demo", help="gets target/ and draft/")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=REPO / "jaxinfer" / "demo", help="gets target/, draft/, vision/"
+    )
     parser.add_argument(
         "--work-dir",
         type=pathlib.Path,
@@ -37,6 +40,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=sorted(RECIPES), help="one of the two models")
     parser.add_argument("--quick", action="store_true", help="a few steps of tiny models: does the tool work?")
+    parser.add_argument("--vision", action="store_true", help="train demo-vision, which needs no data (docs/images.md)")
     parser.add_argument("--evaluate", action="store_true", help="train nothing, measure what --out holds")
     parser.add_argument("--ngram-baseline", action="store_true", help="train nothing, measure n-gram models")
     return parser.parse_args(argv)
@@ -44,6 +48,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
+    if args.vision:
+        train_vision(QUICK if args.quick else VisionRecipe(), args.out / "vision", args.seed, _say)
+        return 0
     try:
         split = corpus.Split.of(corpus.read_text(args.data))
     except FileNotFoundError as error:

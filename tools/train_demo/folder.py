@@ -31,8 +31,8 @@ def write(folder: pathlib.Path, recipe: Recipe, model: Model, params: Any, token
     """Write weights rounded to bfloat16, configs, tokenizer and chat template."""
     save_params(folder, params, model.specs, recipe.config_json(), "bfloat16")
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config())
-    _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
+    write_json(folder / "tokenizer_config.json", tokenizer_config())
+    write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
@@ -52,5 +52,6 @@ def tokenizer_config() -> dict[str, Any]:
     }
 
 
-def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
+def write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
+    """Write an object as JSON, indented."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Vision towers of models, a file for each family."""

@@ -144,8 +144,8 @@ def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def prompt_as(name: str) -> dict[str, str]:
-    """Map both prompt fields (text and token ids) to the client's ``name``; see `rename_fields`."""
-    return {"prompt": name, "prompt_token_ids": name}
+    """Map the fields of a prompt (text, token ids, images) to the client's ``name``; see `rename_fields`."""
+    return dict.fromkeys(("prompt", "prompt_token_ids", "images"), name)
 
 
 def unavailable(message: str) -> ServeError:

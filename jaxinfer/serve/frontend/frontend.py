@@ -28,7 +28,7 @@ from jaxinfer.serve.api.requests import Call, Conversation, Input, ModelCard, Sc
 from jaxinfer.serve.api.tenants import cache_scope, engine_id, own_id
 from jaxinfer.serve.core.backend import Backend
 from jaxinfer.serve.frontend.generation import Generation, failing, within
-from jaxinfer.serve.frontend.images import Images, refuse_images
+from jaxinfer.serve.frontend.images import Images, named_images, refuse_images
 from jaxinfer.serve.frontend.loras import LoRAs, meant
 from jaxinfer.serve.frontend.scoring import check_continuations, check_lengths, score_all
 from jaxinfer.serve.runtime.event_loop import INLINE, off_loop
@@ -216,7 +216,8 @@ class Frontend:
             async with within(call.timeout):
                 request = await self._request(call, request_id, params)
                 place.measure(len(request.prompt_token_ids))
-                return await self._start(dataclasses.replace(request, deadline=deadline), place, call.shown)
+                with named_images(_images_of(call.prompt)):
+                    return await self._start(dataclasses.replace(request, deadline=deadline), place, call.shown)
         finally:
             if self._active.get(request_id) is None:
                 self._leave(request_id)

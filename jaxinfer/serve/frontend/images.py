@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxinfer.config.images import ImageConfig
+from jaxinfer.images.expansion import for_vocabulary
 from jaxinfer.images.placed import place_images
 from jaxinfer.images.processor import ImageError
 from jaxinfer.images.registry import ProcessorSource
@@ -21,6 +25,7 @@ from jaxinfer.types import ImageInput, PlacedImage
 OPTIONS = "mm_processor_kwargs"
 """Field of requests with the options of the processor for all images."""
 
+_NUMBERED = re.compile(r"images\[([0-9]{1,9})\]")
 _OPTIONS = ("min_pixels", "max_pixels")
 _NO_URLS = "is a URL, and this server fetches none (allowed_media_domains): send the image as a data URL"
 
@@ -30,14 +35,21 @@ class Images:
 
     Args:
         source: source of the model's processor.
+        id_of: looks up a token of the vocabulary.
         most: images of one prompt; None: any number.
         media: fetches URLs (None: they are rejected).
     """
 
     def __init__(
-        self, source: ProcessorSource, limits: ServeLimits, most: int | None = None, media: MediaFetcher | None = None
+        self,
+        source: ProcessorSource,
+        limits: ServeLimits,
+        id_of: Callable[[str], int | None],
+        most: int | None = None,
+        media: MediaFetcher | None = None,
     ) -> None:
-        self._processor, self._limits, self._most, self._media = source.processor(), limits, most, media
+        self._processor = for_vocabulary(source.processor(), id_of)
+        self._limits, self._most, self._media = limits, most, media
         self._preparer = ImagePreparer(source, limits)
 
     async def warm(self) -> None:
@@ -130,7 +142,21 @@ def refuse_images(images: Sequence[GivenImage], why: str = "the model reads text
             raise RequestError(f"{image.path}.type", f"={image.kind!r} is not served: {why}")
 
 
+@contextlib.contextmanager
+def named_images(images: Sequence[GivenImage]) -> Iterator[None]:
+    """Name the fields of a request in an engine's errors about its images, which it knows by their number."""
+    try:
+        yield
+    except RequestError as error:
+        found = _NUMBERED.match(error.place or "")
+        if found is None or int(found[1]) >= len(images):
+            raise
+        with by_place():
+            raise RequestError(images[int(found[1])].field, error.reason) from error
+
+
 def most_images(card: ModelCard) -> int | None:
-    """Return the number of images that a prompt may have: the engine's ``limit_mm_per_prompt``."""
-    found = card.engine.get("limit_mm_per_prompt")
-    return found.get("image") if isinstance(found, Mapping) else None
+    """Return the number of images that a prompt may have; None: any number; 0: the engine serves text alone."""
+    if card.engine.get("images") is None:
+        return 0
+    return ImageConfig(limit_mm_per_prompt=card.engine.get("limit_mm_per_prompt", ())).most_images

@@ -3,8 +3,11 @@
 The rule: the largest error against transformers in float64 is at most twice that of transformers in float32, plus 1e-6.
 """
 
+import copy
 import functools
+import json
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +26,18 @@ GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "images"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 SCENES = ("one", "several", "clip")
 IMAGE, VIDEO = 62, 63
+
+MISTAKES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "no windows": ("qwen2_5_vl", {"fullatt_block_indexes": [0, 1, 2, 3]}, {}),
+    "other windows": ("qwen2_5_vl", {"window_size": 24}, {}),
+    "windows in all layers": ("qwen2_5_vl", {"fullatt_block_indexes": []}, {}),
+    "another frequency on the time axis": ("qwen2_5_vl", {}, {"mrope_section": [3, 2, 3]}),
+    "one axis": ("qwen3_vl", {}, {"mrope_section": [8, 0, 0]}),
+    "one axis of some frequencies": ("qwen3_5", {}, {"mrope_section": [8, 0, 0]}),
+    "other activation": ("qwen2_vl", {"hidden_act": "gelu"}, {}),
+    "other base of the tower's frequencies": ("qwen3_5", {"rope_parameters": {"rope_theta": 5000.0}}, {}),
+}
+"""Family, and edits of the tower's config and of the RoPE settings."""
 
 
 @functools.cache
@@ -98,3 +113,17 @@ def test_logits_are_those_of_transformers(loaded: tuple[ImageGolden, Model], nam
     assert prefill <= allowed(scene.prefill_error)
     assert np.all(decode <= allowed(scene.decode_error))
     assert logits[length - 1 :].argmax(-1).tolist() == scene.greedy
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_typical_mistakes_are_beyond_the_rule(mistake: str, tmp_path: pathlib.Path) -> None:
+    name, tower, rope = MISTAKES[mistake]
+    golden, config = golden_of(name), copy.deepcopy(golden_of(name).files["config.json"])
+    config["vision_config"] |= tower
+    text = config.get("text_config", config)
+    text["rope_scaling" if "rope_scaling" in text else "rope_parameters"] |= rope
+    write_image_checkpoint(golden, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, scene = load_model(str(tmp_path), dtype="float32", show_progress=False), golden.scenes["several"]
+    logits = model.apply(model.params, jnp.asarray([scene.prompt]), images_of(model, scene))[0]
+    assert np.abs(np.asarray(logits, np.float64) - scene.prefill).max() > 100 * allowed(scene.prefill_error)

@@ -26,7 +26,7 @@ from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import parts_of, read_number
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
-from tests.serve.vision import vision_card, vision_template, vision_tokenizer
+from tests.serve.vision import NEEDS, vision_card, vision_template, vision_tokenizer
 
 WELL = Mischief()
 DETAILS = {
@@ -147,7 +147,8 @@ async def running(
         config: fields of `ServeConfig`.
     """
     store = None if loras is None else LoRAStore(read_number, parts_of, 8)
-    engine = FakeEngine(mischief, loras=store, enable_lora=store is not None, **(settings or {}))
+    own = {"enable_lora": store is not None, "images": vision and NEEDS, **(settings or {})}
+    engine = FakeEngine(mischief, loras=store, **own)
     chosen = ServeConfig(**{"model": "fake", "grpc_port": 0, "control_port": 0, "drain_seconds": 5.0, **config})
     async with contextlib.AsyncExitStack() as stack:
         served = AsyncEngine(engine)

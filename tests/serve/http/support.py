@@ -26,7 +26,7 @@ from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import Folders, make_store
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
-from tests.serve.vision import vision_card, vision_template, vision_tokenizer
+from tests.serve.vision import NEEDS, vision_card, vision_template, vision_tokenizer
 
 BOUND = 20.0  # seconds; a test that waits longer fails
 
@@ -90,7 +90,8 @@ async def serving(
     limits = ServeLimits() if limits is None else limits
     config = ServeConfig(model="fake", http_port=0, limits=limits, **settings)
     store = None if folders is None else make_store(folders)[0]
-    fake = FakeEngine(mischief or Mischief(), loras=store, enable_lora=store is not None, **(engine or {}))
+    own = {"enable_lora": store is not None, "images": vision and NEEDS, **(engine or {})}
+    fake = FakeEngine(mischief or Mischief(), loras=store, **own)
     async with AsyncEngine(fake) as backend:
         card, loras = fake_card(fake.config), None
         if store is not None:

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from jaxinfer.images.processor import ImageError
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.frontend.images import Images
+from jaxinfer.serve.runtime.fetch import MediaFetcher
 from jaxinfer.serve.workers.tasks import TASKS
 from jaxinfer.types import Request
 from tests.fake_vision_processor import GREEDY, HANGS
@@ -191,6 +194,46 @@ def test_options_of_the_processor_reach_it() -> None:
             assert "mm_processor_kwargs.fps" in answer.headers["x-jaxinfer-ignored"]
             assert (await asked(http, [part_of(URL)], mm_processor_kwargs={"max_pixels": 7})).status_code == 400
             assert len(seen) == 1
+
+    run(test)
+
+
+def test_errors_of_the_engine_name_the_part() -> None:
+    async def test() -> None:
+        async with serving(vision=fake_images(), limits=LIMITS) as running, running.http() as http:
+            for place, field in (("images[1]", "messages[0].content[2].image_url.url"), ("images", "messages")):
+
+                async def refuse(request: Request, place: str = place) -> None:
+                    raise RequestError(place, "is too large")
+
+                running.frontend._backend.submit = refuse  # type: ignore[assignment, method-assign]
+                answer = await asked(http, [part_of(URL), TEXT, part_of(URL)])
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, field)
+                assert error["message"] == f"{field} is too large"
+
+    run(test)
+
+
+def test_urls_of_allowed_hosts_are_fetched() -> None:
+    async def test() -> None:
+        fetched: list[tuple[str, str]] = []
+
+        class Media(MediaFetcher):
+            async def fetch(self, url: str, tenant: str = "") -> bytes:
+                fetched.append((url, tenant))
+                if url.endswith("absent.png"):
+                    raise ImageError("it is not there")
+                return FIRST
+
+        async with watched(fake_images(media=Media(["example.com"]))) as (http, seen):
+            answer = await asked(http, [part_of("https://example.com/a.png"), part_of(URL)])
+            assert answer.status_code == 200, answer.text
+            assert seen[0].images[0].image == seen[0].images[1].image
+            answer = await asked(http, [part_of(URL), part_of("https://example.com/absent.png")])
+            field = "messages[0].content[1].image_url.url"
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+            assert [url for url, _ in fetched] == ["https://example.com/a.png", "https://example.com/absent.png"]
 
     run(test)
 
