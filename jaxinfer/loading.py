@@ -28,6 +28,7 @@ from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.formats.multimodal import text_model, wrapped_name
+from jaxinfer.images.expansion import for_vocabulary
 from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigError
@@ -53,6 +54,7 @@ from jaxinfer.text import (
     load_template,
 )
 from jaxinfer.text.intake import recommended_sampling
+from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import HEAD, ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
@@ -261,6 +263,8 @@ def load_model(
     files, model = _describe(name, dtype, family, families, vision)
     model = shardable_model(model, mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
+    if model.vision is not None and tokenizer is not None:
+        model = model.replace(vision=_with_vocabulary(model.vision, tokenizer))
     if model.vision is None and (others := files.left_out):
         what = ", ".join(f"{name}: {count}" for name, count in others.items())
         _log.warning(f"{name} is served as a text model, without images: tensors that are not read ({what})")
@@ -274,6 +278,14 @@ def load_model(
         generation_config=_generation_config(files.path),
         origin=LoadedFrom(files.path, files.config_json if model.vision is None else files.whole_json),
     )
+
+
+def _with_vocabulary(vision: Vision, tokenizer: Tokenizer) -> Vision:
+    """Return the tower with an image processor for the tokenizer's vocabulary."""
+    try:
+        return dataclasses.replace(vision, processor=for_vocabulary(vision.processor, tokenizer.token_to_id))
+    except ValueError as error:
+        raise ConfigError(f"images: {error}") from error
 
 
 def _generation_config(folder: pathlib.Path) -> dict[str, Any]:

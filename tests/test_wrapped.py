@@ -3,6 +3,7 @@
 import json
 import logging
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def test_a_model_that_is_no_wrapper_stays_as_it_is() -> None:
 def test_rotary_embeddings_in_three_dimensions_are_plain_for_a_text() -> None:
     mrope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     found = text_model(wrapper("Qwen2_5_VLForConditionalGeneration", rope_scaling=mrope))
-    assert found["rope_scaling"] == {"type": "default", "mrope_section": [16, 24, 24]}
+    assert found["rope_scaling"] == {"type": "default", "mrope_section": [16, 24, 24], "mrope_interleaved": False}
 
 
 def test_a_mixture_inside_of_qwen3_vl_has_its_own_defaults() -> None:
@@ -213,3 +214,23 @@ def test_a_module_has_a_name_in_each_spelling(own: str) -> None:
         found = names_of(name)
         assert (found[0], {*found}) == (name, {own, *within})
     assert names_of("transformer.h.0.attn") == ("transformer.h.0.attn",)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "section", "interleaved"),
+    [
+        ("Qwen2VLForConditionalGeneration", "qwen2_vl_text", [16, 24, 24], False),
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", [24, 20, 20], True),
+        ("Qwen3_5ForConditionalGeneration", "qwen3_5_text", [11, 11, 10], True),
+    ],
+)
+def test_axes_of_rotary_positions_are_those_of_the_family(
+    architecture: str, kind: str, section: list[int], interleaved: bool
+) -> None:
+    def rope(**text: Any) -> Any:
+        return text_model({"architectures": [architecture], "text_config": {"model_type": kind, **text}})
+
+    assert rope()["rope_scaling"] == {"mrope_section": section, "mrope_interleaved": interleaved}
+    own = {"type": "mrope", "mrope_section": [1, 2, 3], "mrope_interleaved": not interleaved}
+    expected = {"type": "default", "mrope_section": [1, 2, 3], "mrope_interleaved": interleaved}
+    assert rope(rope_scaling=own)["rope_scaling"] == expected

@@ -78,7 +78,7 @@ class PatchProcessor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SquareProcessor(PatchProcessor):
-    """A processor whose resized pictures are squares of ``side`` pixels. Requests have no options."""
+    """A processor whose resized pictures are squares of ``side`` pixels: bounds on their pixels change nothing."""
 
     side: int
 
@@ -96,13 +96,26 @@ class SquareProcessor(PatchProcessor):
         return [self.image_token] * (self.most_rows // self.merge**2)
 
     def pixels(self, picture: Image.Image, **options: Any) -> np.ndarray:
-        for name in options:
-            raise ImageError(f"option {name} is unknown: the images of this model have no options")
+        pixel_bounds(options, ("min_pixels", "max_pixels"))
         return self.square(picture)
 
     def square(self, picture: Image.Image) -> np.ndarray:
         """Return the pixels of a picture, resized to [side, side, 3]."""
         return self.resized(picture, self.side, self.side)
+
+
+def pixel_bounds(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, int]:
+    """Return the bounds on pixels among the options of a request.
+
+    Raises:
+        ImageError: an option is unknown, or no positive integer.
+    """
+    for name, value in options.items():
+        if name not in known:
+            raise ImageError(f"option {name} is unknown (known: {', '.join(known)})")
+        if type(value) is not int or value < 1:
+            raise ImageError(f"{name} = {value!r} must be a positive integer")
+    return dict(options)
 
 
 def cut(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:

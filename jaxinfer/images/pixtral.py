@@ -11,9 +11,8 @@ import numpy as np
 from PIL import Image
 
 from jaxinfer.images.clip import CLIP_MEAN, CLIP_STD
-from jaxinfer.images.patches import PatchProcessor, patch_settings, positive, sides, token_id, tower_sizes
+from jaxinfer.images.patches import PatchProcessor, patch_settings, pixel_bounds, positive, sides, token_id, tower_sizes
 from jaxinfer.images.pixels import require, value_table
-from jaxinfer.images.processor import ImageError
 
 _EDGE = "longest_edge"
 _TOKENS = ("[IMG_BREAK]", "[IMG_END]")
@@ -65,16 +64,12 @@ class PixtralProcessor(PatchProcessor):
         return self.resized(picture, *(-(-side // self.unit) * self.unit for side in (height, width)))
 
     def _bounds(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the bounds of a request: ``size`` may have a ``longest_edge``, at most that of the processor."""
-        for name in options.keys() - {"size"}:
-            raise ImageError(f"option {name} is unknown (known: size)")
-        if "size" not in options:
+        """Return the bounds of a request: ``max_pixels`` are those of the largest square of whole tokens."""
+        most = pixel_bounds(options, ("max_pixels",)).get("max_pixels")
+        if most is None:
             return self.bounds
-        size, most = options["size"], min(self.bounds)
-        edge = size.get(_EDGE) if isinstance(size, Mapping) and set(size) == {_EDGE} else None
-        if type(edge) is not int or not 0 < edge <= most:
-            raise ImageError(f"size = {size!r} must be an object with {_EDGE}, an integer from 1 to {most}")
-        return edge, edge
+        side = max(math.isqrt(most) // self.unit, 1) * self.unit
+        return min(self.bounds[0], side), min(self.bounds[1], side)
 
 
 def make(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> PixtralProcessor:

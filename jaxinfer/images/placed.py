@@ -29,4 +29,4 @@ def place_images(
     if not images:
         return ids, ()
     made, ranges = expanded(processor, ids, [image.grid for image in images])
-    return made, tuple(PlacedImage(*found, image) for found, image in zip(ranges, images, strict=True))
+    return made, tuple(PlacedImage(*at, image) for at, image in zip(ranges, images, strict=True))

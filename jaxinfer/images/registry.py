@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ MAKERS: Mapping[str, str] = {
     "Mistral3ForConditionalGeneration": _PIXTRAL,
 }
 """``module:function`` that makes the processor of an architecture."""
+
+_TOWERS = {"LlavaForConditionalGeneration": "clip_vision_model"}
+"""Model type of the tower whose images are read, where an architecture may have several."""
 
 _MOST_BYTES = 1 << 20
 
@@ -56,6 +59,15 @@ class ProcessorSource:
         return made
 
 
+def reader_of(config_json: Mapping[str, Any], known: Container[str]) -> str | None:
+    """Return the architecture of a config.json that reads images, one of those ``known``; None: it reads text alone, or
+    its tower is not supported."""
+    named, vision = config_json.get("architectures"), config_json.get("vision_config")
+    kind = vision.get("model_type") if isinstance(vision, Mapping) else None
+    listed = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    return next((name for name in listed if name in known and _TOWERS.get(name, kind) == kind), None)
+
+
 def find_source(folder: Path, makers: Mapping[str, str] = MAKERS) -> ProcessorSource | None:
     """Return the source of a folder's processor; None: its architecture reads no images, or it is no folder.
 
@@ -63,12 +75,11 @@ def find_source(folder: Path, makers: Mapping[str, str] = MAKERS) -> ProcessorSo
         ValueError: a file is not a JSON object.
     """
     config = _object(folder / "config.json")
-    named = (config or {}).get("architectures")
-    make = next((makers[name] for name in named if name in makers), None) if isinstance(named, list) else None
-    if config is None or make is None:
+    named = None if config is None else reader_of(config, makers)
+    if config is None or named is None:
         return None
     found = {name: value for name in PROCESSOR_FILES if (value := _object(folder / name)) is not None}
-    return ProcessorSource(make, config, found)
+    return ProcessorSource(makers[named], config, found)
 
 
 def find_processor(folder: Path) -> Processor | None:

@@ -29,7 +29,7 @@ _SMALL = 1 << 16  # bytes up to which a frame is sent in one call
 _NONCE = 32
 _TAG = 32
 # Dtypes in the calls of an executor. Anything else is rejected, objects above all.
-_DTYPES = {np.dtype(kind).name: np.dtype(kind) for kind in ("bool", "int32", "int64", "uint32", "float32")}
+_DTYPES = {np.dtype(kind).name: np.dtype(kind) for kind in ("bool", "uint8", "int32", "int64", "uint32", "float32")}
 
 
 class ChannelError(Exception):
@@ -38,7 +38,7 @@ class ChannelError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A message: its kind, plain values (JSON), and arrays of bool, int32, int64, uint32 or float32."""
+    """A message: its kind, plain values (JSON), and arrays of bool, uint8, int32, int64, uint32 or float32."""
 
     kind: str
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -54,9 +54,15 @@ def test_a_picture_that_would_be_too_large_is_refused() -> None:
         )
 
 
-def test_options_are_refused() -> None:
-    with pytest.raises(ImageError, match="max_pixels"):
-        processor(SQUARE, 48).prepare(noise(9, 9), max_pixels=100)
+def test_bounds_on_pixels_change_nothing() -> None:
+    process, picture = processor(SQUARE, 48), noise(9, 9)
+    assert process.prepare(picture, min_pixels=5, max_pixels=100) == process.prepare(picture)
+
+
+@pytest.mark.parametrize("options", [{"max_pixels": -1}, {"min_pixels": 2.0}, {"crop_size": 8}])
+def test_other_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ImageError, match=next(iter(options))):
+        processor(SQUARE, 48).prepare(noise(9, 9), **options)
 
 
 @pytest.mark.parametrize(

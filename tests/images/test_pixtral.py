@@ -43,21 +43,12 @@ def test_no_picture_has_more_rows_than_the_processor_says(height: int, width: in
     assert rows <= process.most_rows == 100
 
 
-def test_a_request_may_ask_for_fewer_pixels() -> None:
-    assert processor().prepare(noise(60, 90), size={"longest_edge": 16}).grid == (1, 4, 4)
-    assert processor().prepare(noise(60, 90)).grid == (1, 8, 10)
+@pytest.mark.parametrize(("most", "grid"), [(256, (1, 4, 4)), (300, (1, 4, 4)), (1, (1, 2, 2)), (10**9, (1, 8, 10))])
+def test_a_request_may_ask_for_fewer_pixels(most: int, grid: tuple[int, int, int]) -> None:
+    assert processor().prepare(noise(60, 90), max_pixels=most).grid == grid
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"size": {"longest_edge": 41}},
-        {"size": {"longest_edge": 0}},
-        {"size": {"longest_edge": 8, "height": 3}},
-        {"size": 8},
-        {"patch_size": 2},
-    ],
-)
+@pytest.mark.parametrize("options", [{"max_pixels": 0}, {"max_pixels": "9"}, {"min_pixels": 4}, {"size": 8}])
 def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ImageError, match=next(iter(options))):
         processor().prepare(noise(9, 9), **options)

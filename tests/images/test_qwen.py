@@ -1,19 +1,18 @@
 """Qwen's image processor: pixels bit-equal to those of transformers' PIL processor, sizes, clips and settings."""
 
 import hashlib
-import io
 import json
 import math
 import pathlib
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image
 
+from jaxinfer.images.decode import decode_picture
 from jaxinfer.images.processor import ImageError, normalised
 from jaxinfer.images.qwen import MOST_ASPECT, QwenProcessor, fitted, qwen_processor
 from tools.oracle.pictures import FILES, HANDED, picture, pixels
@@ -36,9 +35,7 @@ def shown(name: str) -> Image.Image:
     """Return a picture as transformers loads it: turned, and converted to RGB, if it is a file."""
     if name.startswith("handed "):
         return HANDED[name.removeprefix("handed ")]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ImageOps.exif_transpose(Image.open(io.BytesIO(FILES[name]()))).convert("RGB")
+    return decode_picture(FILES[name]())
 
 
 @pytest.mark.parametrize("settings", DIGESTS)
@@ -125,7 +122,10 @@ def test_digests_tell_pixels_and_settings_apart() -> None:
 
 def test_settings_are_read_as_transformers_reads_them() -> None:
     assert processor(min_pixels=5000, max_pixels=6000, size={"shortest_edge": 1}).pixels == (5000, 6000)
-    files = {"preprocessor_config.json": {"resample": 2}, "processor_config.json": {"image_processor": {"resample": 1}}}
+    files: dict[str, Any] = {
+        "preprocessor_config.json": {"resample": 2},
+        "processor_config.json": {"image_processor": {"resample": 1}},
+    }
     assert qwen_processor(files, image_token=1, patch=14, merge=2, temporal=2).resample == 1
     plain = processor(do_rescale=False, do_normalize=False)
     assert plain.table[0].tolist() == list(range(256))

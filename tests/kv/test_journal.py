@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from jaxinfer.kv.cache_key import cache_identity
 from jaxinfer.kv.journal import DEVICE, HOST
 from jaxinfer.kv.manager import KVConfig, KVManager
+from jaxinfer.kv.radix import Mark, PageKeys
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.core.messages import KvStored
 from jaxinfer.types import LoRARef, Request
@@ -115,6 +117,24 @@ def test_equal_tokens_of_other_namespaces_are_other_pages_and_secrets_stay_secre
     same = [one[1] == other[1] for one, other in zip(*told, strict=True)]
     assert same == [one[0].extra == other[0].extra for one, other in zip(*told, strict=True)]
     assert same == [True, False, False, False, True], "who guesses a salt cannot try it"
+
+
+def test_pages_of_images_are_runs_with_keys_of_their_own():
+    kv, listener = journalled()
+    size = kv.config.page_size
+    new = FakeSequence(b"", list(PROMPT), len(PROMPT), 0, size)
+    new.keys = PageKeys(b"", size, [Mark(size + 1, size + 2, "a")])
+    new.keys.extend(PROMPT)
+    served(kv, new)
+    changes = listener.look()
+    assert changes is not None
+    runs = changes.stored
+    assert [bool(run.images) for run in runs] == [False, True, False]
+    assert (
+        b"".join(run.tokens for run in runs) == np.array(PROMPT, np.int32).tobytes()[: 4 * size * (len(PROMPT) // size)]
+    )
+    assert [run.parent for run in runs[1:]] == [run.hashes[-1] for run in runs[:-1]]
+    assert runs[1].extra_keys == (runs[1].images,)
 
 
 def test_a_code_is_a_part_of_the_hash():

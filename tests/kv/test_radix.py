@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.kv.radix import Node, PageKeys, RadixTree
+from jaxinfer.kv.radix import Mark, Node, PageKeys, RadixTree
 
 PAGE = 4
 
@@ -36,6 +36,31 @@ def test_keys_take_arrays_and_cut_a_page_once():
     assert keys.page_bytes(1) is keys.page_bytes(1)
     with pytest.raises(IndexError, match="page 2 of 9 tokens is not full"):
         keys.page_bytes(2)
+
+
+def marked(*marks: Mark, count: int = 2 * PAGE) -> PageKeys:
+    keys = PageKeys(b"", PAGE, marks)
+    keys.extend([7] * count)
+    return keys
+
+
+def test_a_page_with_another_image_or_another_part_of_it_has_another_key():
+    images = [(), (Mark(2, 6, "a"),), (Mark(2, 6, "b"),), (Mark(1, 6, "a"),), (Mark(2, 3, "a"), Mark(3, 6, "b"))]
+    for page in (0, 1):
+        assert len({marked(*marks).page_bytes(page) for marks in images}) == len(images) - (page == 1)
+    assert marked(Mark(2, 4, "a")).page_bytes(1) == marked().page_bytes(1)
+
+
+@pytest.mark.parametrize("length", [PAGE, PAGE - 1])
+def test_pages_share_the_tokens_before_the_first_image_that_differs(tree, length):
+    root = tree.plant(b"")
+    first, other = marked(Mark(1, 2, "a"), Mark(2, 9, "b")), marked(Mark(1, 2, "a"), Mark(2, 9, "c"))
+    node = tree.add(root, (code(4), first.page_bytes(0)))
+    found = [
+        tree.closest(root, code(4), keys.range_bytes(0, length), length, lambda node: True)
+        for keys in (first, other, marked(), marked(Mark(0, 1, "d")))
+    ]
+    assert found == [(node, length), (node, 2), (node, 1), (None, 0)]
 
 
 @pytest.fixture

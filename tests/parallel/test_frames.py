@@ -37,7 +37,7 @@ def channels():
     [
         (),
         (np.arange(6, dtype=np.int32).reshape(2, 3), np.array([True, False, True]), np.float32([[1.5]])),
-        (np.array(7, np.int32), np.zeros((0, 4), np.float32), np.zeros(3, np.uint32)),
+        (np.array(7, np.int32), np.zeros((0, 4), np.float32), np.zeros(3, np.uint32), np.full((2, 2), 255, np.uint8)),
         (np.arange(2_000_000, dtype=np.int64)[::2],),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution.commands import COMMANDS
+from jaxinfer.engine.execution.commands import COMMANDS, Encode
 from jaxinfer.parallel.frames import ChannelError
 from jaxinfer.parallel.messages import decode, encode
 
@@ -62,6 +62,15 @@ def test_what_arrives_is_what_was_sent(owners: np.ndarray | None) -> None:
 def test_what_is_no_message_is_refused(fields: Any, why: str) -> None:
     with pytest.raises(ChannelError, match=f"it sent what is no Message: .*{why}"):
         decode(Message, fields, [np.ones(1)])
+
+
+def test_an_image_arrives_as_it_was_sent() -> None:
+    patches, seen = np.full((4, 3), 255, np.uint8), np.array([True, False])
+    found = sent(Encode(patches, {"seen": seen, "count": np.asarray(4)}, np.arange(2, dtype=np.int32)))
+    np.testing.assert_array_equal(found.patches, patches)
+    np.testing.assert_array_equal(found.layout["seen"], seen)
+    assert found.layout["count"] == 4
+    assert found.rows.tolist() == [0, 1]
 
 
 def test_every_command_has_fields_that_can_be_sent() -> None:

@@ -56,7 +56,8 @@ def encode_command(vision: Vision, engine: ResolvedEngine, planned: encoder_cach
     patches[:count] = image.patches
     rows = np.full(size // vision.config.merged, engine.encoder_cache_size, np.int32)
     rows[: len(taken)] = taken
-    return Encode(patches, vision.module.layout(image.grid, size), rows)
+    layout = {name: np.asarray(value) for name, value in vision.module.layout(image.grid, size).items()}
+    return Encode(patches, layout, rows)
 
 
 def abstract_layout(vision: Vision, size: int) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinfer.images.registry import reader_of
 from jaxinfer.models.lazy import Lazy
 from jaxinfer.models.vision.tower import VisionFamily
 
@@ -26,6 +27,5 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = Lazy(
 
 def vision_family_for(config_json: Mapping[str, Any]) -> VisionFamily | None:
     """Find the vision family of a checkpoint; None: it has no tower, or one that is not supported."""
-    names = config_json.get("architectures")
-    listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    return next((VISION_FAMILIES[name] for name in listed if name in VISION_FAMILIES), None)
+    name = reader_of(config_json, VISION_FAMILIES)
+    return None if name is None else VISION_FAMILIES[name]

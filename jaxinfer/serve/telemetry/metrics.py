@@ -214,6 +214,8 @@ def _counters(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
     totals = {
         "prefix_cache_queries": (stats.prefix_queries, "Prefix cache queries, in tokens."),
         "prefix_cache_hits": (stats.prefix_hits, "Prefix cache hits, in tokens."),
+        "encoder_cache_queries": (stats.encoder_queries, "Encoder cache queries, in images."),
+        "encoder_cache_hits": (stats.encoder_hits, "Encoder cache hits, in images; the others were encoded."),
         "prompt_tokens": (stats.prompt_tokens, "Prompt tokens of scheduled requests, cached or not."),
         "generation_tokens": (stats.generated_tokens, "Generated tokens."),
         "spec_decode_num_drafts": (stats.drafts, "Verified drafts."),

@@ -10,10 +10,20 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxinfer import load_model
+from jaxinfer.images.registry import find_source
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.clip import ClipConfig
-from tests.models.vision.towers import SCENES, golden_of, load, logit_faults, pixel_faults, row_error, vision_of
+from tests.models.vision.towers import (
+    SCENES,
+    golden_of,
+    load,
+    logit_faults,
+    pixel_faults,
+    row_error,
+    served_faults,
+    vision_of,
+)
 
 NAME = "llava"
 
@@ -32,6 +42,10 @@ def test_pixels_are_those_of_transformers(model: Model, scene: str) -> None:
 @pytest.mark.parametrize("scene", SCENES)
 def test_rows_are_those_of_transformers_in_any_program(model: Model, scene: str, extra: int) -> None:
     assert row_error(model, golden_of(NAME).scenes[scene], extra) <= 1
+
+
+def test_served_tokens_and_logprobs_are_those_of_transformers(model: Model) -> None:
+    assert served_faults(model, golden_of(NAME).scenes["several"]) == []
 
 
 @pytest.mark.parametrize("scene", ["text", *SCENES])
@@ -85,7 +99,6 @@ def test_an_overlooked_switch_is_noticed(model: Model, change: dict[str, Any]) -
         ("vision_feature_layer", [1, 2]),
         ("vision_feature_layer", 5),
         ("vision_feature_select_strategy", "full"),
-        ("vision_config.model_type", "siglip_vision_model"),
         ("vision_config.image_size", 18),
         ("vision_config.num_attention_heads", 5),
         ("vision_config.num_channels", 1),
@@ -98,6 +111,18 @@ def test_what_is_not_supported_is_named(field: str, value: Any) -> None:
     config[outer] = {**config[outer], name: value} if name else value
     with pytest.raises(ConfigError, match=name or outer):
         ClipConfig.from_json(config)
+
+
+def test_other_towers_are_left_out(tmp_path: pathlib.Path) -> None:
+    """LLaVA with a tower other than CLIP's runs as a text model."""
+    files = golden_of(NAME).files
+    config = files["config.json"]
+    other = {**config, "vision_config": {**config["vision_config"], "model_type": "siglip_vision_model"}}
+    save_file(golden_of(NAME).tensors(), tmp_path / "model.safetensors")
+    for name, content in {**files, "config.json": other}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert load_model(str(tmp_path), dtype="float32", show_progress=False).vision is None
+    assert find_source(tmp_path) is None
 
 
 @pytest.mark.parametrize(("layer", "depth"), [(-1, 3), (-2, 2), (1, 1), (0, 0), (-4, 0)])

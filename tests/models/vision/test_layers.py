@@ -22,7 +22,8 @@ def segments_of(*lengths: int, padding: int = 0) -> jax.Array:
 
 
 def attended(given: list[jax.Array], segments: jax.Array, reach: int | None = None) -> np.ndarray:
-    return np.asarray(within(segments, reach)(*given, None, LayerSpec(), SCALE)[0])
+    q, k, v = given
+    return np.asarray(within(segments, reach)(q, k, v, None, LayerSpec(), SCALE)[0])
 
 
 def reference(given: list[jax.Array], segments: jax.Array) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Mistral 3's vision against transformers."""
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 import pytest
@@ -8,7 +10,16 @@ import pytest
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.pixtral import PixtralConfig
-from tests.models.vision.towers import SCENES, golden_of, load, logit_faults, pixel_faults, row_error, vision_of
+from tests.models.vision.towers import (
+    SCENES,
+    golden_of,
+    load,
+    logit_faults,
+    pixel_faults,
+    row_error,
+    served_faults,
+    vision_of,
+)
 
 NAMES = ("mistral3", "mistral3-ministral3")
 
@@ -31,10 +42,26 @@ def test_rows_are_those_of_transformers_in_any_program(loaded: tuple[str, Model]
     assert row_error(model, golden_of(name).scenes[scene], extra) <= 1
 
 
+def test_served_tokens_and_logprobs_are_those_of_transformers(loaded: tuple[str, Model]) -> None:
+    name, model = loaded
+    assert served_faults(model, golden_of(name).scenes["several"], break_token=63, end_token=61) == []
+
+
 @pytest.mark.parametrize("scene", ["text", *SCENES])
 def test_logits_are_those_of_transformers(loaded: tuple[str, Model], scene: str) -> None:
     name, model = loaded
     assert logit_faults(model, golden_of(name).scenes[scene]) == []
+
+
+def test_the_tokens_after_rows_are_those_of_the_vocabulary(tmp_path: pathlib.Path) -> None:
+    vocabulary = {f"w{index}": index for index in range(62)} | {"[IMG_BREAK]": 62, "[IMG_END]": 63}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    assert vision_of(load(NAMES[0], tmp_path)).processor.expand((1, 4, 2)) == [62, 62, 62, 63]
+    del vocabulary["[IMG_END]"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(ConfigError, match="IMG_END"):
+        load(NAMES[0], tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"theta": 60.0}, {"projector_eps": 1e-2}, {"activation": "gelu"}])

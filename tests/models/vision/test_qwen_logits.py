@@ -33,7 +33,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows in all layers": ("qwen2_5_vl", {"fullatt_block_indexes": []}, {}),
     "another frequency on the time axis": ("qwen2_5_vl", {}, {"mrope_section": [3, 2, 3]}),
     "one axis": ("qwen3_vl", {}, {"mrope_section": [8, 0, 0]}),
-    "axes of another family": ("qwen3_5", {}, {"mrope_section": [2, 3, 3]}),
+    "one axis of some frequencies": ("qwen3_5", {}, {"mrope_section": [8, 0, 0]}),
     "other activation": ("qwen2_vl", {"hidden_act": "gelu"}, {}),
     "other base of the tower's frequencies": ("qwen3_5", {"rope_parameters": {"rope_theta": 5000.0}}, {}),
 }

@@ -20,6 +20,7 @@ from tests.models.vision.towers import (
     logit_faults,
     pixel_faults,
     row_error,
+    served_faults,
     vision_of,
 )
 
@@ -40,6 +41,10 @@ def test_pixels_are_those_of_transformers(model: Model, scene: str) -> None:
 @pytest.mark.parametrize("scene", SCENES)
 def test_rows_are_those_of_transformers_in_any_program(model: Model, scene: str, extra: int) -> None:
     assert row_error(model, golden_of(NAME).scenes[scene], extra) <= 1
+
+
+def test_served_tokens_and_logprobs_are_those_of_transformers(model: Model) -> None:
+    assert served_faults(model, golden_of(NAME).scenes["several"], newlines=(56, 57)) == []
 
 
 @pytest.mark.parametrize("scene", ["text", *SCENES])

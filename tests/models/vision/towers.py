@@ -3,14 +3,16 @@
 The rule: the largest error against transformers in float64 is at most twice that of transformers in float32, plus 1e-6.
 """
 
+import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer import load_model
-from jaxinfer.images.processor import normalised
+from jaxinfer import LLM, SamplingParams, load_model
+from jaxinfer.images.processor import Processor, normalised
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.tower import Vision
 from jaxinfer.types import VISION, ImageInput
@@ -77,3 +79,40 @@ def logit_faults(model: Model, scene: Scene) -> list[str]:
     faults = [] if prefill <= allowed(scene.prefill_error) else [f"prefill: off by {prefill}"]
     faults += [] if np.all(decode <= allowed(scene.decode_error)) else [f"decode: off by {decode}"]
     return faults + ([] if got[length - 1 :].argmax(-1).tolist() == scene.greedy else ["greedy ids differ"])
+
+
+def served_faults(model: Model, scene: Scene, **tokens: Any) -> list[str]:
+    """Return what differs from transformers where an engine serves a scene, in chunks of at most 16 tokens.
+
+    Args:
+        tokens: fields of the processor that the vocabulary of the golden files sets.
+    """
+    vision = vision_of(model)
+    process = dataclasses.replace(vision.processor, **tokens)
+    model = dataclasses.replace(model, vision=dataclasses.replace(vision, processor=process))
+    llm = LLM(model=model, max_num_seqs=2, max_model_len=112, page_size=16, prefill_sizes=(16,))
+    shown = [picture(*each) for each in scene.pictures]
+    prompt = {"prompt_token_ids": _unexpanded(scene, process), "images": shown}
+    params = SamplingParams(temperature=0.0, max_tokens=len(scene.greedy), logprobs=4, ignore_eos=True)
+    request = llm.generate([prompt], params)[0]
+    output, logits = request.outputs[0], np.concatenate([scene.prefill[-1:], scene.decode])
+    faults = [] if request.prompt_token_ids == scene.prompt else ["the prompt is expanded differently"]
+    if output.token_ids != scene.greedy:
+        return [*faults, f"served ids {output.token_ids}"]
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    bounds = 2 * allowed(np.append(scene.prefill_error, scene.decode_error))
+    for row, got, bound in zip(logits, output.logprobs or [], bounds, strict=True):
+        wrong = {token: each.logprob for token, each in got.items() if not abs(each.logprob - row[token]) <= bound}
+        faults += [f"logprobs {wrong}"] if wrong else []
+    return faults
+
+
+def _unexpanded(scene: Scene, process: Processor) -> list[int]:
+    """Return the prompt of a scene with placeholders."""
+    prompt, done = list(scene.prompt), 0
+    for frames, height, width in scene.grids:
+        piece = process.expand((frames, height, width))
+        done = next(at for at in range(done, len(prompt)) if prompt[at : at + len(piece)] == piece)
+        prompt[done : done + len(piece)] = [process.image_token]
+        done += 1
+    return prompt

@@ -55,6 +55,8 @@ LORA = {
 OWN = {
     "kv_cache_pages": "gauge",
     "kv_cache_host_pages": "gauge",
+    "encoder_cache_queries": "counter",
+    "encoder_cache_hits": "counter",
     "replayed_tokens": "counter",
     "replay_mismatches": "counter",
     "not_finite_outputs": "counter",
@@ -79,6 +81,7 @@ def busy() -> EngineStats:
     clock.now += 1.0
     recorder.finished(sequence.end(FinishReason.DEADLINE))
     recorder.prefix(31, 29)
+    recorder.encoder(37, 23)
     recorder.drafted(20, 18)
     recorder.drafted(3, 1)
     recorder.replayed(True)
@@ -133,6 +136,8 @@ def test_names_and_kinds() -> None:
         ("kv_cache_host_pages", "state=used", 4),
         ("prefix_cache_queries_total", "", 31),
         ("prefix_cache_hits_total", "", 29),
+        ("encoder_cache_queries_total", "", 37),
+        ("encoder_cache_hits_total", "", 23),
         ("prompt_tokens_total", "", 3),
         ("generation_tokens_total", "", 17),
         ("num_preemptions_total", "kind=swap", 5),
