@@ -415,15 +415,15 @@ def _describe(
 
 
 def _vision(files: ModelFiles, family: Family, model: Model) -> Vision | None:
-    """Return the vision tower of a checkpoint; None: it has none, or one that is not supported."""
+    """Return the vision tower of a checkpoint; None: it has none, one that is not supported, or no image processor."""
     its = family.vision or vision_family_for(files.whole_json)
-    if its is None or not (files.left_out or family.vision):
+    jsons = {name: read_json_object(path) for name in PROCESSOR_FILES if (path := files.path / name).exists()}
+    if its is None or not (family.vision or (files.left_out and jsons)):
         return None
     config = its.config(files.whole_json)
     width, hidden = config.width // (1 + config.deep), model.config.hidden_size
     if width != hidden:
         raise ConfigError(f"config.json: vision_config has outputs of {width} numbers, and hidden_size is {hidden}")
-    jsons = {name: read_json_object(path) for name in PROCESSOR_FILES if (path := files.path / name).exists()}
     return Vision(its.module(config), config, its, its.processor(files.whole_json, jsons))
 
 
