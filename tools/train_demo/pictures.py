@@ -19,10 +19,10 @@ COLOURS = {
     "black": (20, 20, 20),
     "white": (245, 245, 245),
 }
-CORNERS = {"circle": 0, "triangle": 3, "square": 4, "star": 10}
+CORNERS = {"circle": 0, "triangle": 3, "square": 4, "cross": 12}
 """Corners of each shape; 0: round."""
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
-SIZES = {"small": (0.10, 0.13), "large": (0.20, 0.26)}
+SIZES = {"small": (0.13, 0.15), "large": (0.22, 0.27)}
 """Radius of a shape, as a share of the picture's shorter side."""
 
 
@@ -49,7 +49,8 @@ class Picture:
     background: str
 
     def __str__(self) -> str:
-        return f"{' and '.join(map(str, self.shapes))}, on a {self.background} background.".capitalize()
+        article = "an" if self.background == "orange" else "a"
+        return f"{' and '.join(map(str, self.shapes))}, on {article} {self.background} background.".capitalize()
 
 
 def draw(picture: Picture, width: int, height: int, rng: np.random.Generator) -> Image.Image:
@@ -83,11 +84,13 @@ def random_picture(rng: np.random.Generator) -> Picture:
 
 
 def _polygon(centre: np.ndarray, radius: float, corners: int) -> Sequence[tuple[float, float]]:
-    """Return the corners of a regular polygon; a star's every second corner is nearer to the centre."""
-    turn = math.pi / 4 if corners == 4 else 0.0
-    angles = turn + np.arange(corners) * (2 * math.pi / corners) - math.pi / 2
-    radii = np.where((np.arange(corners) % 2 == 1) & (corners == 10), 0.42, 1.0) * radius
-    points = centre + np.stack([np.cos(angles) * radii, np.sin(angles) * radii], axis=1)
+    """Return the corners of a regular polygon, or of a cross, which has twelve."""
+    if corners == 12:
+        arm = np.array([(-1, -3), (1, -3), (1, -1), (3, -1), (3, 1), (1, 1)])
+        points = centre + np.concatenate([arm, -arm]) * (radius / 3)
+    else:
+        angles = (math.pi / 4 if corners == 4 else 0.0) + np.arange(corners) * (2 * math.pi / corners) - math.pi / 2
+        points = centre + np.stack([np.cos(angles), np.sin(angles)], axis=1) * radius
     return [(float(x), float(y)) for x, y in points]
 
 

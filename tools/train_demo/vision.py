@@ -45,10 +45,10 @@ class VisionRecipe:
 
     hidden: int = 128
     layers: int = 3
-    tower: int = 96
-    depth: int = 2
+    tower: int = 128
+    depth: int = 3
     vocab: int = 512
-    steps: int = 4000
+    steps: int = 5000
     rows: int = 32
     learning_rate: float = 2e-3
     warmup: int = 100
