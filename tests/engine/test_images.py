@@ -26,6 +26,7 @@ from jaxinfer.types import Request, SequenceDelta
 from tests.engine.test_identity import preempted
 from tests.fake_vision import make_image, make_image_request, text, vision_model
 from tests.fakes import mixed_params, random_model
+from tests.lora.drawn import drawn
 
 ROOMY, TIGHT = 80, 20
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 160, "page_size": 16, "prefill_sizes": (16, 64)}
@@ -168,6 +169,28 @@ def test_a_draft_model_serves_text_and_refuses_images():
     assert refused.value.field == "images"
     request = make_image_request("b", [text(1, 20)], most=8, temperature=0.0)
     assert run(engine, [request])["b", 0][0] == run(make_engine_of(model), [request])["b", 0][0]
+
+
+def test_adapters_of_the_text_model_are_served_with_images(monkeypatch):
+    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name))
+    engine = make_engine_of(vision_model(axes=True, deep=1), enable_lora=True, max_loras=2, max_lora_rank=4)
+    assert engine.loras is not None
+    adapters = [None, *(engine.loras.load(name, name) for name in ("pirate", "poet"))]
+    requests = [dataclasses.replace(each, lora=adapters[number % 3]) for number, each in enumerate(make_requests(9))]
+    want = alone(engine, requests)
+    assert run(engine, requests) == want
+    plain = run(engine, [dataclasses.replace(requests[1], lora=None)])
+    assert plain["1", 0][0] != want["1", 0][0]
+
+
+def test_layers_with_states_are_served_with_images():
+    states = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
+    model = vision_model(architectures=["Lfm2ForCausalLM"], model_type="lfm2", norm_eps=1e-5, **states)
+    requests = make_requests(9)
+    engine = make_engine_of(model)
+    want = alone(engine, requests)
+    assert run(engine, requests) == want
+    assert run(engine, requests[::-1]) == want
 
 
 def test_the_first_stage_must_have_the_layers_that_images_are_added_to():

@@ -29,7 +29,9 @@ COPY_TOLERANCE = 2.0**-7
 """Tolerance for copies of the base's embeddings, relative to the largest value: the base may be bfloat16."""
 
 
-def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base: Base | None = None) -> Adapter:
+def read_adapter(
+    folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base: Base | None = None, tower: bool = False
+) -> Adapter:
     """Read a PEFT folder.
 
     Args:
@@ -37,6 +39,7 @@ def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base:
         max_rank: the largest rank of a module.
         base: returns the model's own parameter at a path, dequantized, in its shape and in float32. Called for weights
             that DoRA scales, for biases that replace the model's, and for modules that PEFT saved with an adapter.
+        tower: the model takes images: an adapter that changes the vision tower is rejected, not read without that.
 
     Raises:
         AdapterError: the folder is damaged, unsupported, or does not fit the model. Every tensor must be used, and
@@ -45,7 +48,7 @@ def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base:
     files = open_adapter(folder)
     config = parse_config(files.config)
     places = find_places(specs)
-    files = files.named({*places.modules, *places.experts, *places.biases})
+    files = files.named({*places.modules, *places.experts, *places.biases}, tower=tower)
     reader = _Deltas(files, config, places, places.specs, base)
     units = UnitReader(files, config, places, max_rank).units()
     for rows in (TokenReader, SavedReader):

@@ -53,17 +53,20 @@ class AdapterFiles:
     _file: SafetensorsFile
     naming: Naming = dataclasses.field(default_factory=Naming)
 
-    def named(self, known: Collection[str]) -> AdapterFiles:
+    def named(self, known: Collection[str], *, tower: bool = False) -> AdapterFiles:
         """Return a copy with modules by the model's names, without those of other components of a wrapper.
 
         Args:
             known: module names of the model.
+            tower: the model has a vision tower.
 
         Raises:
-            AdapterError: two modules of the file map to one name.
+            AdapterError: two modules of the file map to one name, or a module is one of the tower.
         """
         naming = find_naming(self.modules, known)
         others = [name for name in self.modules if is_of_others(name)]
+        if others and tower:
+            raise AdapterError(f"{self.folder} adapts the vision tower, which is not supported: {listed(others)}")
         if others:
             _log.warning(f"{self.folder} adapts what a text model has not, which is passed over: {listed(others)}")
         modules: dict[str, Mapping[str, TensorInfo]] = {}

@@ -15,9 +15,10 @@ import pytest
 from jaxinfer import load_model
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft.naming import find_naming, is_of_others
+from jaxinfer.lora.peft.read import read_adapter
 from tests.lora.goldens import GOLDENS, golden
 from tests.lora.goldens import read as read_lora
-from tests.lora.peft.test_read import changed, own_base, read
+from tests.lora.peft.test_read import changed, own_base, read, specs_of
 
 Rename = Callable[[str], str]
 BEGIN = "base_model.model."
@@ -97,8 +98,10 @@ def test_towers_are_passed_over(tmp_path: pathlib.Path, caplog: pytest.LogCaptur
 
     config = {"target_modules": ["q_proj", "v_proj", "qkv"]}
     with caplog.at_level(logging.WARNING, logger="jaxinfer"):
-        assert_same_deltas("llama-qv", changed("llama-qv", tmp_path, edit, config))
+        assert_same_deltas("llama-qv", folder := changed("llama-qv", tmp_path, edit, config))
     assert any("model.visual.blocks.0.attn.qkv" in record.getMessage() for record in caplog.records)
+    with pytest.raises(AdapterError, match=r"vision tower.*model\.visual\.blocks\.0\.attn\.qkv"):
+        read_adapter(folder, specs_of("llama-qv"), max_rank=64, tower=True)
 
 
 def test_an_adapter_of_a_tower_alone_is_refused(tmp_path: pathlib.Path):
