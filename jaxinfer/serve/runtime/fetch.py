@@ -32,7 +32,6 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_HEAD_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
 _WAITING = 256
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -245,7 +244,7 @@ def is_public(address: str) -> bool:
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped is not None:
             return is_public(str(found.ipv4_mapped))
-        if found.sixtofour is not None or found.teredo is not None or found.is_site_local or found in _NAT64:
+        if found.sixtofour is not None or found.teredo is not None or found.is_site_local:
             return False
     return found.is_global and not (found.is_multicast or found.is_reserved)
 

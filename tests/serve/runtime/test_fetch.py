@@ -173,8 +173,16 @@ def test_allowed_domains() -> None:
         (HOST, f"http://{HOST}:443/"),
     ):
         assert fetched(Net(lambda head: ok(b"image")), url, [domain]) == b"image"
-    for domain, url in (("*.example.com", "http://example.com/"), (f"{HOST}:8080", URL), ("example.com", URL)):
-        assert refused(Net(lambda head: ok(b"image")), url, [domain])
+    for domain, url in (
+        ("*.example.com", "http://example.com/"),
+        (f"{HOST}:8080", URL),
+        ("example.com", URL),
+        ("*.example.com", "http://anexample.com/"),
+    ):
+        everywhere = {host: [[PUBLIC]] for host in ("example.com", "anexample.com")}
+        net = Net(lambda head: ok(b"image"), **everywhere)
+        assert refused(net, url, [domain])
+        assert net.lookups == 0
 
 
 PRIVATE = [
