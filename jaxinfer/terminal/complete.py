@@ -61,7 +61,8 @@ def complete(args: argparse.Namespace, prompts: list[str]) -> None:
 def question(images: Sequence[str], text: str) -> list[dict[str, Any]]:
     """Return a conversation that asks about images."""
     parts = [{"type": "image", "image": image} for image in images]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    texts = [{"type": "text", "text": text}] if text else []
+    return [{"role": "user", "content": [*parts, *texts]}]
 
 
 def _is_talk(args: argparse.Namespace) -> bool:
@@ -85,6 +86,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt_file is not None and args.prompt_file != "-":
         return [_read(args.prompt_file)]
     if args.prompt_file is None and sys.stdin.isatty():
+        if args.image:
+            return [""]  # a model may have learnt to describe an image without being asked
         raise RequestError(None, f"no prompt: {_NO_PROMPT}")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # regardless of the locale
@@ -92,7 +95,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise RequestError(None, f"standard input is not UTF-8: {error}") from error
-    if not text:
+    if not text and not args.image:
         raise RequestError(None, f"no prompt, and nothing on standard input: {_NO_PROMPT}")
     # echo appends a line end that is not meant; the text of a named file is used unchanged
     return [text if args.prompt_file == "-" else text.removesuffix("\n")]

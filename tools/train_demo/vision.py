@@ -35,7 +35,7 @@ START, END, PAD, VIDEO = VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", 
 BLOCK = f"{START}{PAD}{END}"
 QUESTIONS = ("", "Describe the picture.", "What is in the picture?", "What do you see?", "Describe this image.")
 """Questions about a picture; the empty one is a picture alone."""
-SIDES = (112, 140, 168)
+SIDES = (112, 140)
 """Sides of the pictures in training, in pixels: multiples of two patches."""
 
 
@@ -48,9 +48,9 @@ class VisionRecipe:
     tower: int = 128
     depth: int = 3
     vocab: int = 512
-    steps: int = 5000
+    steps: int = 3000
     rows: int = 32
-    learning_rate: float = 2e-3
+    learning_rate: float = 2.5e-3
     warmup: int = 100
     report_every: int = 200
 
