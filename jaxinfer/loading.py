@@ -54,7 +54,6 @@ from jaxinfer.text import (
     load_template,
 )
 from jaxinfer.text.intake import recommended_sampling
-from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import HEAD, ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
@@ -264,7 +263,8 @@ def load_model(
     model = shardable_model(model, mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if model.vision is not None and tokenizer is not None:
-        model = model.replace(vision=_with_vocabulary(model.vision, tokenizer))
+        processor = for_vocabulary(model.vision.processor, tokenizer.token_to_id)
+        model = model.replace(vision=dataclasses.replace(model.vision, processor=processor))
     if model.vision is None and (others := files.left_out):
         what = ", ".join(f"{name}: {count}" for name, count in others.items())
         _log.warning(f"{name} is served as a text model, without images: tensors that are not read ({what})")
@@ -278,14 +278,6 @@ def load_model(
         generation_config=_generation_config(files.path),
         origin=LoadedFrom(files.path, files.config_json if model.vision is None else files.whole_json),
     )
-
-
-def _with_vocabulary(vision: Vision, tokenizer: Tokenizer) -> Vision:
-    """Return the tower with an image processor for the tokenizer's vocabulary."""
-    try:
-        return dataclasses.replace(vision, processor=for_vocabulary(vision.processor, tokenizer.token_to_id))
-    except ValueError as error:
-        raise ConfigError(f"images: {error}") from error
 
 
 def _generation_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -424,7 +416,11 @@ def _vision(files: ModelFiles, family: Family, model: Model) -> Vision | None:
     width, hidden = config.width // (1 + config.deep), model.config.hidden_size
     if width != hidden:
         raise ConfigError(f"config.json: vision_config has outputs of {width} numbers, and hidden_size is {hidden}")
-    return Vision(its.module(config), config, its, its.processor(files.whole_json, jsons))
+    try:
+        processor = its.processor(files.whole_json, jsons)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Vision(its.module(config), config, its, processor)
 
 
 def _untied(model: Model) -> ParamTree:

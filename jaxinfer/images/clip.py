@@ -66,10 +66,10 @@ def make(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]])
     """
     side, patch = tower_sizes(config_json, {"image_size": 224, "patch_size": 32})
     settings, resample = patch_settings(files, ("CLIPImageProcessor", _LLAVA), Image.Resampling.BICUBIC)
-    size = sides(settings, "size", {"shortest_edge": 224}, "shortest_edge")
+    size = sides(settings, "size", {"shortest_edge": side}, "shortest_edge")
     edges = next((names for names in (("shortest_edge",), ("height", "width")) if set(names) == set(size)), None)
     require(edges is not None, settings, "size", "must have shortest_edge, or height and width")
-    shape = sides(settings, "crop_size", {"height": 224, "width": 224})
+    shape = sides(settings, "crop_size", {"height": side, "width": side})
     where = "crop_size" if settings.get("do_center_crop") is not False else "size"
     shape = shape if where == "crop_size" else size
     require(shape == {"height": side, "width": side}, settings, where, f"is not the tower's image_size, {side}")

@@ -18,6 +18,9 @@ def expanded(
 
     Returns:
         The token ids, and for each image the range of positions from its first row to its last.
+
+    Raises:
+        ImageError: the vocabulary lacks a token of images (`for_vocabulary`).
     """
     merges, row = getattr(processor, "merges", {}), getattr(processor, "row_token", processor.image_token)
     made, ranges, left, was_image = list[int](), list[tuple[int, int]](), iter(grids), False
@@ -38,10 +41,7 @@ def for_vocabulary(processor: Processor, id_of: Callable[[str], int | None]) -> 
     """Return the processor with the token ids of a vocabulary, where it has tokens that config.json does not name.
 
     Args:
-        id_of: looks up a token; None: it is absent.
-
-    Raises:
-        ValueError: the vocabulary lacks one of the tokens.
+        id_of: looks up a token; None: it is absent. Then `Processor.expand` raises ImageError.
     """
     resolved: Any = getattr(processor, "with_tokens", None)
     found: Processor = processor if resolved is None else resolved(id_of)

@@ -13,6 +13,7 @@ from PIL import Image
 from jaxinfer.images.clip import CLIP_MEAN, CLIP_STD
 from jaxinfer.images.patches import PatchProcessor, patch_settings, pixel_bounds, positive, sides, token_id, tower_sizes
 from jaxinfer.images.pixels import require, value_table
+from jaxinfer.images.processor import ImageError
 
 _EDGE = "longest_edge"
 _TOKENS = ("[IMG_BREAK]", "[IMG_END]")
@@ -24,22 +25,16 @@ class PixtralProcessor(PatchProcessor):
 
     Attributes:
         bounds: the most pixels of height and width; a larger picture is made smaller with the same aspect ratio.
-        break_token, end_token: tokens after a row of an image, and after the last one.
+        break_token, end_token: tokens after a row of an image, and after the last one; None: the vocabulary lacks them.
     """
 
     bounds: tuple[int, int]
-    break_token: int = dataclasses.field(default=12, repr=False)
-    end_token: int = dataclasses.field(default=13, repr=False)
+    break_token: int | None = dataclasses.field(default=12, repr=False)
+    end_token: int | None = dataclasses.field(default=13, repr=False)
 
     def with_tokens(self, id_of: Callable[[str], int | None]) -> Self:
-        """Return the processor for a vocabulary, in which ``id_of`` looks up a token; None: it is absent.
-
-        Raises:
-            ValueError: the vocabulary has no token that ends a row or an image.
-        """
+        """Return the processor for a vocabulary, in which ``id_of`` looks up a token; None: it is absent."""
         after_row, after_image = map(id_of, _TOKENS)
-        if after_row is None or after_image is None:
-            raise ValueError(f"the vocabulary must have the tokens {' and '.join(_TOKENS)}")
         return dataclasses.replace(self, break_token=after_row, end_token=after_image)
 
     @property
@@ -52,6 +47,8 @@ class PixtralProcessor(PatchProcessor):
         return math.prod(-(-bound // self.unit) * self.merge for bound in self.bounds)
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
+        if self.break_token is None or self.end_token is None:
+            raise ImageError(f"the vocabulary must have the tokens {' and '.join(_TOKENS)}")
         row = [self.image_token] * (grid[2] // self.merge) + [self.break_token]
         return [*(row * (grid[1] // self.merge))[:-1], self.end_token]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxinfer.images.expansion import expanded
-from jaxinfer.images.processor import Processor
+from jaxinfer.images.processor import ImageError, Processor
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import ImageInput, PlacedImage
 
@@ -20,7 +20,8 @@ def place_images(
         ids: token ids in which each image is one token, as chat templates write it.
 
     Raises:
-        RequestError: the prompt has more or fewer placeholders than there are images.
+        RequestError: the prompt has more or fewer placeholders than there are images, or the vocabulary lacks a token
+            of images.
     """
     ids, token = list(ids), processor.image_token
     if (found := ids.count(token)) != len(images):
@@ -28,5 +29,8 @@ def place_images(
         raise RequestError(field, reason)
     if not images:
         return ids, ()
-    made, ranges = expanded(processor, ids, [image.grid for image in images])
+    try:
+        made, ranges = expanded(processor, ids, [image.grid for image in images])
+    except ImageError as error:
+        raise RequestError(field, f"has images, and {error}") from error
     return made, tuple(PlacedImage(*at, image) for at, image in zip(ranges, images, strict=True))

@@ -12,6 +12,7 @@ from PIL import Image
 
 from jaxinfer.images.patches import SquareProcessor, patch_settings, positive, sides, token_id, tower_sizes
 from jaxinfer.images.pixels import require, value_table
+from jaxinfer.images.processor import ImageError
 
 _HALF = (0.5, 0.5, 0.5)
 _NEWLINES = tuple(range(107, 138))  # of the vocabulary of Gemma 3
@@ -31,16 +32,10 @@ class SiglipProcessor(SquareProcessor):
     newlines: tuple[int, ...] = dataclasses.field(default=_NEWLINES, repr=False)
 
     def with_tokens(self, id_of: Callable[[str], int | None]) -> Self:
-        """Return the processor for a vocabulary, in which ``id_of`` looks up a token; None: it is absent.
-
-        Raises:
-            ValueError: the vocabulary has no token of two newlines.
-        """
+        """Return the processor for a vocabulary, in which ``id_of`` looks up a token; None: it is absent."""
         found = list[int]()
         while (one := id_of("\n" * (len(found) + 1))) is not None:
             found.append(one)
-        if len(found) < 2:
-            raise ValueError("the vocabulary has no token of two newlines, which are around an image")
         return dataclasses.replace(self, newlines=tuple(found))
 
     @functools.cached_property
@@ -51,6 +46,8 @@ class SiglipProcessor(SquareProcessor):
         return {(a, b): self.newlines[i + j - 1] for i, a in runs for j, b in runs if i + j <= most}
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
+        if len(self.newlines) < 2:
+            raise ImageError("the vocabulary has no token of two newlines, which are around an image")
         soft = [self.row_token] * len(super().expand(grid))
         return [self.newlines[1], self.image_token, *soft, self.end_token, self.newlines[1]]
 
@@ -63,7 +60,7 @@ def make(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]])
     """
     side, patch = tower_sizes(config_json, {"image_size": 224, "patch_size": 16})
     settings, resample = patch_settings(files, ("Gemma3ImageProcessor",), Image.Resampling.BILINEAR)
-    size = sides(settings, "size", {"height": 224, "width": 224})
+    size = sides(settings, "size", {"height": side, "width": side})
     require(size == {"height": side, "width": side}, settings, "size", f"is not the tower's image_size, {side}")
     for name in ("do_pan_and_scan", "do_center_crop", "do_pad"):
         require(not settings.get(name), settings, name, "is not supported")

@@ -2,9 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from jaxinfer.images.expansion import expanded, for_vocabulary
+from jaxinfer.images.placed import place_images
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.types import ImageInput
 from tests.images import test_clip, test_pixtral, test_siglip
 
 GRID = (1, 4, 4)
@@ -31,5 +35,6 @@ def test_processors_whose_tokens_are_named_by_the_vocabulary() -> None:
     clip, pixtral = test_clip.processor(test_clip.SQUARE, 48), test_pixtral.processor()
     assert for_vocabulary(clip, found) is clip
     assert for_vocabulary(pixtral, found) == dataclasses.replace(pixtral, break_token=3, end_token=4)
-    with pytest.raises(ValueError, match="IMG_BREAK"):
-        for_vocabulary(pixtral, {}.get)
+    image = ImageInput(np.zeros((16, 48), np.uint8), GRID)
+    with pytest.raises(RequestError, match="prompt has images, and the vocabulary must have"):
+        place_images("prompt", [10], for_vocabulary(pixtral, {}.get), [image])

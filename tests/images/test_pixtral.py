@@ -32,8 +32,8 @@ def test_tokens_of_mistral_are_the_default() -> None:
 
 
 def test_a_vocabulary_without_the_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="IMG_END"):
-        processor().with_tokens({"[IMG_BREAK]": 3}.get)
+    with pytest.raises(ImageError, match="IMG_END"):
+        processor().with_tokens({"[IMG_BREAK]": 3}.get).expand((1, 4, 4))
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 40), (39, 41), (500, 37), (1, 40), (100, 100)])

@@ -40,8 +40,8 @@ def test_tokens_of_gemma_3_are_the_default() -> None:
 
 
 def test_a_vocabulary_without_two_newlines_is_refused() -> None:
-    with pytest.raises(ValueError, match="two newlines"):
-        processor({"size": 8}).with_tokens({"\n": 3}.get)
+    with pytest.raises(ImageError, match="two newlines"):
+        processor({"size": 8}).with_tokens({"\n": 3}.get).expand((1, 4, 4))
 
 
 @pytest.mark.parametrize(("tokens", "named"), [(9, "tokens_per_image = 9"), (36, "= 36"), (8, "= 8"), (25, None)])
