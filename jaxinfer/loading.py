@@ -28,7 +28,7 @@ from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.formats.multimodal import text_model, wrapped_name
-from jaxinfer.images.expansion import for_vocabulary
+from jaxinfer.images.expansion import for_vocabulary, within
 from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigError
@@ -143,6 +143,9 @@ def start_engine(
         loaded = loaded.laid_out(layout) if layout else loaded
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
+    if loaded.vision is not None and (sizes := engine.config.encoder_sizes):
+        bounded = within(loaded.vision.processor, sizes[-1])
+        loaded = loaded.replace(vision=dataclasses.replace(loaded.vision, processor=bounded))
     _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
 

@@ -37,6 +37,14 @@ def expanded(
     return made, ranges
 
 
+def within(processor: Processor, rows: int) -> Processor:
+    """Return the processor that makes larger images smaller, to about ``rows`` patch rows, where it has several sizes.
+    The image of a very narrow picture may have more."""
+    bounded: Any = getattr(processor, "within", None)
+    found: Processor = processor if bounded is None else bounded(rows)
+    return found
+
+
 def for_vocabulary(processor: Processor, id_of: Callable[[str], int | None]) -> Processor:
     """Return the processor with the token ids of a vocabulary, where it has tokens that config.json does not name.
 

@@ -37,6 +37,12 @@ class PixtralProcessor(PatchProcessor):
         after_row, after_image = map(id_of, _TOKENS)
         return dataclasses.replace(self, break_token=after_row, end_token=after_image)
 
+    def within(self, rows: int) -> Self:
+        """See `jaxinfer.images.expansion.within`."""
+        side = max(math.isqrt(rows) // self.merge, 1) * self.unit
+        height, width = self.bounds
+        return dataclasses.replace(self, bounds=(min(height, side), min(width, side)))
+
     @property
     def unit(self) -> int:
         """Pixels of the side of a token."""

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from PIL import Image
@@ -79,6 +79,11 @@ class QwenProcessor:
         # a picture is enlarged.
         thin, enlarged = math.sqrt(MOST_ASPECT * most), least + math.sqrt(MOST_ASPECT * least) + math.sqrt(least) + 1
         return int(max(most, thin, enlarged)) * self.merge**2
+
+    def within(self, rows: int) -> Self:
+        """See `jaxinfer.images.expansion.within`."""
+        most = min(self.pixels[1], rows * self.patch**2)
+        return dataclasses.replace(self, pixels=(min(self.pixels[0], most), most))
 
     def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches.

@@ -12,6 +12,7 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.images.expansion import within
 from jaxinfer.images.processor import PROCESSOR_FILES, Processor
 
 _QWEN, _CLIP, _SIGLIP, _PIXTRAL = (f"jaxinfer.images.{name}:make" for name in ("qwen", "clip", "siglip", "pixtral"))
@@ -42,11 +43,13 @@ class ProcessorSource:
         make: ``module:function``, called with the other two.
         config: config.json of the folder.
         files: content of those `PROCESSOR_FILES` that the folder has, by name.
+        rows: patch rows that the engine's largest encoder program has (`within`); None: any number.
     """
 
     make: str
     config: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]]
+    rows: int | None = None
 
     def processor(self) -> Processor:
         """Make the processor.
@@ -56,7 +59,7 @@ class ProcessorSource:
         """
         module, _, name = self.make.partition(":")
         made: Processor = getattr(importlib.import_module(module), name)(self.config, self.files)
-        return made
+        return made if self.rows is None else within(made, self.rows)
 
 
 def reader_of(config_json: Mapping[str, Any], known: Container[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -320,8 +321,10 @@ class Server:
             ValueError: a file of the processor is invalid.
         """
         source, most, limits = find_source(folder), most_images(card), self.config.limits
-        if source is None or most == 0:
+        sizes = card.engine.get("encoder_sizes")
+        if source is None or most == 0 or not sizes:
             return None
+        source = dataclasses.replace(source, rows=sizes[-1])
         domains, bounds = self.config.allowed_media_domains, FetchLimits(bytes=limits.image_bytes)
         media = MediaFetcher(domains, bounds) if domains else None
         return Images(source, limits, tokenizer.token_to_id, most, media)

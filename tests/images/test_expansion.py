@@ -4,9 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxinfer.images.expansion import expanded, for_vocabulary
 from jaxinfer.images.placed import place_images
+from jaxinfer.images.registry import MAKERS, ProcessorSource
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import ImageInput
 from tests.images import test_clip, test_pixtral, test_siglip
@@ -38,3 +40,20 @@ def test_processors_whose_tokens_are_named_by_the_vocabulary() -> None:
     image = ImageInput(np.zeros((16, 48), np.uint8), GRID)
     with pytest.raises(RequestError, match="prompt has images, and the vocabulary must have"):
         place_images("prompt", [10], for_vocabulary(pixtral, {}.get), [image])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rows"),
+    [("Qwen2VLForConditionalGeneration", 256), ("Mistral3ForConditionalGeneration", 400)],
+)
+def test_a_larger_image_is_made_smaller_where_there_are_several_sizes(architecture: str, rows: int) -> None:
+    """An engine has no program for more rows."""
+    vision = {"image_size": 1540, "patch_size": 14, "hidden_size": 64}
+    config = {"architectures": [architecture], "vision_config": vision, "image_token_id": 10}
+    source = ProcessorSource(MAKERS[architecture], config, {})
+    large = Image.new("RGB", (1500, 900))
+    assert source.processor().prepare(large).patches.shape[0] > rows
+    made = dataclasses.replace(source, rows=rows).processor().prepare(large)
+    assert rows / 3 < made.patches.shape[0] <= rows
+    small = Image.new("RGB", (112, 112))
+    assert dataclasses.replace(source, rows=rows).processor().prepare(small).grid == (1, 8, 8)
