@@ -22,7 +22,7 @@ COLOURS = {
 CORNERS = {"circle": 0, "triangle": 3, "square": 4, "cross": 12}
 """Corners of each shape; 0: round."""
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
-SIZES = {"small": (0.13, 0.15), "large": (0.22, 0.27)}
+SIZES = {"small": (0.15, 0.165), "large": (0.24, 0.28)}
 """Radius of a shape, as a share of the picture's shorter side."""
 
 

@@ -42,9 +42,9 @@ def initial_params(specs: Tree, seed: int, layers: int) -> Tree:
 
     def one(path: tuple[Any, ...], spec: ParamSpec, key: jax.Array) -> jax.Array:
         name = path[-1].key
-        if spec.init == "ones":
-            return jnp.ones(spec.shape)
-        fan_in = spec.shape[spec.inputs or 0]
+        if spec.init in ("ones", "zeros"):
+            return jnp.full(spec.shape, float(spec.init == "ones"))
+        fan_in = spec.shape[-1 if name == "patch" else spec.inputs or 0]
         scale = 0.04 if name == "table" else fan_in**-0.5 * (residual if name in ("out", "down") else 1.0)
         return scale * jax.random.normal(key, spec.shape)
 
