@@ -26,6 +26,6 @@ def test_a_file_is_read_or_refused_by_field(row: dict[str, Any]) -> None:
     if "pixels" in row:
         assert list(source.processor().pixels) == row["pixels"]
         return
-    with pytest.raises(ValueError, match="preprocessor_config.json") as refused:
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json") as refused:
         source.processor()
     assert f" {row['refused']} = " in str(refused.value)
