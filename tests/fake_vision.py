@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from PIL.Image import Image
 
+from jaxinfer.images.pixels import rgb
 from jaxinfer.images.processor import digest_of
 from jaxinfer.models.model import Model, abstract, with_vision
 from jaxinfer.models.vision.tower import Grid, PlaceAxes, Tower, Vision, VisionFamily
@@ -80,8 +81,9 @@ class FakeProcessor:
     def identity(self) -> str:
         return "fake"
 
-    def prepare(self, picture: Image, **options: Any) -> ImageInput:
+    def prepare(self, picture: Image | np.ndarray, **options: Any) -> ImageInput:
         del options
+        picture = rgb(picture)
         width, height = (2 * max(1, min(side, SIDE) // 2) for side in picture.size)
         pixels = np.asarray(picture.resize((width, height)), np.uint8)
         patches = pixels.reshape(height // 2, 2, width // 2, 2, 3).swapaxes(1, 2).reshape(-1, VALUES)

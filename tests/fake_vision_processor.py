@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image
 
+from jaxinfer.images.pixels import rgb
 from jaxinfer.images.processor import ImageError, digest_of
 from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.types import ImageInput
@@ -41,7 +42,8 @@ class FakeProcessor:
     def identity(self) -> str:
         return repr(self)
 
-    def prepare(self, picture: Image, **options: Any) -> ImageInput:
+    def prepare(self, picture: Image | np.ndarray, **options: Any) -> ImageInput:
+        picture = rgb(picture)
         for name, value in options.items():
             if name != "max_pixels" or value > self.max_pixels:
                 raise ImageError(f"{name} = {value!r} is not supported")

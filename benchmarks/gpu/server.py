@@ -36,7 +36,7 @@ NEEDED = (
     *("fastapi", "fastapi-swagger", "starlette", "uvicorn", "httptools", "pydantic", "pyyaml"),
     *("tokenizers", "sentencepiece", "jinja2", "llguidance", "huggingface_hub", "orbax-checkpoint", "tensorstore"),
     *("prometheus_client", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc", "rich"),
-    *("jaxtyping", "flatbuffers", "ml_dtypes", "msgspec"),
+    *("jaxtyping", "flatbuffers", "ml_dtypes", "msgspec", "pillow"),
 )
 STARTS = ("cold", "warm")
 _WARMUP = 2  # requests before the measured ones

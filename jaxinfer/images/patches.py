@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from jaxinfer.images.pixels import COLOURS, image_settings, require, rgb
+from jaxinfer.images.pixels import COLOURS, image_settings, require, require_kind, rgb
 from jaxinfer.images.processor import ImageError, digest_of
 from jaxinfer.types import ImageInput
 
@@ -139,9 +139,7 @@ def patch_settings(
         ValueError: the processor is of another class, does not resize, or its filter is unknown.
     """
     settings = image_settings(files)
-    kind = settings.get("image_processor_type", kinds[0])
-    plain = kind.removesuffix("Fast").removesuffix("Pil") if isinstance(kind, str) else kind
-    require(plain in kinds, settings, "image_processor_type", f"is not supported (known: {', '.join(kinds)})")
+    require_kind(settings, kinds)
     require(settings.get("do_resize") is not False, settings, "do_resize", "is not supported")
     found = settings.get("resample")
     known = found is None or (type(found) is int and found in set(Image.Resampling))

@@ -59,6 +59,17 @@ def value_table(
     return tuple(tuple(row) for row in table.tolist())
 
 
+def require_kind(settings: Mapping[str, Any], kinds: tuple[str, ...]) -> None:
+    """Check that the processor is one of these classes of transformers, or their variant for tensors or Pillow.
+
+    Raises:
+        ValueError: it is of another class.
+    """
+    kind = settings.get("image_processor_type", kinds[0])
+    plain = kind.removesuffix("Fast").removesuffix("Pil") if isinstance(kind, str) else kind
+    require(plain in kinds, settings, "image_processor_type", f"is not supported (known: {', '.join(kinds)})")
+
+
 def rgb(picture: Image.Image | np.ndarray) -> Image.Image:
     """Return a picture in RGB: transparent parts become white, as transformers' PIL processors compose them.
 

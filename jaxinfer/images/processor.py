@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-from PIL.Image import Image, new
 
 from jaxinfer.types import ImageInput
+
+if TYPE_CHECKING:  # an engine of a text model does not need Pillow
+    from PIL.Image import Image
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a model folder that describe its image processor."""
@@ -45,8 +47,8 @@ class Processor(Protocol):
     @property
     def most_rows(self) -> int: ...
 
-    def prepare(self, picture: Image, **options: Any) -> ImageInput:
-        """Resize an RGB picture and cut it into patches.
+    def prepare(self, picture: Image | np.ndarray, **options: Any) -> ImageInput:
+        """Resize an RGB picture, or an array [height, width, 3] uint8, and cut it into patches.
 
         Args:
             options: fields of the processor that the request overrides (``min_pixels``, ``max_pixels``).
@@ -68,7 +70,7 @@ class Identified(Protocol):
 
 def smallest_image(processor: Processor) -> ImageInput:
     """Return an image with as few patches as the processor makes."""
-    return processor.prepare(new("RGB", (1, 1)))
+    return processor.prepare(np.zeros((1, 1, 3), np.uint8))
 
 
 def normalised(processor: Processor, patches: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from jaxinfer.images.patches import token_id, tower_sizes
-from jaxinfer.images.pixels import COLOURS, image_settings, require, rgb, value_table, whole
+from jaxinfer.images.pixels import COLOURS, image_settings, require, require_kind, rgb, value_table, whole
 from jaxinfer.images.processor import ImageError, digest_of
 from jaxinfer.types import ImageInput
 
@@ -26,6 +26,7 @@ MOST_ASPECT = 200
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_KINDS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
 _VIDEO = "video_preprocessor_config.json"
 
 
@@ -251,6 +252,7 @@ def qwen_processor(
         ValueError: a setting is invalid, not supported, or differs from the tower's.
     """
     settings = image_settings(files)
+    require_kind(settings, _KINDS)
     for name, own in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
         require(whole(settings, name, own) == own, settings, name, f"is not that of the tower, {own}")
     require(settings.get("do_resize") is not False, settings, "do_resize", "is not supported")
@@ -278,7 +280,8 @@ def _edges(settings: Mapping[str, Any], default: tuple[int, int]) -> tuple[int, 
     size = size if isinstance(size, Mapping) else {}
     names = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
     least, most = (
-        whole(settings, old, whole(size, name, value)) for (old, name), value in zip(names, default, strict=True)
+        whole(settings, old, whole(size, name, whole(size, old, value)))
+        for (old, name), value in zip(names, default, strict=True)
     )
     require(least <= most, {"size": (least, most)}, "size", "must be the fewest and the most pixels")
     return least, most

@@ -151,7 +151,7 @@ class Scheduler:
             if index in (None, sequence.index):
                 self._end(sequence, reason)
 
-    def _sequence(self, request: Request, index: int, images: PromptImages | None) -> Sequence:
+    def _sequence(self, request: Request, index: int, images: PromptImages | None = None) -> Sequence:
         assert request.params.max_tokens is not None  # resolved when the request was validated
         prompt = request.prompt_token_ids
         return Sequence(
